@@ -25,7 +25,7 @@ from kvoffload.testing import FakeClock, FakeDevice, GatedCopier, ManualExecutor
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.pump import TransferPump
-from kvoffload_reference.pool_device import PoolDevice
+from kvoffload_reference.scheduler import PoolDevice
 from tests.keys import block_key
 
 BLOCK_TOKENS = 16

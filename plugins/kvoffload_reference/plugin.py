@@ -1,30 +1,32 @@
-"""The plugin that the reference engine finds by its entry point."""
+"""The plugin that the reference engine finds by its entry point, and a rank's side of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import kvoffload
 from kvoffload.checks import memory
-from kvoffload.checks.startup import examine_rank
+from kvoffload.checks.startup import examine_rank, log_warnings
 from kvoffload.disk.folder import DiskPlace
 from kvoffload.disk.identity import KVIdentity, groups_of, with_key
 from kvoffload.disk.tier_key import TierKey, read_tier_key
-from kvoffload.engine.plugin import EngineFacts, SchedulerPlugin, WorkerPlugin
+from kvoffload.engine.plugin import EngineFacts, GroupFacts, SchedulerPlugin, WorkerPlugin
 from kvoffload.model.config import OffloadConfig, parse_config
 from kvoffload.model.engine import EngineIdentity, EngineShape, Promises
-from kvoffload.model.ids import Rank
+from kvoffload.model.groups import AttentionKind, GroupSpec
+from kvoffload.model.ids import GroupId, Rank
+from kvoffload.model.transfer import TransferPlan
 from kvoffload.remote.address import RemotePlace, parse_address
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import Clocks, SchedulerSide
 from kvoffload.runtime.worker_side import WorkerSide
-from kvoffload_reference.pool_device import PoolDevice
-from kvoffload_reference.scheduler import ReferenceScheduler
-from kvoffload_reference.translate import shape_of
-from kvoffload_reference.worker import ReferenceWorker
+from kvoffload.transfer.layout import layout_of
+from kvoffload_reference.scheduler import PoolDevice, ReferenceScheduler
 
 if TYPE_CHECKING:
+    import torch
+
     from kvoffload.checks.check import Finding
     from kvoffload.transfer.layout import DeviceLayout
     from kvoffload.transfer.ports import Clock, Copier
@@ -113,6 +115,59 @@ class ReferencePlugin:
             return examine_rank(rank, engine.ranks, self._config, layout, checks=memory.CHECKS)
 
         return ReferenceWorker(worker, examine_layout)
+
+
+class ReferenceWorker:
+    """Offloading on one rank.
+
+    Args:
+        offload: the runtime's worker side.
+        examine: the doctor's checks, run before any host memory is allocated.
+    """
+
+    def __init__(self, offload: WorkerSide, examine: Callable[[DeviceLayout], Sequence[Finding]]) -> None:
+        self.offload = offload
+        self._examine = examine
+
+    def register_kv_caches(self, tensors: Sequence[torch.Tensor]) -> None:
+        layout = layout_of(tensors)
+        findings = self._examine(layout)
+        self.offload.register(layout)
+        log_warnings(findings)
+
+    def start_loads(self, plan: object) -> None:
+        self.offload.begin_step(_plan(plan))
+        self.offload.start_loads(_plan(plan))
+
+    def start_stores(self, plan: object) -> None:
+        self.offload.start_stores(_plan(plan))
+
+    def take_output(self) -> object:
+        return self.offload.take_report()
+
+    def shutdown(self) -> None:
+        self.offload.close()
+
+
+def _plan(plan: object) -> TransferPlan:
+    assert isinstance(plan, TransferPlan), plan
+    return plan
+
+
+def shape_of(engine: EngineFacts, promises: Promises) -> EngineShape:
+    """Return the engine's shape. Its null block is no block of the pool."""
+    return EngineShape(
+        groups=tuple(map(_group, engine.groups)),
+        ranks=engine.ranks,
+        device_blocks=engine.num_blocks - 1,
+        step_tokens=engine.step_tokens,
+        promises=promises,
+    )
+
+
+def _group(group: GroupFacts) -> GroupSpec:
+    reach = group.window_tokens if group.window_tokens is not None else group.chunk_tokens
+    return GroupSpec(GroupId(group.index), AttentionKind(group.kind), group.block_tokens, reach)
 
 
 def _identity_of(engine: EngineFacts, shape: EngineShape, config: OffloadConfig) -> KVIdentity:

@@ -1,8 +1,8 @@
-"""The scheduler's side: translates the engine's hooks into facts, and the core's answers for the engine."""
+"""The scheduler's side: translates the engine's hooks into facts, lends its block pool to the core, and answers its lookups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvoffload.engine.block_pool import BlockPool
@@ -12,8 +12,51 @@ from kvoffload.model.engine import EngineShape
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, RequestId
 from kvoffload.model.transfer import TransferReport
 from kvoffload.runtime.scheduler_side import SchedulerSide
-from kvoffload_reference.pool_device import PoolDevice
-from kvoffload_reference.translate import blocks, keys
+
+
+class PoolDevice:
+    """Leases are the plugin's references on the engine's blocks."""
+
+    def __init__(self) -> None:
+        self._pool: BlockPool | None = None
+
+    def bind(self, pool: BlockPool) -> None:
+        """Take the pool, which the engine makes after the plugin."""
+        self._pool = pool
+
+    def lease(self, blocks: Sequence[DeviceBlockId]) -> None:
+        self._bound.touch(blocks)
+
+    def release(self, blocks: Sequence[DeviceBlockId]) -> None:
+        self._bound.free(blocks)
+
+    def next_evictable(self, count: int) -> Iterable[DeviceBlockId]:
+        return map(DeviceBlockId, self._bound.next_evictable(count))
+
+    def free_blocks(self) -> int:
+        return self._bound.free_blocks
+
+    def keys_of(self, blocks: Sequence[DeviceBlockId]) -> list[BlockKey | None]:
+        key_of = self._bound.key_of
+        return [None if (key := key_of(block)) is None else BlockKey(key) for block in blocks]
+
+    def block_of(self, key: BlockKey) -> DeviceBlockId | None:
+        block = self._bound.cached_block(key)
+        return DeviceBlockId(block) if block is not None else None
+
+    def lease_problems(self, leases: Mapping[DeviceBlockId, int]) -> list[str]:
+        """The engine counts leases separately, so they can be compared one by one."""
+        counted = self._pool.leases() if self._pool is not None else {}
+        return [
+            f"block {block} is leased {leases.get(DeviceBlockId(block), 0)} times, the engine counts {counted.get(block, 0)}"
+            for block in sorted(leases.keys() | counted.keys())
+            if leases.get(DeviceBlockId(block), 0) != counted.get(block, 0)
+        ]
+
+    @property
+    def _bound(self) -> BlockPool:
+        assert self._pool is not None, "bind() comes first"
+        return self._pool
 
 
 @dataclass(slots=True)
@@ -48,7 +91,7 @@ class ReferenceScheduler:
         self._device.bind(pool)
 
     def request_added(self, request: RequestView) -> None:
-        known = tuple(keys(request.keys(group.group)) for group in self._shape.groups)
+        known = tuple(_keys(request.keys(group.group)) for group in self._shape.groups)
         self._sent[request.request_id] = _Sent(request, [len(each) for each in known])
         fact = facts.RequestSeen(RequestId(request.request_id), request.num_tokens, known)
         sent = self._sent[request.request_id]
@@ -68,7 +111,7 @@ class ReferenceScheduler:
         sent = self._sent[request.request_id]
         sent.blocks = ()
         sent.runs = False
-        tables_of = tuple(map(blocks, tables))
+        tables_of = tuple(map(_blocks, tables))
         self._offload.allocated(
             facts.BlocksAllocated(RequestId(request.request_id), tables_of, device_tokens, external_tokens)
         )
@@ -137,7 +180,7 @@ class ReferenceScheduler:
         new = []
         for group in self._shape.groups:
             known = sent.view.keys(group.group)
-            new.append(keys(known[sent.keys[group.group] :]))
+            new.append(_keys(known[sent.keys[group.group] :]))
             sent.keys[group.group] = len(known)
         return tuple(new)
 
@@ -154,4 +197,14 @@ def _handed_off(state: StateMade) -> facts.StateHandedOff:
 
 def _appended(progress: Progress) -> tuple[tuple[DeviceBlockId, ...], ...]:
     """The engine names positions; they continue the table."""
-    return tuple(blocks([block for _, block in pairs]) for pairs in progress.new_blocks)
+    return tuple(_blocks([block for _, block in pairs]) for pairs in progress.new_blocks)
+
+
+def _blocks(table: Sequence[int]) -> tuple[DeviceBlockId, ...]:
+    """Return one group's table; the engine's null block is 0, and so is ours."""
+    return tuple(map(DeviceBlockId, table))
+
+
+def _keys(known: Sequence[bytes]) -> tuple[BlockKey, ...]:
+    """Return keys; the engine's are made as ours are."""
+    return tuple(map(BlockKey, known))

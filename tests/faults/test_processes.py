@@ -156,7 +156,7 @@ def run_python(code: str) -> str:
 
 ODD = """
 import importlib, os, sys
-import kvoffload_reference.worker, kvoffload.telemetry.exporter, kvoffload.core.offload_core  # from the top down
+import kvoffload_reference.plugin, kvoffload.telemetry.exporter, kvoffload.core.offload_core  # from the top down
 import kvoffload.runtime.worker_side, kvoffload.bus.bus, kvoffload.engine, kvoffload
 from importlib.metadata import entry_points
 from kvoffload.engine import Engine, SamplingParams

@@ -11,7 +11,7 @@ from kvoffload.engine.block_pool import BlockPool
 from kvoffload.model import facts
 from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId
-from kvoffload_reference.pool_device import PoolDevice
+from kvoffload_reference.scheduler import PoolDevice
 from tests.reference.rig import KINDS, Rig, rig, text
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from kvoffload.model.groups import AttentionKind
-from kvoffload_reference.worker import ReferenceWorker
+from kvoffload_reference.plugin import ReferenceWorker
 from tests.engine.tiny import taken
 from tests.reference.rig import BLOCK, Rig, on_host_only, plain, rig, text
 

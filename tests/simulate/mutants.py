@@ -30,8 +30,8 @@ from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.pump import TransferPump
 from kvoffload.transfer.remote_copies import RemoteCopies, _Got
 from kvoffload.transfer.wakeup import Wakeup
-from kvoffload_reference.pool_device import PoolDevice
-from kvoffload_reference.worker import ReferenceWorker
+from kvoffload_reference.plugin import ReferenceWorker
+from kvoffload_reference.scheduler import PoolDevice
 
 Patch = tuple[Any, str, Any]  # a class or a module
 
