@@ -24,15 +24,13 @@ from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.telemetry.spans import check_exporter
 from kvoffload_vllm.doctor import RECOMPUTE, block_hashes, load_failures, recurrent_states
-from kvoffload_vllm.events import find_wire, publishes_events
+from kvoffload_vllm.events import TierEvents, find_wire, publishes_events
 from kvoffload_vllm.groups import VllmGroups, vllm_groups
-from kvoffload_vllm.identification import Identification, WorkersPlace
-from kvoffload_vllm.kv_identity import find_identity, find_problems
+from kvoffload_vllm.kv_identity import Identification, WorkersPlace, find_identity, find_problems
+from kvoffload_vllm.payload import Changes
 from kvoffload_vllm.pool_device import VllmDevice
+from kvoffload_vllm.progress import KeyMaker
 from kvoffload_vllm.scheduler import VllmScheduler
-from kvoffload_vllm.stats import StatsSender
-from kvoffload_vllm.tier_events import TierEvents
-from kvoffload_vllm.tracked import KeyMaker
 from kvoffload_vllm.worker import VllmWorker
 
 if TYPE_CHECKING:
@@ -80,7 +78,7 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> V
         device,
         keys,
         groups.ids,
-        StatsSender(offload),
+        Changes(offload),
         portal.close,
         1 if config.store_policy == "lazy" else _REPORT_EVERY,  # lazy looks ahead by what each step hands out
         tier_events,

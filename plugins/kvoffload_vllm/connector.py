@@ -19,6 +19,7 @@ from kvoffload.model.errors import ConfigError
 from kvoffload_vllm.assembly import make_scheduler, make_worker
 from kvoffload_vllm.layout import layout_of_caches, meaning_of_caches, preferred_layout
 from kvoffload_vllm.metadata import KVOffloadMetadata
+from kvoffload_vllm.stats import KVOffloadPromMetrics, KVOffloadStats
 from kvoffload_vllm.support import SLEEP_MODE
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         # Blocks under a copy are leased, so vLLM may free the request's at once.
-        self._scheduler.ended(request, block_ids)
+        self._scheduler.ended(request, holds_blocks=any(block_ids))
         return False, None
 
     def has_pending_push_work(self) -> bool:
@@ -201,9 +202,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        from kvoffload_vllm.stats import KVOffloadStats
-
-        return KVOffloadStats(data=data) if data is not None else KVOffloadStats()
+        return KVOffloadStats(data)
 
     @classmethod
     def build_prom_metrics(
@@ -213,6 +212,4 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics:
-        from kvoffload_vllm.prometheus import KVOffloadPromMetrics
-
         return KVOffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -3,7 +3,8 @@
 What an event says of a block beyond its hash is known only while its request lives, and a block may be stored long after.
 So a note of it is taken when it is computed or loaded, and kept while it may still come to a tier; here, not in the core, and only
 where vLLM publishes events, as token ids are in it. A block that comes before its note, from a disk or a store where another process
-has put it, is published when the note is taken.
+has put it, is published when the note is taken. Of a store the events say what this engine knows: what it wrote there, and what
+the store said it has when it was asked.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from typing import TYPE_CHECKING, Any
 from kvoffload.model.ids import BlockKey
 from kvoffload.model.transfer import Tier
 from kvoffload_vllm.groups import VllmGroups
-from kvoffload_vllm.tracked import RequestLike
+from kvoffload_vllm.progress import RequestLike
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvoffload.core.key_index import KeyIndex
+    from kvoffload_vllm.pool_device import VllmDevice
 
 _GROUP_BYTES = 4
 _HOST, _STORAGE = "CPU", "STORAGE"
@@ -266,6 +270,48 @@ class EventMaker:
             kv_cache_spec_sliding_window=window,
             **self._place,
         )
+
+
+class TierEvents:
+    """Which blocks came to a tier and which left it, as vLLM's events.
+
+    Args:
+        groups: the groups that are offloaded.
+        indexes: of each tier, report which keys arrive and leave.
+        wire: how vLLM writes events.
+        device: knows which blocks may still be stored.
+    """
+
+    def __init__(
+        self, groups: VllmGroups, indexes: Mapping[Tier, KeyIndex], wire: Wire, device: VllmDevice
+    ) -> None:
+        on_host = indexes[Tier.HOST] if len(indexes) > 1 else ()
+
+        def is_held(key: BlockKey) -> bool:
+            return device.block_of(key) is not None or key in on_host
+
+        self._notes = NoteTaker(groups, wire, is_held)
+        self._tiers = [
+            (EventMaker(groups, self._notes, wire, tier), index.watch()) for tier, index in indexes.items()
+        ]
+        self._ledgers = [ledger for _, ledger in self._tiers]
+
+    def note(self, request: RequestLike, first: int, computed_tokens: int) -> int:
+        """Note a request's computed blocks but for those of its first hashes; return how many hashes are noted now."""
+        return self._notes.take(request, first, computed_tokens)
+
+    def take(self) -> Iterable[KVCacheEvent]:
+        """Return what happened since the last call."""
+        late = self._notes.late
+        if not (late or any(self._ledgers)):
+            return ()
+        events: list[KVCacheEvent] = []
+        for maker, ledger in self._tiers:
+            arrived = [(key, True) for key in late if maker.has_left_out(key)]
+            events += maker.events([*arrived, *ledger])
+            ledger.clear()
+        late.clear()
+        return events
 
 
 @dataclass(frozen=True, slots=True)

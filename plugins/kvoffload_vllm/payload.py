@@ -20,7 +20,7 @@ COUNTS, GAUGES, SAMPLES = "counts", "gauges", "samples"
 PARTS: Mapping[Kind, str] = {Kind.COUNTER: COUNTS, Kind.GAUGE: GAUGES, Kind.HISTOGRAM: SAMPLES}
 _COMMA = ","
 _MIB = 1 << 20
-_PATIENCE_S = 1.0  # hooks' times wait this long for another change
+_APART_S = 1.0  # between messages of a busy engine: scrapes are rarer, and a message costs as much as planning several copies
 
 
 class Changes:
@@ -35,8 +35,9 @@ class Changes:
 
     def __init__(self, source: Source, now: Callable[[], float] = time.monotonic) -> None:
         self._source = source
-        self._now = now
-        self._due_s = now()
+        self.now = now
+        self.next_s = now()
+        """When hooks' times are sent although nothing else has changed. A busy engine waits as long for its next message."""
         self._changes = -1
         self._sent: dict[str, Mapping[Labels, Any]] = {}
         source.counters.keep_samples()
@@ -46,11 +47,11 @@ class Changes:
 
         Hooks' times are returned with the next other change, or after a second: every step has them.
         """
-        counters, now = self._source.counters, self._now()
-        if counters.changes == self._changes and now < self._due_s:
+        counters, now = self._source.counters, self.now()
+        if counters.changes == self._changes and now < self.next_s:
             return None
         self._changes = counters.changes
-        self._due_s = now + _PATIENCE_S
+        self.next_s = now + _APART_S
         payload: Payload = {}
         for metric, series in all_series(counters.counts, self._source.gauges(), counters.take_samples()):
             if changed := series if metric.kind is Kind.HISTOGRAM else self._changed(metric, series):

@@ -1,28 +1,30 @@
-"""What requests gained since they were last reported: at once while they compute their prompts, in batches while they decode.
+"""What the core knows of each of vLLM's requests, and when it learns what they gained since.
 
-A decoding batch completes a few blocks in each step, and a report, with the job that it leads to, costs more than these. So what
-decoding requests gain is reported every 16th step, and one job stores it. What must not be late is not: blocks that were handed
-out again (R7, R10), and anything while the device is so full that running requests may lose their blocks.
+Prefills are reported at once. A decoding batch completes a few blocks in each step, and a report, with the job that it leads to, costs more than these. So what
+decoding requests gain is reported every 16th step, and one job stores it. Two things are reported without delay: blocks that were
+handed out again (R7, R10), and anything while the device is so full that running requests may lose their blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain, compress
+from itertools import chain, compress, repeat
 from operator import add
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
+
+from msgspec import Struct
 
 from kvoffload.model import facts
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId
-from kvoffload_vllm.tracked import KeyMaker, Tracked
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
+    from kvoffload_vllm.events import TierEvents
     from kvoffload_vllm.pool_device import VllmDevice
-    from kvoffload_vllm.tier_events import TierEvents
+
 
 _Table = tuple[tuple[DeviceBlockId, ...], ...]
 _Keys = tuple[tuple[BlockKey, ...], ...]
@@ -32,60 +34,96 @@ _make_progress: Callable[[tuple[RequestId, int, _Table, _Keys]], facts.Progress]
 """Often in a step: a named tuple's own call takes three times as long."""
 
 
-class DueSteps:
-    """When to look at a request again: not before it can have completed a block.
+class RequestLike(Protocol):
+    """What is read of vLLM's `Request`."""
 
-    A request that computes one token a step and lacks 20 to its next block is put aside for 20 steps, and until the next
-    step that reports. So a step looks at the requests that are due in it and not at all that run.
+    request_id: RequestId
+    block_hashes: list[bytes]
+    all_token_ids: Sequence[int]
+    lora_request: Any
+    mm_features: Any
+    num_tokens: int
+    num_computed_tokens: int
+    num_output_placeholders: int
+    num_output_tokens: int
+    skip_reading_prefix_cache: bool
+
+
+class KeyMaker:
+    """Turns a request's block hashes into keys per group.
 
     Args:
-        every: steps that report have numbers that are multiples of this power of two.
-        least_block: tokens of the smallest block. What a request gained is reported before it has computed as many, and so
-            before a window can have passed it.
+        ratios: per group, hashes in one block; the last of them stands for the block.
+        group_ids: per group, vLLM's number of it, which ends its keys.
     """
 
-    def __init__(self, every: int, least_block: int) -> None:
-        self._most = every
-        self._least_block = least_block
-        self._every = self.every(1)
-        self.step = 0
-        """Steps so far."""
-        self._due: dict[int, dict[RequestId, Tracked]] = {}
+    def __init__(self, ratios: Sequence[int], group_ids: Sequence[int]) -> None:
+        self._suffixes = [group.to_bytes(4, "big") for group in group_ids]
+        self._groups = list(zip(ratios, self._suffixes, strict=True))
+        self._has_one_hash_a_block = set(ratios) == {1}
 
-    def put(self, tracked: Tracked, steps: int, tokens: int) -> None:
-        """Set a request aside for `steps` steps, at least one, in which it computes `tokens` tokens each; replaces the time before."""
-        due = self.step + steps
-        if tokens < self._least_block:
-            due += -due % (self._every if tokens == 1 else self.every(tokens))
-        if tracked.due == due:
-            return
-        if tracked.due > self.step:
-            self.drop(tracked)
-        tracked.due = due
-        self._due.setdefault(due, {})[tracked.request.request_id] = tracked
+    def keys(self, hashes: Sequence[bytes], first: int) -> tuple[tuple[BlockKey, ...], ...]:
+        """Return, per group, the keys that the hashes from number `first` on complete."""
+        # Most blocks of a decoding request come alone.
+        if self._has_one_hash_a_block and len(hashes) - first == 1:
+            alone = [(hashes[first] + suffix,) for suffix in self._suffixes]
+            return tuple(alone)  # type: ignore[arg-type]  # a `BlockKey` of its own would be a call a key
+        keys: list[tuple[bytes, ...]] = []
+        for ratio, suffix in self._groups:
+            ends = hashes[first:] if ratio == 1 else hashes[(first // ratio + 1) * ratio - 1 :: ratio]
+            keys.append(tuple(map(add, ends, repeat(suffix))))
+        return tuple(keys)  # type: ignore[arg-type]  # a `BlockKey` of its own would be a call a key
 
-    def every(self, tokens: int) -> int:
-        """Return in every how many steps a request is looked at that computes so many tokens in each."""
-        every = self._most
-        while every > 1 and every * tokens > self._least_block:
-            every //= 2
-        return every
 
-    def drop(self, tracked: Tracked) -> None:
-        """Do not look at a request again. Harmless for one that is not put aside."""
-        waiting = self._due.get(tracked.due)
-        if waiting is not None:
-            waiting.pop(tracked.request.request_id, None)
-        tracked.due = 0
+class Tracked(Struct, eq=False):
+    """One request.
 
-    def take(self) -> Collection[Tracked]:
-        """A step has come: hand over who is due in it."""
-        self.step += 1
-        return self._due.pop(self.step, {}).values()
+    Args:
+        request: vLLM's.
+        hashes: block hashes reported so far.
+        last_hash: the last of them. It covers the others, so it changes if any of them was rewritten.
+        noted: block hashes noted for events, of the table that the request has now.
+        found_tokens: what the device held at the last lookup.
+        boundary: confirmed tokens from which on there is something new to report; 0 before the first report on its table.
+        due: the step in which it is looked at again, 0 for none; `ProgressReports` writes it.
+    """
+
+    request: RequestLike
+    hashes: int = 0
+    last_hash: bytes | None = None
+    noted: int = 0
+    found_tokens: int = 0
+    boundary: int = 0
+    due: int = 0
+
+    @property
+    def trace_parent(self) -> str | None:
+        """The caller's W3C `traceparent`; vLLM passes it on where it traces itself (`--otlp-traces-endpoint`)."""
+        headers = getattr(self.request, "trace_headers", None)
+        return headers.get("traceparent") if headers else None
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether reported hashes are no longer the request's: a session's next input replaces tokens not yet computed."""
+        hashes, sent = self.request.block_hashes, self.hashes
+        return sent > 0 and (len(hashes) < sent or hashes[sent - 1] != self.last_hash)
+
+    def new_keys(self, maker: KeyMaker) -> tuple[tuple[BlockKey, ...], ...]:
+        """Return the keys not reported yet, and note them as reported."""
+        if self.hashes and self.hashes == len(self.request.block_hashes):
+            return ()
+        hashes = self.request.block_hashes
+        keys = maker.keys(hashes, self.hashes)
+        self.hashes = len(hashes)
+        self.last_hash = hashes[-1] if hashes else None
+        return keys
 
 
 class ProgressReports:
     """Says in each step what the core must learn of which requests.
+
+    It looks at a request again only when that can have completed a block. A request that computes one token a step and lacks
+    20 to its next block is put aside for 20 steps, and until the next step that reports. So a step does not look at all that run.
 
     Args:
         shape: the engine's fixed facts.
@@ -93,7 +131,8 @@ class ProgressReports:
         keys: makes keys of block hashes.
         device: what vLLM lends.
         tracked: the requests, by name.
-        every: what decoding requests gain is reported in each step whose number is a multiple of this power of two.
+        every: what decoding requests gain is reported in each step whose number is a multiple of this power of two. It is
+            less if a request computes a block in fewer steps, since a window could have passed that by then.
         tier_events: makes vLLM's KV cache events, None where they are not published.
     """
 
@@ -114,8 +153,11 @@ class ProgressReports:
         self._tier_events = tier_events
         self._least_block = min(group.block_tokens for group in shape.groups)
         self._scarce = 2 * shape.turnover_blocks
-        self._due = DueSteps(every, self._least_block)
-        self._every = self._due.every(1)
+        self._most = every
+        self._every = self._reports_every(1)
+        self._step = 0
+        self._due: dict[int, dict[RequestId, Tracked]] = {}
+        """By a step's number, the requests that are looked at in it."""
         self._late: dict[str, _Table] = {}
         """Blocks that requests got and that were not reported."""
         self._new: set[str] = set()
@@ -129,7 +171,7 @@ class ProgressReports:
             self._late.pop(name, None)
         # Its first step confirms nothing, so only the keys of a session's next input are reported with it.
         has_all_keys = tracked.hashes == len(tracked.request.block_hashes)
-        self._due.put(tracked, 2 if has_all_keys else 1, tokens)
+        self._put_aside(tracked, 2 if has_all_keys else 1, tokens)
 
     def preempted(self, names: Iterable[RequestId]) -> None:
         """These requests lost their block tables since the last step, some of which have another one by now."""
@@ -139,9 +181,11 @@ class ProgressReports:
 
     def forget(self, tracked: Tracked) -> _Table:
         """Report a request no more until it has another table; return the blocks that were not reported."""
-        if tracked.due:
-            self._due.drop(tracked)
-        return self._late.pop(tracked.request.request_id, ()) if self._late else ()
+        name = tracked.request.request_id
+        if tracked.due in self._due:
+            self._due[tracked.due].pop(name, None)
+        tracked.due = 0
+        return self._late.pop(name, ()) if self._late else ()
 
     def step(
         self, output: SchedulerOutput, states: Sequence[facts.StateHandedOff]
@@ -150,7 +194,9 @@ class ProgressReports:
         scheduled, cached, late = output.num_scheduled_tokens, output.scheduled_cached_reqs, self._late
         resumed, groups, tables = cached.resumed_req_ids, self._groups, cached.new_block_ids
         self._new.clear()
-        due, handed_out = self._due.take(), list[DeviceBlockId]()
+        self._step += 1
+        due = self._due.pop(self._step, None)
+        handed_out: list[DeviceBlockId] = []
         # Most have no new block, so Python's own loops find those that do. Of a resumed request vLLM gives the whole table,
         # which was reported when it was allocated.
         for name, blocks in compress(zip(cached.req_ids, tables, strict=True), tables):
@@ -159,7 +205,7 @@ class ProgressReports:
                 late[name] = tuple(map(add, late[name], table)) if name in late else table
                 handed_out += chain.from_iterable(table)
         reported: dict[str, _Table] = {}
-        if self._due.step % self._every == 0 or (late and self._device.free_blocks() < self._scarce):
+        if self._step % self._every == 0 or (late and self._device.free_blocks() < self._scarce):
             # One that is not scheduled may have been preempted, which vLLM says later.
             reported = {name: late.pop(name) for name in tuple(late) if name in scheduled}
             handed_out = []
@@ -167,7 +213,7 @@ class ProgressReports:
             if state.request not in reported and state.request in self._tracked:
                 reported[state.request] = self._late.pop(state.request, ())
         if due:
-            self._look_at(due, scheduled, reported)
+            self._look_at(due.values(), scheduled, reported)
         if output.total_num_scheduled_tokens > len(scheduled):
             self._look_again_at_prefills(scheduled, reported)
         known = self._tracked
@@ -190,7 +236,7 @@ class ProgressReports:
             if (lacking <= 0 or name in self._late) and name in scheduled:
                 reported[name] = self._late.pop(name, ())
             else:
-                self._due.put(tracked, max(lacking, 1), scheduled.get(name, 1))
+                self._put_aside(tracked, max(lacking, 1), scheduled.get(name, 1))
 
     def _look_again_at_prefills(self, scheduled: Mapping[str, int], reported: Mapping[str, _Table]) -> None:
         """Look soon at requests that compute several tokens: a count of steps does not show when they complete a block.
@@ -201,15 +247,35 @@ class ProgressReports:
             if tokens > 1 and name not in reported:
                 tracked = self._tracked.get(name)
                 if tracked is not None and tracked.boundary:
-                    self._due.put(tracked, 1, tokens)
+                    self._put_aside(tracked, 1, tokens)
 
     def _progress_of(self, tracked: Tracked, new_blocks: _Table, tokens: int) -> facts.Progress:
         request = tracked.request
         confirmed = request.num_computed_tokens - request.num_output_placeholders
         lacking = self._least_block - confirmed % self._least_block
         tracked.boundary = confirmed + lacking
-        self._due.put(tracked, -(-lacking // max(tokens, 1)), tokens)
+        self._put_aside(tracked, -(-lacking // max(tokens, 1)), tokens)
         if self._tier_events is not None:
             tracked.noted = self._tier_events.note(request, tracked.noted, confirmed)
         new_keys = tracked.new_keys(self._keys) if tracked.hashes != len(request.block_hashes) else ()
         return _make_progress((request.request_id, confirmed, new_blocks, new_keys))
+
+    def _put_aside(self, tracked: Tracked, steps: int, tokens: int) -> None:
+        """Look at a request in `steps` steps, at least one, in which it computes `tokens` tokens each, and not before."""
+        due = self._step + steps
+        if tokens < self._least_block:
+            due += -due % (self._every if tokens == 1 else self._reports_every(tokens))
+        if tracked.due == due:
+            return
+        name = tracked.request.request_id
+        if tracked.due in self._due:
+            self._due[tracked.due].pop(name, None)
+        tracked.due = due
+        self._due.setdefault(due, {})[name] = tracked
+
+    def _reports_every(self, tokens: int) -> int:
+        """Return in every how many steps a request is looked at that computes so many tokens in each."""
+        every = self._most
+        while every > 1 and every * tokens > self._least_block:
+            every //= 2
+        return every

@@ -14,8 +14,8 @@ from kvoffload.model.transfer import NOTHING
 from kvoffload.runtime.copies import NO_ANSWERS
 from kvoffload_vllm.kv_identity import persists
 from kvoffload_vllm.metadata import NO_PLAN, NONE_ENDED, KVOffloadMetadata, KVOffloadWorkerMetadata
-from kvoffload_vllm.progress import ProgressReports
-from kvoffload_vllm.tracked import KeyMaker, Tracked
+from kvoffload_vllm.progress import KeyMaker, ProgressReports, Tracked
+from kvoffload_vllm.stats import KVOffloadStats
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvoffload.runtime.scheduler_side import SchedulerSide
-    from kvoffload_vllm.identification import Identification
+    from kvoffload_vllm.events import TierEvents
+    from kvoffload_vllm.kv_identity import Identification
+    from kvoffload_vllm.payload import Changes
     from kvoffload_vllm.pool_device import VllmDevice
-    from kvoffload_vllm.stats import KVOffloadStats, StatsSender
-    from kvoffload_vllm.tier_events import TierEvents
 
 _output_tokens = attrgetter("num_output_tokens")
 
@@ -41,7 +41,7 @@ class VllmScheduler:
         device: what vLLM lends.
         keys: makes keys of block hashes.
         groups: vLLM's numbers of the groups that are offloaded.
-        stats: makes of the counters what vLLM carries to its own metrics.
+        changes: makes of the counters what vLLM carries to its own metrics.
         closed: called when vLLM has stopped, after all else.
         report_every: steps in which what decoding requests gain is reported once.
         tier_events: makes vLLM's KV cache events, None where they are not published.
@@ -54,7 +54,7 @@ class VllmScheduler:
         device: VllmDevice,
         keys: KeyMaker,
         groups: tuple[int, ...],
-        stats: StatsSender,
+        changes: Changes,
         closed: Callable[[], object],
         report_every: int = 1,
         tier_events: TierEvents | None = None,
@@ -64,7 +64,7 @@ class VllmScheduler:
         self._device = device
         self._keys = keys
         self._groups = groups
-        self._stats = stats
+        self._changes = changes
         self._closed = closed
         self.tier_events = tier_events
         self._identification = identification
@@ -175,17 +175,29 @@ class VllmScheduler:
             if answers.without_copy or answers.abandoned:
                 self._ended_loads = self._ended_loads.and_also(answers)
 
-    def ended(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
-        """A request finished or was aborted; its blocks are about to be freed."""
-        tracked = self._tracked.get(request.request_id)
-        if tracked is not None:
-            self._end(tracked, holds_blocks=any(block_ids))
+    def ended(self, request: Request, *, holds_blocks: bool) -> None:
+        """A request finished or was aborted; its blocks are about to be freed. What may not be its own any more is not stored."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None:
+            return
+        confirmed, new_keys = 0, tuple[tuple[BlockKey, ...], ...]()
+        late = self._progress.forget(tracked)
+        if tracked.is_rewritten:
+            late = ()
+        else:
+            confirmed = min(request.num_computed_tokens - request.num_output_placeholders, request.num_tokens)
+            if self.tier_events is not None:
+                self.tier_events.note(request, tracked.noted, confirmed)
+            if tracked.hashes != len(request.block_hashes):
+                new_keys = tracked.new_keys(self._keys)
+        self.offload.ended(facts.RequestEnded(request.request_id, confirmed, new_keys, holds_blocks, late))
 
     def take_stats(self) -> KVOffloadStats | None:
         """Return what the counters gained, None if nothing changed. A step that is followed by another may leave it to that."""
-        if self._stats.now() < self._stats.next_s and (self._tracked or self.has_work):
+        if self._changes.now() < self._changes.next_s and (self._tracked or self.has_work):
             return None
-        return self._stats.take()
+        changes = self._changes.take()
+        return KVOffloadStats(changes) if changes is not None else None
 
     def close(self) -> None:
         """The engine stops."""
@@ -204,24 +216,8 @@ class VllmScheduler:
     def _start_anew(self, request: Request, tracked: Tracked | None) -> Tracked:
         """Report a request as a new one: vLLM did not, or has rewritten its hashes since."""
         if tracked is not None:
-            self._end(tracked, holds_blocks=request.num_computed_tokens > 0)
+            self.ended(request, holds_blocks=request.num_computed_tokens > 0)
         return self.new_request(request)
-
-    def _end(self, tracked: Tracked, *, holds_blocks: bool) -> None:
-        """The core is to forget a request. What is not sure to be its own any more is not stored from it."""
-        request, confirmed = tracked.request, 0
-        new_keys: tuple[tuple[BlockKey, ...], ...] = ()
-        del self._tracked[request.request_id]
-        late = self._progress.forget(tracked)
-        if tracked.is_rewritten:
-            late = ()
-        else:
-            confirmed = min(request.num_computed_tokens - request.num_output_placeholders, request.num_tokens)
-            if self.tier_events is not None:
-                self.tier_events.note(request, tracked.noted, confirmed)
-            if tracked.hashes != len(request.block_hashes):
-                new_keys = tracked.new_keys(self._keys)
-        self.offload.ended(facts.RequestEnded(request.request_id, confirmed, new_keys, holds_blocks, late))
 
     def _states(self, output: SchedulerOutput) -> tuple[facts.StateHandedOff, ...]:
         """Return the recurrent states that the step completes. Those within a block are left out: no lookup asks for them."""

@@ -1,15 +1,17 @@
-"""Statistics that the scheduler's side sends to vLLM's front end after a step that changed some."""
+"""What vLLM carries from the scheduler's side to its front end, and our metrics in the front end's own `/metrics`."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvoffload.telemetry.counters import Source
 from kvoffload_vllm import payload
+from kvoffload_vllm.families import Families
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
 
 
 class KVOffloadStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not installed where types are checked
@@ -36,25 +38,19 @@ class KVOffloadStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not ins
         return payload.is_empty(self.data)
 
 
-_APART_S = 1.0  # between messages of a busy engine: scrapes are rarer, and a message costs as much as planning several copies
+class KVOffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """The catalogue's metrics in one front end, for all its engines."""
 
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._families = Families(metric_types, labelnames, per_engine_labelvalues)
 
-class StatsSender:
-    """Makes the messages of one engine. An engine has one, made before anything is counted: messages hold differences.
-
-    Args:
-        offload: the runtime's scheduler side.
-        now: monotonic seconds.
-    """
-
-    def __init__(self, offload: Source, now: Callable[[], float] = time.monotonic) -> None:
-        self._changes = payload.Changes(offload, now)
-        self.now = now
-        self.next_s = float("-inf")
-        """When the next message is due, as long as there is a next step that can send it."""
-
-    def take(self) -> KVOffloadStats | None:
-        """Return the changes since the last message, None without any. Called on the engine's thread."""
-        self.next_s = self.now() + _APART_S
-        changes = self._changes.take()
-        return KVOffloadStats(changes) if changes is not None else None
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add one message of an engine."""
+        self._families.observe(transfer_stats_data, engine_idx)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvoffload.model.transfer import TransferReport
     from kvoffload.runtime.worker_side import WorkerSide
     from kvoffload.transfer.layout import DeviceLayout
-    from kvoffload_vllm.identification import WorkersPlace
+    from kvoffload_vllm.kv_identity import WorkersPlace
 
 
 @dataclass(slots=True)

@@ -28,11 +28,11 @@ def adapter(
     from kvoffload.model.config import parse_config
     from kvoffload.runtime.scheduler_side import SchedulerSide
     from kvoffload_vllm.groups import BlockSizes, vllm_groups
+    from kvoffload_vllm.payload import Changes
     from kvoffload_vllm.pool_device import VllmDevice
+    from kvoffload_vllm.progress import KeyMaker
     from kvoffload_vllm.scheduler import VllmScheduler
-    from kvoffload_vllm.stats import StatsSender
     from kvoffload_vllm.support import Features
-    from kvoffload_vllm.tracked import KeyMaker
 
     sizes = BlockSizes(block_tokens, hash_tokens or block_tokens)
     groups = vllm_groups(
@@ -44,9 +44,7 @@ def adapter(
     device = VllmDevice(groups.partly_hashed)
     side = SchedulerSide(groups.shape, parse_config({"host_bytes": 1 << 20, **settings}), device)
     keys = KeyMaker(groups.hash_ratios, groups.ids)
-    scheduler = VllmScheduler(
-        side, device, keys, groups.ids, StatsSender(side, now), lambda: None, report_every
-    )
+    scheduler = VllmScheduler(side, device, keys, groups.ids, Changes(side, now), lambda: None, report_every)
     pool = BlockPool(BLOCKS + 1, True, sizes.hash_tokens)
     scheduler.bind(pool)
     try:

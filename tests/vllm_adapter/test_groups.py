@@ -11,8 +11,8 @@ from kvoffload.model.errors import ConfigError
 from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import BlockKey
 from kvoffload_vllm.groups import BlockSizes, VllmGroups, vllm_groups
+from kvoffload_vllm.progress import KeyMaker
 from kvoffload_vllm.support import Features, find_problems
-from kvoffload_vllm.tracked import KeyMaker
 from tests.vllm_adapter.stand_ins import cache_config, full, group, spec, vllm_config, window
 
 NEW = Features()

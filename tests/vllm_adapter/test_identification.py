@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from kvoffload.disk.identity import KVIdentity
-from kvoffload_vllm.identification import Identification, WorkersPlace
-from kvoffload_vllm.kv_identity import persists
+from kvoffload_vllm.kv_identity import Identification, WorkersPlace, persists
 
 IDENTITY = KVIdentity("engine", "weights", "keys", {"tensor": 2})
 

@@ -11,8 +11,7 @@ import pytest
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import GroupId, RequestId
-from kvoffload_vllm.progress import ProgressReports
-from kvoffload_vllm.tracked import KeyMaker, Tracked
+from kvoffload_vllm.progress import KeyMaker, ProgressReports, Tracked
 
 BLOCK = 8
 EVERY = 4

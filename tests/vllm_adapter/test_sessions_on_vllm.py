@@ -121,7 +121,7 @@ def test_the_core_knows_a_sessions_hashes_as_they_are_now(computed: int) -> None
         run(scheduler, request, [1, 2, 3, 4, 5, 6], until=request.num_tokens)
         assert known_keys(scheduler) == list(request.block_hashes)
         assert scheduler.offload.audit() == []
-        scheduler.ended(request, ([1, 2, 3, 4, 5, 6],))
+        scheduler.ended(request, holds_blocks=True)
         assert not scheduler._tracked
         assert not scheduler.offload.core.state.requests.live
 
@@ -136,7 +136,7 @@ def test_a_session_that_ends_with_rewritten_hashes_reports_none_of_them() -> Non
         before = list(record.keys[0])
         request.num_computed_tokens = 40
         go_on(request, tokens(2, 200))
-        scheduler.ended(request, ([1, 2, 3, 4],))
+        scheduler.ended(request, holds_blocks=True)
         assert record.keys[0] == before
         assert scheduler.offload.audit() == []
 

@@ -30,18 +30,19 @@ def through_the_wire(data: Any) -> Any:
 def test_stats_reach_a_front_ends_metrics() -> None:
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
-    from kvoffload_vllm.prometheus import KVOffloadPromMetrics
-    from kvoffload_vllm.stats import KVOffloadStats, StatsSender
+    from kvoffload_vllm.payload import Changes
+    from kvoffload_vllm.stats import KVOffloadPromMetrics, KVOffloadStats
 
     offload = FakeSource({"kvoffload_capacity_slots": {("host",): 3}})
-    sender = StatsSender(offload)
+    changes = Changes(offload)
     offload.counters.hooks({Hook.STEP: 2e-6})
     offload.counters.journal_failed()
-    stats = sender.take()
-    assert stats is not None
+    changed = changes.take()
+    assert changed is not None
+    stats = KVOffloadStats(changed)
     assert not stats.is_empty()
     assert bool(stats)  # vLLM's aggregation takes `stats or None`
-    assert sender.take() is None
+    assert changes.take() is None
     reported = getattr(stats, "to_dict", lambda: stats.data)()
     arrived = KVOffloadStats(data=through_the_wire(reported))
     assert arrived.data == stats.data
@@ -86,8 +87,8 @@ def published(**fields: Any) -> tuple[list[Any], Any]:
 
     from kvoffload_vllm.events import EventMaker, NoteTaker, find_wire
     from kvoffload_vllm.groups import vllm_groups
+    from kvoffload_vllm.progress import KeyMaker
     from kvoffload_vllm.support import Features
-    from kvoffload_vllm.tracked import KeyMaker
 
     init_none_hash(sha256)
     config = cache_config(attention(), attention("SlidingWindowSpec", sliding_window=80))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload_vllm.tracked import KeyMaker, Tracked
+from kvoffload_vllm.progress import KeyMaker, Tracked
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
