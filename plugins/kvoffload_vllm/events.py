@@ -10,7 +10,7 @@ the store said it has when it was asked.
 from __future__ import annotations
 
 from array import array
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kvoffload.model.ids import BlockKey
 from kvoffload.model.transfer import Tier
 from kvoffload_vllm.groups import VllmGroups
+from kvoffload_vllm.pool_device import GROUP_BYTES, group_suffix, split_key
 from kvoffload_vllm.progress import RequestLike
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from kvoffload.core.key_index import KeyIndex
     from kvoffload_vllm.pool_device import VllmDevice
 
-_GROUP_BYTES = 4
 _HOST, _STORAGE = "CPU", "STORAGE"
 _LOCAL, _REMOTE = "LOCAL", "REMOTE"  # to the machine that reports it
 _TOKEN = "i"  # four bytes a token
@@ -55,10 +55,11 @@ class BlockNote:
         return array(_TOKEN, self.tokens).tolist()
 
 
-class BlockNotes:
-    """Notes of blocks of one size, by block hash.
+class BlockNotes(OrderedDict[bytes, BlockNote]):
+    """Notes of blocks of one size, by block hash, those that were looked at longest ago first.
 
-    Groups whose blocks have one size share them: blocks that end with the same token have one hash.
+    A note is kept when its block comes to a tier, as the block may leave it and come again. Groups whose blocks have one size
+    share notes: blocks that end with the same token have one hash.
 
     Args:
         limit: up to this many notes, none is dropped.
@@ -66,36 +67,19 @@ class BlockNotes:
     """
 
     def __init__(self, limit: int, is_needed: Callable[[bytes], bool]) -> None:
+        super().__init__()
         self._limit = limit
         self._is_needed = is_needed
-        self._notes: dict[bytes, BlockNote] = {}
-        self._order: deque[bytes] = deque()
-
-    def __len__(self) -> int:
-        return len(self._notes)
-
-    def __contains__(self, block_hash: bytes) -> bool:
-        return block_hash in self._notes
-
-    def get(self, block_hash: bytes) -> BlockNote | None:
-        """Return a block's note; it is kept, as the block may leave a tier and come again."""
-        return self._notes.get(block_hash)
 
     def add(self, block_hash: bytes, note: BlockNote) -> None:
         """Keep a note of a block that has none."""
-        self._notes[block_hash] = note
-        self._order.append(block_hash)
+        self[block_hash] = note
         # Looking at two for each one added finds those no longer needed before there are twice as many.
         for _ in range(2):
-            if len(self._notes) > self._limit:
-                self._drop_oldest()
-
-    def _drop_oldest(self) -> None:
-        oldest = self._order.popleft()
-        if self._is_needed(oldest):
-            self._order.append(oldest)
-        else:
-            del self._notes[oldest]
+            if len(self) > self._limit:
+                oldest, its_note = self.popitem(last=False)
+                if self._is_needed(oldest):
+                    self[oldest] = its_note
 
 
 class NoteTaker:
@@ -125,7 +109,7 @@ class NoteTaker:
                 number for number, own in zip(groups.ids, groups.hash_ratios, strict=True) if own == ratio
             ]
             is_needed = _any_of(numbers, is_held)
-            self._suffixes[ratio] = [_suffix(number) for number in numbers]
+            self._suffixes[ratio] = [group_suffix(number) for number in numbers]
             self._notes[ratio] = BlockNotes(groups.shape.device_blocks, is_needed)
             self._notes_of_group.update(dict.fromkeys(numbers, self._notes[ratio]))
 
@@ -372,19 +356,9 @@ def publishes_events(vllm_config: VllmConfig) -> bool:
     return bool(settings is not None and settings.enable_kv_cache_events)
 
 
-def split_key(key: BlockKey) -> tuple[bytes, int]:
-    """Return a key's block hash and vLLM's number of its group."""
-    return key[:-_GROUP_BYTES], int.from_bytes(key[-_GROUP_BYTES:], "big")
-
-
-def _suffix(number: int) -> bytes:
-    """Return what a group's keys have behind the hash."""
-    return number.to_bytes(_GROUP_BYTES, "big")
-
-
 def _any_of(numbers: Sequence[int], holds: Callable[[BlockKey], bool]) -> Callable[[bytes], bool]:
     """Return whether any of these groups has a block with a hash."""
-    suffixes = [_suffix(number) for number in numbers]
+    suffixes = [group_suffix(number) for number in numbers]
     return lambda block_hash: any(holds(BlockKey(block_hash + suffix)) for suffix in suffixes)
 
 
@@ -395,7 +369,7 @@ def _parents_first(came: Mapping[BlockKey, BlockNote]) -> Iterator[BlockKey]:
         line: list[BlockKey] = []
         while (note := rest.pop(key, None)) is not None:
             line.append(key)
-            key = BlockKey((note.parent or b"") + key[-_GROUP_BYTES:])
+            key = BlockKey((note.parent or b"") + key[-GROUP_BYTES:])
         yield from reversed(line)
 
 

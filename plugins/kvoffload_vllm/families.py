@@ -14,7 +14,7 @@ from typing import Any
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from kvoffload.telemetry.catalogue import BY_NAME, CATALOGUE, Kind, Metric
-from kvoffload_vllm.payload import COUNTS, GAUGES, PARTS, SAMPLES, split_labels
+from kvoffload_vllm.payload import COUNTS, GAUGES, PARTS, SAMPLES, entries, split_labels
 
 _STANDARD: Mapping[Kind, type] = {Kind.COUNTER: Counter, Kind.GAUGE: Gauge, Kind.HISTOGRAM: Histogram}
 _made: dict[tuple[Callable[..., object], str], tuple[tuple[str, ...], Any]] = {}
@@ -57,16 +57,12 @@ class Families:
                 child.observe(sample)
 
     def _entries(self, payload: Mapping[str, Any], part: str, engine: int) -> Iterator[tuple[Any, Any]]:
-        for name, series in payload.get(part, {}).items():
-            if name not in self._metrics or PARTS[BY_NAME[name].kind] != part:
-                continue
-            for joined, value in series.items():
-                labels = split_labels(joined)
-                if len(labels) == len(BY_NAME[name].labels) and engine in self._engine_labels:
-                    yield (
-                        self._children.get((engine, name, labels)) or self._start(engine, name, labels),
-                        value,
-                    )
+        for name, joined, value in entries(payload, part):
+            metric, labels = BY_NAME.get(name), split_labels(joined)
+            is_known = metric is not None and PARTS[metric.kind] == part and len(labels) == len(metric.labels)
+            if is_known and engine in self._engine_labels:
+                child = self._children.get((engine, name, labels)) or self._start(engine, name, labels)
+                yield child, value
 
     def _start(self, engine: int, name: str, labels: tuple[str, ...]) -> object:
         values = [*self._engine_labels[engine], *labels]

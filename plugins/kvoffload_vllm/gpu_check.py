@@ -22,6 +22,7 @@ from kvoffload.transfer.host_memory import available_bytes, read_file
 
 if TYPE_CHECKING:
     from kvoffload.gpu_check.parts import Options
+    from kvoffload.runtime.scheduler_side import SchedulerSide
 
 ENVIRONMENT: Mapping[str, str] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # scheduler and worker in this process
@@ -106,7 +107,7 @@ def measure(
         ours = Engine(folder, {"host_bytes": host_bytes}, options)
         stack.callback(ours.close)
         yield measured(f"{what}: both engines have started after", [time.perf_counter() - begun], " s")
-        yield from _ready(what, ours, draw)
+        yield from _ready(what, ours)
         found: dict[Engine, list[float]] = {plain: [], ours: []}
         for pair in range(PAIRS + 1):
             prompts = _prompts(draw)
@@ -118,7 +119,8 @@ def measure(
         yield measured(f"{what}: a decoding step, over one without", over, "x", at_most=1.02)
         yield measured(f"{what}: a decoding step without", [1e3 * one for one in found[plain]], " ms")
         ours.llm.reset_prefix_cache()
-        _, _, tokens = ours.serve(prompts, 1)
+        _, _, outputs = ours.serve(prompts, 1)
+        tokens = sum(output.num_cached_tokens for output in outputs)
         text = f"{what}: tokens found on the host, of {RUNNING * PROMPT_TOKENS:,} that vLLM's cache had lost"
         yield measured(text, [tokens], at_least=1, is_check=True)
 
@@ -161,30 +163,46 @@ class Engine:
         self._agent = self._place._KV_CONNECTOR_AGENT
         self.scheduler: Any = self.llm.llm_engine.engine_core.engine_core.scheduler
 
-    def serve(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, float, int]:
+    @property
+    def offload(self) -> SchedulerSide:
+        """Kvoffload's scheduler side. Only where the engine has one."""
+        side: SchedulerSide = self.scheduler.connector._scheduler.offload
+        return side
+
+    def serve(
+        self, prompts: Sequence[Sequence[int]], tokens: int, logprobs: int | None = None
+    ) -> tuple[float, float, list[Any]]:
         """Serve prompts, all at once, until nothing is left, open copies included.
 
         Returns:
-            The seconds until each had its first token, those until the end, and the tokens that were cached.
+            The seconds until each had its first token, those until the end, and vLLM's last output of each prompt.
         """
         from vllm import SamplingParams
 
-        wanted = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        wanted = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
+        )
         self._place._KV_CONNECTOR_AGENT = self._agent
         begun = time.perf_counter()
-        for number, prompt in enumerate(prompts):
-            name = f"{time.monotonic_ns()}-{number}"
+        names = [f"{time.monotonic_ns()}-{number}" for number in range(len(prompts))]
+        for name, prompt in zip(names, prompts, strict=True):
             self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, wanted)
         first: dict[str, float] = {}
-        cached: dict[str, int] = {}
+        last: dict[str, Any] = {}
         while self.scheduler.has_requests():
             outputs = self.llm.llm_engine.step()
             for output in outputs:
                 first.setdefault(output.request_id, time.perf_counter() - begun)
-                cached[output.request_id] = output.num_cached_tokens
+                last[output.request_id] = output
             if not outputs:  # as the loop of vLLM's server, which rests while it waits for copies only
                 time.sleep(_PAUSE_S)
-        return max(first.values()), time.perf_counter() - begun, sum(cached.values())
+        return max(first.values()), time.perf_counter() - begun, [last[name] for name in names]
+
+    def fill_host_memory(self, timeout_s: float) -> None:
+        """Serve until all host memory is ready, so that all blocks can be stored, or until the time is over."""
+        deadline = time.monotonic() + timeout_s
+        while self.offload.core.state.growing and time.monotonic() < deadline:
+            self.serve([[2] * 8], 8)
 
     def close(self) -> None:
         """End the engine."""
@@ -214,14 +232,12 @@ def write_model(folder: Path, shape: Mapping[str, Any]) -> None:
     transformers.Qwen3Config(**{**own, **shape}).save_pretrained(folder)
 
 
-def _ready(what: str, ours: Engine, draw: random.Random) -> Iterator[Line]:
-    """Serve until all host memory is ready."""
-    state = ours.scheduler.connector._scheduler.offload.core.state
+def _ready(what: str, ours: Engine) -> Iterator[Line]:
     begun = time.perf_counter()
-    while state.growing and time.perf_counter() - begun < _PINNING_S:
-        ours.serve(_prompts(draw)[:1], 8)
+    ours.fill_host_memory(_PINNING_S)
     seconds = time.perf_counter() - begun
     yield measured(f"{what}: host memory is ready, while it served, after", [seconds], " s")
+    state = ours.offload.core.state
     slots = 0 if state.growing else state.pool.capacity
     yield measured(f"{what}: slots of the host", [slots], at_least=1, is_check=True)
 

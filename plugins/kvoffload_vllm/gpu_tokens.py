@@ -14,7 +14,6 @@ import os
 import random
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -51,7 +50,6 @@ _NOT_A_NUMBER = 1e6  # the difference if a log-probability is infinite or not a 
 _HERE = "kvoffload_vllm.gpu_tokens"
 _ENGINE_S = 150
 _PINNING_S = 90
-_PAUSE_S = 0.001
 _FEW_BYTES = 1 << 30
 _EAGER: Mapping[str, Any] = {**ON_GPU, "dtype": "float32", "compilation_config": {}, "enforce_eager": True}
 
@@ -160,7 +158,7 @@ def offloading(
     limit = max(_LEAST_LIMIT, _TIMES_NOISE * found["noise"])
     compare = partial(_compared, expected=found["answers"], limit=limit)
     with closing(_engine(folder, engine, json.loads(settings))) as vllm:
-        _wait_for_host_memory(vllm)
+        vllm.fill_host_memory(_PINNING_S)
         yield from compare(f"{what}, while blocks are stored", _answers(vllm))
         before = _loaded(vllm)
         _reset(vllm)
@@ -200,22 +198,10 @@ def _engine(folder: str, options: str, settings: Mapping[str, Any] | None) -> En
 
 
 def _answers(vllm: Engine, at_once: int = PROMPTS) -> list[Answer]:
-    """Return the answers to all prompts, once pending copies have ended too.
-
-    At most `at_once` prompts run at the same time.
-    """
-    from vllm import SamplingParams
-
-    wanted = SamplingParams(
-        temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=VOCABULARY
-    )
-    prompts = [{"prompt_token_ids": prompt} for prompt in _prompts()]
-    outputs: list[Any] = []
+    """Return the answers to all prompts, of which at most `at_once` run at the same time, once pending copies have ended too."""
+    prompts, outputs = _prompts(), list[Any]()
     for start in range(0, PROMPTS, at_once):
-        outputs += vllm.llm.generate(prompts[start : start + at_once], wanted, use_tqdm=False)
-    while vllm.scheduler.has_requests():
-        vllm.llm.llm_engine.step()
-        time.sleep(_PAUSE_S)
+        outputs += vllm.serve(prompts[start : start + at_once], TOKENS, logprobs=VOCABULARY)[2]
     best = [output.outputs[0] for output in outputs]
     return [_answer(one.token_ids, one.logprobs) for one in best]
 
@@ -237,16 +223,8 @@ def _prompts() -> list[list[int]]:
     return [stems[number % _STEMS] + tokens(1, _LONGEST_TAIL) for number in range(PROMPTS)]
 
 
-def _wait_for_host_memory(vllm: Engine) -> None:
-    """Serve until all host memory is ready, so that all blocks can be stored."""
-    state = vllm.scheduler.connector._scheduler.offload.core.state
-    deadline = time.monotonic() + _PINNING_S
-    while state.growing and time.monotonic() < deadline:
-        vllm.serve([[2] * 8], 8)
-
-
 def _loaded(vllm: Engine) -> int:
-    counts = vllm.scheduler.connector._scheduler.offload.counters.snapshot()
+    counts = vllm.offload.counters.snapshot()
     return int(counts.count("kvoffload_load_blocks_total", "loaded"))
 
 
@@ -261,7 +239,7 @@ def _overwrite(vllm: Engine) -> None:
 
     worker: Any = get_kv_transfer_group()
     arena = worker._worker._offload.pump._arena
-    pool = vllm.scheduler.connector._scheduler.offload.core.state.pool
+    pool = vllm.offload.core.state.pool
     for slot in map(SlotId, range(pool.capacity)):
         if pool.state(slot) is SlotState.READY:
             for page in arena.pages(slot):

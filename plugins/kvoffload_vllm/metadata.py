@@ -29,10 +29,6 @@ class EndedLoads:
     failed: tuple[str, ...] = ()
     abandoned: tuple[JobId, ...] = ()
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.loaded or self.failed or self.abandoned)
-
     def and_also(self, answers: LoadAnswers) -> EndedLoads:
         """Return these and what else the workers do not report by themselves."""
         if not (answers.without_copy or answers.abandoned):

@@ -89,12 +89,12 @@ def is_empty(payload: Mapping[str, Any]) -> bool:
 
 def merge(payload: Payload, later: Mapping[str, Any]) -> None:
     """Add a later message: counters add up, samples are appended, gauges are replaced. `later` is not changed."""
-    for name, joined, added in _entries(later, COUNTS):
+    for name, joined, added in entries(later, COUNTS):
         series = _series(payload, COUNTS, name)
         series[joined] = series.get(joined, 0) + added
-    for name, joined, now in _entries(later, GAUGES):
+    for name, joined, now in entries(later, GAUGES):
         _series(payload, GAUGES, name)[joined] = now
-    for name, joined, samples in _entries(later, SAMPLES):
+    for name, joined, samples in entries(later, SAMPLES):
         series = _series(payload, SAMPLES, name)
         series[joined] = [*series.get(joined, ()), *samples]
 
@@ -116,7 +116,8 @@ def summarize(payload: Mapping[str, Any]) -> dict[str, int | float]:
     }
 
 
-def _entries(payload: Mapping[str, Any], part: str) -> Iterator[tuple[str, str, Any]]:
+def entries(payload: Mapping[str, Any], part: str) -> Iterator[tuple[str, str, Any]]:
+    """Yield the name, the joined labels and the value of each series in a part of it."""
     for name, series in payload.get(part, {}).items():
         for joined, value in series.items():
             yield name, joined, value

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-_GROUP_BYTES = 4  # vLLM's keys end in the group's number, as ours do
+GROUP_BYTES = 4
+"""vLLM's keys are a block hash and the group's number in so many bytes, and so are ours."""
 _UNBOUND = "vLLM binds its pool before it schedules"
 
 
@@ -57,7 +58,8 @@ class VllmDevice:
 
     def block_of(self, key: BlockKey) -> DeviceBlockId | None:
         assert self._pool is not None, _UNBOUND
-        found = self._pool.get_cached_block(key[:-_GROUP_BYTES], [_group_of(key)])
+        block_hash, group = split_key(key)
+        found = self._pool.get_cached_block(block_hash, [group])
         return DeviceBlockId(found[0].block_id) if found else None
 
     def lease_problems(self, leases: Mapping[DeviceBlockId, int]) -> list[str]:
@@ -74,7 +76,7 @@ class VllmDevice:
     def _whole_key(self, block: KVCacheBlock) -> BlockKey | None:
         """Return the key of a whole block. No lookup asks for the hash of a prompt's end within a block."""
         key: BlockKey | None = block.block_hash
-        tokens = None if key is None else self._partly_hashed.get(_group_of(key))
+        tokens = None if key is None else self._partly_hashed.get(split_key(key)[1])
         if tokens is not None and (block.block_hash_num_tokens or 0) % tokens:
             return None
         return key
@@ -85,5 +87,11 @@ class VllmDevice:
             yield DeviceBlockId(block.block_id)
 
 
-def _group_of(key: BlockKey) -> int:
-    return int.from_bytes(key[-_GROUP_BYTES:], "big")
+def split_key(key: BlockKey) -> tuple[bytes, int]:
+    """Return a key's block hash and vLLM's number of its group."""
+    return key[:-GROUP_BYTES], int.from_bytes(key[-GROUP_BYTES:], "big")
+
+
+def group_suffix(number: int) -> bytes:
+    """Return what a group's keys have behind the hash."""
+    return number.to_bytes(GROUP_BYTES, "big")

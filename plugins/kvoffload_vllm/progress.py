@@ -18,12 +18,12 @@ from msgspec import Struct
 from kvoffload.model import facts
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId
+from kvoffload_vllm.pool_device import VllmDevice, group_suffix
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from kvoffload_vllm.events import TierEvents
-    from kvoffload_vllm.pool_device import VllmDevice
 
 
 _Table = tuple[tuple[DeviceBlockId, ...], ...]
@@ -58,7 +58,7 @@ class KeyMaker:
     """
 
     def __init__(self, ratios: Sequence[int], group_ids: Sequence[int]) -> None:
-        self._suffixes = [group.to_bytes(4, "big") for group in group_ids]
+        self._suffixes = list(map(group_suffix, group_ids))
         self._groups = list(zip(ratios, self._suffixes, strict=True))
         self._has_one_hash_a_block = set(ratios) == {1}
 

@@ -9,8 +9,9 @@ from typing import Any
 from kvoffload.core.key_index import KeyIndex
 from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.model.transfer import Tier
-from kvoffload_vllm.events import EventMaker, NoteTaker, TierEvents, Wire, publishes_events, split_key
+from kvoffload_vllm.events import EventMaker, NoteTaker, TierEvents, Wire, publishes_events
 from kvoffload_vllm.groups import BlockSizes, VllmGroups, vllm_groups
+from kvoffload_vllm.pool_device import split_key
 from kvoffload_vllm.progress import KeyMaker
 from kvoffload_vllm.support import Features
 from tests.vllm_adapter.stand_ins import cache_config, full, group, spec, vllm_config, window

@@ -57,6 +57,9 @@ class GivenEngine:
         self.calls.append("ask")
         return [[self.stored, self.from_host, self.overwritten][self.calls.count("ask") - 1]]
 
+    def fill_host_memory(self, timeout_s: float) -> None:
+        self.calls.append("fill")
+
     def close(self) -> None:
         self.calls.append("close")
 
@@ -73,7 +76,7 @@ def lines_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Given
             "_loaded": lambda given: given.loaded if given.calls.count("ask") == 2 else 0,
             "PROMPTS": 1,
         }
-        names = "_wait_for_host_memory", "_reset", "_overwrite"
+        names = "_reset", "_overwrite"
         for name, part in {**parts, **{name: engine.note(name) for name in names}}.items():
             monkeypatch.setattr(gpu_tokens, name, part)
         (tmp_path / "expected").write_text(json.dumps({"answers": [RIGHT], "noise": engine.noise}))
@@ -88,7 +91,7 @@ def test_equal_answers_pass(lines_of: Callable[[GivenEngine], list[Line]]) -> No
     assert [line.verdict for line in lines] == ["pass", "", "", "pass", "pass", "", "", "pass"]
     assert lines[0].what == "row, while blocks are stored: prompts of 1 that differ by more than 0.05"
     assert engine.calls == [
-        *("_wait_for_host_memory", "ask", "_reset", "ask"),
+        *("fill", "ask", "_reset", "ask"),
         *("_reset", "_overwrite", "ask", "close"),
     ]
 
