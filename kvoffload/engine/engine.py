@@ -15,7 +15,7 @@ from kvoffload.engine.groups import Capacity, make_groups, pool_size
 from kvoffload.engine.plugin import EngineFacts, EnginePlugin, GroupFacts, load_plugin
 from kvoffload.engine.plugin_host import PluginHost
 from kvoffload.engine.request import KeyChain, Request, RequestState, RequestStats, TokenStream
-from kvoffload.engine.runner import Runner, block_bytes
+from kvoffload.engine.runner import Runner
 from kvoffload.engine.scheduler import Batch, Scheduler
 from kvoffload.engine.tables import BlockTables
 
@@ -70,7 +70,7 @@ class Engine:
         self._capacity = Capacity(groups, config.step_tokens, config.max_model_len)
         self.pool = BlockPool(pool_size(config, self._capacity))
         self.runner = make_runner(config, groups, self.pool.num_blocks)
-        self.facts = _facts(config, self._capacity, self.runner, self.pool)
+        self.facts = _facts(config, groups, self.pool)
         if plugin is None and config.plugin is not None:
             plugin = load_plugin(config.plugin)
         self._host = PluginHost(plugin, self.facts, self.pool, self.runner)
@@ -280,15 +280,13 @@ class Engine:
         self._open.pop(request.request_id)[1].finish(error)
 
 
-def _facts(config: EngineConfig, capacity: Capacity, runner: Runner, pool: BlockPool) -> EngineFacts:
+def _facts(config: EngineConfig, groups: tuple[GroupFacts, ...], pool: BlockPool) -> EngineFacts:
     return EngineFacts(
-        groups=capacity.groups,
+        groups=groups,
         num_blocks=pool.num_blocks,
         ranks=config.ranks,
-        max_model_len=config.max_model_len,
         step_tokens=config.step_tokens,
         block_tokens=config.block_tokens,
-        block_bytes=tuple(block_bytes(runner.rank_tensors(rank)) for rank in range(config.ranks)),
         device=config.device,
         model=f"{config.model}, drawn by torch {version('torch')}",
         plugin_config=config.plugin_config,

@@ -40,7 +40,7 @@ class PoolTooSmall(RequestRefused):
     """Raised when a request needs more blocks than the whole pool has."""
 
     def __init__(self, tokens: int, need_blocks: int, pool_blocks: int) -> None:
-        self.need_blocks, self.pool_blocks = need_blocks, pool_blocks
+        self.need_blocks = need_blocks
         super().__init__(
             f"a request of {tokens} tokens (prompt and new ones) needs {need_blocks} KV blocks at a "
             f"time; the pool has {pool_blocks}: raise num_blocks to at least {need_blocks + 1} "

@@ -55,10 +55,8 @@ class EngineFacts:
     groups: tuple[GroupFacts, ...]
     num_blocks: int  # of the one pool, the null block (id 0) included
     ranks: int
-    max_model_len: int
     step_tokens: int  # token budget of one step; one step is in flight at a time
     block_tokens: int
-    block_bytes: tuple[int, ...]  # per rank: bytes of one block over all of that rank's tensors
     device: str  # "cpu", "cuda" or "cuda:N"
     model: str  # equal for models that compute the same
     plugin_config: Mapping[str, object]

@@ -180,11 +180,6 @@ def usable_device(name: str) -> torch.device:
     return device
 
 
-def block_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes of one block over all the given tensors."""
-    return sum(tensor[0].numel() * tensor.element_size() for tensor in tensors)
-
-
 def _allocate_kv(config: EngineConfig, num_blocks: int, device: torch.device) -> list[torch.Tensor]:
     model = config.model
     shape = (num_blocks, 2, config.block_tokens, model.kv_heads, model.head_dim)
