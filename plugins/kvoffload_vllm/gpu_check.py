@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvoffload.gpu_check.parts import Line, NotHere, measured, ratios
 from kvoffload.transfer.host_memory import available_bytes, read_file
+from kvoffload_vllm.vllm_args import transfer_config
 
 if TYPE_CHECKING:
     from kvoffload.gpu_check.parts import Options
@@ -151,13 +152,7 @@ class Engine:
             "max_model_len": PROMPT_TOKENS + TOKENS,
             "max_num_batched_tokens": 2048,
             "max_num_seqs": RUNNING,
-            "kv_transfer_config": settings
-            and {
-                "kv_connector": "KVOffloadConnector",
-                "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": settings,
-            },
+            "kv_transfer_config": settings and transfer_config(settings),
         }
         self.llm: Any = LLM(str(model), **{**own, **options})
         self._agent = self._place._KV_CONNECTOR_AGENT

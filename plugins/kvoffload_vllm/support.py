@@ -36,7 +36,6 @@ NEWEST_RUN = (0, 33)
 
 NEEDED = (
     "bind_gpu_block_pool",
-    "handle_preemptions",
     "has_pending_push_work",
     "on_new_request",
     "requires_kv_delivery",
