@@ -29,7 +29,6 @@ from kvoffload_vllm.groups import VllmGroups, vllm_groups
 from kvoffload_vllm.kv_identity import Identification, WorkersPlace, find_identity, find_problems
 from kvoffload_vllm.payload import Changes
 from kvoffload_vllm.pool_device import VllmDevice
-from kvoffload_vllm.progress import KeyMaker
 from kvoffload_vllm.scheduler import VllmScheduler
 from kvoffload_vllm.worker import VllmWorker
 
@@ -64,7 +63,6 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> V
         remote=_remote(config, identification),
         tier_key=key,
     )
-    keys = KeyMaker(groups.hash_ratios, groups.ids)
     if groups.shape.state_key_ends:
         interval = getattr(vllm_config.cache_config, "prefix_cache_retention_interval", 0)
         log_warnings(examine([recurrent_states(groups.shape.alignment, interval)], Setup(config=config)))
@@ -76,8 +74,7 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> V
     return VllmScheduler(
         offload,
         device,
-        keys,
-        groups.ids,
+        groups,
         Changes(offload),
         portal.close,
         1 if config.store_policy == "lazy" else _REPORT_EVERY,  # lazy looks ahead by what each step hands out

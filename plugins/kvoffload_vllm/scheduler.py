@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from kvoffload.runtime.scheduler_side import SchedulerSide
     from kvoffload_vllm.events import TierEvents
+    from kvoffload_vllm.groups import VllmGroups
     from kvoffload_vllm.kv_identity import Identification
     from kvoffload_vllm.payload import Changes
     from kvoffload_vllm.pool_device import VllmDevice
@@ -39,8 +40,7 @@ class VllmScheduler:
     Args:
         offload: the runtime's scheduler side.
         device: what vLLM lends.
-        keys: makes keys of block hashes.
-        groups: vLLM's numbers of the groups that are offloaded.
+        groups: the groups that are offloaded.
         changes: makes of the counters what vLLM carries to its own metrics.
         closed: called when vLLM has stopped, after all else.
         report_every: steps in which what decoding requests gain is reported once.
@@ -52,8 +52,7 @@ class VllmScheduler:
         self,
         offload: SchedulerSide,
         device: VllmDevice,
-        keys: KeyMaker,
-        groups: tuple[int, ...],
+        groups: VllmGroups,
         changes: Changes,
         closed: Callable[[], object],
         report_every: int = 1,
@@ -62,22 +61,21 @@ class VllmScheduler:
     ) -> None:
         self.offload = offload
         self._device = device
-        self._keys = keys
-        self._groups = groups
+        self._keys = KeyMaker(groups.hash_ratios, groups.ids)
+        self._groups = groups.ids
         self._changes = changes
         self._closed = closed
         self.tier_events = tier_events
         self._identification = identification
-        shape = offload.shape
         self._state_tokens = {
             number: (group.group, group.block_tokens)
-            for number, group in zip(groups, shape.groups, strict=True)
+            for number, group in zip(groups.ids, groups.shape.groups, strict=True)
             if group.kind is AttentionKind.RECURRENT
         }
         """By vLLM's number of a recurrent group: our number, and the tokens of a block."""
         self._tracked: dict[str, Tracked] = {}
         self._progress = ProgressReports(
-            shape, groups, keys, device, self._tracked, report_every, tier_events
+            groups.shape, groups.ids, self._keys, device, self._tracked, report_every, tier_events
         )
         self._ended_loads = NONE_ENDED
         self._step = 0

@@ -30,7 +30,6 @@ def adapter(
     from kvoffload_vllm.groups import BlockSizes, vllm_groups
     from kvoffload_vllm.payload import Changes
     from kvoffload_vllm.pool_device import VllmDevice
-    from kvoffload_vllm.progress import KeyMaker
     from kvoffload_vllm.scheduler import VllmScheduler
     from kvoffload_vllm.support import Features
 
@@ -43,8 +42,7 @@ def adapter(
     )
     device = VllmDevice(groups.partly_hashed)
     side = SchedulerSide(groups.shape, parse_config({"host_bytes": 1 << 20, **settings}), device)
-    keys = KeyMaker(groups.hash_ratios, groups.ids)
-    scheduler = VllmScheduler(side, device, keys, groups.ids, Changes(side, now), lambda: None, report_every)
+    scheduler = VllmScheduler(side, device, groups, Changes(side, now), lambda: None, report_every)
     pool = BlockPool(BLOCKS + 1, True, sizes.hash_tokens)
     scheduler.bind(pool)
     try:
