@@ -1,4 +1,4 @@
-"""The scheduler's side: translates the engine's hooks into facts, lends its block pool to the core, and answers its lookups."""
+"""The scheduler's side: translates the engine's hooks into facts, and lends its block pool to the core."""
 
 from __future__ import annotations
 

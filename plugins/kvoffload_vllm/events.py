@@ -3,8 +3,8 @@
 What an event says of a block beyond its hash is known only while its request lives, and a block may be stored long after.
 So a note of it is taken when it is computed or loaded, and kept while it may still come to a tier; here, not in the core, and only
 where vLLM publishes events, as token ids are in it. A block that comes before its note, from a disk or a store where another process
-has put it, is published when the note is taken. Of a store the events say what this engine knows: what it wrote there, and what
-the store said it has when it was asked.
+has put it, is published when the note is taken. Of the remote tier the events say what this engine knows: what it wrote
+there, and what the store said it has when it was asked.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class BlockNote:
 class BlockNotes(OrderedDict[bytes, BlockNote]):
     """Notes of blocks of one size, by block hash, those that were looked at longest ago first.
 
-    A note is kept when its block comes to a tier, as the block may leave it and come again. Groups whose blocks have one size
-    share notes: blocks that end with the same token have one hash.
+    A note is kept when its block comes to a tier, as the block may leave it and come again. Groups whose blocks have one
+    size share notes: blocks that end with the same token have one hash.
 
     Args:
         limit: up to this many notes, none is dropped.

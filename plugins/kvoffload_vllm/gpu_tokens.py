@@ -198,7 +198,7 @@ def _engine(folder: str, options: str, settings: Mapping[str, Any] | None) -> En
 
 
 def _answers(vllm: Engine, at_once: int = PROMPTS) -> list[Answer]:
-    """Return the answers to all prompts, of which at most `at_once` run at the same time, once pending copies have ended too."""
+    """Return the answers to all prompts, at most `at_once` of which run at the same time. Pending copies have ended too."""
     prompts, outputs = _prompts(), list[Any]()
     for start in range(0, PROMPTS, at_once):
         outputs += vllm.serve(prompts[start : start + at_once], TOKENS, logprobs=VOCABULARY)[2]

@@ -3,7 +3,7 @@
     made ─▶ first step ─▶ identity known ─▶ disk: folder locked ─▶ sent to the workers ─▶ their files are open ─▶ the index is read
                                          └▶ remote store: its generation is read ─▶ each job brings the namespace to the workers
 
-Only the scheduler's process has the seed of the block hashes, and only after it was made. So that side alone reads the weights,
+Only the scheduler's process has the seed of the block hashes, and only after it was made. So that side reads the weights,
 once for all tiers, on a thread of the tier that asks first. The workers use the identity that it has found.
 """
 

@@ -20,7 +20,8 @@ COUNTS, GAUGES, SAMPLES = "counts", "gauges", "samples"
 PARTS: Mapping[Kind, str] = {Kind.COUNTER: COUNTS, Kind.GAUGE: GAUGES, Kind.HISTOGRAM: SAMPLES}
 _COMMA = ","
 _MIB = 1 << 20
-_APART_S = 1.0  # between messages of a busy engine: scrapes are rarer, and a message costs as much as planning several copies
+# Between messages of a busy engine: scrapes are rarer, and a message costs as much as planning several copies.
+_APART_S = 1.0
 
 
 class Changes:
@@ -37,7 +38,7 @@ class Changes:
         self._source = source
         self.now = now
         self.next_s = now()
-        """When hooks' times are sent although nothing else has changed. A busy engine waits as long for its next message."""
+        """When hooks' times are sent although nothing else has changed, and when a busy engine sends its next message."""
         self._changes = -1
         self._sent: dict[str, Mapping[Labels, Any]] = {}
         source.counters.keep_samples()

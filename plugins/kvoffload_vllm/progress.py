@@ -1,8 +1,9 @@
 """What the core knows of each of vLLM's requests, and when it learns what they gained since.
 
-Prefills are reported at once. A decoding batch completes a few blocks in each step, and a report, with the job that it leads to, costs more than these. So what
-decoding requests gain is reported every 16th step, and one job stores it. Two things are reported without delay: blocks that were
-handed out again (R7, R10), and anything while the device is so full that running requests may lose their blocks.
+Prefills are reported at once. A decoding batch completes a few blocks in each step, and a report, with the job that it leads
+to, costs more than these. So what decoding requests gain is reported every 16th step, and one job stores it. Two things are
+reported without delay: blocks that were handed out again (R7, R10), and anything while the device is so full that running
+requests may lose their blocks.
 """
 
 from __future__ import annotations
@@ -122,8 +123,9 @@ class Tracked(Struct, eq=False):
 class ProgressReports:
     """Says in each step what the core must learn of which requests.
 
-    It looks at a request again only when that can have completed a block. A request that computes one token a step and lacks
-    20 to its next block is put aside for 20 steps, and until the next step that reports. So a step does not look at all that run.
+    It looks at a request again only when that can have completed a block. A request that computes one token a step and
+    lacks 20 to its next block is put aside for 20 steps, and until the next step that reports. So a step does not look at
+    all requests that run.
 
     Args:
         shape: the engine's fixed facts.
@@ -131,8 +133,9 @@ class ProgressReports:
         keys: makes keys of block hashes.
         device: what vLLM lends.
         tracked: the requests, by name.
-        every: what decoding requests gain is reported in each step whose number is a multiple of this power of two. It is
-            less if a request computes a block in fewer steps, since a window could have passed that by then.
+        every: what decoding requests gain is reported in each step whose number is a multiple of this power of two, or
+            of a smaller one if they compute a block in fewer steps: a window must not have passed a block before it is
+            reported.
         tier_events: makes vLLM's KV cache events, None where they are not published.
     """
 

@@ -174,7 +174,10 @@ class VllmScheduler:
                 self._ended_loads = self._ended_loads.and_also(answers)
 
     def ended(self, request: Request, *, holds_blocks: bool) -> None:
-        """A request finished or was aborted; its blocks are about to be freed. What may not be its own any more is not stored."""
+        """A request finished or was aborted, and its blocks are about to be freed.
+
+        Nothing is stored of a request whose hashes were rewritten: its blocks may hold other tokens.
+        """
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return
