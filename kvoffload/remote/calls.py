@@ -7,8 +7,9 @@ A store's client may block without a limit: a minute was seen. So a call has two
 memory, and what it reads from other memory counts only if `check_awaited` passes afterwards. The second uses the result, and runs only if
 the call is still awaited. A call that does not return in time has failed, opens the breaker, and occupies its thread until it returns.
 
-A thread that returns from a compiled client while the interpreter ends aborts the process, as the S3 client's does. So the exit of a
-process waits for a moment until no thread is in a call, ignoring those that are known to hang.
+A thread that returns to the interpreter from a compiled client while the interpreter ends aborts the process. So the exit of a process
+waits for a moment until no thread is in a call, ignoring calls that are known to hang, and until the client's own threads have left the
+interpreter: the S3 client's wake our event loop, and our thread may be done before the one that woke it has returned.
 
 A probe connects, if there is no connection; no other call does. So a connection that ends is tried again as rarely as the store.
 
@@ -19,7 +20,9 @@ its token does.
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -38,6 +41,7 @@ _CONNECT_S = 30.0
 """What a call that connects may take beyond its own time; no client takes longer."""
 _EXIT_S = 1.0
 """How long the exit of the process may wait for all calls; those of one machine take milliseconds."""
+_EXIT_PAUSE_S = 0.001
 
 log = get_logger("remote")
 
@@ -270,22 +274,30 @@ class RemoteCalls:
             store, self._store = self._store, None
         if store is not None:
             store.close()
-        _CONNECTED.discard(self)
 
 
 _CONNECTED: weakref.WeakSet[RemoteCalls] = weakref.WeakSet()
-"""Those whose client may still be in use."""
+"""Those of this process: a thread in a call keeps them alive."""
 
 
 @atexit.register
 def _exit() -> None:
-    """The interpreter ends: begin no call, and wait until none runs."""
+    """The interpreter ends: begin no call, and wait until none runs and no thread of a client is left inside."""
+    until = time.monotonic() + _EXIT_S
     running: list[Future[None]] = []
     for calls in tuple(_CONNECTED):
         calls._is_closed = True
         if not any(call.is_stuck for call in tuple(calls._active.values())):
             running += tuple(calls._submitted)
     wait(running, _EXIT_S)
+    while _has_foreign_thread() and time.monotonic() < until:
+        time.sleep(_EXIT_PAUSE_S)
+
+
+def _has_foreign_thread() -> bool:
+    """Whether a thread that Python did not start runs Python code, as the S3 client's do to wake an event loop."""
+    ours = {thread.ident for thread in threading.enumerate()}
+    return not ours.issuperset(sys._current_frames())
 
 
 def _probe(store: RemoteStore) -> None:

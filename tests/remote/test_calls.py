@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -348,3 +349,19 @@ def test_the_exit_waits_once_for_all_calls_but_those_that_hang(monkeypatch: pyte
     calls._exit()
     assert waits == [(2, calls._EXIT_S)]
     assert not any(rig.calls.works for rig in rigs)
+
+
+def test_the_exit_waits_until_threads_of_a_client_have_left_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, pauses = ThreadGate(), list[bool]()
+
+    def pause(_: float) -> None:
+        pauses.append(calls._has_foreign_thread())
+        gate.open()
+
+    monkeypatch.setattr("time.sleep", pause)
+    monkeypatch.setattr(calls, "_CONNECTED", [])
+    _thread.start_new_thread(gate.arrive, ())  # as a client does, it tells `threading` nothing
+    gate.wait_for_arrivals(1)
+    calls._exit()
+    assert pauses[0]
+    assert not calls._has_foreign_thread()
