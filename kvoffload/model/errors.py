@@ -64,3 +64,8 @@ class RemoteError(KVOffloadError):
 
 class RemoteGone(RemoteError):
     """Raised when the connection to a remote store has ended; the next call needs another one."""
+
+
+def reason_of(error: Exception) -> str:
+    """Return what to say of an error: of one that is neither the system's nor ours, its class too."""
+    return str(error) if isinstance(error, (OSError, KVOffloadError)) else f"{type(error).__name__}: {error}"

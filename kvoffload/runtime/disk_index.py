@@ -28,7 +28,7 @@ from kvoffload.disk.open_folder import LOCK_PAUSE_S, LOCK_TRIES
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
 from kvoffload.model.disk import DiskFile, DiskRecord, Put, Strike
-from kvoffload.model.errors import DiskError, KVOffloadError
+from kvoffload.model.errors import DiskError, reason_of
 from kvoffload.model.ids import Rank, SlotId
 from kvoffload.model.transfer import TransferReport
 from kvoffload.runtime.portal import Portal
@@ -338,11 +338,6 @@ def _find_index(
         log.warning("disk_index_dropped", file=path, reason=str(error), note="the disk starts empty")
         return None
     return found
-
-
-def reason_of(error: Exception) -> str:
-    """Return what to say of an error: of one that is neither the system's nor ours, its class too."""
-    return str(error) if isinstance(error, (OSError, KVOffloadError)) else f"{type(error).__name__}: {error}"
 
 
 def _parts(entries: Entries, free: Sequence[SlotId], slots: int) -> Iterator[Callable[[], facts.Fact]]:

@@ -28,7 +28,7 @@ import hmac
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -37,15 +37,15 @@ from typing import NamedTuple
 from kvoffload.disk.tier_key import TierKey
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
-from kvoffload.model.errors import RemoteError
+from kvoffload.model.errors import RemoteError, reason_of
 from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.remote.address import RemotePlace
-from kvoffload.remote.calls import RemoteCalls
 from kvoffload.remote.connect import open_store
 from kvoffload.remote.store import RemoteStore
 from kvoffload.remote.values import Shard, generation_name
-from kvoffload.runtime.disk_index import reason_of
 from kvoffload.runtime.portal import Portal
+from kvoffload.transfer.blocking_calls import Call
+from kvoffload.transfer.remote import remote_calls
 
 LOOK_PERIOD_S = 30.0
 """Between two looks at the shared generation."""
@@ -86,7 +86,7 @@ class RemoteIndex:
         self._key = key
         executor = portal.new_executor("remote-index", threads=2)
         connect = partial(open_store, place.address, timeout_s)
-        self._calls = RemoteCalls(connect, executor, monotonic, timeout_s, side="scheduler")
+        self._calls = remote_calls(connect, executor, monotonic, timeout_s, side="scheduler")
         self.due: list[facts.Fact] = []
         """What the core must learn."""
         self.ended = self._calls.ended
@@ -145,14 +145,14 @@ class RemoteIndex:
         namespace = self._namespace or ""
         shard = Shard(namespace, self._ranks - 1, self._ranks)
 
-        def answered(found: Sequence[bool] | None, seconds: float) -> None:
-            answers = list(zip(keys, found or (), strict=False))
+        def answered(call: Call) -> None:
+            answers = list(zip(keys, call.result or (), strict=False))
             has = tuple([key for key, is_there in answers if is_there])
             lacks = tuple([key for key, is_there in answers if not is_there])
             unanswered = len(keys) - len(answers)
-            self.due.append(facts.RemoteAnswered(request, namespace, has, lacks, unanswered, seconds))
+            self.due.append(facts.RemoteAnswered(request, namespace, has, lacks, unanswered, call.took))
 
-        self._calls.submit(lambda store: store.ask(shard, keys), answered)
+        self._calls.submit(lambda _, store: store.ask(shard, keys), answered)
 
     def reset(self) -> bool:
         """Find nothing from before again, in this process; return whether that holds for later ones, too.
@@ -190,7 +190,8 @@ class RemoteIndex:
             log.error("remote_not_opened", reason=reason, note=note)
             self._is_refused = True
 
-    def _generation_read(self, found: _Generation | None, _: float) -> None:
+    def _generation_read(self, call: Call) -> None:
+        found: _Generation | None = call.result
         if found is None:
             self._looks_at = self._monotonic()
         elif not self._is_fixed and found.name != self._generation:
@@ -218,7 +219,7 @@ class RemoteIndex:
         data = _new_generation(name, self._key, self._made_ms, _AFTER_RESET)
         self._is_replacing = True
 
-        def replace(store: RemoteStore) -> bool:
+        def replace(_: Call, store: RemoteStore) -> bool:
             is_done = False
             try:
                 store.replace(name, data)
@@ -227,10 +228,10 @@ class RemoteIndex:
                 done.set_result(is_done)
             return True
 
-        def replaced(is_done: bool | None, _: float) -> None:
+        def replaced(call: Call) -> None:
             self._is_replacing = False
-            self._must_replace = not is_done
-            if is_done:
+            self._must_replace = not call.result
+            if call.result:
                 self._has_shared = False
                 log.info("remote_generation_replaced")
 
@@ -239,7 +240,7 @@ class RemoteIndex:
 
 
 def _shared_generation(
-    fingerprint: str, key: TierKey | None, after_ms: int, store: RemoteStore
+    fingerprint: str, key: TierKey | None, after_ms: int, _: Call, store: RemoteStore
 ) -> _Generation:
     """Return the generation that the store names; if there is none, make one that is newer than `after_ms`."""
     name = generation_name(fingerprint)

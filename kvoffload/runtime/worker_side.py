@@ -6,23 +6,25 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from kvoffload.disk.slot_file import SlotShape
 from kvoffload.logs import get_logger
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import Rank
 from kvoffload.model.transfer import TransferPlan, TransferReport
-from kvoffload.remote.calls import RemoteCalls
 from kvoffload.remote.connect import open_store
 from kvoffload.runtime.portal import Portal
-from kvoffload.runtime.worker_disk import WorkerDisk
-from kvoffload.transfer import disk_copies
 from kvoffload.transfer.arena import Arena
+from kvoffload.transfer.disk import THREADS as DISK_THREADS
+from kvoffload.transfer.disk import FileOpening, RankDisk
 from kvoffload.transfer.factory import make_allocator, make_checksums, make_copier
 from kvoffload.transfer.host_memory import slots_for
 from kvoffload.transfer.layout import check_pieces, digest_of
 from kvoffload.transfer.ports import SystemClock
 from kvoffload.transfer.pump import TransferPump
-from kvoffload.transfer.remote_copies import RemoteCopies
+from kvoffload.transfer.remote import RemoteMover, remote_calls
+from kvoffload.transfer.tier_jobs import TierJobs, TierReport
 
 if TYPE_CHECKING:
     from kvoffload.disk.folder import DiskPlace
@@ -77,10 +79,10 @@ class WorkerSide:
         self._clock = clock or SystemClock()
         self._copier = copier
         self._place = disk
-        self._disk: WorkerDisk | None = None
+        self._disk: RankDisk | None = None
         self._address = remote
         self._tier_key = tier_key
-        self._remote: RemoteCopies | None = None
+        self._remote: TierJobs | None = None
         self._pump: TransferPump | None = None
         self._tasks: list[Future[None]] = []
         self._unprepared: tuple[Arena, float] | None = None  # waits for the first step, since when
@@ -160,10 +162,11 @@ class WorkerSide:
             self._live_pump.submit_stores(plan.stores)
         if plan.disk and self._disk is not None:
             self._disk.submit(plan.disk)
-        if plan.cancelled and self._disk is not None:
-            self._disk.cancel(plan.cancelled)
         if plan.remote and self._remote is not None:
             self._remote.submit(plan.remote)
+        for tier in (self._disk, self._remote):
+            if plan.cancelled and tier is not None:
+                tier.cancel(plan.cancelled)
 
     def take_report(self) -> TransferReport | None:
         """Return what ended since the last call, or None. Never waits."""
@@ -172,7 +175,10 @@ class WorkerSide:
             pump.coroutine_lost("the portal's thread is gone")
         pump.poll()
         disk = self._disk.take() if self._disk is not None else None
-        return pump.take_report(disk, self._remote.take() if self._remote is not None else None)
+        remote = self._remote.take() if self._remote is not None else None
+        tiers = [report for report in (disk, remote) if report is not None]
+        report = pump.take_report(is_due=any(tier.is_new for tier in tiers))
+        return report if report is None or not tiers else _merged(report, disk, remote)
 
     def close(self) -> None:
         """Drain the copies that were started and give the memory back."""
@@ -194,32 +200,26 @@ class WorkerSide:
         if portal is not self._portal:
             portal.close()
 
-    def _open_disk(self, place: DiskPlace, arena: Arena, checksums: Checksums | None) -> WorkerDisk:
+    def _open_disk(self, place: DiskPlace, arena: Arena, checksums: Checksums | None) -> RankDisk:
         shape = SlotShape(self._rank, self._ranks, arena.layout.slot_bytes, digest_of(arena.layout))
-        return WorkerDisk(
-            place,
-            shape,
-            self._config.disk_bytes // self._ranks,
+        return RankDisk(
+            FileOpening(place, shape, self._config.disk_bytes // self._ranks, self._tier_key),
             arena,
-            self._portal.new_executor("disk", threads=disk_copies.THREADS),
+            self._portal.new_executor("disk", threads=DISK_THREADS),
             self._clock,
             timeout_s=self._config.transfer_timeout_s,
             checksums=checksums,
             key=self._tier_key,
         )
 
-    def _open_remote(self, address: RemoteAddress, arena: Arena, checksums: Checksums | None) -> RemoteCopies:
-        timeout_s = self._config.remote_timeout_s
-        calls = RemoteCalls(
-            partial(open_store, address, timeout_s),
-            self._portal.new_executor("remote", threads=REMOTE_THREADS),
-            self._clock.monotonic,
-            timeout_s,
-            rank=self._rank,
+    def _open_remote(self, address: RemoteAddress, arena: Arena, checksums: Checksums | None) -> TierJobs:
+        executor = self._portal.new_executor("remote", threads=REMOTE_THREADS)
+        timeout_s, monotonic = self._config.remote_timeout_s, self._clock.monotonic
+        calls = remote_calls(
+            partial(open_store, address, timeout_s), executor, monotonic, timeout_s, rank=self._rank
         )
-        return RemoteCopies(
-            self._rank, self._ranks, calls, arena, self._clock, checksums=checksums, key=self._tier_key
-        )
+        mover = RemoteMover(self._rank, self._ranks, arena, checksums, self._tier_key)
+        return TierJobs(calls, mover, arena.layout.slot_bytes, monotonic)
 
     async def _prepare(self, arena: Arena, began: float) -> None:
         """Make host memory ready, and log one line when all of it is; the arena logs a refusal."""
@@ -247,3 +247,20 @@ class WorkerSide:
     def _live_pump(self) -> TransferPump:
         assert self._pump is not None, "register() comes first"
         return self._pump
+
+
+def _merged(report: TransferReport, disk: TierReport | None, remote: TierReport | None) -> TransferReport:
+    """Add what the tiers report to the device's copies.
+
+    Spills come before the loads that they ran beside, so that the scheduler's side can tell (`AdaptiveLimit`).
+    """
+    jobs = report.jobs
+    works, file = report.disk_works, report.disk_file
+    if remote is not None:
+        jobs = (*remote.jobs, *jobs)
+    if disk is not None:
+        jobs = (*disk.jobs, *jobs)
+        works = disk.works
+        file = disk.file
+    reached = remote is not None and remote.works
+    return replace(report, jobs=jobs, disk_works=works, disk_file=file, remote_works=reached)

@@ -58,11 +58,9 @@ if TYPE_CHECKING:
     from kvoffload.model.transfer import DeviceJob
     from kvoffload.transfer.arena import Arena
     from kvoffload.transfer.checksums import Checksums
-    from kvoffload.transfer.disk_copies import DiskReport
     from kvoffload.transfer.jobs import OpenJob
     from kvoffload.transfer.lanes import EndedBatch, Lane
     from kvoffload.transfer.ports import Clock, Copier, Fence
-    from kvoffload.transfer.remote_copies import RemoteReport
     from kvoffload.transfer.runs import CopyRuns, Numbers
 
 log = get_logger("transfer")
@@ -180,43 +178,30 @@ class TransferPump:
         finally:
             self._reaping.release()
 
-    def take_report(
-        self, disk: DiskReport | None = None, remote: RemoteReport | None = None
-    ) -> TransferReport | None:
+    def take_report(self, *, is_due: bool = False) -> TransferReport | None:
         """Return what ended since the last call and the slots that are ready, None when there is nothing new.
 
         Args:
-            disk: what the rank's disk reports.
-            remote: what the rank reports of a remote store.
+            is_due: something else is to be reported, so return a report in any case.
         """
         reports = self._ledger.take_reports()
-        works, file = True, None
-        # Spills come before the loads that they ran beside, so that the scheduler's side can tell (`CopyBound`).
-        if remote is not None:
-            reports = (*remote.jobs, *reports)
-        if disk is not None:
-            reports, works, file = (*disk.jobs, *reports), disk.works, disk.file
         # Asked in this order, so that the last slots are there when no more are on their way.
         is_growing = self._arena.is_growing
         ready_slots = max(self._arena.ready_slots, self._reported[0])
         lost = self._lost or self._lanes.lost
         state = ready_slots, is_growing, lost
-        is_new = any(part.is_new for part in (disk, remote) if part is not None)
-        if not (reports or is_new) and state == self._reported:
+        if not (reports or is_due) and state == self._reported:
             return None
         self._reported = state
         return TransferReport(
             self._rank,
             reports,
             ready_slots,
-            self._bound.share,
-            is_growing,
-            self._arena.layout.slot_bytes,
-            self._arena.slots,
-            lost,
-            works,
-            file,
-            remote is not None and remote.works,
+            store_share=self._bound.share,
+            is_growing=is_growing,
+            slot_bytes=self._arena.layout.slot_bytes,
+            wanted_slots=self._arena.slots,
+            lost=lost,
         )
 
     def coroutine_lost(self, reason: str) -> None:

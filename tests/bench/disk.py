@@ -1,7 +1,7 @@
 """The disk tier's copies beside the disk's own speed, and an engine that starts again after a SIGKILL.
 
 Each repeat passes over a file with direct I/O, in order and on one thread, between the file and the host memory that the
-blocks lie in. Then it spills and fetches as many bytes through the real `DiskCopies` and slot file, from and to scattered
+blocks lie in. Then it spills and fetches as many bytes through the real `RankDisk` and slot file, from and to scattered
 host slots and places, checksums included. So other load on the machine affects both. Every fetched byte is compared with
 what was spilled before anything is timed.
 """
@@ -20,6 +20,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
+from typing import cast
 
 from kvoffload.cli.exits import CommandError
 from kvoffload.cli.parser import positive
@@ -28,7 +31,7 @@ from kvoffload.disk.slot_file import SlotFile, SlotShape, open_slot_file
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import JobId, SlotId
 from kvoffload.model.transfer import CopyJob, Direction, Tier
-from kvoffload.transfer.disk_copies import THREADS, DiskCopies
+from kvoffload.transfer.disk import THREADS, FileOpening, RankDisk
 from kvoffload.transfer.ports import SystemClock
 from tests.bench.copy_rig import Rig, WatchedExecutor
 from tests.bench.disk_opening import opening
@@ -141,7 +144,12 @@ class _Tier:
         self._file = file
         self._rig = rig
         self._threads = WatchedExecutor(THREADS)
-        self._copies = DiskCopies(0, file, rig.arena, self._threads, SystemClock(), timeout_s=600)
+        opening = SimpleNamespace(open=lambda: file, shape=file.shape, slots=file.slots, closing=Event())
+        self._copies = RankDisk(
+            cast("FileOpening", opening), rig.arena, self._threads, SystemClock(), timeout_s=600
+        )
+        while self._copies.take() is None:
+            os.sched_yield()
         self._draw = random.Random(0)
         self._jobs = 0
         self._slots: list[int] = []
@@ -208,7 +216,9 @@ class _Tier:
         sums = () if is_spill else self._sums
         self._copies.submit([CopyJob(JobId(self._jobs), way, Tier.DISK, slots, places, sums)])
         self._threads.wait()
-        (report,) = self._copies.take_reports()
+        found = self._copies.take()
+        assert found is not None
+        (report,) = found.jobs
         if report.outcome is not CopyOutcome.DONE:
             raise CommandError(f"a {way.value} of the disk ended as {report.outcome.value}")
         return report.sums

@@ -1,6 +1,6 @@
 """Two ways to the same bytes: through the tier, and by the remote store's own client.
 
-The tier is what an engine uses: `RemoteCalls` and `RemoteCopies` between scattered host slots and the store, checksums included. The
+The tier is what an engine uses: `BlockingCalls` and `RemoteMover` between scattered host slots and the store, checksums included. The
 client is called from as many threads with values of the same sizes in batches of the same length, from and to memory that it
 has registered.
 """
@@ -26,15 +26,14 @@ from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import BlockKey, JobId, SlotId
 from kvoffload.model.transfer import CopyJob, Direction, Tier
 from kvoffload.remote.address import parse_address
-from kvoffload.remote.calls import RemoteCalls
 from kvoffload.remote.connect import open_store
 from kvoffload.remote.local import LocalMooncake
 from kvoffload.remote.mooncake_child import load_client
 from kvoffload.remote.values import TRAILER_BYTES
 from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.runtime.worker_side import REMOTE_THREADS
-from kvoffload.transfer.ports import SystemClock
-from kvoffload.transfer.remote_copies import RemoteCopies, batch_blocks
+from kvoffload.transfer.remote import RemoteMover, batch_blocks, remote_calls
+from kvoffload.transfer.tier_jobs import TierJobs
 
 if TYPE_CHECKING:
     from kvoffload.remote.local import LocalBucket
@@ -71,15 +70,18 @@ class TierWay:
         self._rig = rig
         connect = partial(open_store, parse_address(url), TIMEOUT_S)
         threads = DaemonExecutor("bench-remote", REMOTE_THREADS)
-        calls = RemoteCalls(connect, threads, time.monotonic, TIMEOUT_S, side="bench")
-        self._copies = RemoteCopies(0, 1, calls, rig.arena, SystemClock())
+        calls = remote_calls(connect, threads, time.monotonic, TIMEOUT_S, side="bench")
+        mover = RemoteMover(0, 1, rig.arena)
+        self._copies = TierJobs(calls, mover, rig.arena.layout.slot_bytes, time.monotonic)
+        self._calls = calls
         self._namespace = f"bench/{secrets.token_hex(16)}"
         self._draw = random.Random(0)
         self._jobs = 0
         self._slots: list[int] = []
         self._keys: list[BlockKey] = []
         until = time.monotonic() + TIMEOUT_S
-        while not self._copies.take().works:
+        while not self._calls.works:
+            self._calls.poll()
             if time.monotonic() > until:
                 raise CommandError(f"{url} does not answer")
             time.sleep(_POLL_S)
@@ -115,9 +117,9 @@ class TierWay:
         slots = tuple(map(SlotId, self._slots))
         keys = tuple(self._keys)
         self._copies.submit([CopyJob(JobId(self._jobs), way, Tier.REMOTE, slots, keys, self._namespace)])
-        while not (reports := self._copies.take().jobs):
+        while (found := self._copies.take()) is None or not found.jobs:
             time.sleep(_POLL_S)
-        (report,) = reports
+        (report,) = found.jobs
         if report.outcome is not CopyOutcome.DONE or report.missing or report.corrupt:
             lost = f"{len(report.missing)} blocks missing, {len(report.corrupt)} blocks wrong"
             raise CommandError(f"a {way.value} of the store ended as {report.outcome.value}, {lost}")

@@ -13,13 +13,13 @@ BUS = ("tests/bus",)
 DISK = (
     "tests/core/test_disk.py",
     "tests/core/test_fetches.py",
-    "tests/transfer/test_disk_copies.py",
+    "tests/transfer/test_disk.py",
     "tests/reference/test_disk.py",
 )
 REMOTE = (
     "tests/core/test_remote.py",
-    "tests/remote/test_calls.py",
-    "tests/remote/test_copies.py",
+    "tests/transfer/test_blocking_calls.py",
+    "tests/transfer/test_remote.py",
     "tests/remote/test_index.py",
 )
 CUDA = ("tests/transfer/test_cuda_life.py", "tests/transfer/test_cuda_driver.py")

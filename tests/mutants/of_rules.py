@@ -22,22 +22,22 @@ _CUDA_DRIVER = "kvoffload/transfer/cuda/driver.py"
 _TIERS = "kvoffload/core/tiers.py"
 _TIER_COPIES = "kvoffload/core/tier_copies.py"
 _INDEX = "kvoffload/runtime/disk_index.py"
-_DISK_COPIES = "kvoffload/transfer/disk_copies.py"
-_DISK_JOBS = "kvoffload/transfer/disk_jobs.py"
+_CALLS = "kvoffload/transfer/blocking_calls.py"
+_TIER_JOBS = "kvoffload/transfer/tier_jobs.py"
+_DISK = "kvoffload/transfer/disk.py"
 _FORMAT = "kvoffload/disk/index_format.py"
 _WEIGHTS = "kvoffload/disk/weights.py"
 _VLLM_IDENTITY = "plugins/kvoffload_vllm/kv_identity.py"
-_REMOTE_CALLS = "kvoffload/remote/calls.py"
 _REMOTE_INDEX = "kvoffload/runtime/remote_index.py"
-_REMOTE_COPIES = "kvoffload/transfer/remote_copies.py"
-_BREAKER = "kvoffload/remote/breaker.py"
+_REMOTE = "kvoffload/transfer/remote.py"
 
 _PROGRESS = "plugins/kvoffload_vllm/progress.py"
 
 _FOUND = ("tests/explore/test_found.py",)
 _DISK_CORE = ("tests/core/test_disk.py",)
 _DISK_SIDE = ("tests/runtime/test_disk_side.py",)
-_COPIES_OF_DISK = ("tests/transfer/test_disk_copies.py",)
+_COPIES_OF_DISK = ("tests/transfer/test_disk.py",)
+_ENGINE_OF_CALLS = ("tests/transfer/test_blocking_calls.py",)
 _OPENING = ("tests/vllm_adapter/test_identification.py",)
 _REPORTS = ("tests/vllm_adapter/test_progress.py",)
 _FILES = ("tests/disk/test_index_format.py", "tests/disk/test_slot_file.py")
@@ -349,12 +349,12 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(17, _INDEX, "if Strike in map(type, records):", "if False:", _DISK_SIDE),
     Mutant(
         17,
-        _DISK_COPIES,
-        "if are_equal(self._sum(job.targets[position], data[index]), job.extra[position][self._rank]):",
-        "if True:",
+        _DISK,
+        "is_right = are_equal(self._sum(file, job.targets[position], pieces), known)",
+        "is_right = True",
         DISK,
     ),
-    Mutant(17, _DISK_COPIES, "if self._key is None:", "if True:", _COPIES_OF_DISK),
+    Mutant(17, _DISK, "if self._key is None:", "if True:", _COPIES_OF_DISK),
     Mutant(
         10,
         _CORE,
@@ -366,15 +366,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(16, _TIER_COPIES, "                pool.quarantine(slot)\n", "                pass\n", _DISK_CORE),
     Mutant(17, _TIER_COPIES, "record.asks_tiers = False", "pass", _DISK_CORE),
     Mutant(17, _TIER_COPIES, "max(state.pool.capacity // 4, 1)", "state.pool.capacity", _DISK_CORE),
-    Mutant(17, _DISK_COPIES, "copy.is_stuck = True", "pass", _COPIES_OF_DISK),
+    Mutant(17, _CALLS, "call.is_stuck = True", "pass", _ENGINE_OF_CALLS),
+    Mutant(17, _CALLS, " and not self._waits", "", _ENGINE_OF_CALLS),
     Mutant(
         17,
-        _DISK_COPIES,
-        "return False  # the host slots may be other blocks' by now",
-        "pass",
-        _COPIES_OF_DISK,
+        _CALLS,
+        "            self.is_closed = False\n            reason",
+        "            reason",
+        _ENGINE_OF_CALLS,
     ),
-    Mutant(17, _DISK_COPIES, "return self._failure is None and not any", "return not any", _COPIES_OF_DISK),
     Mutant(
         17, _FORMAT, "if are_equal(_checksum(header, number, runs), checksum) else", "if True else", _FILES
     ),
@@ -393,10 +393,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "        pass\n",
         DISK,
     ),
-    Mutant(17, _DISK_COPIES, "self._checksums.changed(slots)", "()", DISK),
-    Mutant(17, _DISK_COPIES, "self._checksums.take(*right)", "pass", DISK),
-    Mutant(16, _DISK_COPIES, "copy.claim()  # a read that returns", "pass  #", _COPIES_OF_DISK),
-    Mutant(17, _DISK_COPIES, "not self._is_closed and way(copy)", "way(copy)", _COPIES_OF_DISK),
+    Mutant(17, _DISK, "self._checksums.changed(slots)", "()", DISK),
+    Mutant(17, _DISK, "self._checksums.take(*[slots[position] for position in part.whole])", "pass", DISK),
+    Mutant(16, _CALLS, "call.claim()  # what returns later", "pass  #", _ENGINE_OF_CALLS),
     Mutant(
         16,
         "kvoffload/transfer/arena.py",
@@ -404,9 +403,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "not self._closed",
         _COPIES_OF_DISK,
     ),
-    Mutant(16, _DISK_JOBS, "return bool(self.token)", "return True", _COPIES_OF_DISK),
-    Mutant(16, _DISK_JOBS, "self.stuck += copy.under_call", "pass", _COPIES_OF_DISK),
-    Mutant(16, _DISK_JOBS, "(are_in_place or self.job", "(self.job", _COPIES_OF_DISK),
+    Mutant(16, _CALLS, "if not self.token:", "if False:", _COPIES_OF_DISK),
+    Mutant(16, _TIER_JOBS, "self.stuck += part.under_call", "pass", _COPIES_OF_DISK),
+    Mutant(16, _DISK, "may_change=self._buffers.are_in_place", "may_change=False", _COPIES_OF_DISK),
+    Mutant(16, _DISK, "if may_change:", "if True:", _COPIES_OF_DISK),
+    Mutant(17, _TIER_JOBS, "if call.result is None:", "if False:", _COPIES_OF_DISK),
+    Mutant(14, _CALLS, "if call.is_cancelled or is_late:", "if is_late:", _ENGINE_OF_CALLS),
     Mutant(17, _TIER_COPIES, "if pool.indexed_key(slot) == key", "", DISK),
     Mutant(17, _TIER_COPIES, "sum([pool.quarantine(slot) for slot, _ in corrupt])", "len(corrupt)", DISK),
     Mutant(15, _TIERS, "self.records += reversed(puts)", "self.records += puts", DISK),
@@ -432,20 +434,20 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(18, _WEIGHTS, "before.st_ctime_ns > self.loaded_ns", "False", ("tests/disk/test_weights.py",)),
     # The remote store.
-    Mutant(17, _REMOTE_COPIES, "elif is_whole(", "elif True or is_whole(", REMOTE),
+    Mutant(17, _REMOTE, "is_right = is_whole(", "is_right = True or is_whole(", REMOTE),
     Mutant(
         17,
-        _REMOTE_COPIES,
+        _REMOTE,
         "if self._checksums is not None:\n                    self._checksums.take(slot)",
         "",
         REMOTE,
     ),
     Mutant(
         17,
-        _REMOTE_CALLS,
-        "if call.claim():\n            self._use",
-        "if True:\n            self._use",
-        REMOTE,
+        _CALLS,
+        "if call.claim():\n            call.is_gone",
+        "if True:\n            call.is_gone",
+        _ENGINE_OF_CALLS,
     ),
     Mutant(
         17,
@@ -456,17 +458,17 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         17,
-        _BREAKER,
-        "            self.is_closed = False\n",
-        "",
-        REMOTE,
+        _CALLS,
+        "            self.is_closed = False\n            self._failures",
+        "            self._failures",
+        _ENGINE_OF_CALLS,
     ),
-    Mutant(17, _BREAKER, "hangs or is_on_trial or", "hangs or", REMOTE),
-    Mutant(17, _REMOTE_CALLS, "hangs=call.is_stuck or call.is_gone", "hangs=call.is_stuck", REMOTE),
-    Mutant(17, _REMOTE_CALLS, "if not call.is_probe:", "if False:", REMOTE),
-    Mutant(17, _REMOTE_COPIES, "own.known_to is not store", "own.known_to is None", REMOTE),
-    Mutant(17, _BREAKER, "elif not is_write:", "else:", REMOTE),
-    Mutant(17, _BREAKER, "_PAUSE_PER_CALL * took_s", "0", REMOTE),
+    Mutant(17, _CALLS, "hangs or is_on_trial or", "hangs or", _ENGINE_OF_CALLS),
+    Mutant(17, _CALLS, "call.is_stuck or call.is_gone", "call.is_stuck", REMOTE),
+    Mutant(17, _CALLS, "if not call.is_probe:", "if False:", _ENGINE_OF_CALLS),
+    Mutant(17, _REMOTE, "own.known_to is not store", "own.known_to is None", REMOTE),
+    Mutant(17, _CALLS, "elif not call.is_write:", "else:", _ENGINE_OF_CALLS),
+    Mutant(17, _CALLS, "self._PAUSE_PER_CALL * call.took", "0", _ENGINE_OF_CALLS),
     Mutant(17, _TIER_COPIES, "not (remote.is_usable and ", "not (", REMOTE),
     Mutant(18, _TIERS, 'self.namespace = ""  #', "pass  #", REMOTE),
     Mutant(
@@ -496,9 +498,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(18, _REMOTE_INDEX, "if found.made_ms < self._made_ms:", "if False:", REMOTE),
     Mutant(17, _REMOTE_INDEX, "hmac.compare_digest(mac, _generation_mac(name, key, dated))", "True", REMOTE),
-    Mutant(17, _REMOTE_COPIES, "        self._calls.check_awaited()\n", "", REMOTE),
-    Mutant(17, _REMOTE_CALLS, "            if self._is_closed:", "            if False:", REMOTE),
-    Mutant(17, _REMOTE_CALLS, "except BaseException as raised:", "except Exception as raised:", REMOTE),
+    Mutant(17, _REMOTE, "        call.check()\n", "", REMOTE),
+    Mutant(17, _CALLS, "if self._is_closed:  # after", "if False:  # after", _ENGINE_OF_CALLS),
+    Mutant(17, _CALLS, "except BaseException as raised:", "except Exception as raised:", _ENGINE_OF_CALLS),
     Mutant(18, _TIER_COPIES, "fact.namespace == remote.namespace", "True", REMOTE),
     Mutant(14, _TIERS, "if key not in index and key not in self.spilling]", "]", REMOTE),
 )

@@ -21,8 +21,8 @@ from kvoffload.disk.tier_key import TierKey
 from kvoffload.model.causes import EvictionCause, MissCause, TierOutcome
 from kvoffload.model.events import Event, TierCopyEnded
 from kvoffload.model.transfer import Direction
-from kvoffload.runtime import worker_disk
 from kvoffload.testing.logs import capture_logs
+from kvoffload.transfer import disk
 from tests.reference.rig import BLOCK, KINDS, Options, Rig, rig, slot_bytes, text
 
 PROMPT = text(1, 10 * BLOCK)
@@ -327,7 +327,7 @@ def test_with_less_room_the_most_recently_used_are_found_and_the_rest_gives_its_
 def test_a_folder_in_use_leaves_the_second_engine_without_a_disk(
     start: StartEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_disk, "LOCK_PAUSE_S", 0.0)
+    monkeypatch.setattr(disk, "LOCK_PAUSE_S", 0.0)
     made = start()
     leave_on_disk(made)
     extra = {"disk_path": tmp_path / "disk", "disk_bytes": 2**20}
@@ -357,8 +357,8 @@ def test_a_slot_file_that_workers_of_a_killed_engine_still_hold_is_tried_again(
             held.pop().close()
             raise
 
-    monkeypatch.setattr(worker_disk, "open_slot_file", open_file)
-    monkeypatch.setattr(worker_disk, "LOCK_PAUSE_S", 0.0)
+    monkeypatch.setattr(disk, "open_slot_file", open_file)
+    monkeypatch.setattr(disk, "LOCK_PAUSE_S", 0.0)
     made = start()
     made.run(PROMPT)
     assert len(refused) == 1

@@ -6,15 +6,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvoffload.model.errors import RemoteError
 from kvoffload.model.transfer import Direction
 from kvoffload.remote.address import MooncakeAddress
-from kvoffload.remote.calls import RemoteCalls
 from kvoffload.remote.mooncake import own_address
 from kvoffload.testing import ThreadGate
+from kvoffload.transfer.blocking_calls import BlockingCalls
 from tests.remote.servers import Bucket, Mooncake, resume, suspend
 from tests.remote.sharing import Served
 
@@ -23,21 +24,21 @@ IN_CALLS = """
 import secrets, sys, time
 from kvoffload.model.ids import BlockKey
 from kvoffload.remote.address import parse_address
-from kvoffload.remote.calls import RemoteCalls
 from kvoffload.remote.connect import open_store
 from kvoffload.remote.values import Shard
 from kvoffload.runtime.portal import DaemonExecutor
+from kvoffload.transfer.remote import remote_calls
 
 store = open_store(parse_address(sys.argv[1]), 10.0)
 shard, key = Shard(f"exit/{secrets.token_hex(16)}", 0, 1), BlockKey(b"key")
 store.put(shard, [key], [memoryview(bytes(4096))])
-calls = RemoteCalls(lambda: store, DaemonExecutor("calls", 16), time.monotonic, 10.0)
+calls = remote_calls(lambda: store, DaemonExecutor("calls", 16), time.monotonic, 10.0)
 while not calls.works:
     calls.poll()
 answers = []
 for _ in range(20_000):
-    read = lambda store: store.get(shard, [key], [memoryview(bytearray(4096))])
-    calls.submit(read, lambda answer, _: answers.append(answer))
+    read = lambda _, store: store.get(shard, [key], [memoryview(bytearray(4096))])
+    calls.submit(read, lambda call: answers.append(call.result))
 while not answers:
     calls.poll()
 if sys.argv[2] == "closed":
@@ -64,13 +65,13 @@ def server(tmp_path: Path) -> Iterator[Mooncake]:
     made.close()
 
 
-def calls_of(engine: Served) -> list[RemoteCalls]:
+def calls_of(engine: Served) -> list[BlockingCalls[Any]]:
     """Return the scheduler's, and the rank's."""
     below, (worker,) = engine.offload._below, engine.plugin.workers
     assert below is not None
     assert below._remote is not None
     assert worker._remote is not None
-    return [below._remote._calls, worker._remote._calls]
+    return [below._remote._calls, worker._remote.calls]
 
 
 @pytest.mark.timeout(120)
@@ -79,7 +80,7 @@ def test_r17_closing_waits_for_no_call_that_hangs(server: Mooncake) -> None:
     engine.share()
     calls, gate = calls_of(engine), ThreadGate()
     for each in calls:
-        each.submit(lambda _: gate.arrive(), lambda _, __: None)
+        each.submit(lambda _, __: gate.arrive(), lambda _: None)
     gate.wait_for_arrivals(len(calls))
     engine.engine.close()
     assert all(each._active for each in calls)

@@ -259,16 +259,16 @@ def test_r17_a_master_that_closes_connections_or_goes_deaf_does_not_hold_up_the_
 IN_A_CALL = """
 import sys, time
 from kvoffload.remote.address import parse_address
-from kvoffload.remote.calls import RemoteCalls
 from kvoffload.remote.connect import open_store
 from kvoffload.runtime.portal import DaemonExecutor
+from kvoffload.transfer.remote import remote_calls
 
 connect = lambda: open_store(parse_address(sys.argv[1]), 300.0)
-calls = RemoteCalls(connect, DaemonExecutor("calls", 2), time.monotonic, 300.0)
+calls = remote_calls(connect, DaemonExecutor("calls", 2), time.monotonic, 300.0)
 if sys.argv[2] == "in a call":
     while not calls.works:
         calls.poll()
-    calls.submit(lambda store: store.ask(None, []), print)
+    calls.submit(lambda _, store: store.ask(None, []), print)
 calls.poll()
 print(flush=True)
 sys.stdin.readline()

@@ -19,16 +19,17 @@ from kvoffload.core.stores import Stores
 from kvoffload.model.causes import CopyOutcome, StoreOutcome
 from kvoffload.model.facts import StepScheduled
 from kvoffload.model.ids import BlockKey, Rank, SlotId
-from kvoffload.remote.breaker import Breaker
 from kvoffload.remote.values import Shard
 from kvoffload.runtime.copies import LoadAnswers, OpenCopies
 from kvoffload.runtime.disk_index import DiskIndex
 from kvoffload.runtime.remote_index import RemoteIndex
-from kvoffload.transfer import disk_copies, remote_copies
+from kvoffload.transfer import disk, remote
+from kvoffload.transfer.blocking_calls import Breaker, Call
 from kvoffload.transfer.lanes import Lane
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.pump import TransferPump
-from kvoffload.transfer.remote_copies import RemoteCopies, _Got
+from kvoffload.transfer.remote import RemoteMover
+from kvoffload.transfer.tier_jobs import Part
 from kvoffload.transfer.wakeup import Wakeup
 from kvoffload_reference.plugin import ReferenceWorker
 from kvoffload_reference.scheduler import PoolDevice
@@ -163,7 +164,7 @@ def _quarantined_slot_comes_back() -> list[Patch]:
 
 
 def _disk_is_not_compared() -> list[Patch]:
-    return [(disk_copies, "_checksum", lambda pieces, size: 0)]
+    return [(disk, "_checksum", lambda pieces, size: 0)]
 
 
 def _reset_leaves_the_index() -> list[Patch]:
@@ -171,17 +172,17 @@ def _reset_leaves_the_index() -> list[Patch]:
 
 
 def _store_is_not_compared() -> list[Patch]:
-    return [(remote_copies, "is_whole", lambda value, arrived, name, layout, key: arrived == len(value))]
+    return [(remote, "is_whole", lambda value, arrived, name, layout, key: arrived == len(value))]
 
 
 def _hint_is_believed() -> list[Patch]:
-    real = RemoteCopies._get
+    real = RemoteMover.get
 
-    def get(self: RemoteCopies, job: Any, batch: Any, store: Any) -> Any:  # noqa: ANN401
-        real(self, job, batch, store)
-        return _Got(list(batch), [], [])
+    def get(self: RemoteMover, part: Part, call: Call, store: Any) -> Part:  # noqa: ANN401
+        real(self, part, call, store)
+        return Part(part.job, part.positions, whole=list(part.positions))
 
-    return [(RemoteCopies, "_get", get)]
+    return [(RemoteMover, "get", get)]
 
 
 def _generation_is_not_in_the_name() -> list[Patch]:

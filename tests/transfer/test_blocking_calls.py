@@ -1,25 +1,36 @@
-"""Calls to a store: a time limit each, a breaker, and single probes while it is open."""
+"""The engine of calls that may block, with the policy of a store and that of a disk, on an executor that the test runs."""
 
 from __future__ import annotations
 
 import _thread
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from math import inf
+from typing import TYPE_CHECKING, Any
 
+from kvoffload.disk.open_folder import open_folder
+from kvoffload.disk.slot_file import SlotShape, open_slot_file
+from kvoffload.disk.system import aligned_buffer
+from kvoffload.logs import get_logger
 from kvoffload.model.errors import RemoteError, RemoteGone
-from kvoffload.remote import calls
-from kvoffload.remote.calls import RemoteCalls
+from kvoffload.model.ids import BlockKey
 from kvoffload.remote.store import RemoteStore
+from kvoffload.remote.values import Shard
 from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.testing import FakeClock, ManualExecutor, ThreadGate
 from kvoffload.testing.logs import capture_logs
+from kvoffload.transfer import blocking_calls
+from kvoffload.transfer.blocking_calls import BlockingCalls, Call, ErrorRow
+from kvoffload.transfer.remote import remote_calls
 from tests.remote.fake_store import FakeStore
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import pytest
 
 TIMEOUT_S = 2.0
+KEY = BlockKey(b"a key")
 
 
 class Rig:
@@ -30,7 +41,7 @@ class Rig:
         self.store = FakeStore()
         self.executor = executor or ManualExecutor()
         self.refuses, self.connections = False, 0
-        self.calls = RemoteCalls(self._connect, self.executor, self.clock.monotonic, TIMEOUT_S)
+        self.calls = remote_calls(self._connect, self.executor, self.clock.monotonic, TIMEOUT_S)
         self.answers: list[object] = []
 
     def _connect(self) -> RemoteStore:
@@ -40,10 +51,10 @@ class Rig:
         return self.store
 
     def call(self, name: str = "kvo1/name", *, is_write: bool = False, use: Callable | None = None) -> None:
-        self.calls.submit(lambda store: store.read(name) or b"none", self._ended, use, is_write=is_write)
+        self.calls.submit(lambda _, store: store.read(name) or b"none", self._ended, use, is_write=is_write)
 
-    def _ended(self, result: object, _: float) -> None:
-        self.answers.append(result)
+    def _ended(self, call: Call) -> None:
+        self.answers.append(call.result)
 
     def turn(self, seconds: float = 0.0) -> None:
         """Time passes, and what is queued runs."""
@@ -159,7 +170,7 @@ def test_a_failing_store_takes_at_most_a_fifth_of_the_time() -> None:
     rig.open()
     calls_s = [0.5, 0.75, 1.5]
 
-    def fail(_: RemoteStore) -> None:
+    def fail(_: Call, __: RemoteStore) -> None:
         rig.clock.jump(calls_s.pop(0))
         raise RemoteError("none of it arrives")
 
@@ -192,7 +203,7 @@ def test_an_answer_after_the_probe_ends_the_trial() -> None:
 
 
 def test_a_connection_that_ends_opens_the_breaker_at_once_and_one_probe_makes_the_next() -> None:
-    def end(_: RemoteStore) -> None:
+    def end(_: Call, __: RemoteStore) -> None:
         raise RemoteGone("its process has ended")
 
     rig = Rig()
@@ -282,7 +293,7 @@ def test_a_client_that_panics_fails_its_call_at_once() -> None:
     class PanicError(BaseException):
         """As those of clients in Rust."""
 
-    def panic(_: RemoteStore) -> None:
+    def panic(_: Call, __: RemoteStore) -> None:
         raise PanicError
 
     rig = Rig()
@@ -338,16 +349,18 @@ def test_a_call_that_began_as_the_connection_was_closed_is_not_made(monkeypatch:
 
 def test_the_exit_waits_once_for_all_calls_but_those_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[tuple[int, float]] = []
-    monkeypatch.setattr(calls, "wait", lambda running, seconds: waits.append((len(running), seconds)))
+    monkeypatch.setattr(
+        blocking_calls, "wait", lambda running, seconds: waits.append((len(running), seconds))
+    )
     rigs = [Rig() for _ in range(3)]
-    monkeypatch.setattr(calls, "_CONNECTED", [rig.calls for rig in rigs])
+    monkeypatch.setattr(blocking_calls, "_MADE", [rig.calls for rig in rigs])
     for rig in rigs:
         rig.open()
         rig.call()
-    rigs[0].calls._active[0] = stuck = calls._Call(lambda _: None, None, lambda _, __: None, 0.0)
+    rigs[0].calls._active[0] = stuck = Call(lambda _, __: None, None, lambda _: None, 0.0, 1.0)
     stuck.is_stuck = True
-    calls._exit()
-    assert waits == [(2, calls._EXIT_S)]
+    blocking_calls._exit()
+    assert waits == [(2, blocking_calls._EXIT_S)]
     assert not any(rig.calls.works for rig in rigs)
 
 
@@ -355,13 +368,211 @@ def test_the_exit_waits_until_threads_of_a_client_have_left_python(monkeypatch: 
     gate, pauses = ThreadGate(), list[bool]()
 
     def pause(_: float) -> None:
-        pauses.append(calls._has_foreign_thread())
+        pauses.append(blocking_calls._has_foreign_thread())
         gate.open()
 
     monkeypatch.setattr("time.sleep", pause)
-    monkeypatch.setattr(calls, "_CONNECTED", [])
+    monkeypatch.setattr(blocking_calls, "_MADE", [])
     _thread.start_new_thread(gate.arrive, ())  # as a client does, it tells `threading` nothing
     gate.wait_for_arrivals(1)
-    calls._exit()
+    blocking_calls._exit()
     assert pauses[0]
-    assert not calls._has_foreign_thread()
+    assert not blocking_calls._has_foreign_thread()
+
+
+class DiskRig:
+    """Calls to a disk whose operations are functions of the test's."""
+
+    def __init__(self, executor: ManualExecutor | DaemonExecutor | None = None) -> None:
+        self.clock = FakeClock()
+        self.executor = executor or ManualExecutor(held=False)
+        self.opening: list[Exception] = []
+        self.closed = 0
+        log = get_logger("disk")
+        self.policy = ErrorRow(log)
+        self.calls: BlockingCalls[DiskRig] = BlockingCalls(
+            self._open,
+            self.executor,
+            self.clock.monotonic,
+            self.policy,
+            log,
+            timeout_s=TIMEOUT_S,
+            connect_s=inf,
+            close_blocks=False,
+        )
+        self.ended: list[Call] = []
+
+    def _open(self) -> DiskRig:
+        if self.opening:
+            raise self.opening.pop()
+        return self
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def opened(self) -> DiskRig:
+        while not self.calls.works:
+            self.calls.poll()
+        return self
+
+    def call(self, work: Callable[[], object] = lambda: None, **options: Any) -> None:  # noqa: ANN401
+        self.calls.submit(lambda _, __: work(), self.ended.append, **options)
+        self.calls.poll()
+
+
+def fail() -> None:
+    raise OSError("the test says so")
+
+
+def test_a_disk_that_cannot_be_opened_is_not_tried_again() -> None:
+    rig = DiskRig()
+    rig.opening = [OSError("no"), OSError("no")]
+    for _ in range(3):
+        rig.clock.jump(100.0)
+        rig.calls.poll()
+    assert (len(rig.opening), rig.calls.works, rig.policy.is_opening) == (1, False, False)
+
+
+def test_a_disk_ends_for_good_after_eight_errors_in_a_row() -> None:
+    rig = DiskRig().opened()
+    with capture_logs() as lines:
+        for work in [fail] * 7 + [lambda: None] + [fail] * 7:
+            rig.call(work)
+        assert rig.calls.works
+        rig.call(fail)
+        rig.clock.jump(1000.0)
+        rig.call()
+    assert not rig.calls.works
+    assert (rig.ended[-1].was_made, len(rig.ended)) == (False, 17)
+    assert [line["in_a_row"] for line in lines if line["event"] == "disk_call_failed"] == [
+        *range(1, 8),
+        *range(1, 9),
+    ]
+    assert [line["event"] for line in lines].count("disk_stopped") == 1
+
+
+def test_while_a_call_to_a_disk_hangs_no_other_begins_and_it_works_again_when_the_call_has_returned() -> None:
+    rig, gate = DiskRig(DaemonExecutor("calls", 2)).opened(), ThreadGate()
+    with capture_logs() as lines:
+        rig.call(gate.arrive, job=7)
+        gate.wait_for_arrivals(1)
+        rig.clock.jump(TIMEOUT_S)
+        rig.calls.poll()
+        rig.call()
+        assert [(call.is_stuck, call.was_made) for call in rig.ended] == [(True, True), (False, False)]
+        gate.open()
+        while not rig.calls.works:
+            os.sched_yield()
+    rig.calls.poll()
+    assert len(rig.ended) == 2
+    assert [(line["event"], line.get("job")) for line in lines] == [
+        ("disk_call_hangs", 7),
+        ("disk_call_returned", None),
+    ]
+    rig.calls.close()
+
+
+def test_cancelled_reads_are_not_begun_and_count_for_nothing() -> None:
+    rig = DiskRig(ManualExecutor())
+    rig.calls.poll()
+    assert isinstance(rig.executor, ManualExecutor)
+    rig.executor.run_all()
+    rig.opened()
+    made: list[int] = []
+    for job in (1, 2):
+        rig.call(lambda job=job: made.append(job), job=job)  # type: ignore[misc]
+    rig.calls.cancel([1])
+    rig.executor.run_all()
+    rig.calls.poll()
+    assert made == [2]
+    assert [(call.job, call.was_made, call.error) for call in rig.ended] == [
+        (1, False, None),
+        (2, True, None),
+    ]
+
+
+def test_what_a_call_brings_after_the_end_is_not_used() -> None:
+    rig, gate, used = DiskRig(DaemonExecutor("calls", 2)).opened(), ThreadGate(), list[object]()
+    rig.call(gate.arrive, use=used.append)
+    gate.wait_for_arrivals(1)
+    rig.calls.close()
+    assert rig.closed == 0
+    gate.open()
+    while not rig.closed:
+        os.sched_yield()
+    assert used == []
+
+
+def call_and_wait(calls: BlockingCalls[Any], work: Callable[[Any], object]) -> Any:  # noqa: ANN401
+    """Return a call's result, or raise; as an engine whose hooks may block would."""
+    ended: list[Call] = []
+    calls.submit(lambda _, resource: work(resource), ended.append)
+    while not ended:
+        calls.poll()
+        os.sched_yield()
+    if ended[0].error is not None:
+        raise TimeoutError(ended[0].error)
+    return ended[0].result
+
+
+def test_pages_are_stored_and_read_by_blocking_calls_without_an_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_loop() -> None:
+        raise AssertionError("an event loop was made")
+
+    monkeypatch.setattr("asyncio.new_event_loop", no_loop)
+    page = memoryview(bytes(range(256)) * 16)
+    shape = SlotShape(0, 1, len(page), bytes(16))
+    log, clock, store, shard = get_logger("disk"), FakeClock(), FakeStore(), Shard("print/one", 0, 1)
+    disk = BlockingCalls(
+        lambda: open_slot_file(open_folder(tmp_path), shape, 4),
+        DaemonExecutor("disk", 2),
+        clock.monotonic,
+        ErrorRow(log),
+        log,
+        timeout_s=TIMEOUT_S,
+        connect_s=inf,
+        close_blocks=False,
+    )
+    remote = remote_calls(lambda: store, DaemonExecutor("remote", 2), clock.monotonic, TIMEOUT_S)
+    while not (disk.works and remote.works):
+        disk.poll()
+        remote.poll()
+    written, read = aligned_buffer(shape.pitch), aligned_buffer(shape.pitch)
+    written[: len(page)] = page
+    call_and_wait(disk, lambda file: file.write(2, [written]))
+    call_and_wait(disk, lambda file: file.read(2, [read]))
+    assert read[: len(page)] == page
+    got = bytearray(len(page))
+    assert call_and_wait(remote, lambda store: store.put(shard, [KEY], [page])) == [True]
+    assert call_and_wait(remote, lambda store: store.get(shard, [KEY], [memoryview(got)])) == [len(page)]
+    assert got == page
+    gate = ThreadGate()
+    remote.submit(lambda _, __: gate.arrive(), lambda call: late.append(call.error))
+    late: list[str | None] = []
+    gate.wait_for_arrivals(1)
+    clock.jump(TIMEOUT_S)
+    remote.poll()
+    assert late == ["a call has not returned for 2 s"]
+    gate.open()
+    disk.close()
+    remote.close()
+
+
+def test_a_file_may_take_any_time_to_open() -> None:
+    rig, gate = DiskRig(DaemonExecutor("calls", 1)), ThreadGate()
+    opened = rig.calls._connect
+
+    def late() -> DiskRig:
+        gate.arrive()
+        return opened()
+
+    rig.calls._connect = late
+    rig.calls.poll()
+    gate.wait_for_arrivals(1)
+    rig.clock.jump(1000.0)
+    rig.calls.poll()
+    gate.open()
+    rig.opened()
+    rig.calls.close()

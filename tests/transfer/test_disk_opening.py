@@ -9,12 +9,24 @@ from kvoffload.disk.folder import DiskPlace
 from kvoffload.disk.identity import KVIdentity
 from kvoffload.disk.slot_file import SlotShape, open_slot_file
 from kvoffload.model.ids import JobId
-from kvoffload.runtime.worker_disk import WorkerDisk
-from kvoffload.testing import FakeClock, ManualExecutor
+from kvoffload.testing import FakeClock, FakeDevice, ManualExecutor
+from kvoffload.transfer.arena import Arena
+from kvoffload.transfer.disk import FileOpening, RankDisk
+from kvoffload.transfer.host_memory import MmapAllocator
 from tests.runtime.parts import IDENTITY
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     import pytest
+
+SHAPE = SlotShape(0, 1, 4096, bytes(16))
+
+
+def disk_at(place: DiskPlace, threads: Executor) -> RankDisk:
+    layout = FakeDevice(4, [4096]).layout
+    arena = Arena(layout, 4, MmapAllocator(ManualExecutor(held=False)))
+    return RankDisk(FileOpening(place, SHAPE, 1 << 20), arena, threads, FakeClock(), timeout_s=1.0)
 
 
 def test_any_exception_of_its_opening_refuses_the_disk(
@@ -23,9 +35,8 @@ def test_any_exception_of_its_opening_refuses_the_disk(
     def fail() -> KVIdentity:
         raise MemoryError("no")
 
-    nothing = cast("Any", None)
-    shape, threads = SlotShape(0, 1, 4096, bytes(16)), ManualExecutor(held=False)
-    disk = WorkerDisk(DiskPlace(tmp_path, fail), shape, 1 << 20, nothing, threads, FakeClock(), timeout_s=1.0)
+    threads = ManualExecutor(held=False)
+    disk = disk_at(DiskPlace(tmp_path, fail), threads)
     report = disk.take()
     assert report is not None
     assert not report.works
@@ -33,10 +44,9 @@ def test_any_exception_of_its_opening_refuses_the_disk(
 
 
 def test_a_fetch_from_a_store_may_be_cancelled_while_the_disk_opens(tmp_path: Path) -> None:
-    nothing = cast("Any", None)  # for an open file alone
-    place = DiskPlace(tmp_path, lambda: nothing)
-    shape, threads = SlotShape(0, 1, 4096, bytes(16)), ManualExecutor(held=True)
-    disk = WorkerDisk(place, shape, 1 << 20, nothing, threads, FakeClock(), timeout_s=1.0)
+    place = DiskPlace(tmp_path, lambda: IDENTITY)
+    threads = ManualExecutor(held=True)
+    disk = disk_at(place, threads)
     disk.cancel([JobId(3)])
     assert disk.take() is None
 
@@ -54,11 +64,10 @@ class Pauses:
 
 def test_a_slot_file_in_use_is_waited_for_a_minute(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     place = DiskPlace(tmp_path, lambda: IDENTITY)
-    nothing = cast("Any", None)
-    shape, threads, pauses = SlotShape(0, 1, 4096, bytes(16)), ManualExecutor(held=True), Pauses()
-    held = open_slot_file(place.make_folder(), shape, 4)
-    disk = WorkerDisk(place, shape, 1 << 20, nothing, threads, FakeClock(), timeout_s=1.0)
-    disk._closing = cast("Any", pauses)
+    threads, pauses = ManualExecutor(held=True), Pauses()
+    held = open_slot_file(place.make_folder(), SHAPE, 4)
+    disk = disk_at(place, threads)
+    disk._opening.closing = cast("Any", pauses)
     threads.release()
     held.close()
     assert sum(pauses.seconds) == 60

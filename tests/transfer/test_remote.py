@@ -11,15 +11,15 @@ from kvoffload.disk.tier_key import TierKey
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import BlockKey, JobId, SlotId
 from kvoffload.model.transfer import CopyJob, Direction, JobReport, Tier
-from kvoffload.remote.calls import RemoteCalls
 from kvoffload.remote.values import TRAILER_BYTES, Shard, seal
 from kvoffload.testing import FakeClock, FakeDevice, ManualExecutor
-from kvoffload.transfer import remote_copies
+from kvoffload.transfer import remote
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.factory import make_checksums
 from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.layout import digest_of
-from kvoffload.transfer.remote_copies import RemoteCopies
+from kvoffload.transfer.remote import RemoteMover, remote_calls
+from kvoffload.transfer.tier_jobs import TierJobs, TierReport
 from tests.remote.fake_store import FakeStore
 
 DONE, FAILED, CORRUPT = CopyOutcome.DONE, CopyOutcome.FAILED, CopyOutcome.CORRUPT
@@ -41,16 +41,22 @@ class Rig:
         self.store, self.clock = store or FakeStore(), FakeClock()
         self.executor = ManualExecutor()
         self.checksums = make_checksums(verify, self.arena, executor=ManualExecutor(held=False))
-        calls = RemoteCalls(lambda: self.store, self.executor, self.clock.monotonic, 2.0)
-        self.copies = RemoteCopies(1, 2, calls, self.arena, self.clock, checksums=self.checksums, key=key)
+        calls = remote_calls(lambda: self.store, self.executor, self.clock.monotonic, 2.0)
+        mover = RemoteMover(1, 2, self.arena, self.checksums, key)
+        self.copies = TierJobs(calls, mover, self.device.layout.slot_bytes, self.clock.monotonic)
         self.take()
-        assert self.copies.take().works
+        assert calls.works
         self._jobs = 0
 
     def take(self) -> tuple[JobReport, ...]:
-        first = self.copies.take().jobs
+        first = self.report().jobs
         self.executor.run_all()
-        return first + self.copies.take().jobs
+        return first + self.report().jobs
+
+    def report(self) -> TierReport:
+        report = self.copies.take()
+        assert report is not None
+        return report
 
     def copy(self, way: Direction, slots: list[int], keys: tuple[BlockKey, ...]) -> JobReport:
         self._jobs += 1
@@ -71,7 +77,7 @@ class Rig:
 
 
 def test_what_was_put_comes_back_into_other_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_copies, "MOST_BLOCKS", 3)
+    monkeypatch.setattr(remote, "MOST_BLOCKS", 3)
     rig = Rig()
     were = [rig.fill(slot) for slot in (0, 3, 4, 5)]
     put = rig.copy(Direction.STORE, [0, 3, 4, 5], KEYS[:4])
@@ -115,7 +121,7 @@ def test_r17_a_put_that_was_ended_before_it_read_its_slots_writes_nothing(
 
     def hang(_: memoryview) -> None:
         rig.clock.jump(2.0)
-        ended.extend(rig.copies.take().jobs)
+        ended.extend(rig.report().jobs)
 
     monkeypatch.setattr(rig.store, "register", hang)
     rig.copies.submit([CopyJob(JobId(1), Direction.STORE, Tier.REMOTE, (SlotId(0),), KEYS[:1], "print/one")])
@@ -166,7 +172,7 @@ def test_a_store_that_is_full_takes_nothing_and_that_is_said() -> None:
     rig.store.is_full = True
     report = rig.copy(Direction.STORE, [0, 1], KEYS[:2])
     assert (report.outcome, report.missing) == (FAILED, (0, 1))
-    assert rig.copies.take().works
+    assert rig.report().works
 
 
 def test_a_store_that_fails_fails_the_job() -> None:
@@ -175,7 +181,7 @@ def test_a_store_that_fails_fails_the_job() -> None:
     for way in (Direction.STORE, Direction.LOAD, Direction.LOAD):
         report = rig.copy(way, [0, 1], KEYS[:2])
         assert (report.outcome, report.missing) == (FAILED, (0, 1))
-    assert not rig.copies.take().works
+    assert not rig.report().works
 
 
 def test_the_connection_after_one_that_ended_knows_the_memory_too() -> None:
@@ -270,7 +276,7 @@ def test_r17_what_is_written_to_the_stores_memory_after_a_check_is_not_used_if_t
     key: TierKey | None, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mooncake lets other machines write to it."""
-    rig, memory, real = Rig(key=key), list[memoryview](), getattr(remote_copies, call)
+    rig, memory, real = Rig(key=key), list[memoryview](), getattr(remote, call)
     monkeypatch.setattr(rig.store, "register", memory.append)
 
     def other_writes(*arguments: object) -> object:
@@ -282,7 +288,7 @@ def test_r17_what_is_written_to_the_stores_memory_after_a_check_is_not_used_if_t
             memory[0][: len(forged)] = forged
         return answer
 
-    monkeypatch.setattr(remote_copies, call, other_writes)
+    monkeypatch.setattr(remote, call, other_writes)
     was = rig.fill(0)
     rig.copy(Direction.STORE, [0], KEYS[:1])
     assert rig.copy(Direction.LOAD, [1], KEYS[:1]).outcome is DONE

@@ -1,0 +1,537 @@
+"""Calls that may block for any time, to a rank's slot file or to a remote store.
+
+    the owner's thread   submit ─▶ queues, reads first ─┐                                ┌─▶ ended ─▶ poll: the caller gets the result
+                                                        └─▶ a thread: `work`, then `use` ─┘
+
+A disk may hang, and a store's client was seen to block for a minute. So a call has two parts, and a token, which one thread takes once:
+
+* `work` may hang. It runs on one of the executor's threads and touches only memory that is the thread's, or that the caller keeps from
+  anybody else for as long as the call has not returned. It may read other memory, such as host slots; the slots may be other blocks' by
+  then, so before what it read leaves the process, it calls `Call.check`, which raises if the token is gone.
+* The thread takes the token when `work` has returned, and only then runs `use`. As long as that runs, the caller has not been told that
+  the call has ended, so the host slots are still its own: `use` may write them.
+* The owner's thread takes the token of a call that does not return in time, and of all calls when it closes. The thread of that call runs
+  nothing more of it, whatever `work` returns later. What `work` itself may still change, the caller must not use again until then:
+  `Call.is_stuck` says so when the call is ended.
+
+A call that does not return in time occupies its thread until it does. A policy decides what follows:
+
+    Breaker    closed ─3 failures in a row, or 1 hang─▶ open ─pause─▶ a probe ─it worked─▶ on trial ─a read worked─▶ closed
+                                                         ▲                └─it failed─▶ open    └─1 failure─▶ open
+    ErrorRow   opening ─it worked─▶ closed ─8 errors in a row─▶ failed, for good
+                  └─it failed─▶ failed        a call that hangs: nothing begins until it has returned
+
+Only a probe connects, that is, opens the resource. So a connection that ended is tried again as rarely as a store that fails.
+
+Threads write as follows. The owner's thread writes the queues' tails, the policy, and calls `ended`; it never waits. The executor's
+threads take from the queues' heads, write `began`, `result`, `error` and `took` of their call before they add it to `ended`, and write the
+resource: a probe sets it, the call that finds the connection gone or the last call after `close` clears it, both under a lock. Containers
+are touched by single operations that Python makes whole.
+
+A thread that returns to the interpreter from a compiled client while the interpreter ends aborts the process. So the exit of a process
+waits for a moment until no thread is in a call, ignoring calls that are known to hang, and until the client's own threads have left the
+interpreter: the S3 client's wake our event loop, and our thread may be done before the one that woke it has returned.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection
+from concurrent.futures import Executor, Future, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from kvoffload.model.errors import KVOffloadError, RemoteGone
+
+if TYPE_CHECKING:
+    from structlog.stdlib import BoundLogger
+
+_EXIT_S = 1.0
+"""How long the exit of the process may wait for all calls; those of one machine take milliseconds."""
+_EXIT_PAUSE_S = 0.001
+
+
+class Closable(Protocol):
+    """What calls are made to."""
+
+    def close(self) -> None:
+        """Release it. No call of it is running."""
+
+
+ResourceT = TypeVar("ResourceT", bound=Closable)
+
+Ended = Callable[["Call"], None]
+"""Receives a call that has ended, on the owner's thread."""
+
+
+class CallEnded(KVOffloadError):
+    """Raised within a call that must not go on: its owner has ended it."""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call, and how it ended.
+
+    Args:
+        work, use: its parts; see `BlockingCalls.submit`.
+        ended: receives it.
+        accepted_at: when it was submitted.
+        limit_s: seconds after which it counts as hanging.
+        is_write, is_probe: what it is to the policy.
+        job: for whom it is made.
+        began, took: when `work` began, and the seconds until the end or the time limit; 0 if it was never made.
+        result: None if it failed.
+        error: why it failed; None where it worked, or was not made.
+        is_stuck: `work` had not returned in time.
+        is_gone: the connection has ended.
+        is_cancelled: it must not be made.
+        token: what a thread takes to end it; empty once one has.
+    """
+
+    work: Callable[[Call, Any], Any]
+    use: Callable[[Any], Any] | None
+    ended: Ended
+    accepted_at: float
+    limit_s: float
+    is_write: bool = False
+    is_probe: bool = False
+    job: object = None
+    began: float = 0.0
+    took: float = 0.0
+    result: Any = None
+    error: str | None = None
+    is_stuck: bool = False
+    is_gone: bool = False
+    is_cancelled: bool = False
+    was_made: bool = False
+    token: list[None] = field(default_factory=lambda: [None])
+
+    def claim(self) -> bool:
+        """Take the token; False where it is taken."""
+        try:
+            self.token.pop()
+        except IndexError:
+            return False
+        return True
+
+    def check(self) -> None:
+        """Within `work`: check that the call is still the thread's, so that memory lent to it is still its own.
+
+        Raises:
+            CallEnded: the owner's thread has ended it.
+        """
+        if not self.token:
+            raise CallEnded("the call was too late")
+
+
+class Policy(Protocol):
+    """Decides whether calls are made. Only the owner's thread uses it.
+
+    Attributes:
+        is_closed: calls are made, as current flows through a closed breaker.
+        waits_for_stuck: no call is made while one hangs.
+        late: the log's event for a call that returned after all.
+    """
+
+    is_closed: bool
+    waits_for_stuck: bool
+    late: str
+
+    def worked(self, call: Call) -> None:
+        """A call was made, and answered."""
+
+    def failed(self, call: Call, now: float) -> None:
+        """A call was made, and failed or hangs."""
+
+    def takes_probe(self, now: float) -> bool:
+        """Whether a probe is due; if so, the caller must make it."""
+
+
+class BlockingCalls(Generic[ResourceT]):
+    """The calls of one owner to one resource.
+
+    Args:
+        connect: opens the resource; may raise, and block for a while.
+        executor: its threads make the calls, and may wait for any time; `close` shuts it down.
+        monotonic: time in seconds, on any thread.
+        policy: decides whether calls are made.
+        log: has the fields that say whose calls they are.
+        timeout_s: seconds after which a call counts as hanging.
+        connect_s: seconds beyond that after which connecting counts as hanging; if it never does, a probe never does.
+        close_blocks: a thread closes the resource, since that may block.
+        queue_s: seconds after which a call that has not begun is ended; the policy does not count it.
+        probe: what a probe does once there is a connection.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], ResourceT],
+        executor: Executor,
+        monotonic: Callable[[], float],
+        policy: Policy,
+        log: BoundLogger,
+        *,
+        timeout_s: float,
+        connect_s: float,
+        close_blocks: bool,
+        queue_s: float = inf,
+        probe: Callable[[ResourceT], object] = lambda _: None,
+    ) -> None:
+        self._connect = connect
+        self._executor = executor
+        self._monotonic = monotonic
+        self._policy = policy
+        self._log = log
+        self._timeout_s = timeout_s
+        self._connect_s = connect_s
+        self._probe_s = timeout_s if connect_s < inf else inf
+        self._close_blocks = close_blocks
+        self._queue_s = queue_s
+        self._probe = probe
+        self.resource: ResourceT | None = None
+        """What calls are made to, while it is open."""
+        self._reads: deque[Call] = deque()
+        self._writes: deque[Call] = deque()
+        self._active: dict[int, Call] = {}  # by thread
+        self._submitted: set[Future[None]] = set()
+        self.ended: deque[Call] = deque()
+        """Those that `poll` has not taken yet."""
+        self._is_closed = False
+        self._changing = threading.Lock()  # the resource, which ends
+        _MADE.add(self)
+
+    # -- the owner's thread -------------------------------------------------------------------------------------
+
+    @property
+    def works(self) -> bool:
+        """Whether calls are made."""
+        return self._policy.is_closed and not self._is_closed and not self._waits
+
+    @property
+    def _waits(self) -> bool:
+        return self._policy.waits_for_stuck and any(call.is_stuck for call in tuple(self._active.values()))
+
+    def submit(
+        self,
+        work: Callable[[Call, ResourceT], Any],
+        ended: Ended,
+        use: Callable[[Any], Any] | None = None,
+        *,
+        is_write: bool = False,
+        job: object = None,
+        limit_s: float | None = None,
+    ) -> None:
+        """Queue a call; `poll` ends it.
+
+        Args:
+            work: the part that may hang. What it raises fails the call.
+            ended: called on the owner's thread once the call has ended; has its result.
+            use: called with what `work` returned, if the token was not gone; its answer becomes the result.
+            is_write: it waits for all queued reads.
+            job: for whom it is made, for `cancel`.
+            limit_s: seconds after which it counts as hanging; by default those of all calls.
+        """
+        limit_s = self._timeout_s if limit_s is None else limit_s
+        call = Call(work, use, ended, self._monotonic(), limit_s, is_write, job=job)
+        (self._writes if is_write else self._reads).append(call)
+        if self.works:
+            self._execute(self._run_next)
+
+    def cancel(self, jobs: Collection[object]) -> None:
+        """Begin no more reads for these jobs; those that are queued end when their turn comes."""
+        for call in tuple(self._reads):
+            call.is_cancelled |= call.job in jobs
+
+    def poll(self) -> None:
+        """End calls that have returned or take too long, and make a probe when one is due. Never waits."""
+        now = self._monotonic()
+        for call in tuple(self._active.values()):
+            if call.began + call.limit_s <= now and call.claim():
+                call.is_stuck = True
+                call.error = f"a call has not returned for {call.limit_s:g} s"
+                call.took = call.limit_s
+                self.ended.append(call)
+        self._take_ended(now)
+        if not self.works:
+            self._fail_queued()
+            if not self._is_closed and self._policy.takes_probe(now):
+                limit_s = self._probe_s + (self._connect_s if self.resource is None else 0.0)
+                probe = Call(self._answered, None, _ignore, now, limit_s, is_probe=True)
+                self._execute(partial(self._run, probe))
+
+    def close(self) -> None:
+        """Make no more calls, and have the resource closed when the last one has returned. Waits for nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._fail_queued()
+        for call in tuple(self._active.values()):
+            call.claim()  # what returns later may find the host's memory gone
+        if self._close_blocks:
+            self._execute(self._disconnect)
+        else:
+            self._disconnect()
+        self._executor.shutdown(wait=False)
+
+    def _execute(self, work: Callable[[], None]) -> None:
+        running = self._executor.submit(work)
+        self._submitted.add(running)
+        running.add_done_callback(self._submitted.discard)
+
+    def _take_ended(self, now: float) -> None:
+        while self.ended:
+            call = self.ended.popleft()
+            if call.was_made and call.error is None:
+                self._policy.worked(call)
+            elif call.was_made:
+                self._policy.failed(call, now)
+            call.ended(call)
+
+    def _fail_queued(self) -> None:
+        for queue in (self._reads, self._writes):
+            while (call := _next_of(queue)) is not None:
+                call.ended(call)
+
+    # -- threads that may wait ----------------------------------------------------------------------------------
+
+    def _run_next(self) -> None:
+        """Make one queued call, a read before any write. The executor runs this once for each queued call."""
+        call = _next_of(self._reads) or _next_of(self._writes)
+        if call is None:  # it was failed while it was queued
+            return
+        is_late = call.accepted_at + self._queue_s <= self._monotonic()
+        if call.is_cancelled or is_late:
+            self.ended.append(call)
+        else:
+            self._run(call)
+
+    def _run(self, call: Call) -> None:
+        call.began = self._monotonic()
+        call.was_made = True
+        thread = threading.get_ident()
+        self._active[thread] = call
+        resource = error = result = None
+        is_gone = False
+        try:
+            resource = self._connected(call)
+            result = call.work(call, resource)
+        except BaseException as raised:  # the call ends; a panic of a client in Rust is no Exception
+            error = str(raised) or repr(raised)
+            is_gone = isinstance(raised, RemoteGone)
+            if is_gone:
+                self._leave(resource)
+        if call.claim():
+            call.is_gone = is_gone
+            self._use(call, result, error)
+        elif call.is_stuck and not is_gone:
+            self._log.warning(self._policy.late, after_s=round(self._monotonic() - call.began, 1))
+        del self._active[thread]  # last: while it is there, the resource stays open
+        if self._is_closed:
+            self._disconnect()
+
+    def _use(self, call: Call, result: object, error: str | None) -> None:
+        """End a call whose token this thread has taken."""
+        try:
+            call.result = result if call.use is None or error is not None else call.use(result)
+        except Exception as raised:
+            error = str(raised) or repr(raised)
+        call.error = error
+        call.took = self._monotonic() - call.began
+        self.ended.append(call)
+
+    def _connected(self, call: Call) -> ResourceT:
+        """Return the resource; a probe opens it."""
+        if self._is_closed:  # after the call is among the active ones: `close` and `_disconnect` look there
+            raise CallEnded("the connection was closed")
+        resource = self.resource
+        if resource is None:
+            if not call.is_probe:
+                raise CallEnded("there is no connection")
+            resource = self.resource = self._connect()
+            call.limit_s = self._probe_s
+        return resource
+
+    def _answered(self, _: Call, resource: ResourceT) -> None:
+        self._probe(resource)
+
+    def _leave(self, resource: ResourceT | None) -> None:
+        """Forget a connection that has ended; another thread may have done so, and a probe have made the next one."""
+        with self._changing:
+            if self.resource is resource:
+                self.resource = None
+
+    def _disconnect(self) -> None:
+        with self._changing:
+            if self._active:  # a client closed under a running call may crash
+                return
+            resource, self.resource = self.resource, None
+        if resource is not None:
+            with suppress(OSError):  # of a disk that fails, which costs nothing any more
+                resource.close()
+
+
+class Breaker:
+    """Leaves a store that fails alone, and tries it again by single calls.
+
+    A connection that has ended counts as a hang. The pause doubles each time, until a read is answered that is no probe, and is at least
+    four times what the failed call took: requests wait for such calls, so a store that fails takes at most a fifth of their time. A read
+    that is answered ends the row of failed reads, a write that of failed writes. A probe or a write that is answered shows little: a
+    store's master alone may answer both, and name values that its dead nodes do not deliver.
+
+    Args:
+        log: of the calls.
+    """
+
+    waits_for_stuck = False
+    late = "remote_call_returned"
+
+    _MOST_FAILURES = 3  # in a row
+    _FIRST_PAUSE_S = 1.0
+    _LONGEST_PAUSE_S = 60.0
+    _PAUSE_PER_CALL = 4  # of what the failed call took
+
+    def __init__(self, log: BoundLogger) -> None:
+        self.is_closed = False  # a store that was never reached begins with a probe
+        self._log = log
+        self._was_logged: bool | None = None  # as working, or as failing
+        self._failures = [0, 0]  # of reads since one worked, and of writes
+        self._pause_s = self._FIRST_PAUSE_S
+        self._probe_at = 0.0
+        self._is_probing = False
+
+    def worked(self, call: Call) -> None:
+        """Count an answer."""
+        self._failures[call.is_write] = 0
+        if call.is_probe:
+            self.is_closed = True
+            self._is_probing = False
+        elif not call.is_write:
+            self._pause_s = self._FIRST_PAUSE_S
+        self._log_change(call)
+
+    def failed(self, call: Call, now: float) -> None:
+        """Count a failure; open if it was one too many."""
+        self._failures[call.is_write] += 1
+        if call.is_probe:
+            self._is_probing = False
+        hangs = call.is_stuck or call.is_gone
+        is_on_trial = self._pause_s > self._FIRST_PAUSE_S  # since the breaker was open no read was answered
+        is_last = hangs or is_on_trial or sum(self._failures) >= self._MOST_FAILURES
+        if call.is_probe or (self.is_closed and is_last):
+            self.is_closed = False
+            self._failures = [0, 0]
+            pause_s = self._pause_s if call.is_probe else max(self._pause_s, self._PAUSE_PER_CALL * call.took)
+            self._probe_at = now + min(pause_s, self._LONGEST_PAUSE_S)
+            self._pause_s = min(2 * self._pause_s, self._LONGEST_PAUSE_S)
+        self._log_change(call)
+
+    def takes_probe(self, now: float) -> bool:
+        """Whether the pause is over and no probe runs; if so, the caller must make one."""
+        if self.is_closed or self._is_probing or now < self._probe_at:
+            return False
+        self._is_probing = True
+        return True
+
+    def _log_change(self, call: Call) -> None:
+        """The breaker has opened or closed, or a store was not reached at the start."""
+        if self.is_closed is self._was_logged:
+            return
+        self._was_logged = self.is_closed
+        if self.is_closed:
+            self._log.info("remote_works")
+        else:
+            self._log.error(
+                "remote_fails", reason=call.error, note="the engine goes on without the remote store"
+            )
+
+
+class ErrorRow:
+    """Gives a disk up after too many errors in a row, or if its file cannot be opened. While a call hangs, no other begins.
+
+    Args:
+        log: of the calls.
+    """
+
+    waits_for_stuck = True
+    late = "disk_call_returned"
+
+    _MOST_ERRORS = 8  # in a row
+
+    def __init__(self, log: BoundLogger) -> None:
+        self.is_closed = False
+        self.is_opening = True
+        """It is not yet known whether the file can be opened."""
+        self._was_probed = False
+        self._log = log
+        self._errors = 0
+
+    def worked(self, call: Call) -> None:
+        """End the row of errors."""
+        self._errors = 0
+        if call.is_probe:
+            self.is_closed = True
+            self.is_opening = False
+
+    def failed(self, call: Call, now: float) -> None:
+        """Count an error; a call that hangs is none."""
+        if call.is_stuck:
+            self._log.error("disk_call_hangs", job=call.job, timeout_s=call.limit_s)
+            return
+        if call.is_probe:
+            self.is_opening = False
+            return
+        self._errors += 1
+        self._log.error("disk_call_failed", error=call.error, in_a_row=self._errors)
+        if self._errors == self._MOST_ERRORS:
+            self.is_closed = False
+            reason = f"{self._errors} calls failed in a row: {call.error}"
+            self._log.error("disk_stopped", reason=reason, note="the engine goes on without it")
+
+    def takes_probe(self, now: float) -> bool:
+        """Whether the file was not opened yet: it is opened once."""
+        is_first = not self._was_probed
+        self._was_probed = True
+        return is_first
+
+
+_MADE: weakref.WeakSet[BlockingCalls[Any]] = weakref.WeakSet()
+"""Those of this process: a thread in a call keeps them alive."""
+
+
+@atexit.register
+def _exit() -> None:
+    """The interpreter ends: begin no call, and wait until none runs and no thread of a client is left inside."""
+    until = time.monotonic() + _EXIT_S
+    running: list[Future[None]] = []
+    for calls in tuple(_MADE):
+        calls._is_closed = True
+        if not any(call.is_stuck for call in tuple(calls._active.values())):
+            running += tuple(calls._submitted)
+    wait(running, _EXIT_S)
+    while _has_foreign_thread() and time.monotonic() < until:
+        time.sleep(_EXIT_PAUSE_S)
+
+
+def _has_foreign_thread() -> bool:
+    """Whether a thread that Python did not start runs Python code, as the S3 client's do to wake an event loop."""
+    ours = {thread.ident for thread in threading.enumerate()}
+    return not ours.issuperset(sys._current_frames())
+
+
+def _ignore(_: Call) -> None:
+    pass
+
+
+def _next_of(queue: deque[Call]) -> Call | None:
+    try:
+        return queue.popleft()
+    except IndexError:
+        return None

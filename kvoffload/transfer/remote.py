@@ -1,0 +1,215 @@
+"""Copies between the host slots of one rank and a remote store, in batches.
+
+A batch goes through a buffer of the calling thread's, which the store's client knows, wherever its process is. So a value is checked
+before it comes near a host slot, and a call that hangs has nothing but this buffer under it: its host slots are free for anything else.
+With a key it also goes through a second buffer, which only this process can write.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvoffload.disk.system import aligned_buffer
+from kvoffload.logs import get_logger
+from kvoffload.remote.store import SharedMemory
+from kvoffload.remote.values import TRAILER_BYTES, Shard, is_whole, seal
+from kvoffload.transfer.blocking_calls import BlockingCalls, Breaker, CallEnded
+from kvoffload.transfer.layout import digest_of
+
+if TYPE_CHECKING:
+    from kvoffload.disk.tier_key import TierKey
+    from kvoffload.model.transfer import AnyJob
+    from kvoffload.remote.store import RemoteStore
+    from kvoffload.transfer.arena import Arena
+    from kvoffload.transfer.blocking_calls import Call
+    from kvoffload.transfer.checksums import Checksums
+    from kvoffload.transfer.layout import DeviceLayout
+    from kvoffload.transfer.tier_jobs import Part
+
+MOST_BLOCKS = 64
+"""Of a batch: more gain nothing."""
+_MOST_BYTES = 32 * 2**20  # of a batch: the buffer of a thread
+_LINE = 64
+_PROBE = "kvo1/probe"  # need not be there
+_CONNECT_S = 30.0
+"""What a call that connects may take beyond its own time; no client takes longer."""
+
+log = get_logger("remote")
+
+
+def batch_blocks(layout: DeviceLayout) -> int:
+    """Return the most blocks that one call of a store moves."""
+    return max(min(MOST_BLOCKS, _MOST_BYTES // (layout.slot_bytes + TRAILER_BYTES + _LINE)), 1)
+
+
+def remote_calls(
+    connect: Callable[[], RemoteStore],
+    executor: Executor,
+    monotonic: Callable[[], float],
+    timeout_s: float,
+    **who: object,
+) -> BlockingCalls[RemoteStore]:
+    """Return calls to a store, for one side of the engine.
+
+    Args:
+        connect: opens the store; may raise, and block for a while.
+        executor: its threads make the calls, and may wait for any time.
+        monotonic: time in seconds, on any thread.
+        timeout_s: seconds that a call may wait in a queue, and as many that it may take.
+        who: fields for the log.
+    """
+    bound = log.bind(**who)
+    return BlockingCalls(
+        connect,
+        executor,
+        monotonic,
+        Breaker(bound),
+        bound,
+        timeout_s=timeout_s,
+        connect_s=_CONNECT_S,
+        queue_s=timeout_s,
+        close_blocks=True,
+        probe=lambda store: store.read(_PROBE),
+    )
+
+
+class RemoteMover:
+    """Copies between host slots and a remote store.
+
+    Args:
+        rank, ranks: whose, of how many.
+        arena: the rank's host memory.
+        checksums: of the host slots, None where none are kept.
+        key: authenticates values; None for checksums.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        arena: Arena,
+        checksums: Checksums | None = None,
+        key: TierKey | None = None,
+    ) -> None:
+        self._rank = rank
+        self._ranks = ranks
+        self._arena = arena
+        self._checksums = checksums
+        self._key = key
+        self._layout = digest_of(arena.layout)
+        self._value_bytes = arena.layout.slot_bytes + TRAILER_BYTES
+        self._pitch = -(-self._value_bytes // _LINE) * _LINE
+        self._batch = batch_blocks(arena.layout)
+        self._buffers = threading.local()
+
+    def positions_of(self, job: AnyJob) -> list[Sequence[int]]:
+        """Return the positions of each batch."""
+        positions = range(len(job.slots))
+        return [positions[start : start + self._batch] for start in positions[:: self._batch]]
+
+    def put(self, part: Part, call: Call, store: RemoteStore) -> Part:
+        """Write host slots, but for those that do not hold what was stored there."""
+        job, batch = part.job, part.positions
+        shard = self._shard(job)
+        buffers = self._values(store, len(batch))
+        own = self._own(len(batch))
+        wrong = self._gather(job, batch, own)
+        self._copy(own, buffers)
+        # After the copies: the slots were not other blocks' meanwhile, whose bytes would get these blocks' names.
+        call.check()
+        right = [position for position in batch if position not in wrong]
+        values = [value for position, value in zip(batch, buffers, strict=True) if position not in wrong]
+        taken = store.put(shard, [job.targets[position] for position in right], values) if right else []
+        part.whole = [position for position, is_taken in zip(right, taken, strict=True) if is_taken]
+        part.corrupt = wrong
+        return part
+
+    def _gather(self, job: AnyJob, batch: Sequence[int], buffers: Sequence[memoryview]) -> list[int]:
+        """Make values of host slots; return the positions of those that do not hold what was stored there."""
+        shard, wrong = self._shard(job), list[int]()
+        with self._arena.held() as is_open:
+            if not is_open:
+                raise CallEnded("the host's memory is gone")
+            for position, value in zip(batch, buffers, strict=True):
+                slot = job.slots[position]
+                self._arena.read(slot, self._arena.views(value))
+                # After the copy: what the slot holds now it held during the copy too.
+                if self._checksums is not None and not self._checksums.is_as_stored(slot):
+                    wrong.append(position)
+                seal(value, shard.name(job.targets[position]), self._layout, self._key)
+        if wrong:
+            bad = [job.slots[position] for position in wrong]
+            log.error("blocks_corrupt", job=job.id, blocks=len(wrong), slots=bad)
+        return wrong
+
+    def get(self, part: Part, _: Call, store: RemoteStore) -> Part:
+        """Read values into the thread's buffer, and see which are right."""
+        job, batch = part.job, part.positions
+        shard = self._shard(job)
+        buffers = self._values(store, len(batch))
+        own = self._own(len(batch))
+        sizes = store.get(shard, [job.targets[position] for position in batch], buffers)
+        self._copy(buffers, own)
+        for position, arrived, value in zip(batch, sizes, own, strict=True):
+            if arrived < 0:
+                continue
+            name = shard.name(job.targets[position])
+            is_right = is_whole(value, arrived, name, self._layout, self._key)
+            (part.whole if is_right else part.corrupt).append(position)
+        return part
+
+    def fill(self, part: Part) -> Part:
+        """Copy the values that are right from the thread's memory into their host slots."""
+        buffers = self._own(len(part.positions))
+        with self._arena.held() as is_open:
+            if not is_open:
+                raise CallEnded("the host's memory is gone")
+            for position in part.whole:
+                slot = part.job.slots[position]
+                self._arena.write(slot, self._arena.views(buffers[position - part.positions[0]]))
+                if self._checksums is not None:
+                    self._checksums.take(slot)
+        return part
+
+    def _values(self, store: RemoteStore | None, count: int) -> list[memoryview]:
+        """Return memory of the calling thread's for so many values, which `store` knows; None where that was seen to."""
+        own = self._buffers
+        buffer: memoryview | None = getattr(own, "buffer", None)
+        if buffer is None:
+            buffer = own.buffer = memoryview(SharedMemory(self._batch * self._pitch))
+            own.known_to = None
+        if store is not None and own.known_to is not store:
+            store.register(buffer)
+            own.known_to = store
+        return self._parts(buffer, count)
+
+    def _own(self, count: int) -> list[memoryview]:
+        """Return the calling thread's memory in which values are sealed and checked.
+
+        With a key it is not the memory that the store knows: Mooncake lets other machines write there at any time, even between a
+        check and a copy.
+        """
+        if self._key is None:
+            return self._values(None, count)
+        buffer: memoryview | None = getattr(self._buffers, "own", None)
+        if buffer is None:
+            buffer = self._buffers.own = aligned_buffer(self._batch * self._pitch)
+        return self._parts(buffer, count)
+
+    def _copy(self, sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
+        if self._key is None:
+            return  # they are the same
+        for source, target in zip(sources, targets, strict=True):  # by numpy, without the interpreter's lock
+            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+    def _parts(self, buffer: memoryview, count: int) -> list[memoryview]:
+        starts = range(0, count * self._pitch, self._pitch)
+        return [buffer[start : start + self._value_bytes] for start in starts]
+
+    def _shard(self, job: AnyJob) -> Shard:
+        return Shard(job.extra, self._rank, self._ranks)
