@@ -258,7 +258,7 @@ class Spills(_Copies[Spill]):
         state, tier = self._state, self._tier
         if not tier.candidates or not tier.is_usable or self._is_load_open:
             return False
-        limit = tier.bound.slots(state.pool.capacity) - len(tier.spilling)
+        limit = tier.spill_slots(state.pool.capacity) - len(tier.spilling)
         on_host, on_tier = state.pool.index.parts, tier.pool.index.parts
         keys = [
             key
@@ -307,7 +307,7 @@ class Spills(_Copies[Spill]):
     def _arrived(self, job: Spill) -> None:
         """Every rank has written: the blocks can be found on the tier, on the disk also by the next process."""
         tier = self._tier
-        tier.bound.ended(job, self._state.jobs.last, is_load_open=self._is_load_open)
+        tier.spill_ended(job, self._state.jobs.last, is_load_open=self._is_load_open)
         self._settle(job, job.keys, TierOutcome.DONE)
         tier_slots = job.tier_slots[::-1]
         if job.missing:
@@ -556,7 +556,7 @@ class WarmStart:
             self.stop()
             return
         keys: list[BlockKey] = []
-        most = min(free, disk.bound.slots(state.pool.capacity))
+        most = min(free, disk.spill_slots(state.pool.capacity))
         while self.keys and len(keys) < most:
             key = self.keys.popleft()
             if key in disk.pool.index and not self._is_elsewhere(key):
@@ -617,7 +617,7 @@ class LowerTiers:
         for spills in self._spills:
             if spills.step():
                 self._spilled_at = state.steps
-        limits = [tier.bound.slots(state.pool.capacity) for tier in state.tiers]
+        limits = [tier.spill_slots(state.pool.capacity) for tier in state.tiers]
         self._enough = min(_ENOUGH, *limits)
 
     def disk_restored(self, fact: facts.DiskRestored) -> None:
@@ -682,7 +682,7 @@ class LowerTiers:
         """A rank reported whether its calls to the tiers work."""
         for tier in self._state.tiers:
             works = report.disk_works if tier.tier is Tier.DISK else report.remote_works
-            if works == (report.rank in tier.failing) or report.slot_bytes > tier.bound.slot_bytes:
+            if works == (report.rank in tier.failing) or report.slot_bytes > tier.slot_bytes:
                 tier.rank_reported(report.rank, report.slot_bytes, works=works)
 
     def forget_all(self) -> None:

@@ -23,6 +23,7 @@ from kvoffload.core.slots import HostPool
 from kvoffload.model.disk import DiskRecord, Put, Strike, Use
 from kvoffload.model.engine import BlockPool
 from kvoffload.model.ids import BlockKey, JobId, Rank, RequestId, SlotId
+from kvoffload.model.limit import AdaptiveLimit
 from kvoffload.model.transfer import Tier
 
 Item = TypeVar("Item")
@@ -33,52 +34,8 @@ MOST_ASKED = 4096
 """Keys of one request: Mooncake's master takes some 9 microseconds for each."""
 
 
-class CopyBound:
-    """The limit on blocks in open spills and warm starts of a tier, adapted to how these copies disturb others.
-
-    Like the bound on stores for the bus (`transfer/store_bound.py`): a spill that ends while a load or a fetch is open ran beside
-    it, and one that takes twice as long a block as the best of its size shares the tier with other work. Either halves the limit,
-    once for all spills planned before; a spill without either raises it by an eighth.
-    """
-
-    def __init__(self) -> None:
-        self.slot_bytes = 1
-        """The most that any rank has reported."""
-        self.share = 1.0
-        """The limit as a share of its most."""
-        self._cut_at = JobId(-1)
-        self._best: dict[int, float] = {}  # seconds a block, by the magnitude of the job
-
-    def slots(self, capacity: int) -> int:
-        """Return the limit for a host of this capacity: at most an eighth of it."""
-        most = min(_MOST_BYTES // self.slot_bytes, capacity // 8)
-        return max(int(most * self.share), 1)
-
-    def ended(self, job: Spill, last: JobId, *, is_load_open: bool) -> None:
-        """Learn from a spill that every rank has written.
-
-        Args:
-            job: the spill.
-            last: the job that was planned last.
-            is_load_open: whether a load or a fetch is open.
-        """
-        if not self._is_slow(job) and not is_load_open:
-            self.share = min(self.share + _STEP, 1.0)
-        elif job.id > self._cut_at:
-            self.share = max(self.share / 2, _LEAST_SHARE)
-            self._cut_at = last
-
-    def _is_slow(self, job: Spill) -> bool:
-        seconds, size = job.copy_s / len(job.slots), len(job.slots).bit_length()
-        best = min(self._best.get(size, seconds) / _FORGET, seconds)
-        self._best[size] = best
-        return seconds > _SLOW * best
-
-
 _MOST_BYTES = 64 * 2**20  # on a rank: what a load or a fetch may find before it on a disk, some 50 ms
-_LEAST_SHARE = _STEP = 1 / 8
-_SLOW = 2.0  # times the best
-_FORGET = 0.98  # of the best speed with each spill, so that one fast outlier does not count forever
+_EIGHTH = 1 / 8
 
 
 class LowerTier:
@@ -95,7 +52,8 @@ class LowerTier:
         is_closed: it cannot be used any more, or not for now.
         failing: ranks whose calls fail or hang.
         timed_out: open jobs that some rank did not report in time.
-        bound: on the blocks of open spills and of a warm start.
+        limit: on the blocks of open spills and of a warm start, as a share of the most.
+        slot_bytes: of a host slot, the most that any rank has reported.
         least_tokens: additions to a hit that are shorter are computed instead.
         spilling: keys that a job is bringing to the tier.
         fetching: keys that a job is bringing from it.
@@ -115,7 +73,8 @@ class LowerTier:
         self.is_closed = False
         self.failing: set[Rank] = set()
         self.timed_out = 0
-        self.bound = CopyBound()
+        self.limit = AdaptiveLimit(1.0, _EIGHTH, _EIGHTH)
+        self.slot_bytes = 1
         self.least_tokens = 0
         self.spilling: dict[BlockKey, Spill] = {}
         self.fetching: dict[BlockKey, Fetch] = {}
@@ -142,7 +101,25 @@ class LowerTier:
             self.failing.discard(rank)
         else:
             self.failing.add(rank)
-        self.bound.slot_bytes = max(slot_bytes, self.bound.slot_bytes)
+        self.slot_bytes = max(slot_bytes, self.slot_bytes)
+
+    def spill_slots(self, capacity: int) -> int:
+        """Return the limit in blocks for a host of this capacity: at most an eighth of it."""
+        most = min(_MOST_BYTES // self.slot_bytes, capacity // 8)
+        return max(int(most * self.limit.share), 1)
+
+    def spill_ended(self, job: Spill, last: JobId, *, is_load_open: bool) -> None:
+        """Learn from a spill that every rank has written.
+
+        Args:
+            job: the spill.
+            last: the job that was planned last.
+            is_load_open: whether a load or a fetch is open.
+        """
+        size = len(job.slots)
+        self.limit.ended(
+            size, job.copy_s, size.bit_length(), began=job.id, now=last + 1, beside_load=is_load_open
+        )
 
     def set_least(self, tokens: int) -> None:
         """Fetch no addition to a hit that is shorter."""

@@ -14,7 +14,7 @@ waits for them. Stores wait in a queue for the coroutine, because no request wai
 * `_admission` is held while jobs are submitted, and once by the drain that ends submission; otherwise it is uncontended.
 * `_reaping` guards the lanes' heads and every part count of a store. The hook only ever tries it: when the coroutine
   holds it, ends are being noticed anyway. The coroutine waits for the hook, which holds it for a few queries.
-* Stores in flight stay under a bound that adapts below `store_bytes_in_flight` (`store_bound.py`), in batches of at most
+* Stores in flight stay under a limit that adapts below `store_bytes_in_flight` (`AdaptiveLimit`), in batches of at most
   half of it: the copier always has a next batch while an end is being noticed, and a load waits for at most that many
   bytes where both share a resource.
 * With nothing pending the coroutine sleeps until a job comes; it is not woken while it is awake. With copies pending it
@@ -47,7 +47,6 @@ from kvoffload.transfer.checksums import ChecksumTicket
 from kvoffload.transfer.jobs import JobLedger, Part
 from kvoffload.transfer.lanes import Batch, Lanes
 from kvoffload.transfer.runs import merge_runs
-from kvoffload.transfer.store_bound import StoreBound
 from kvoffload.transfer.store_queue import StoreQueue
 from kvoffload.transfer.wakeup import Wakeup
 
@@ -99,8 +98,7 @@ class TransferPump:
         self._timeout_s = timeout_s
         self._checksums = checksums
         self._ledger = JobLedger()
-        self._bound = StoreBound(store_bytes_in_flight, arena.layout.slot_bytes)
-        self._queue = StoreQueue(self._bound, arena.layout.slot_bytes)
+        self._queue = StoreQueue(store_bytes_in_flight, arena.layout.slot_bytes)
         self._lanes = Lanes(timeout_s, reads=checksums is not None)
         self._late_look_at = 0.0
         self._lost: str | None = None  # why the device runs nothing more of this process
@@ -197,7 +195,7 @@ class TransferPump:
             self._rank,
             reports,
             ready_slots,
-            store_share=self._bound.share,
+            store_share=self._queue.limit.share,
             is_growing=is_growing,
             slot_bytes=self._arena.layout.slot_bytes,
             wanted_slots=self._arena.slots,
@@ -410,7 +408,7 @@ class TransferPump:
     def _note_stores(self, copied: Iterable[EndedBatch], now: float, *, is_load_pending: bool) -> None:
         for found in copied:
             if found.batch.direction is Direction.STORE and not found.failed:
-                self._bound.batch_ended(found.batch, found.copy_s, now, is_load_pending=is_load_pending)
+                self._queue.batch_ended(found.batch, found.copy_s, now, is_load_pending=is_load_pending)
 
     def _read(self, copied: EndedBatch) -> bool:
         """Start reading the checksums of a batch whose copies have ended well; False if nothing was started."""

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from kvoffload.model.limit import AdaptiveLimit
 from kvoffload.transfer.jobs import Part
+from kvoffload.transfer.ports import HELD_COPIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from kvoffload.transfer.jobs import OpenJob
-    from kvoffload.transfer.store_bound import StoreBound
+    from kvoffload.transfer.lanes import Batch
+
+_PARTS = 8  # the least limit and a step, in parts of the most: a batch or two, or the coroutine's own pace would starve the stores
+_LOCK_S = 0.01  # what waits for the interpreter's lock may add to the time of a batch that is enqueued in several calls
 
 
 class StoreQueue:
@@ -20,12 +25,16 @@ class StoreQueue:
     `add` may run beside the other methods, which must exclude each other.
 
     Args:
-        bound: on the bytes of submitted stores.
-        slot_bytes: bytes of one block.
+        most: the highest limit on bytes of submitted stores.
+        slot_bytes: bytes of one block; two of them are never held back where `most` allows them.
+
+    Attributes:
+        limit: on these bytes.
     """
 
-    def __init__(self, bound: StoreBound, slot_bytes: int) -> None:
-        self._bound = bound
+    def __init__(self, most: int, slot_bytes: int) -> None:
+        self._least = min(max(most // _PARTS, 2 * slot_bytes), most)
+        self.limit = AdaptiveLimit(most, self._least, max(most // _PARTS, slot_bytes))
         self._slot_bytes = slot_bytes
         self._jobs: deque[OpenJob] = deque()
 
@@ -36,7 +45,7 @@ class StoreQueue:
         self._jobs.extend(jobs)
 
     def next_batch(self, pending_bytes: int, usable: Callable[[OpenJob], bool]) -> list[Part]:
-        """Take out what may be submitted now, at most half of the bound; nothing where there is no room.
+        """Take out what may be submitted now, at most half of the limit; nothing where there is no room.
 
         Args:
             pending_bytes: bytes of submitted stores that have not ended.
@@ -57,12 +66,32 @@ class StoreQueue:
                 self._jobs.popleft()
         return parts
 
+    def batch_ended(self, batch: Batch, copy_s: float, now: float, *, is_load_pending: bool) -> None:
+        """Learn from a batch that was copied. It is compared with batches whose copies are about as long.
+
+        Args:
+            batch: which.
+            copy_s: seconds that its copies took.
+            now: when its end was noticed.
+            is_load_pending: whether a load had not ended when it was looked for.
+        """
+        is_measured = 2 * batch.size >= self._least  # a small batch is mostly what it costs to begin one
+        self.limit.ended(
+            batch.size,
+            copy_s if is_measured else 0.0,
+            (batch.size // batch.copies).bit_length(),
+            began=batch.submitted_at,
+            now=now,
+            beside_load=is_load_pending,
+            noise_s=0.0 if batch.copies <= HELD_COPIES else _LOCK_S,
+        )
+
     def take_all(self) -> list[OpenJob]:
         """Take out every job, also the one that was started in part."""
         return [self._jobs.popleft() for _ in range(len(self._jobs))]
 
     def _pairs_that_fit(self, pending_bytes: int) -> int:
-        bound = self._bound.bytes
-        free = min(bound - pending_bytes, max(bound // 2, self._slot_bytes))
+        limit = int(self.limit.value)
+        free = min(limit - pending_bytes, max(limit // 2, self._slot_bytes))
         pairs = max(free // self._slot_bytes, 0)
         return pairs if pending_bytes else max(pairs, 1)

@@ -6,7 +6,7 @@ from typing import cast
 
 from kvoffload.core.jobs import Owner, Spill
 from kvoffload.core.machine import SlotState
-from kvoffload.core.tiers import CopyBound
+from kvoffload.core.tiers import LowerTier
 from kvoffload.model.causes import MissCause, TierOutcome
 from kvoffload.model.events import LookupDeferred, TierCopyScheduled
 from kvoffload.model.ids import JobId, SlotId
@@ -254,45 +254,28 @@ def test_r10_after_a_reset_there_is_no_warm_start() -> None:
 NO_OWNER = cast("Owner[Spill]", None)
 
 
-def ended(
-    bound: CopyBound, number: int, *, copy_s: float = 1.0, last: int = 0, is_load_open: bool = False
-) -> None:
+def ended(tier: LowerTier, number: int, *, last: int = 0, is_load_open: bool = False) -> float:
+    """Have a spill end; return the limit then."""
     slots = list(map(SlotId, range(16)))
-    job = Spill(NO_OWNER, slots, [], keys=[], tier_slots=[], id=JobId(number), copy_s=copy_s)
-    bound.ended(job, JobId(max(last, number)), is_load_open=is_load_open)
+    job = Spill(NO_OWNER, slots, [], keys=[], tier_slots=[], id=JobId(number), copy_s=1.0)
+    tier.spill_ended(job, JobId(max(last, number)), is_load_open=is_load_open)
+    return tier.limit.share
 
 
 def test_the_limit_is_64_mib_and_an_eighth_of_the_host() -> None:
-    bound = CopyBound()
-    bound.slot_bytes = 2**20
-    assert (bound.slots(10_000), bound.slots(80), bound.slots(1)) == (64, 10, 1)
-    bound.slot_bytes = 2**30
-    assert bound.slots(10_000) == 1
+    tier = LowerTier(Tier.DISK, 1)
+    tier.slot_bytes = 2**20
+    assert (tier.spill_slots(10_000), tier.spill_slots(80), tier.spill_slots(1)) == (64, 10, 1)
+    tier.slot_bytes = 2**30
+    assert tier.spill_slots(10_000) == 1
 
 
 def test_a_spill_beside_a_load_halves_the_limit_once_for_all_planned_before() -> None:
-    bound = CopyBound()
-    ended(bound, 0, last=3, is_load_open=True)
-    assert bound.share == 1 / 2
-    ended(bound, 3, is_load_open=True)
-    assert bound.share == 1 / 2
-    for number in range(4, 10):
-        ended(bound, number, is_load_open=True)
-    assert bound.share == 1 / 8
-    ended(bound, 10)
-    assert bound.share == 1 / 4
-    for number in range(11, 20):
-        ended(bound, number)
-    assert bound.share == 1
-
-
-def test_a_spill_twice_as_slow_as_the_best_halves_the_limit() -> None:
-    bound = CopyBound()
-    ended(bound, 0, copy_s=1.0)
-    ended(bound, 1, copy_s=1.9)
-    assert bound.share == 1
-    ended(bound, 2, copy_s=2.5)
-    assert bound.share == 1 / 2
+    tier = LowerTier(Tier.DISK, 1)
+    assert ended(tier, 0, last=3, is_load_open=True) == 1 / 2
+    assert ended(tier, 3, is_load_open=True) == 1 / 2
+    assert [ended(tier, number, is_load_open=True) for number in (4, 5, 6)] == [1 / 4, 1 / 8, 1 / 8]
+    assert ended(tier, 7) == 1 / 4
 
 
 def test_spills_that_meet_loads_hold_fewer_slots() -> None:

@@ -65,5 +65,5 @@ def statistics_of(pump: TransferPump) -> TransferStatistics:
         pending_batches=sum(map(len, lanes.all)),
         written_off_batches=lanes.written_off,
         store_bytes_in_flight=lanes.store_bytes,
-        store_bytes_bound=pump._bound.bytes,
+        store_bytes_bound=int(pump._queue.limit.value),
     )

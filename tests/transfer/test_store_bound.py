@@ -9,7 +9,7 @@ from kvoffload.model.transfer import Direction
 from kvoffload.testing import GatedCopier, wait_all_blocked
 from kvoffload.transfer.lanes import Batch
 from kvoffload.transfer.runs import CopyRuns
-from kvoffload.transfer.store_bound import StoreBound
+from kvoffload.transfer.store_queue import StoreQueue
 from tests.transfer.counts import statistics_of
 from tests.transfer.rig import DONE, Rig, load, running, store
 
@@ -22,7 +22,7 @@ class Flow:
     """Ends batches of 8 MiB, one a second; the copies of each are 64 KiB long."""
 
     def __init__(self, ceiling: int = CEILING, slot_bytes: int = MIB) -> None:
-        self.bound = StoreBound(ceiling, slot_bytes)
+        self.queue = StoreQueue(ceiling, slot_bytes)
         self.now = 0.0
 
     def end(
@@ -37,13 +37,13 @@ class Flow:
         self.now += 1.0
         ticket = GatedCopier(held=False).submit(Direction.STORE, _NOTHING, ())
         batch = Batch(ticket, Direction.STORE, (), size, max(size // piece, 1), self.now - age)
-        self.bound.batch_ended(batch, size / (gb_s * 1e9), self.now, is_load_pending=load)
-        return self.bound.bytes
+        self.queue.batch_ended(batch, size / (gb_s * 1e9), self.now, is_load_pending=load)
+        return int(self.queue.limit.value)
 
 
 def test_it_begins_at_its_ceiling_and_never_leaves_its_range() -> None:
     flow = Flow()
-    assert flow.bound.bytes == CEILING
+    assert flow.queue.limit.value == CEILING
     assert flow.end() == CEILING
     assert [flow.end(load=True) for _ in range(5)] == [32 * MIB, 16 * MIB, 8 * MIB, FLOOR, FLOOR]
     assert [flow.end() for _ in range(8)] == [*range(FLOOR + STEP, CEILING + 1, STEP), CEILING]
@@ -75,7 +75,7 @@ def test_short_copies_are_not_measured_by_long_ones_nor_small_batches_at_all() -
     flow.end(50.0, piece=8 * MIB)
     assert flow.end(5.0, piece=4096) == CEILING
     flow.end(5.0, piece=8 * MIB, size=3 * MIB)
-    assert flow.bound.bytes == CEILING
+    assert flow.queue.limit.value == CEILING
 
 
 def test_a_wait_for_the_interpreters_lock_in_a_long_batchs_time_cuts_nothing() -> None:

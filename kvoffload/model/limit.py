@@ -1,0 +1,82 @@
+"""A limit on copies in flight that adapts to how these copies disturb other work."""
+
+from __future__ import annotations
+
+from math import inf
+
+_SLOW = 2.0  # times the best: undisturbed copies vary by less
+_FORGET = 0.98  # of the best speed with each copy, so that one fast outlier does not count forever
+
+
+class AdaptiveLimit:
+    """The limit on stores between device and host, or on spills to a tier.
+
+    No request waits for these copies, but they take bandwidth from loads on the same bus or tier, and from the forward pass on the same
+    memory. Two observations show it:
+
+    * a load was pending when a copy ended: they ran at the same time;
+    * a copy took twice as long as the best of its kind: other work shares the way, perhaps in another process.
+
+    Either halves the limit, once for all copies that had begun before. A copy that ends without either raises it by a step. So an
+    occasional load costs nothing, and under continuous loads copies go on, a few at a time.
+
+        most   ────╮          ╭──────        while it is low, a queued store starts when the one before it was seen to end,
+                   ╰─╮     ╭──╯              which leaves the way free in between
+        least        ╰─────╯
+
+    Its methods must exclude each other; `value` is readable from any thread.
+
+    Args:
+        most: the highest value, and the first one.
+        least: the lowest value.
+        step: what an undisturbed copy adds.
+    """
+
+    def __init__(self, most: float, least: float, step: float) -> None:
+        self.value = most
+        self._most = most
+        self._least = least
+        self._step = step
+        self._cut_at = -inf
+        self._best: dict[int, float] = {}  # size a second, by kind
+
+    @property
+    def share(self) -> float:
+        """The current limit as a share of the highest."""
+        return self.value / self._most
+
+    def ended(
+        self,
+        size: float,
+        seconds: float,
+        kind: int,
+        *,
+        began: float,
+        now: float,
+        beside_load: bool,
+        noise_s: float = 0.0,
+    ) -> None:
+        """Learn from a copy that ended well.
+
+        Args:
+            size: how much was copied.
+            seconds: in which time; 0 if that says nothing.
+            kind: copies of one kind are compared with each other.
+            began: when the copy began, by any clock.
+            now: when its end was noticed, by the same.
+            beside_load: whether a load was pending when it ended.
+            noise_s: what else may add to the seconds.
+        """
+        if not self._is_slow(size, seconds, kind, noise_s) and not beside_load:
+            self.value = min(self.value + self._step, self._most)
+        elif began >= self._cut_at:
+            self.value = max(self.value / 2, self._least)
+            self._cut_at = now
+
+    def _is_slow(self, size: float, seconds: float, kind: int, noise_s: float) -> bool:
+        if seconds <= 0:
+            return False
+        speed = size / seconds
+        best = max(speed, _FORGET * self._best.get(kind, 0.0))
+        self._best[kind] = best
+        return speed * _SLOW < best and seconds - size / best > noise_s
