@@ -11,17 +11,17 @@ _FORGET = 0.98  # of the best speed with each copy, so that one fast outlier doe
 class AdaptiveLimit:
     """The limit on stores between device and host, or on spills to a tier.
 
-    No request waits for these copies, but they take bandwidth from loads on the same bus or tier, and from the forward pass on the same
-    memory. Two observations show it:
+    No request waits for these copies, but they take bandwidth from loads on the same bus or tier, and from the forward
+    pass on the same memory. Two observations show it:
 
     * a load was pending when a copy ended: they ran at the same time;
     * a copy took twice as long as the best of its kind: other work shares the way, perhaps in another process.
 
-    Either halves the limit, once for all copies that had begun before. A copy that ends without either raises it by a step. So an
-    occasional load costs nothing, and under continuous loads copies go on, a few at a time.
+    Either halves the limit, once for all copies that had begun before. A copy that ends without either raises it by a
+    step. So an occasional load costs nothing, and under continuous loads copies go on, a few at a time.
 
-        most   ────╮          ╭──────        while it is low, a queued store starts when the one before it was seen to end,
-                   ╰─╮     ╭──╯              which leaves the way free in between
+        most   ────╮          ╭──────        while it is low, a queued store starts when the one before it was seen
+                   ╰─╮     ╭──╯              to end, which leaves the way free in between
         least        ╰─────╯
 
     Its methods must exclude each other; `value` is readable from any thread.

@@ -1,36 +1,45 @@
 """Calls that may block for any time, to a rank's slot file or to a remote store.
 
-    the owner's thread   submit ─▶ queues, reads first ─┐                                ┌─▶ ended ─▶ poll: the caller gets the result
-                                                        └─▶ a thread: `work`, then `use` ─┘
+    the owner's thread    submit ─▶ queues, reads first ─┐                               ┌─▶ ended ─▶ poll
+                                                         └─▶ a thread: `work`, then `use`┘
 
-A disk may hang, and a store's client was seen to block for a minute. So a call has two parts, and a token, which one thread takes once:
+A disk may hang, and a store's client was seen to block for a minute. So a call has two parts, and a token. Whoever
+takes the token ends the call, and it is taken once:
 
-* `work` may hang. It runs on one of the executor's threads and touches only memory that is the thread's, or that the caller keeps from
-  anybody else for as long as the call has not returned. It may read other memory, such as host slots; the slots may be other blocks' by
-  then, so before what it read leaves the process, it calls `Call.check`, which raises if the token is gone.
-* The thread takes the token when `work` has returned, and only then runs `use`. As long as that runs, the caller has not been told that
-  the call has ended, so the host slots are still its own: `use` may write them.
-* The owner's thread takes the token of a call that does not return in time, and of all calls when it closes. The thread of that call runs
-  nothing more of it, whatever `work` returns later. What `work` itself may still change, the caller must not use again until then:
-  `Call.is_stuck` says so when the call is ended.
+* `work` may hang. It runs on a thread of the executor, without the token, so it may outlive the call: the host slots
+  of its job may be other blocks' while it runs. It writes only its thread's memory, or memory that the caller keeps
+  out of use after a call that hangs. It may read host slots, but calls `Call.check` before those bytes leave the
+  process; `check` raises if the token is gone.
+* `use` runs on the same thread, after that thread has taken the token. The owner has not been told of an end, so the
+  host slots are still the job's: only `use` may write them. There are two exceptions on the disk: a read straight into
+  host slots and a write straight from them. If one hangs, its report names these slots, or the places in the file
+  that it writes, and they are never used again.
+* The owner's thread takes the token of a call that does not return in time, and of all calls when it closes. From
+  then on the thread of that call runs nothing more of it, and what `work` returns late is dropped.
 
-A call that does not return in time occupies its thread until it does. A policy decides what follows:
+A call that hangs occupies its thread until it returns. A policy decides what follows:
 
-    Breaker    closed ─3 failures in a row, or 1 hang─▶ open ─pause─▶ a probe ─it worked─▶ on trial ─a read worked─▶ closed
-                                                         ▲                └─it failed─▶ open    └─1 failure─▶ open
-    ErrorRow   opening ─it worked─▶ closed ─8 errors in a row─▶ failed, for good
-                  └─it failed─▶ failed        a call that hangs: nothing begins until it has returned
+    Breaker   closed ─3 failures in a row, or a hang─▶ open ─pause─▶ probe ─worked─▶ on trial ─a read worked─▶ closed
+                                                        ▲              └─failed─▶ open   └─1 failure─▶ open
+    ErrorRow  opening ─worked─▶ closed ─8 errors in a row─▶ failed, for good
+                 └─failed─▶ failed, for good                 while a call hangs, no other begins
 
-Only a probe connects, that is, opens the resource. So a connection that ended is tried again as rarely as a store that fails.
+Only a probe opens the resource. So a connection that ended is tried again as rarely as a store that fails.
 
-Threads write as follows. The owner's thread writes the queues' tails, the policy, and calls `ended`; it never waits. The executor's
-threads take from the queues' heads, write `began`, `result`, `error` and `took` of their call before they add it to `ended`, and write the
-resource: a probe sets it, the call that finds the connection gone or the last call after `close` clears it, both under a lock. Containers
-are touched by single operations that Python makes whole.
+Which thread writes what:
 
-A thread that returns to the interpreter from a compiled client while the interpreter ends aborts the process. So the exit of a process
-waits for a moment until no thread is in a call, ignoring calls that are known to hang, and until the client's own threads have left the
-interpreter: the S3 client's wake our event loop, and our thread may be done before the one that woke it has returned.
+* the owner's thread: the tails of the queues, the policy, `is_stuck` and the error of a call whose token it took. It
+  calls every `ended`, and never waits;
+* a thread in a call: `began` before the call is among the active ones; result, error and `took` once it has the
+  token. Then it adds the call to `ended`, and last it leaves the active ones;
+* the resource: a probe sets it. The thread that finds the connection gone, or after `close` the one that finds no
+  call active, takes it away, under a lock.
+
+Containers are touched only by single operations that Python makes whole.
+
+A thread that returns from a compiled client to an interpreter that ends aborts the process. So the exit of a process
+waits for a moment until no thread is in a call, except for calls known to hang, and until the client's own threads
+have left the interpreter: the S3 client's wake our event loop, and our thread may be done before they have returned.
 """
 
 from __future__ import annotations
@@ -92,7 +101,8 @@ class Call:
         error: why it failed; None where it worked, or was not made.
         is_stuck: `work` had not returned in time.
         is_gone: the connection has ended.
-        is_cancelled: it must not be made.
+        is_cancelled: it need not be made.
+        was_made: `work` was called.
         token: what a thread takes to end it; empty once one has.
     """
 
@@ -381,10 +391,11 @@ class BlockingCalls(Generic[ResourceT]):
 class Breaker:
     """Leaves a store that fails alone, and tries it again by single calls.
 
-    A connection that has ended counts as a hang. The pause doubles each time, until a read is answered that is no probe, and is at least
-    four times what the failed call took: requests wait for such calls, so a store that fails takes at most a fifth of their time. A read
-    that is answered ends the row of failed reads, a write that of failed writes. A probe or a write that is answered shows little: a
-    store's master alone may answer both, and name values that its dead nodes do not deliver.
+    A connection that has ended counts as a hang. The pause doubles each time until a read other than a probe is
+    answered, and is at least four times what the failed call took: requests wait for such calls, so a store that fails
+    takes at most a fifth of their time. A read that is answered ends the row of failed reads, a write that of failed
+    writes. A probe or a write that is answered shows little: a store's master alone may answer both, and name values
+    that its dead nodes do not deliver.
 
     Args:
         log: of the calls.
@@ -454,7 +465,9 @@ class Breaker:
 
 
 class ErrorRow:
-    """Gives a disk up after too many errors in a row, or if its file cannot be opened. While a call hangs, no other begins.
+    """Stops using a disk after too many errors in a row, or if its file cannot be opened.
+
+    While a call hangs, no other begins; the call is no error.
 
     Args:
         log: of the calls.

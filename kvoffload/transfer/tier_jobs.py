@@ -81,7 +81,8 @@ class _OpenJob:
         open_parts: how many have not ended.
         began, ended: when the first call did, and the last one so far.
         whole, corrupt, stuck: positions, of all parts that have ended.
-        missing: the other positions of these parts.
+        missing: the other positions of these parts, except for parts that were cancelled: the tier may have their blocks.
+        is_cancelled: a part of it was.
         sums: checksums by position.
     """
 
@@ -95,6 +96,7 @@ class _OpenJob:
     missing: list[int] = field(default_factory=list)
     stuck: list[int] = field(default_factory=list)
     sums: dict[int, int] = field(default_factory=dict)
+    is_cancelled: bool = False
 
     def note(self, part: Part, call: Call) -> None:
         """Add the end of a part. What it holds counts only if its call worked: a thread may still write it otherwise."""
@@ -102,6 +104,9 @@ class _OpenJob:
         if call.was_made:
             self.began = min(self.began, call.began)
             self.ended = max(self.ended, call.began + call.took)
+        if call.is_cancelled and not call.was_made:
+            self.is_cancelled = True
+            return
         if call.result is None:
             self.missing += part.positions
             if call.is_stuck:
@@ -116,7 +121,8 @@ class _OpenJob:
         """Return how the job ended. A remote tier may have some of its blocks, a disk has all of them."""
         job, is_remote = self.job, self.job.tier is Tier.REMOTE
         copy_s = max(self.ended - self.began, 0.0)
-        outcome = CopyOutcome.DONE if self.whole and (is_remote or not self.missing) else CopyOutcome.FAILED
+        is_useful = self.whole and not self.is_cancelled and (is_remote or not self.missing)
+        outcome = CopyOutcome.DONE if is_useful else CopyOutcome.FAILED
         if self.corrupt and not (is_remote and self.whole and job.direction is Direction.LOAD):
             outcome = CopyOutcome.CORRUPT
         is_done = outcome is CopyOutcome.DONE

@@ -156,6 +156,17 @@ def test_host_memory_stays_until_the_copies_that_read_or_write_it_have_ended(
     assert len(found) == 1
 
 
+def test_a_fetch_that_was_cancelled_says_nothing_of_what_the_store_has() -> None:
+    rig = Rig()
+    rig.fill(0)
+    rig.copy(Direction.STORE, [0], KEYS[:1])
+    rig.copies.submit([CopyJob(JobId(9), Direction.LOAD, Tier.REMOTE, (SlotId(1),), KEYS[:1], "print/one")])
+    rig.copies.cancel([JobId(9)])
+    rig.store.calls.clear()
+    [report] = rig.take()
+    assert (report.outcome, report.missing, rig.store.calls) == (FAILED, (), [])
+
+
 def test_what_is_missing_is_named_and_the_rest_comes() -> None:
     rig = Rig()
     rig.fill(0)
