@@ -31,6 +31,7 @@ waits for them. Stores wait in a queue for the coroutine, because no request wai
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from dataclasses import replace
 from threading import Lock
@@ -42,13 +43,11 @@ import numpy as np
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import DeviceLost, IllegalTransition
 from kvoffload.model.transfer import Direction, TransferReport
-from kvoffload.transfer.backoff import Backoff
 from kvoffload.transfer.checksums import ChecksumTicket
 from kvoffload.transfer.jobs import JobLedger, Part
 from kvoffload.transfer.lanes import Batch, Lanes
 from kvoffload.transfer.runs import merge_runs
 from kvoffload.transfer.store_queue import StoreQueue
-from kvoffload.transfer.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -65,6 +64,60 @@ if TYPE_CHECKING:
 log = get_logger("transfer")
 
 _CLOSING = "the pump is closing"
+_FIRST_PAUSE_S = 0.0002  # shorter than a job of a few blocks takes
+_LONGEST_PAUSE_S = 0.005
+"""The interpreter's own switch interval: asking more often gains nothing while the engine computes."""
+
+
+class Backoff:
+    """Intervals that double while nothing happens and start again when something does."""
+
+    def __init__(self) -> None:
+        self.next_s = _FIRST_PAUSE_S
+        """Seconds to wait before the next look."""
+
+    def note(self, *, progress: bool) -> None:
+        """Take note of a poll's result."""
+        self.next_s = _FIRST_PAUSE_S if progress else min(2 * self.next_s, _LONGEST_PAUSE_S)
+
+
+class Wakeup:
+    """A flag that a coroutine sleeps on. Waking one that is awake costs an attribute's write and no system call.
+
+    No wake-up is lost: `set` writes the flag before it looks whether the coroutine sleeps, and the coroutine says that it
+    sleeps before it looks at the flag.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._sleeper: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def set(self) -> None:
+        """Wake the coroutine, or keep it from going to sleep. Callable from any thread."""
+        if self._is_set:
+            return
+        self._is_set = True
+        sleeper, loop = self._sleeper, self._loop
+        if sleeper is None or loop is None:
+            return
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it went the sleeper
+            loop.call_soon_threadsafe(sleeper.set)
+
+    def clear(self) -> None:
+        """Lower the flag; done before looking for work, so that work that comes later raises it again."""
+        self._is_set = False
+
+    async def wait(self) -> None:
+        """Return once the flag is up."""
+        self._loop = asyncio.get_running_loop()
+        sleeper = asyncio.Event()
+        self._sleeper = sleeper
+        try:
+            if not self._is_set:
+                await sleeper.wait()
+        finally:
+            self._sleeper = None
 
 
 class TransferPump:

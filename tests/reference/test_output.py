@@ -201,7 +201,7 @@ def test_a_corrupted_block_is_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_time_in_the_rig_is_longer_than_the_pump_sleeps() -> None:
-    from kvoffload.transfer.backoff import Backoff
+    from kvoffload.transfer.pump import Backoff
 
     backoff = Backoff()
     for _ in range(20):

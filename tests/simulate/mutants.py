@@ -27,10 +27,9 @@ from kvoffload.transfer import disk, remote
 from kvoffload.transfer.blocking_calls import Breaker, Call
 from kvoffload.transfer.lanes import Lane
 from kvoffload.transfer.ports import TicketState
-from kvoffload.transfer.pump import TransferPump
+from kvoffload.transfer.pump import TransferPump, Wakeup
 from kvoffload.transfer.remote import RemoteMover
 from kvoffload.transfer.tier_jobs import Part
-from kvoffload.transfer.wakeup import Wakeup
 from kvoffload_reference.plugin import ReferenceWorker
 from kvoffload_reference.scheduler import PoolDevice
 
