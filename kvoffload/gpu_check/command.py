@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import entry_points
@@ -23,8 +23,6 @@ from kvoffload.cli.partial_file import STDOUT, check_writable, written
 from kvoffload.telemetry.provenance import describe_machine
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from kvoffload.gpu_check.parts import Line, Options, Part
 
 HELP = "check copies between host and an NVIDIA GPU, and measure them against the goals"
@@ -90,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         CommandError: there is no GPU, or no such part.
         OutputError: the result cannot be written.
     """
-    from kvoffload.gpu_check.parts import Options, lines_of
+    from kvoffload.gpu_check.parts import Line, Options, lines_of
 
     if args.output == STDOUT:
         raise CommandError("--output takes a file; --json prints every line as JSON")
@@ -99,21 +97,31 @@ def run(args: argparse.Namespace) -> int:
     log = args.output.with_suffix(".log")
     check_writable(log)
     log.unlink(missing_ok=True)
-    lines = (line for part in _chosen(args.only) for line in lines_of(part, options, log))
-    first = next(lines)
-    if first.is_met is False:
-        raise CommandError(f"there is no GPU to check: {first.words}")
-    results = Results(args.output, _about(options), as_json=args.json)
-    results.add(first)
-    is_emulated = first.words.startswith(_EMULATED)
-    for line in lines:
-        if is_emulated and line.unit:  # a time or a speed
-            line = replace(line, what=f"{line.what} ({_EMULATED})", is_met=None)
-        results.add(line)
+    about, found = _about(options), list[Line]()
+    for line in (line for part in _chosen(args.only) for line in lines_of(part, options, log)):
+        if not found and line.is_met is False:
+            raise CommandError(f"there is no GPU to check: {line.words}")
+        found.append(_judged(line, found))
+        with written(args.output) as file:  # first: what was printed is on the disk
+            json.dump({**about, "lines": [_plain(one) for one in found]}, file, indent=1)
+        print(json.dumps(_plain(found[-1])) if args.json else found[-1].text, flush=True)
         if line.is_last:
             say("a byte was wrong: do not offload on this machine")
             break
-    return results.exit_code()
+    return exit_code(found)
+
+
+def exit_code(lines: Iterable[Line]) -> Exit:
+    """Return the exit code for all lines together."""
+    verdicts = {line.verdict for line in lines}
+    return Exit.FAILED if "fail" in verdicts else Exit.MISSED if "miss" in verdicts else Exit.OK
+
+
+def _judged(line: Line, before: Sequence[Line]) -> Line:
+    """Return the line; on the emulated driver, which the first line names, times and speeds have no verdict."""
+    if before and before[0].words.startswith(_EMULATED) and line.unit:
+        return replace(line, what=f"{line.what} ({_EMULATED})", is_met=None)
+    return line
 
 
 def _chosen(names: Sequence[str] | None) -> list[Part]:
@@ -137,45 +145,6 @@ def _about(options: Options) -> dict[str, object]:
         "machine": describe_machine(),
         "options": asdict(options),
     }
-
-
-class Results:
-    """All lines so far, on standard output and in a file that is replaced with each line.
-
-    Args:
-        target: the file.
-        about: what else the file says: machine, options, time.
-        as_json: whether each line is printed as a JSON object.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
-
-    def __init__(self, target: Path, about: Mapping[str, object], *, as_json: bool) -> None:
-        self._target = target
-        self._about = about
-        self._as_json = as_json
-        self.lines: list[Line] = []
-        self._write()
-
-    def add(self, line: Line) -> None:
-        """Write the file, and print the line.
-
-        Raises:
-            OutputError: the file cannot be written.
-        """
-        self.lines.append(line)
-        self._write()  # first: what was printed is on the disk
-        print(json.dumps(_plain(line)) if self._as_json else line.text, flush=True)
-
-    def exit_code(self) -> Exit:
-        """The exit code for all lines together."""
-        verdicts = {line.verdict for line in self.lines}
-        return Exit.FAILED if "fail" in verdicts else Exit.MISSED if "miss" in verdicts else Exit.OK
-
-    def _write(self) -> None:
-        with written(self._target) as file:
-            json.dump({**self._about, "lines": [_plain(line) for line in self.lines]}, file, indent=1)
 
 
 def _plain(line: Line) -> dict[str, object]:

@@ -1,35 +1,32 @@
 """The parts of `gpu-check`, what they are given, and the lines that they find.
 
 Each part runs in a process of its own, with a time limit: it may hang or crash, and loses only its own rest.
-
-    part's process      function(Options, arguments) ─ yields lines ─▶ appended to a file
-    command             reads the file ─▶ a `Line` for each, then one that says how the part failed, if it did
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
-from typing import BinaryIO
+from multiprocessing import get_context
+from typing import TYPE_CHECKING
 
 from kvoffload.model.errors import KVOffloadError
 
-_POLL_S = 0.05
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+
 _LOG_BYTES = 300  # shown of what a part has printed before it failed
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-_RUN = "from kvoffload.gpu_check.parts import run_part; run_part()"
+_PROCESSES = get_context("spawn")  # a forked process has no use of CUDA
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +59,14 @@ class Part:
         what: its subject, for the line that says how it failed.
         where: MODULE:FUNCTION.
         limit_s: after which it is killed.
-        arguments: of the function, behind the options; strings and numbers.
+        arguments: of the function, behind the options.
         is_check: whether nothing should be offloaded where it fails.
     """
 
     what: str
     where: str
     limit_s: float
-    arguments: tuple[str | int, ...] = ()
+    arguments: tuple[object, ...] = ()
     is_check: bool = False
 
 
@@ -179,38 +176,26 @@ def lines_of(part: Part, options: Options, log: Path) -> Iterator[Line]:
         options: for it.
         log: what it prints is appended here.
     """
-    with tempfile.TemporaryDirectory() as folder, log.open("ab") as printed:
-        found = Path(folder, "lines")
-        found.touch()
-        began = printed.tell()
-        words = [json.dumps(asdict(part)), json.dumps(asdict(options)), str(found)]
-        process = subprocess.Popen(
-            [sys.executable, "-c", _RUN, *words],
-            stdin=subprocess.DEVNULL,
-            stdout=printed,
-            stderr=printed,
-            start_new_session=True,
-        )
-        try:
-            with found.open("rb") as file:
-                yield from _followed(process, file, time.monotonic() + part.limit_s)
-            if problem := _problem(process.poll(), part.limit_s, log, began):
-                yield Line(part.what, words=problem, is_met=False, is_check=part.is_check)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # also what it has started
-            process.wait()
-
-
-def _followed(process: subprocess.Popen[bytes], file: BinaryIO, deadline: float) -> Iterator[Line]:
-    """Yield lines until the process has ended or time is up."""
-    has_ended = False
-    while not has_ended and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-        has_ended = process.poll() is not None  # asked first: afterwards nothing more is written
-        while (text := file.readline()).endswith(b"\n"):
-            yield Line(**json.loads(text))
-        file.seek(-len(text), os.SEEK_CUR)
+    log.touch()
+    began = log.stat().st_size
+    deadline = time.monotonic() + part.limit_s
+    found, finds = _PROCESSES.Pipe(duplex=False)
+    process = _PROCESSES.Process(target=_run, args=(part, options, log, finds))
+    process.start()
+    assert process.ident is not None
+    finds.close()
+    try:
+        with suppress(EOFError):
+            while found.poll(max(deadline - time.monotonic(), 0)):
+                yield found.recv()
+        process.join(max(deadline - time.monotonic(), 0))
+        if problem := _problem(process.exitcode, part.limit_s, log, began):
+            yield Line(part.what, words=problem, is_met=False, is_check=part.is_check)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.ident, signal.SIGKILL)  # also what it has started
+        process.kill()
+        process.join()
 
 
 def _problem(code: int | None, limit_s: float, log: Path, began: int) -> str:
@@ -227,18 +212,19 @@ def _problem(code: int | None, limit_s: float, log: Path, began: int) -> str:
     return f"{how}: {' | '.join(said.splitlines())}" if said else how
 
 
-def run_part() -> None:
-    """Run one part in this process, which a command's `lines_of` has started."""
-    part, options, target = Part(**json.loads(sys.argv[1])), Options(**json.loads(sys.argv[2])), sys.argv[3]
+def _run(part: Part, options: Options, log: Path, finds: Connection) -> None:
+    """Run a part in this process."""
+    os.setsid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    with open(target, "a") as file:
-        for line in asked(part.what, _found(part, options), is_check=part.is_check):
-            file.write(json.dumps(asdict(line)) + "\n")
-            file.flush()
+    with log.open("ab") as printed:
+        os.dup2(printed.fileno(), sys.stdout.fileno())
+        os.dup2(printed.fileno(), sys.stderr.fileno())
+    for line in asked(part.what, _answers(part, options), is_check=part.is_check):
+        finds.send(line)
 
 
-def _found(part: Part, options: Options) -> Iterator[Line]:
+def _answers(part: Part, options: Options) -> Iterator[Line]:
     module, _, name = part.where.partition(":")
     yield from getattr(import_module(module), name)(options, *part.arguments)
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from kvoffload.gpu_check.parts import Line, Options, Part, lines_of
@@ -54,7 +55,7 @@ def test_a_part_that_hangs_is_killed_with_what_it_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("kvoffload.gpu_check.parts.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kvoffload.gpu_check.parts.time", SimpleNamespace(monotonic=lambda: now[0]))
     lines = lines_of(Part("the part", f"{HERE}:hangs", 60, (2,)), OPTIONS, tmp_path / "log")
     first, second = next(lines), next(lines)
     assert (first.what, second.what) == ("line 0", "line 1")

@@ -131,17 +131,14 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
     assert "there is no GPU to check: no NVIDIA driver library for cuda:0" in message
 
 
-def test_lines_have_verdicts_and_all_together_a_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results = command.Results(tmp_path / "kept.json", {}, as_json=False)
-    results.add(measured("quick", [1.0, 1.5], " us", at_most=2))
-    assert results.exit_code() == Exit.OK
-    results.add(measured("slow", [0.5], "x", at_least=0.9))
-    assert results.exit_code() == Exit.MISSED
-    results.add(Line("wrong", words="3 bytes", is_met=False, is_check=True))
-    assert results.exit_code() == Exit.FAILED
-    assert capsys.readouterr().out.splitlines() == [
+def test_lines_have_verdicts_and_all_together_a_code() -> None:
+    lines = [
+        measured("quick", [1.0, 1.5], " us", at_most=2),
+        measured("slow", [0.5], "x", at_least=0.9),
+        Line("wrong", words="3 bytes", is_met=False, is_check=True),
+    ]
+    assert [command.exit_code(lines[:count]) for count in (1, 2, 3)] == [Exit.OK, Exit.MISSED, Exit.FAILED]
+    assert [line.text for line in lines] == [
         "pass  quick: 1.25 us [1, 1.50] (at most 2 us)",
         "miss  slow: 0.500x (at least 0.9x)",
         "fail  wrong: 3 bytes",
