@@ -22,11 +22,9 @@ from kvoffload.model.transfer import Direction
 from kvoffload.runtime.portal import Portal
 from kvoffload.transfer.cuda import driver as driver_module
 from kvoffload.transfer.cuda.library import RELAXED
-from kvoffload.transfer.host_memory import HostChunk
 from kvoffload.transfer.runs import CopyRuns
 
 _PIECE = 64  # bytes of a descriptor's copy, fewer where there is less memory
-_MODES = {"relaxed": RELAXED, "thread_local": 1, "global": 0}
 _GLOBAL = 0
 _UNHARMED = "0 0 0"
 _JUDGED = ("register", "query", "record", "wait", "copy", "batch")  # made by the worker's threads at any time
@@ -72,6 +70,7 @@ def captures(options: Options) -> Iterator[Line]:
     place = ctypes.c_uint64()
     calls: dict[str, Callable[[], object]] = {
         "register": lambda: driver.register(memory.address, memory.size),
+        "unregister": lambda: driver.unregister(memory.address),
         "query": lambda: driver.has_passed(rig.event),
         "record": lambda: driver.record(rig.event, other),
         "wait": lambda: driver.wait(other, rig.event),
@@ -79,21 +78,14 @@ def captures(options: Options) -> Iterator[Line]:
         "batch": lambda: driver.copy(Direction.LOAD, runs, other),
         "allocate": lambda: driver.library.cuMemAllocAsync(ctypes.byref(place), 4096, other),
         "make an event": lambda: driver.library.cuEventCreate(ctypes.byref(ctypes.c_void_p()), 2),
-        "unregister": lambda: driver.unregister(memory.address),
     }
-    for mode, number in _MODES.items():
-        codes = {name: _captured(rig, memory, number, name, call) for name, call in calls.items()}
-        unsafe = [f"{name} {found}" for name, found in codes.items() if found != _UNHARMED]
-        if mode == "relaxed":
-            for name in _JUDGED:
-                what = f"codes of a capture's begin, {name} on a relaxed thread, the capture's end"
-                yield in_words(what, codes[name], _UNHARMED)
-        yield Line(
-            f"calls that harm a capture from a thread in mode {mode}", words=", ".join(unsafe) or "none"
-        )
+    for name, call in calls.items():
+        codes = _captured(rig, call)
+        what = f"codes of a capture's begin, {name} on a relaxed thread, the capture's end"
+        yield in_words(what, codes, _UNHARMED) if name in _JUDGED else Line(what, words=codes)
 
 
-def _captured(rig: Rig, memory: HostChunk, mode: int, name: str, call: Callable[[], object]) -> str:
+def _captured(rig: Rig, call: Callable[[], object]) -> str:
     """Return the codes of a capture's begin, of a call on another thread meanwhile, and of the capture's end."""
     library = rig.driver.library
     graph = ctypes.c_void_p()
@@ -101,18 +93,14 @@ def _captured(rig: Rig, memory: HostChunk, mode: int, name: str, call: Callable[
 
     def make_call() -> None:
         rig.driver.enter()
-        library.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(mode)))
+        library.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED)))
         found[0] = code_of(call)
 
-    if name == "unregister":
-        code_of(partial(rig.driver.register, memory.address, memory.size))
     begin = code_of(partial(library.cuStreamBeginCapture_v2, rig.stream, _GLOBAL))
     thread = threading.Thread(target=make_call, daemon=True)
     thread.start()
     thread.join(_PATIENCE_S)
     end = code_of(partial(library.cuStreamEndCapture, rig.stream, ctypes.byref(graph)))
-    if name == "register":
-        code_of(partial(rig.driver.unregister, memory.address))
     return f"{begin} {found[0]} {end}"
 
 

@@ -7,7 +7,6 @@ half of each, stores the second, so that both can run at once.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -23,7 +22,6 @@ from kvoffload.transfer.host_memory import HostChunk, MmapAllocator, preferred_n
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns, array_at
 
-_PATIENCE_S = 20.0
 _KEPT: list[HostChunk] = []  # of rigs that are gone: copies that have not ended may still use it
 
 
@@ -74,7 +72,8 @@ class Rig:
     def settle(self, stream: int) -> None:
         """Return once all that was enqueued on a stream has ended."""
         self.driver.record(self.event, stream)
-        wait_until(lambda: self.driver.has_passed(self.event))
+        while not self.driver.has_passed(self.event):
+            pass
 
     def runs(self, way: Direction, piece: int, count: int | None = None) -> CopyRuns:
         """Return copies of `piece` bytes each between places drawn on both sides, as many as fit if no count is given."""
@@ -92,19 +91,15 @@ class Rig:
         As in an engine, one thread submits them and another queries them.
 
         Raises:
-            CopyError: the driver refuses copies, or they do not end.
+            CopyError: the driver refuses copies.
         """
         tickets = [self._hook.submit(self.copier.submit, way, runs, ()).result() for way, runs in copies]
-        pending = list(tickets)
-
-        def have_ended() -> bool:
-            states = {ticket: ticket.query() for ticket in pending}
-            if TicketState.FAILED in states.values():
+        pending = tickets
+        while pending:  # a query also enqueues what is left of a batch, so each is asked in turn
+            states = [(ticket, ticket.query()) for ticket in pending]
+            if any(state is TicketState.FAILED for _, state in states):
                 raise CopyError("the driver has refused copies; the log has its error")
-            pending[:] = [ticket for ticket in pending if states[ticket] is TicketState.PENDING]
-            return not pending
-
-        wait_until(have_ended)
+            pending = [ticket for ticket, state in states if state is TicketState.PENDING]
         return max(ticket.copy_seconds or 0.0 for ticket in tickets)
 
     def speeds(self, piece: int, ways: Sequence[Direction]) -> list[float]:
@@ -131,7 +126,7 @@ class Rig:
             copy: makes a batch; the copier does if it is not given.
 
         Raises:
-            CopyError: the driver refuses copies, or they do not end.
+            CopyError: the driver refuses copies.
         """
         there, back = np.split(self.host, 2)
         there[:] = self._draw.integers(0, 256, self.size, np.uint8)
@@ -154,15 +149,3 @@ def code_of(call: Callable[[], object]) -> int:
     except CudaError as error:
         return error.code
     return 0
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    """Ask until the answer is yes.
-
-    Raises:
-        CopyError: it takes too long.
-    """
-    deadline = time.monotonic() + _PATIENCE_S
-    while not is_so():
-        if time.monotonic() > deadline:
-            raise CopyError(f"copies have not ended after {_PATIENCE_S:g} s")
