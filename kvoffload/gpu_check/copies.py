@@ -166,7 +166,7 @@ def profile(options: Options) -> Iterator[Line]:
     for name, ways in {"copy engine": (), "page kernel": (Direction.STORE,)}.items():
         rig = Rig(options)
         rig.with_profile(GpuProfile(programs=programs), *ways)
-        over = measure_steps(rig, _PROFILED).over
+        over = ratios(*measure_steps(rig, _PROFILED)[:2])
         costs[name] = median(over)
         yield measured(
             f"a step with stores of {_PROFILED >> 10} KiB by the {name}, over one without", over, "x"

@@ -19,7 +19,6 @@ from kvoffload.gpu_check.latencies import repeated
 from kvoffload.gpu_check.parts import Line, NotHere, Options, asked, in_words, measured
 from kvoffload.gpu_check.rig import Rig, code_of
 from kvoffload.model.transfer import Direction
-from kvoffload.runtime.portal import Portal
 from kvoffload.transfer.cuda import driver as driver_module
 from kvoffload.transfer.cuda.library import RELAXED
 from kvoffload.transfer.runs import CopyRuns
@@ -151,13 +150,11 @@ def exits(options: Options) -> Iterator[Line]:
 
 def leave(device: str, mib: int, closes: bool) -> None:
     """Store behind a busy stream, and return while that is under way."""
-    portal = Portal("kvoffload-gpu-check")
-    decode = Decode(Rig(Options(device, mib, 1, 1)), 1 << 20, portal)
+    decode = Decode(Rig(Options(device, mib, 1, 1)), 1 << 20)
     decode.seconds(stores=False)  # until slots are ready
     decode.store_behind(_GATE_S)
     if closes:
-        decode.side.close()
-        portal.close()
+        decode.close()
 
 
 def segments(options: Options) -> Iterator[Line]:

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from kvoffload.gpu_check.parts import Line, Options, asked, in_words, measured, ratios
+from kvoffload.gpu_check.parts import Line, Options, asked, in_words, measured
 from kvoffload.gpu_check.rig import Rig, code_of
 from kvoffload.model.transfer import Direction
 from kvoffload.transfer.layout import DeviceLayout, DeviceRegion
@@ -32,7 +32,6 @@ def latencies(options: Options) -> Iterator[Line]:
     yield from asked("submission", _submission(rig))
     for mib in _PINNED_MIB:
         yield from asked(f"calls beside pinning of {mib} MiB", _beside_pinning(rig, mib))
-    yield from asked("a busy interpreter", _busy(rig))
 
 
 @contextmanager
@@ -115,13 +114,3 @@ def _beside_pinning(rig: Rig, mib: int) -> Iterator[Line]:
         yield measured(
             f"{name} an event {where}, the longest of {len(times):,}", [max(times)], " ms", at_most=goal
         )
-
-
-def _busy(rig: Rig) -> Iterator[Line]:
-    """Time copies by the device's clock beside a thread that never rests, over copies without it."""
-    idle = rig.speeds(64 << 10, (Direction.STORE,))
-    with repeated(lambda: sum(range(1000))):
-        busy = rig.speeds(64 << 10, (Direction.STORE,))
-    yield measured(
-        "a store's time beside a busy interpreter, over one without", ratios(idle, busy), "x", at_most=1.2
-    )

@@ -87,12 +87,9 @@ def spills_are_noticed() -> None:
 
 def the_stand_in_assembles_for(architecture: int) -> None:
     """The driver assembles the decoding kernel of `gpu-check` where it is loaded; here NVIDIA's assembler does."""
-    with tempfile.NamedTemporaryFile(suffix=".ptx") as source:
-        source.write(PTX)
-        source.flush()
-        name = "ptxas-blackwell" if architecture >= 100 else "ptxas"
-        command = [str(TOOLS / name), f"-arch=sm_{architecture}", source.name, "-o", "/dev/null"]
-        subprocess.run(command, capture_output=True, check=True)
+    name = "ptxas-blackwell" if architecture >= 100 else "ptxas"
+    command = [str(TOOLS / name), f"-arch=sm_{architecture}", str(PTX), "-o", "/dev/null"]
+    subprocess.run(command, capture_output=True, check=True)
 
 
 def compiled(architecture: int, **options: int) -> CompiledKernel:
