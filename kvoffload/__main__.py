@@ -2,6 +2,6 @@
 
 import sys
 
-from kvoffload.cli.main import script
+from kvoffload.cli.main import main
 
-sys.exit(script())
+sys.exit(main())

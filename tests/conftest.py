@@ -4,10 +4,14 @@ import importlib.util
 import os
 import shutil
 import signal
+import sys
+from collections.abc import Iterator
 from ctypes.util import find_library
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from kvoffload.cli.signals import HANDLED
 
 # No deadline in any of them: the time of one example says more about the machine than about the code, and a state
 # machine that builds an engine is slow by hypothesis' measure and not by ours.
@@ -24,6 +28,17 @@ os.environ.pop("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", None)
 # Where a script started this run in the background SIGINT is ignored, also in every child. Tests of Ctrl-C need the default.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def signals_are_as_before() -> Iterator[None]:
+    """A test that runs a command in this process leaves no handlers of it behind."""
+    handlers = {number: signal.getsignal(number) for number in HANDLED}
+    hook = sys.unraisablehook
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    sys.unraisablehook = hook
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

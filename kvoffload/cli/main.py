@@ -1,6 +1,6 @@
 """`kvoffload`: finds the subcommand, runs it, and turns what it raises into one line and an exit code.
 
-Signals are handled from the first line of `script` and `main` on, so this module imports next to nothing before that.
+Signals are handled from the first line of `main` on, so this module imports next to nothing before that.
 """
 
 from __future__ import annotations
@@ -55,20 +55,12 @@ class Command(Protocol):
         """
 
 
-def script() -> int:
-    """Run as a process: signals stay handled until it has ended."""
-    signals.handle()
-    return _run(None)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` and return the exit code; wrong usage and SIGTERM raise SystemExit."""
-    with signals.handled():
-        return _run(argv)
+    """Run the command line `argv` and return the exit code; wrong usage and SIGTERM raise SystemExit.
 
-
-def _run(argv: Sequence[str] | None) -> int:
-    """Run, and report a standard output that cannot be written once, whenever that shows."""
+    Signals stay handled until the process ends. A standard output that cannot be written is reported once.
+    """
+    signals.handle()
     from kvoffload.cli.exits import Exit, say
 
     if sys.stdout is None or sys.stderr is None:  # Python's value for a closed descriptor
@@ -93,6 +85,10 @@ def _run(argv: Sequence[str] | None) -> int:
     if not isinstance(failed, BrokenPipeError):  # a reader that has seen enough is not worth a line
         say(f"error: standard output cannot be written: {failed.strerror or failed}")
     return Exit.OUTPUT
+
+
+script = main
+"""What the installed command calls."""
 
 
 def _command(argv: Sequence[str] | None) -> int:

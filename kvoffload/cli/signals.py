@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import NoReturn, TypeVar
@@ -48,47 +48,24 @@ class _State:
 _now = _State()
 
 
-def handle() -> dict[signal.Signals, object]:
-    """Handle the signals from now on, and return the handlers this replaces. Only the main thread can."""
+def handle() -> None:
+    """Handle the signals from now on. Only the main thread can."""
     global _now
     _now = _State()
-    replaced: dict[signal.Signals, object] = {}
     for number in HANDLED:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            replaced[number] = signal.signal(number, _on_signal)
+            signal.signal(number, _on_signal)
     sys.unraisablehook = _on_unraisable
-    return replaced
 
 
-@contextmanager
-def handled() -> Iterator[None]:
-    """Handle the signals in this block, then restore the former handlers. Does nothing outside the main thread."""
-    import threading
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    replaced = handle()
-    try:
-        yield
-    finally:
-        for number, before in replaced.items():
-            signal.signal(number, before)  # type: ignore[arg-type]  # `signal` returned it
-        sys.unraisablehook = sys.__unraisablehook__
-
-
-@contextmanager
-def raising() -> Iterator[None]:
+def raising() -> AbstractContextManager[None]:
     """Let the first signal raise an exception in this block."""
-    with _set(exits_at_once=False):
-        yield
+    return _set(exits_at_once=False)
 
 
-@contextmanager
-def importing() -> Iterator[None]:
+def importing() -> AbstractContextManager[None]:
     """Let a signal exit at once in this block, which imports modules or opens nothing that must be closed."""
-    with _set(exits_at_once=True):
-        yield
+    return _set(exits_at_once=True)
 
 
 @contextmanager

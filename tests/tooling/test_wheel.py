@@ -8,6 +8,7 @@ from packaging.requirements import Requirement
 
 from tests.tooling.scripts import ROOT, unpacked_wheel
 
+SOURCES = (".py", ".ptx")
 PACKAGES = ["kvoffload", *sorted(path.parent.name for path in ROOT.glob("plugins/*/__init__.py"))]
 
 
@@ -23,7 +24,7 @@ def metadata(wheel: Path) -> importlib.metadata.Distribution:
 
 
 def sources(root: Path, package: str) -> set[str]:
-    return {str(path.relative_to(root)) for path in (root / package).rglob("*.py")}
+    return {str(path.relative_to(root)) for path in (root / package).rglob("*") if path.suffix in SOURCES}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -35,7 +36,8 @@ def test_the_tests_run_against_the_wheel(package: str, wheel: Path) -> None:
 
 def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     expected = sources(ROOT, "kvoffload").union(*(sources(ROOT / "plugins", name) for name in PACKAGES[1:]))
-    assert {str(path.relative_to(wheel)) for path in wheel.rglob("*.py")} == expected
+    found = {str(path.relative_to(wheel)) for path in wheel.rglob("*") if path.suffix in SOURCES}
+    assert found == expected
     assert [name for name in PACKAGES if not (wheel / name / "py.typed").exists()] == []
 
 
