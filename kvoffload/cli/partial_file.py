@@ -52,16 +52,6 @@ def written(target: Path, *, is_private: bool = False) -> Iterator[TextIO]:
             _remove(unfinished)
 
 
-def check_writable(target: Path) -> None:
-    """Raise OutputError if `written` would, before anything that takes long. Leaves nothing behind."""
-    try:
-        descriptor, unfinished = _open(target)
-        os.close(descriptor)
-        unfinished.unlink()
-    except OSError as error:
-        raise OutputError(target, error) from error
-
-
 def _open(target: Path) -> tuple[int, Path]:
     """Return a new file beside `target`, readable by its owner only, as a descriptor and a path.
 

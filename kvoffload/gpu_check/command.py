@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import kvoffload
 from kvoffload.cli.exits import CommandError, Exit, say
 from kvoffload.cli.parser import positive
-from kvoffload.cli.partial_file import STDOUT, check_writable, written
+from kvoffload.cli.partial_file import STDOUT, written
 from kvoffload.telemetry.provenance import describe_machine
 
 if TYPE_CHECKING:
@@ -92,13 +92,13 @@ def run(args: argparse.Namespace) -> int:
 
     if args.output == STDOUT:
         raise CommandError("--output takes a file; --json prints every line as JSON")
-    check_writable(args.output)
     options = Options(args.device, args.mib, args.repeats, args.host_gib)
+    chosen = _chosen(args.only)
     log = args.output.with_suffix(".log")
-    check_writable(log)
-    log.unlink(missing_ok=True)
+    with written(log):
+        pass  # empty, and an error now if a folder or a permission is missing
     about, found = _about(options), list[Line]()
-    for line in (line for part in _chosen(args.only) for line in lines_of(part, options, log)):
+    for line in (line for part in chosen for line in lines_of(part, options, log)):
         if not found and line.is_met is False:
             raise CommandError(f"there is no GPU to check: {line.words}")
         found.append(_judged(line, found))

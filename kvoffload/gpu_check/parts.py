@@ -176,8 +176,7 @@ def lines_of(part: Part, options: Options, log: Path) -> Iterator[Line]:
         options: for it.
         log: what it prints is appended here.
     """
-    log.touch()
-    began = log.stat().st_size
+    began = log.stat().st_size if log.exists() else 0
     deadline = time.monotonic() + part.limit_s
     found, finds = _PROCESSES.Pipe(duplex=False)
     process = _PROCESSES.Process(target=_run, args=(part, options, log, finds))

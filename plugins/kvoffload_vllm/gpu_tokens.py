@@ -99,17 +99,19 @@ def lines(options: Options) -> Iterator[Line]:
 def compared(options: Options, modes: Sequence[Mode]) -> Iterator[Line]:
     """Start the engines of each mode, one at a time, and yield their lines."""
     with tempfile.TemporaryDirectory() as folder:
-        write_weights(Path(folder))
+        model = Path(folder)
+        write_weights(model)
         for number, mode in enumerate(modes):
-            place = (folder, f"{number}.json", json.dumps(mode.engine))
+            expected = model / f"{number}.json"
             what = f"{mode.what}, without kvoffload"
-            yield from _found(Part(what, f"{_HERE}:plain", _ENGINE_S, (*place, what)), options)
-            if not Path(folder, place[1]).exists():
+            own: tuple[object, ...] = (model, expected, mode.engine, what)
+            yield from _found(Part(what, f"{_HERE}:plain", _ENGINE_S, own), options)
+            if not expected.exists():
                 continue  # the engine failed, and its line gives the reason
             for row, settings in mode.settings.items():
                 what = f"{mode.what}{row}"
-                words = (*place, what, json.dumps(settings))
-                yield from _found(Part(what, f"{_HERE}:offloading", _ENGINE_S, words, is_check=True), options)
+                own = (model, expected, mode.engine, what, settings)
+                yield from _found(Part(what, f"{_HERE}:offloading", _ENGINE_S, own, is_check=True), options)
 
 
 def _found(part: Part, options: Options) -> Iterator[Line]:
@@ -120,44 +122,51 @@ def _found(part: Part, options: Options) -> Iterator[Line]:
         sys.stderr.write(log.read_text(errors="replace"))
 
 
-def plain(options: Options, folder: str, target: str, engine: str, what: str) -> Iterator[Line]:
+def plain(
+    options: Options, model: Path, target: Path, engine: Mapping[str, Any], what: str
+) -> Iterator[Line]:
     """Write the answers of a vLLM without kvoffload, and how much they vary with the size of a batch.
 
     Args:
         options: of the whole check.
-        folder: of the model.
-        target: file in it for the answers.
-        engine: vLLM's options, as JSON.
+        model: its folder.
+        target: file for the answers.
+        engine: vLLM's options.
         what: begins each line.
     """
-    with closing(_engine(folder, engine, None)) as vllm:
+    with closing(_engine(model, engine, None)) as vllm:
         answers, again = _answers(vllm), _answers(vllm, at_once=_FEWER_PROMPTS)
     noise = max(map(_difference, answers, again))
     text = f"{what}: largest difference of a log-probability between {PROMPTS} prompts at once and {_FEWER_PROMPTS}"
     yield measured(text, [noise], at_most=_MOST_NOISE)
-    Path(folder, target).write_text(json.dumps({"answers": answers, "noise": noise}))
+    target.write_text(json.dumps({"answers": answers, "noise": noise}))
 
 
 def offloading(
-    options: Options, folder: str, expected: str, engine: str, what: str, settings: str
+    options: Options,
+    model: Path,
+    expected: Path,
+    engine: Mapping[str, Any],
+    what: str,
+    settings: Mapping[str, Any],
 ) -> Iterator[Line]:
     """Compare the answers of a vLLM with kvoffload.
 
     Args:
         options: of the whole check.
-        folder: of the model.
-        expected: file in it with the answers without kvoffload.
-        engine: vLLM's options, as JSON.
+        model: its folder.
+        expected: file with the answers without kvoffload.
+        engine: vLLM's options.
         what: begins each line.
-        settings: of kvoffload, as JSON.
+        settings: of kvoffload.
 
     Raises:
         RuntimeError: vLLM does not reset its cache.
     """
-    found = json.loads(Path(folder, expected).read_text())
+    found = json.loads(expected.read_text())
     limit = max(_LEAST_LIMIT, _TIMES_NOISE * found["noise"])
     compare = partial(_compared, expected=found["answers"], limit=limit)
-    with closing(_engine(folder, engine, json.loads(settings))) as vllm:
+    with closing(_engine(model, engine, settings)) as vllm:
         vllm.fill_host_memory(_PINNING_S)
         yield from compare(f"{what}, while blocks are stored", _answers(vllm))
         before = _loaded(vllm)
@@ -192,9 +201,8 @@ def write_weights(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def _engine(folder: str, options: str, settings: Mapping[str, Any] | None) -> Engine:
-    own = {"load_format": "auto", "max_logprobs": VOCABULARY}
-    return Engine(Path(folder), settings, {**own, **json.loads(options)})
+def _engine(model: Path, options: Mapping[str, Any], settings: Mapping[str, Any] | None) -> Engine:
+    return Engine(model, settings, {"load_format": "auto", "max_logprobs": VOCABULARY, **options})
 
 
 def _answers(vllm: Engine, at_once: int = PROMPTS) -> list[Answer]:

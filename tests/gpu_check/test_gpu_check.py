@@ -102,8 +102,12 @@ def test_other_failures_end_nothing(
     assert capsys.readouterr().out.splitlines()[-1] == "fail  the last: ValueError: no such thing: | none"
 
 
-def test_an_unknown_part_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_part_is_one_error_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert main([*SMALL, "--only", "bites"]) == Exit.USAGE
+    assert list(tmp_path.iterdir()) == []
     assert "unknown part 'bites'; choose from device, bytes, speeds, " in capsys.readouterr().err
 
 

@@ -80,7 +80,7 @@ def lines_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Given
         for name, part in {**parts, **{name: engine.note(name) for name in names}}.items():
             monkeypatch.setattr(gpu_tokens, name, part)
         (tmp_path / "expected").write_text(json.dumps({"answers": [RIGHT], "noise": engine.noise}))
-        return list(gpu_tokens.offloading(OPTIONS, str(tmp_path), "expected", "{}", "row", "{}"))
+        return list(gpu_tokens.offloading(OPTIONS, tmp_path, tmp_path / "expected", {}, "row", {}))
 
     return found
 
@@ -142,7 +142,7 @@ def test_numbers_that_vary_too_much_without_kvoffload_are_a_miss(
     rounds = iter([[RIGHT], [[(0, [-0.8, -2.0]), RIGHT[1]]]])
     monkeypatch.setattr(gpu_tokens, "_engine", lambda *_: GivenEngine())
     monkeypatch.setattr(gpu_tokens, "_answers", lambda *_, **__: next(rounds))
-    (line,) = gpu_tokens.plain(OPTIONS, str(tmp_path), "expected", "{}", "row")
+    (line,) = gpu_tokens.plain(OPTIONS, tmp_path, tmp_path / "expected", {}, "row")
     assert line.verdict == "miss"
     assert line.median == pytest.approx(0.3)
     written = json.loads((tmp_path / "expected").read_text())
