@@ -42,19 +42,12 @@ def batch(options: Options, count: int) -> Iterator[Line]:
     piece = min(_PIECE, options.size // count)
     if not rig.driver.is_batched:
         raise NotHere("the driver has no batched copy")
-    enqueued: list[float] = []
-    done: list[float] = []
 
     def at_once(way: Direction, runs: CopyRuns) -> None:
-        begun = time.perf_counter()
         rig.driver.copy(way, runs, rig.stream)
-        enqueued.append(1e3 * (time.perf_counter() - begun))
         rig.settle(rig.stream)
-        done.append(1e3 * (time.perf_counter() - begun))
 
     wrong = rig.wrong_bytes(piece, count, at_once)
-    yield measured(f"{count:,} copies of {piece} bytes in one call, enqueued", enqueued, " ms")
-    yield measured(f"{count:,} copies in one call, done", done, " ms")
     yield measured(f"wrong bytes after {count:,} copies in one call", [wrong], at_most=0)
 
 
