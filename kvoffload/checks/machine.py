@@ -46,25 +46,18 @@ def find_gpus(library: str = "libnvidia-ml.so.1") -> Gpus:
 
     This takes neither a subprocess nor torch, which loads for seconds.
     """
+    count, cuda = ctypes.c_uint(0), ctypes.c_int(0)
+    driver = ctypes.create_string_buffer(_NAME_BYTES)
     try:
         nvml = ctypes.CDLL(library)
         if nvml.nvmlInit_v2() != _SUCCESS:
             return Gpus()
-        try:
-            return _ask(nvml)
-        finally:
-            nvml.nvmlShutdown()
+        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        nvml.nvmlSystemGetDriverVersion(driver, _NAME_BYTES)
+        nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(cuda))
+        names = tuple(_name(nvml, number) for number in range(count.value))
     except (OSError, AttributeError):  # no such library, another one, or one too old for these names
         return Gpus()
-
-
-def _ask(nvml: ctypes.CDLL) -> Gpus:
-    count, cuda = ctypes.c_uint(0), ctypes.c_int(0)
-    driver = ctypes.create_string_buffer(_NAME_BYTES)
-    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-    nvml.nvmlSystemGetDriverVersion(driver, _NAME_BYTES)
-    nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(cuda))
-    names = tuple(_name(nvml, number) for number in range(count.value))
     return Gpus(names, driver.value.decode(errors="replace"), cuda.value, can_register())
 
 

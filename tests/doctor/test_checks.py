@@ -247,7 +247,6 @@ def test_without_the_vendors_library_there_is_no_gpu_and_no_error(library: str) 
 NVML = """
 #include <string.h>
 int nvmlInit_v2(void) { return INIT; }
-int nvmlShutdown(void) { return 0; }
 int nvmlDeviceGetCount_v2(unsigned int *count) { *count = 2; return 0; }
 int nvmlSystemGetDriverVersion(char *text, unsigned int size) { strncpy(text, "570.1", size); return 0; }
 int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = 12080; return 0; }
