@@ -57,7 +57,7 @@ def play(seed: int, simulation: Play = simulate) -> Result:
 
 def play_all(seeds: Iterable[int], processes: int | None = None) -> Iterator[Result]:
     """Play seeds on all cores, in any order."""
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")  # a fork of a process with threads may hang
     with context.Pool(processes or os.cpu_count(), _start) as pool:
         yield from pool.imap_unordered(play, seeds, chunksize=8)
 
