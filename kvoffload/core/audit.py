@@ -104,6 +104,9 @@ def _counts(state: CoreState, stores: Stores) -> Iterator[tuple[str, int, int]]:
         spills = [job for job in opened if isinstance(job, Spill) and job.tier is lower.tier]
         written = sum([len(job.tier_slots) for job in spills if not job.settled])
         yield f"filling slots of the {name}", lower.pool.count(SlotState.FILLING), written
+        fetches = [job for job in opened if isinstance(job, Fetch) and job.tier is lower.tier]
+        read = sum([len(job.keys) for job in fetches if not job.settled])
+        yield f"blocks being read from the {name}", lower.fetching, read
 
 
 def _indexes(state: CoreState, stores: Stores) -> Iterator[tuple[str, Mapping[Any, Any], Mapping[Any, Any]]]:
@@ -142,8 +145,8 @@ def _indexes(state: CoreState, stores: Stores) -> Iterator[tuple[str, Mapping[An
     yield "keys watched for eviction", watches, watched
     for tier in state.tiers:
         name, jobs = tier.tier.value, [job for job in opened if job.tier is tier.tier]
-        yield f"keys being written to the {name}", tier.spilling, _keys(jobs, Spill)
-        yield f"keys being read from the {name}", tier.fetching, _keys(jobs, Fetch)
+        spilling = dict.fromkeys(tier.spilling, True)
+        yield f"keys being written to the {name}", spilling, dict.fromkeys(_keys(jobs, Spill), True)
         fetches = [job for job in jobs if isinstance(job, Fetch) and not job.settled]
         yield (
             f"pins of the {name}",

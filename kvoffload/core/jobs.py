@@ -177,6 +177,11 @@ class TierJob(Job, kw_only=True, eq=False):
     stuck: set[int] = set()
     copy_s: float = 0.0
 
+    @property
+    def written(self) -> list[SlotId]:
+        """The slots that its copies write."""
+        return self.slots if self.direction is Direction.LOAD else self.tier_slots
+
 
 class Fetch(TierJob, eq=False):
     """From a lower tier to the host.

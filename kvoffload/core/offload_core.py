@@ -125,7 +125,7 @@ class OffloadCore:
             self._least_tokens = max(tokens, self.state.policy.min_load_tokens)
         for lower in self.state.tiers:
             if lower.tier is tier:
-                lower.set_least(tokens)
+                lower.least_tokens = tokens
 
     def blocks_allocated(self, fact: facts.BlocksAllocated) -> None:
         """A request got a block table. Blocks after the device's own hit are new."""

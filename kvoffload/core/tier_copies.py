@@ -72,11 +72,13 @@ class _Copies(ABC, Generic[JobT]):
     Args:
         state: the core's.
         tier: below the host.
+        written: the pool whose slots the jobs write.
     """
 
-    def __init__(self, state: CoreState, tier: LowerTier) -> None:
+    def __init__(self, state: CoreState, tier: LowerTier, written: HostPool) -> None:
         self._state = state
         self._tier = tier
+        self._written = written
 
     def reported(self, job: JobT, rank: Rank, report: JobReport) -> None:
         """Note the end of a rank's copy. One failed rank fails the job at once; its memory waits for every rank (R4)."""
@@ -84,7 +86,6 @@ class _Copies(ABC, Generic[JobT]):
         if report.stuck or report.missing:
             job.stuck.update(report.stuck)
             job.missing.update(report.missing)
-        self._note(job, rank, report)
         if report.outcome is not CopyOutcome.DONE and not job.settled:
             is_corrupt = report.outcome is CopyOutcome.CORRUPT
             self.failed(job, Failure.CORRUPT if is_corrupt else Failure.FAILED)
@@ -95,10 +96,9 @@ class _Copies(ABC, Generic[JobT]):
             job.settled = True
             self._fail(job, _OUTCOMES[why])
         if why is Failure.TIMED_OUT:
-            self._tier.job_timed_out()
-            pool, slots = self._written(job)
-            for slot in slots:
-                pool.quarantine(slot)
+            self._tier.timed_out += 1
+            for slot in job.written:
+                self._written.quarantine(slot)
 
     def ended(self, job: JobT) -> None:
         """No rank touches the job's slots any more, except those under a call that hangs (R16)."""
@@ -106,31 +106,20 @@ class _Copies(ABC, Generic[JobT]):
             job.settled = True
             self._arrived(job)
         if job.state is JobState.ABANDONED:
-            self._tier.late_job_ended()
-        pool, slots = self._written(job)
+            self._tier.timed_out -= 1
         for position in job.stuck:
-            pool.quarantine(slots[position])
-        pool.drained(slots)
+            self._written.quarantine(job.written[position])
+        self._written.drained(job.written)
 
     def _plan(self, job: JobT, name: RequestId | None = None, tokens: int = 0) -> None:
         self._state.jobs.plan(job)
-        self._tier.began(job)
         event = TierCopyScheduled(job.id, job.direction, len(job.keys), name, tokens, job.tier)
         self._state.tally.events.append(event)
 
     def _settle(self, job: JobT, keys: Sequence[BlockKey], outcome: TierOutcome) -> None:
         """Give some of a job's blocks their outcome."""
-        self._tier.ended(job, keys)
         event = TierCopyEnded(job.id, job.direction, len(keys), outcome, job.copy_s, job.tier)
         self._state.tally.events.append(event)
-
-    @abstractmethod
-    def _written(self, job: JobT) -> tuple[HostPool, list[SlotId]]:
-        """Return the slots that the job writes, and their pool."""
-
-    @abstractmethod
-    def _note(self, job: JobT, rank: Rank, report: JobReport) -> None:
-        """Note what else a rank reports."""
 
     @abstractmethod
     def _fail(self, job: JobT, outcome: TierOutcome) -> None:
@@ -145,7 +134,7 @@ class Fetches(_Copies[Fetch]):
     """Owns the fetches from one tier."""
 
     def __init__(self, state: CoreState, tier: LowerTier, stores: Stores) -> None:
-        super().__init__(state, tier)
+        super().__init__(state, tier, state.pool)
         self._stores = stores
 
     def plan(
@@ -177,29 +166,28 @@ class Fetches(_Copies[Fetch]):
         )
         self._plan(job, None if record is None else record.request, tokens)
         tier.pool.pin(tier_slots)
+        tier.fetching += len(keys)
         self._stores.in_flight.began(keys, job)
         if evicted:
             self._stores.evicted(evicted)
         return job
 
-    def _written(self, job: Fetch) -> tuple[HostPool, list[SlotId]]:
-        return self._state.pool, job.slots
-
-    def _note(self, job: Fetch, rank: Rank, report: JobReport) -> None:
-        """What one rank cannot read no rank may use (R4), and it is not found on the tier again."""
+    def reported(self, job: Fetch, rank: Rank, report: JobReport) -> None:
+        """Note the end of a rank's copy. What one rank cannot read no rank may use (R4), nor is it found on the tier again."""
         if report.corrupt or report.missing:
             job.corrupt.update(report.corrupt)
             self._invalidate(job, report.corrupt, MissCause.CORRUPT)
             self._invalidate(job, report.missing)
+        super().reported(job, rank, report)
 
     def _fail(self, job: Fetch, outcome: TierOutcome) -> None:
-        self._tier.pool.unpin(job.tier_slots)
+        self._release(job)
         self._lose(job, range(len(job.keys)), outcome)
 
     def _arrived(self, job: Fetch) -> None:
         """Every rank has read: the host has the blocks, except those that some rank could not get (R4)."""
         state, lost = self._state, job.corrupt | job.missing
-        self._tier.pool.unpin(job.tier_slots)
+        self._release(job)
         keys, slots, tier_slots = job.keys, job.slots, job.tier_slots
         if lost:
             self._lose(job, sorted(lost), TierOutcome.CORRUPT if job.corrupt else TierOutcome.FAILED)
@@ -217,6 +205,10 @@ class Fetches(_Copies[Fetch]):
             record.fetched_from = job.tier
         if job.wanted:  # a warm start does not count as a use
             self._tier.read(tier_slots[::-1])
+
+    def _release(self, job: Fetch) -> None:
+        self._tier.pool.unpin(job.tier_slots)
+        self._tier.fetching -= len(job.keys)
 
     def _lose(self, job: Fetch, positions: Sequence[int], outcome: TierOutcome) -> None:
         """Give up these blocks. The requests that wait for them have no other fetch, unless nobody wanted this one any more."""
@@ -246,6 +238,9 @@ class Fetches(_Copies[Fetch]):
 
 class Spills(_Copies[Spill]):
     """Plans and owns the spills to one tier."""
+
+    def __init__(self, state: CoreState, tier: LowerTier) -> None:
+        super().__init__(state, tier, tier.pool)
 
     @property
     def are_due(self) -> bool:
@@ -285,21 +280,22 @@ class Spills(_Copies[Spill]):
         targets = tier.targets(keys, tier_slots)
         job = Spill(self, slots, targets, tier.extra(), tier.tier, keys=keys, tier_slots=tier_slots)
         state.pool.pin(slots)
+        tier.spilling.update(keys)
         self._plan(job)
 
     def ended(self, job: Spill) -> None:
         super().ended(job)
         self._state.pool.unpin(job.slots)
 
-    def _written(self, job: Spill) -> tuple[HostPool, list[SlotId]]:
-        return self._tier.pool, job.tier_slots
-
-    def _note(self, job: Spill, rank: Rank, report: JobReport) -> None:
+    def reported(self, job: Spill, rank: Rank, report: JobReport) -> None:
+        """Note the end of a rank's copy. Host slots that are found corrupt on the way are lost."""
         job.sums[rank] = report.sums
         if report.outcome is CopyOutcome.CORRUPT:
             self._quarantine(job, report.corrupt)
+        super().reported(job, rank, report)
 
     def _fail(self, job: Spill, outcome: TierOutcome) -> None:
+        self._tier.spilling.difference_update(job.keys)
         self._settle(job, job.keys, outcome)
         for tier_slot in job.tier_slots:
             self._tier.pool.invalidate(tier_slot)
@@ -308,6 +304,7 @@ class Spills(_Copies[Spill]):
         """Every rank has written: the blocks can be found on the tier, on the disk also by the next process."""
         tier = self._tier
         tier.spill_ended(job, self._state.jobs.last, is_load_open=self._is_load_open)
+        tier.spilling.difference_update(job.keys)
         self._settle(job, job.keys, TierOutcome.DONE)
         tier_slots = job.tier_slots[::-1]
         if job.missing:
@@ -390,12 +387,14 @@ class FetchPlanner:
             return False
         if record.asks_tiers:
             self._fetch(record, found, hit.slots)
+        on_way = self._in_flight.keys
         # A set has another order in each run, and the lookups wait for the last of these jobs.
-        jobs = dict.fromkeys([tier.fetching[key] for key, tier, _ in found.blocks if key in tier.fetching])
-        for job in jobs:
+        jobs = dict.fromkeys([on_way[key] for key, *_ in found.blocks if key in on_way])
+        fetches = [job for job in jobs if isinstance(job, Fetch)]
+        for job in fetches:
             job.wanted[record] = None
             record.awaits_fetch = job.id, found.tokens
-        return bool(jobs)
+        return bool(fetches)
 
     def is_awaited(self, record: RequestRecord, device_tokens: int) -> bool:
         """Return whether a fetch brings what a request can use, so that nothing is searched again; forget one that does not."""
@@ -484,7 +483,7 @@ class FetchPlanner:
             return
         kept = list(dict.fromkeys([*head, *found.host_slots]))
         state.pool.use(kept[::-1], {})
-        open_fetches = sum([len(tier.fetching) for tier in state.tiers])
+        open_fetches = sum([tier.fetching for tier in state.tiers])
         room = max(min(state.pool.room - len(kept), most_fetched(state) - open_fetches), 0)
         for tier in state.tiers:
             some = [block for block in blocks[:room] if block[1] is tier]

@@ -4,7 +4,7 @@ A tier's slots are in a pool of the host's own kind, with the same table of stat
 every rank's file. A remote store has an index of its own, and other engines write to it and evict from it: there a slot is only a
 hint that the store has a block, and the pool's size bounds the hints. A fetch that finds nothing removes the hint.
 
-The classes here are the only writers of their fields; `tier_copies` decides what is copied.
+`tier_copies` decides what is copied.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from kvoffload.core.jobs import Fetch, Spill
+from kvoffload.core.jobs import Spill
 from kvoffload.core.key_index import KeyIndex
 from kvoffload.core.machine import SlotState
 from kvoffload.core.match import PartOfKeys
@@ -51,12 +51,12 @@ class LowerTier:
         is_open: what it holds is known.
         is_closed: it cannot be used any more, or not for now.
         failing: ranks whose calls fail or hang.
-        timed_out: open jobs that some rank did not report in time.
+        timed_out: open jobs that some rank did not report in time. `tier_copies` writes this and the next two.
+        spilling: keys that open spills bring to the tier.
+        fetching: how many blocks open fetches bring from it.
         limit: on the blocks of open spills and of a warm start, as a share of the most.
         slot_bytes: of a host slot, the most that any rank has reported.
         least_tokens: additions to a hit that are shorter are computed instead.
-        spilling: keys that a job is bringing to the tier.
-        fetching: keys that a job is bringing from it.
         candidates: keys that were found again and may be worth a spill, in the order in which the host evicts them.
         namespace: of the blocks in a store that engines share.
     """
@@ -76,8 +76,8 @@ class LowerTier:
         self.limit = AdaptiveLimit(1.0, _EIGHTH, _EIGHTH)
         self.slot_bytes = 1
         self.least_tokens = 0
-        self.spilling: dict[BlockKey, Spill] = {}
-        self.fetching: dict[BlockKey, Fetch] = {}
+        self.spilling: set[BlockKey] = set()
+        self.fetching = 0
         self.candidates: deque[BlockKey] = deque()
         self._waiting: set[BlockKey] = set()  # the same keys
 
@@ -121,32 +121,7 @@ class LowerTier:
             size, job.copy_s, size.bit_length(), began=job.id, now=last + 1, beside_load=is_load_open
         )
 
-    def set_least(self, tokens: int) -> None:
-        """Fetch no addition to a hit that is shorter."""
-        self.least_tokens = tokens
-
     # -- jobs ---------------------------------------------------------------------------------------------------
-
-    def began(self, job: Fetch | Spill) -> None:
-        """Note the keys of a job that was planned."""
-        if isinstance(job, Fetch):
-            self.fetching.update(dict.fromkeys(job.keys, job))
-        else:
-            self.spilling.update(dict.fromkeys(job.keys, job))
-
-    def ended(self, job: Fetch | Spill, keys: Iterable[BlockKey]) -> None:
-        """Forget keys of a job that have their outcome."""
-        under_way: dict[BlockKey, Any] = self.fetching if isinstance(job, Fetch) else self.spilling
-        for key in keys:
-            del under_way[key]
-
-    def job_timed_out(self) -> None:
-        """Begin nothing more on the tier until `late_job_ended`."""
-        self.timed_out += 1
-
-    def late_job_ended(self) -> None:
-        """Note that every rank has reported a job which had timed out."""
-        self.timed_out -= 1
 
     def targets(self, keys: list[BlockKey], tier_slots: list[SlotId]) -> list[Any]:
         """Return what a job's copies have at their other end."""

@@ -262,7 +262,7 @@ def test_fetches_fill_a_quarter_of_the_host_at_a_time_heads_first() -> None:
     requests = [world.add(f"late{number}", text) for number, text in enumerate(texts)]
     for request in requests:
         world.lookup(request)
-    assert len(world.disk.fetching) == 4
+    assert world.disk.fetching == 4
     world.idle_step()
     world.finish()
     assert world.on_host(texts[0]) == "xxxx"

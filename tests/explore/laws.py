@@ -154,7 +154,7 @@ def _check_tiers(scene: Scene, before: Before) -> None:
         for slot in job.slots
     ]
     assert {*read} <= _KEPT, f"R4, R10: host slots that a spill may still read are {read}"
-    fetched, budget = sum(len(tier.fetching) for tier in state.tiers), max(state.pool.capacity // 4, 1)
+    fetched, budget = sum(tier.fetching for tier in state.tiers), max(state.pool.capacity // 4, 1)
     assert fetched <= budget, f"{fetched} blocks are fetched, {budget} may be"
     for tier in state.tiers:
         if tier.tier in before.unusable and not _answers(tier):

@@ -91,7 +91,7 @@ class Driven:
             "copies": self.copies,
             "blocks": len(disk.pool.index),
             "is_usable": disk.is_usable,
-            "fetching": len(disk.fetching),
+            "fetching": disk.fetching,
             "written_off": self.offload.core.state.pool.count(SlotState.QUARANTINED),
         }
 
