@@ -57,7 +57,7 @@ _hit = from_fields(PendingHit)
 class PendingHits:
     """Answers lookups. The only writer of `RequestRecord.hit` and `boundary`."""
 
-    def __init__(self, state: CoreState, in_flight: InFlight, fetches: FetchPlanner | None = None) -> None:
+    def __init__(self, state: CoreState, in_flight: InFlight, fetches: FetchPlanner) -> None:
         self._state = state
         self._in_flight = in_flight
         self._fetches = fetches
@@ -72,18 +72,13 @@ class PendingHits:
         state = self._state
         if record.hit is not None:
             self.drop(record, PinDropCause.LOOKED_UP_AGAIN)
-        if (
-            record.awaits_fetch is not None
-            and may_wait
-            and self._fetches is not None
-            and self._fetches.is_awaited(record, device_tokens)
-        ):
+        if record.awaits_fetch is not None and may_wait and self._fetches.is_awaited(record, device_tokens):
             self._not_yet(record)
             return None
         record.boundary = 0
         hit = self._search(record, device_tokens, full_tokens)
         slots = hit.slots
-        if self._fetches is not None and hit.missing is not None and record.persists:
+        if state.tiers and hit.missing is not None and record.persists:
             if (self._fetches.look(record, hit) or record.awaits_answer) and may_wait:
                 self._not_yet(record)
                 return None

@@ -48,11 +48,10 @@ class OffloadCore:
     def __init__(self, shape: EngineShape, policy: Policy, device: BlockPool) -> None:
         self.state = CoreState(shape, policy, device)
         self.stores = Stores(self.state)
-        self.lower_tiers = LowerTiers(self.state, self.stores) if self.state.tiers else None
-        """Handles the facts about the tiers below the host; None without any."""
+        self.lower_tiers = LowerTiers(self.state, self.stores)
+        """Handles the facts about the tiers below the host."""
         self._planner = make_planner(self.state, self.stores)
-        fetches = None if self.lower_tiers is None else self.lower_tiers.fetches
-        self._hits = PendingHits(self.state, self.stores.in_flight, fetches)
+        self._hits = PendingHits(self.state, self.stores.in_flight, self.lower_tiers.fetches)
         self._loads = Loads(self.state, self._hits, self._planner.loaded)
         self._least_tokens = policy.min_load_tokens
         self._new: dict[RequestRecord, None] = {}  # given a block table since the last step
@@ -74,7 +73,7 @@ class OffloadCore:
             fact.persists,
             offered=[*self.state.none_offered],
         )
-        if self.lower_tiers is not None:
+        if self.state.tiers:
             self.lower_tiers.request_seen(record)
 
     def lookup(
@@ -171,7 +170,7 @@ class OffloadCore:
             if isinstance(job, Load) and job.record is record:
                 state.jobs.drop(job)
                 break
-        if self.lower_tiers is not None and record.state is _SEEN:
+        if state.tiers and record.state is _SEEN:
             self.lower_tiers.fetches.leaves(record)
         self._new.pop(record, None)
         self._table_ended(record)
@@ -227,11 +226,10 @@ class OffloadCore:
             if self.stores.again or self.stores.for_room or self.stores.states_for_room:
                 self.stores.next_step()
             self._planner.step(fact, advanced)
-            if self.lower_tiers is not None:
-                for queue in self.lower_tiers.queues:
-                    if queue:
-                        self.lower_tiers.step()
-                        break
+            for queue in self.lower_tiers.queues:
+                if queue:
+                    self.lower_tiers.step()
+                    break
 
     def plan(self) -> TransferPlan:
         """Return the copies decided since the last call; they count as submitted."""
@@ -302,7 +300,7 @@ class OffloadCore:
         state, report = self.state, fact.report
         if state.growing or state.ready.get(report.rank) != report.ready_slots:
             self._ready(report)
-        if self.lower_tiers is not None:
+        if state.tiers:
             self.lower_tiers.rank_reported(report)
         for part in report.jobs:
             job = state.jobs.open.get(part.job)
@@ -386,8 +384,7 @@ class OffloadCore:
         for job in tuple(state.jobs.open.values()):
             if not isinstance(job, Load):
                 state.jobs.drop(job)
-        if self.lower_tiers is not None:
-            self.lower_tiers.forget_all()
+        self.lower_tiers.forget_all()
         self.stores.stop(StoreOutcome.BEFORE_RESET)
         state.tally.evicted(EvictionCause.RESET, len(dropped))
         draining = state.pool.count(SlotState.DRAINING)
@@ -405,8 +402,7 @@ class OffloadCore:
         for job in tuple(state.jobs.open.values()):
             if is_last or job.state is JobState.PLANNED or not isinstance(job, Load):
                 state.jobs.drop(job)
-        if self.lower_tiers is not None:
-            self.lower_tiers.stop()
+        self.lower_tiers.stop()
         state.jobs.stop()
         self.stores.stop(StoreOutcome.DEGRADED)
 
@@ -415,9 +411,7 @@ class OffloadCore:
     @property
     def has_work(self) -> bool:
         """Whether steps are needed for something to come to its end. Abandoned copies do not count (R16)."""
-        return self._has_work(self.state.jobs.pending) or (
-            self.lower_tiers is not None and self.lower_tiers.is_due
-        )
+        return self._has_work(self.state.jobs.pending) or (bool(self.state.tiers) and self.lower_tiers.is_due)
 
     @property
     def has_host_work(self) -> bool:

@@ -10,6 +10,11 @@ is fetched once, whichever request asks (R14). Until it has arrived a lookup ans
 other block. Fetches fill at most a quarter of the host at a time, and for one request in all, so a longer prefix is fetched head
 first and the rest is computed. A fetch that fails costs its requests one wait: no other is planned for them.
 
+A *warm start* fetches, after a restart, the most recently used blocks on the disk before a request asks for them. They fill only
+free slots, a quarter of the host at most, a few at a time, and only while nothing else is loaded or fetched. The least recently
+used of them come first: both pools then keep the order in which these blocks were used. What a request looks for is left to it:
+a deeper block that came after the prefix's head would be evicted after it (R15).
+
 Spills write blocks that were found again, after all other copies.
 
     reuse ─▶ candidates ─▶ step ─▶ submit ─▶ reported ─▶ _arrived │ failed
@@ -37,10 +42,9 @@ from kvoffload.core.request import PendingHit, RequestRecord
 from kvoffload.core.slots import HostPool
 from kvoffload.core.state import CoreState
 from kvoffload.core.stores import InFlight, Stores
-from kvoffload.core.tiers import ON_DEVICE, Block, DiskTier, LayeredIndex, LowerTier
+from kvoffload.core.tiers import ON_DEVICE, Block, LayeredIndex, LowerTier
 from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome, EvictionCause, MissCause, TierOutcome
-from kvoffload.model.disk import Put
 from kvoffload.model.events import DiskClosed, DiskOpened, TierCopyEnded, TierCopyScheduled
 from kvoffload.model.ids import BlockKey, Rank, RequestId, SlotId
 from kvoffload.model.transfer import JobReport, Tier, TransferReport
@@ -131,11 +135,18 @@ class _Copies(ABC, Generic[JobT]):
 
 
 class Fetches(_Copies[Fetch]):
-    """Owns the fetches from one tier."""
+    """Owns the fetches from one tier, and plans its warm start.
+
+    Attributes:
+        warm: keys that the warm start has left to fetch, the most recently used last.
+    """
 
     def __init__(self, state: CoreState, tier: LowerTier, stores: Stores) -> None:
         super().__init__(state, tier, state.pool)
         self._stores = stores
+        self.warm: deque[BlockKey] = deque(maxlen=_MOST_WARM)
+        self._is_trimmed = False
+        self._left: set[BlockKey] = set()  # what requests fetch themselves
 
     def plan(
         self,
@@ -179,6 +190,47 @@ class Fetches(_Copies[Fetch]):
             self._invalidate(job, report.corrupt, MissCause.CORRUPT)
             self._invalidate(job, report.missing)
         super().reported(job, rank, report)
+
+    # -- warm start ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_due(self) -> bool:
+        """Whether steps are needed for a warm start."""
+        state = self._state
+        return bool(self.warm) and self._tier.is_usable and state.degraded is None and not state.stall.is_on
+
+    def leave_to(self, record: RequestRecord) -> None:
+        """Fetch nothing of an arriving request's prefix in a warm start: the request fetches what it can use."""
+        self._left.update(*record.keys)
+
+    def stop(self) -> None:
+        """Fetch nothing more in a warm start."""
+        self.warm.clear()
+        self._left.clear()
+
+    def warm_up(self) -> None:
+        """Plan what a warm start may fetch now."""
+        state, tier = self._state, self._tier
+        if not self.is_due or state.growing or tier.fetching or state.jobs.is_loading:
+            return
+        if not self._is_trimmed:
+            self._is_trimmed = True
+            while len(self.warm) > most_fetched(state):
+                self.warm.popleft()
+        most = min(state.pool.count(SlotState.EMPTY), tier.spill_slots(state.pool.capacity))
+        if not most:
+            self.stop()
+        keys: list[BlockKey] = []
+        while self.warm and len(keys) < most:
+            key = self.warm.popleft()
+            is_elsewhere = key in state.pool.index or key in self._stores.in_flight.keys or key in self._left
+            if key in tier.pool.index and not is_elsewhere:
+                keys.append(key)
+        if keys:
+            keys.reverse()
+            self.plan(keys, [tier.pool.index[key] for key in keys])
+
+    # -- endings ------------------------------------------------------------------------------------------------
 
     def _fail(self, job: Fetch, outcome: TierOutcome) -> None:
         self._release(job)
@@ -243,7 +295,7 @@ class Spills(_Copies[Spill]):
         super().__init__(state, tier, tier.pool)
 
     @property
-    def are_due(self) -> bool:
+    def is_due(self) -> bool:
         """Whether steps are needed for something to be spilled."""
         tier = self._tier
         return bool(tier.candidates and tier.is_usable and tier.pool.room) and self._state.degraded is None
@@ -348,13 +400,13 @@ class FetchPlanner:
     Args:
         state: the core's.
         in_flight: keys that are on their way to the host.
-        fetches: by tier, the owners of the jobs.
+        of_tiers: the owners of the jobs.
     """
 
-    def __init__(self, state: CoreState, in_flight: InFlight, fetches: Mapping[Tier, Fetches]) -> None:
+    def __init__(self, state: CoreState, in_flight: InFlight, of_tiers: Mapping[LowerTier, Fetches]) -> None:
         self._state = state
         self._in_flight = in_flight
-        self._fetches = fetches
+        self.of_tiers = of_tiers
 
     def seen(self, record: RequestRecord) -> None:
         """Fetch what only lower tiers have of an arriving request's prefix."""
@@ -490,7 +542,7 @@ class FetchPlanner:
             if some:
                 keys, tier_slots = [key for key, _, _ in some], [slot for _, _, slot in some]
                 gain = found.gain * len(some) // len(found.blocks)
-                job = self._fetches[tier.tier].plan(keys, tier_slots, record, gain)
+                job = self.of_tiers[tier].plan(keys, tier_slots, record, gain)
                 record.awaits_fetch = job.id, found.tokens - found.gain + gain
 
 
@@ -502,71 +554,6 @@ def most_fetched(state: CoreState) -> int:
 def _have(tiers: Sequence[LowerTier], key: BlockKey) -> bool:
     """Return whether one of these tiers has a block."""
     return any(key in tier.pool.index.parts[key[0]] for tier in tiers)
-
-
-class WarmStart:
-    """Fetches, after a restart, the most recently used blocks on the disk before a request asks for them.
-
-    They fill only free slots, a quarter of the host at most, a few at a time, and only while nothing else is loaded or fetched.
-    The least recently used of them come first: both pools then keep the order in which these blocks were used. What a request
-    looks for is left to it: a deeper block that came after the prefix's head would be evicted after it (R15).
-    """
-
-    def __init__(self, state: CoreState, disk: DiskTier, in_flight: InFlight, fetches: Fetches) -> None:
-        self._state = state
-        self._disk = disk
-        self._in_flight = in_flight
-        self._fetches = fetches
-        self.keys: deque[BlockKey] = deque(maxlen=_MOST_WARM)
-        """What is left to be fetched, the most recently used last."""
-        self._is_trimmed = False
-        self._left: set[BlockKey] = set()
-
-    @property
-    def is_due(self) -> bool:
-        """Whether steps are needed for it."""
-        state = self._state
-        return bool(self.keys) and self._disk.is_usable and state.degraded is None and not state.stall.is_on
-
-    def restored(self, puts: Sequence[Put]) -> None:
-        """Add blocks that the disk has, the most recently used last; those given before were used less recently."""
-        self.keys.extend([put.key for put in puts])
-
-    def leave_to(self, record: RequestRecord) -> None:
-        """Fetch nothing of an arriving request's prefix: it fetches what it can use."""
-        self._left.update(*record.keys)
-
-    def stop(self) -> None:
-        """Fetch nothing more."""
-        self.keys.clear()
-        self._left.clear()
-
-    def step(self) -> None:
-        """Plan what may be fetched now."""
-        state, disk = self._state, self._disk
-        if not self.is_due or state.growing or disk.fetching or state.jobs.is_loading:
-            return
-        if not self._is_trimmed:
-            self._is_trimmed = True
-            while len(self.keys) > most_fetched(state):
-                self.keys.popleft()
-        free = state.pool.count(SlotState.EMPTY)
-        if not free:
-            self.stop()
-            return
-        keys: list[BlockKey] = []
-        most = min(free, disk.spill_slots(state.pool.capacity))
-        while self.keys and len(keys) < most:
-            key = self.keys.popleft()
-            if key in disk.pool.index and not self._is_elsewhere(key):
-                keys.append(key)
-        if keys:
-            keys.reverse()
-            self._fetches.plan(keys, [disk.pool.index[key] for key in keys])
-
-    def _is_elsewhere(self, key: BlockKey) -> bool:
-        """Return whether the host has a block, or gets it in another way."""
-        return key in self._state.pool.index or key in self._in_flight.keys or key in self._left
 
 
 # -- facts, and when copies are planned -----------------------------------------------------------------------------
@@ -583,23 +570,18 @@ class LowerTiers:
     def __init__(self, state: CoreState, stores: Stores) -> None:
         self._state = state
         self._spills = [Spills(state, tier) for tier in state.tiers]
-        fetches = {tier.tier: Fetches(state, tier, stores) for tier in state.tiers}
-        self.fetches = FetchPlanner(state, stores.in_flight, fetches)
-        self._warm_start: WarmStart | None = None
-        if state.disk is not None:
-            self._warm_start = WarmStart(state, state.disk, stores.in_flight, fetches[Tier.DISK])
-        self.queues = [tier.candidates for tier in state.tiers]
-        if self._warm_start is not None:
-            self.queues.append(self._warm_start.keys)
+        of_tiers: dict[LowerTier, Fetches] = {tier: Fetches(state, tier, stores) for tier in state.tiers}
+        self._fetches = list(of_tiers.values())
+        self._owners: list[Fetches | Spills] = [*self._fetches, *self._spills]
+        self.fetches = FetchPlanner(state, stores.in_flight, of_tiers)
+        self.queues = [tier.candidates for tier in state.tiers] + [each.warm for each in self._fetches]
         self._spilled_at = 0  # of the core's steps
         self._enough = 1  # fewer than `_ENOUGH` where a job may have no more
 
     @property
     def is_due(self) -> bool:
         """Whether steps are needed for copies to be planned."""
-        if self._warm_start is not None and self._warm_start.is_due:
-            return True
-        return any(spills.are_due for spills in self._spills)
+        return any(each.is_due for each in self._owners)
 
     def step(self) -> None:
         """Plan copies that no request waits for: a warm start, then spills.
@@ -611,8 +593,9 @@ class LowerTiers:
         is_early = state.steps - self._spilled_at < MOST_STEPS
         if state.requests.live and is_early and max(map(len, self.queues)) < self._enough:
             return
-        if self._warm_start is not None and self._warm_start.keys:
-            self._warm_start.step()
+        for fetches in self._fetches:
+            if fetches.warm:
+                fetches.warm_up()
         for spills in self._spills:
             if spills.step():
                 self._spilled_at = state.steps
@@ -621,11 +604,10 @@ class LowerTiers:
 
     def disk_restored(self, fact: facts.DiskRestored) -> None:
         """A part of the disk's index was read. With the last part the disk can be used."""
-        disk, warm_start = self._state.disk, self._warm_start
+        disk = self._state.disk
         assert disk is not None, fact
-        assert warm_start is not None, fact
         disk.restore(fact.slots, fact.puts, fact.free, is_last=fact.is_last)
-        warm_start.restored(fact.puts)
+        self.fetches.of_tiers[disk].warm.extend([put.key for put in fact.puts])
         if disk.is_open:
             self._state.tally.events.append(DiskOpened(disk.capacity, len(disk.pool.index)))
 
@@ -663,8 +645,9 @@ class LowerTiers:
 
     def request_seen(self, record: RequestRecord) -> None:
         """Fetch what lower tiers have of an arriving request's prefix, and have the remote store asked for the rest."""
-        if self._warm_start is not None and self._warm_start.keys:
-            self._warm_start.leave_to(record)
+        for fetches in self._fetches:
+            if fetches.warm:
+                fetches.leave_to(record)
         self.fetches.seen(record)
         state, remote = self._state, self._state.remote
         if remote is None or not (remote.is_usable and record.reads_cache and record.persists):
@@ -692,5 +675,5 @@ class LowerTiers:
 
     def stop(self) -> None:
         """Plan nothing more that was planned for later."""
-        if self._warm_start is not None:
-            self._warm_start.stop()
+        for fetches in self._fetches:
+            fetches.stop()

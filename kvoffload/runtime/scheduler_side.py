@@ -149,7 +149,8 @@ class SchedulerSide:
         bus.handle(facts.TransferReported, core.transfer_reported)
         bus.handle(facts.JobOverdue, core.job_overdue)
         bus.handle(facts.CacheReset, core.cache_reset)
-        if (tiers := core.lower_tiers) is not None:
+        if core.state.tiers:
+            tiers = core.lower_tiers
             bus.handle(facts.DiskRestored, tiers.disk_restored)
             bus.handle(facts.DiskClosed, tiers.disk_closed)
             bus.handle(facts.RemoteOpened, tiers.remote_opened)
@@ -496,7 +497,7 @@ def _lower_tiers_side(
     clocks: Clocks,
 ) -> LowerTiersSide | None:
     """Begin to open the tiers below the host; return None without any."""
-    if core.lower_tiers is None:
+    if not core.state.tiers:
         return None
     assert portal is not None, "a tier below the host needs a portal"
     ranks, timeout_s = core.state.shape.ranks, config.remote_timeout_s

@@ -104,7 +104,6 @@ def _open(folder: Path, identity: KVIdentity, blocks: int) -> tuple[float, list[
 
 def _steps(core: OffloadCore, index: DiskIndex) -> Iterator[float]:
     """Let the core take over the index, and yield the processor time of each of its steps: other work on the machine adds to the rest."""
-    assert core.lower_tiers is not None
     while index.is_opening:
         if not index.due:
             time.sleep(1e-3)

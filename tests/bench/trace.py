@@ -217,10 +217,10 @@ class CoreEngine:
         self.count: Counter[str] = Counter()
         self._report()
         lower = self._core.lower_tiers
-        if lower is not None and tiers.disk:
+        if tiers.disk:
             places = tuple(map(SlotId, range(tiers.disk)))
             lower.disk_restored(facts.DiskRestored(tiers.disk, free=places, is_last=True))
-        if lower is not None and self._works:
+        if self._works:
             lower.remote_opened(facts.RemoteOpened("trace"))
 
     def serve(self, prompt: Prompt) -> None:
@@ -249,7 +249,7 @@ class CoreEngine:
             self.count["asked"] += len(keys)
             found = tuple(key for key in keys if key in self._store)
             missing = tuple(key for key in keys if key not in self._store)
-            lower.remote_answered(facts.RemoteAnswered(request, "trace", found, missing))  # type: ignore[union-attr]
+            lower.remote_answered(facts.RemoteAnswered(request, "trace", found, missing))
 
     def _step(self, *progress: facts.Progress) -> None:
         self._steps += 1

@@ -97,7 +97,8 @@ def handle(core: OffloadCore, fact: facts.Fact) -> None:
         facts.CacheReset: core.cache_reset,
         facts.InvariantBroken: core.invariant_broken,
     }
-    if (lower := core.lower_tiers) is not None:
+    if core.state.tiers:
+        lower = core.lower_tiers
         handlers |= {
             facts.DiskRestored: lower.disk_restored,
             facts.DiskClosed: lower.disk_closed,

@@ -109,7 +109,7 @@ class Scene:
 def _forget_steps(world: World) -> None:
     """Only how long ago the last spill was can be told, and only while another may follow."""
     state, lower_tiers = world.core.state, world.core.lower_tiers
-    if lower_tiers is not None:
+    if state.tiers:
         lower_tiers._spilled_at = lower_tiers._spilled_at - state.steps if state.degraded is None else 0
     state.steps = 0
 
