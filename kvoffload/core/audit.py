@@ -23,7 +23,14 @@ _HAS_TABLE = (RequestState.LOADING, RequestState.RUNNING)
 
 def audit(state: CoreState, stores: Stores) -> list[str]:
     """Return every broken invariant as one line of text. Reads only; costs time in the size of the pool."""
-    problems = [*_without_pool(state, stores), *_all_slots(state), *state.pool.problems()]
+    slots = map(SlotId, range(state.pool.capacity))
+    problems = [*_without_pool(state, stores), *_slots(state, slots), *state.pool.problems()]
+    if state.disk is not None:
+        has = {slot for slot, has_block in enumerate(state.disk.has_block) if has_block}
+        if has != set(state.disk.pool.index.values()):
+            problems.append(
+                f"{len(has)} slots of the disk have checksums, {len(state.disk.pool.index)} can be found"
+            )
     for tier in state.tiers:
         if tier.is_open:
             problems += tier.pool.problems()
@@ -36,7 +43,7 @@ def audit_at_rest(state: CoreState, stores: Stores, slots: Iterable[SlotId]) -> 
     Reads only; costs time in `slots`, which are looked at one by one, and not in the size of the pool: what requests
     and jobs leave behind shows in totals, which must be back where nothing holds anything.
     """
-    problems = [*_without_pool(state, stores), *_some_slots(state, slots)]
+    problems = [*_without_pool(state, stores), *_slots(state, slots)]
     pool = state.pool
     evictable = pool.room - pool.count(SlotState.EMPTY)
     if not state.requests.finishing and evictable != pool.count(SlotState.READY):
@@ -191,23 +198,7 @@ def _drained(state: CoreState) -> Iterator[str]:
         yield f"{len(state.leases.counts)} leases and {len(state.requests.finishing)} records after all has drained"
 
 
-def _all_slots(state: CoreState) -> Iterator[str]:
-    """Every slot's record agrees with the index, and the states are counted; the disk has a checksum for each block."""
-    pool = state.pool
-    found = Counter(pool.state(SlotId(slot)) for slot in range(pool.capacity))
-    for slot_state in SlotState:
-        if found[slot_state] != pool.count(slot_state):
-            yield f"{found[slot_state]} slots are {slot_state.name}, {pool.count(slot_state)} are counted"
-    for key, slot in pool.index.items():
-        if pool.key(slot) != key or pool.state(slot) not in _CAN_HIT:
-            yield f"slot {slot} is indexed but {pool.state(slot).name}"
-    if state.disk is not None:
-        has = {slot for slot, has_block in enumerate(state.disk.has_block) if has_block}
-        if has != set(state.disk.pool.index.values()):
-            yield f"{len(has)} slots of the disk have checksums, {len(state.disk.pool.index)} can be found"
-
-
-def _some_slots(state: CoreState, slots: Iterable[SlotId]) -> Iterator[str]:
+def _slots(state: CoreState, slots: Iterable[SlotId]) -> Iterator[str]:
     """A slot that can hit is in the index under its key; one without bytes has no key."""
     pool, parts = state.pool, state.pool.index.parts
     for slot in slots:

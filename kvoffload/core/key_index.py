@@ -14,13 +14,11 @@ Keys that do not differ in their first byte share a dict for good; only the shor
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, groupby
+from itertools import chain
 
 from kvoffload.model.ids import BlockKey, SlotId
 
 _Part = dict[BlockKey, SlotId]
-
-_Saved = tuple[list[tuple[int, _Part]], list[tuple[BlockKey, bool]] | None]
 
 _BYTES = 256
 _MOST = 2048
@@ -127,15 +125,3 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
             del part[key]
         self.parts[middle : middle + width // 2] = [upper] * (width // 2)
         self._all.append(upper)
-
-    # -- copies: a dict that stands for many bytes is written once ----------------------------------------------
-
-    def __getstate__(self) -> _Saved:
-        runs = [list(same) for _, same in groupby(self.parts, id)]
-        return [(len(run), run[0]) for run in runs], self._changes
-
-    def __setstate__(self, saved: _Saved) -> None:
-        runs, self._changes = saved
-        self._unlooked = 0
-        self._all = [part for _, part in runs]
-        self.parts = [part for width, part in runs for _ in range(width)]

@@ -190,10 +190,14 @@ class HostPool:
         return self._holds
 
     def problems(self) -> list[str]:
-        """Return where the eviction order or the free slots disagree with the slots' records."""
+        """Return where the counts, the eviction order or the free slots disagree with the slots' records."""
         ready = {slot for slot, state in enumerate(self._states) if state == SlotState.READY}
         empty = [slot for slot, state in enumerate(self._states) if state == SlotState.EMPTY]
-        problems = []
+        problems = [
+            f"{self._states.count(state)} slots are {state.name}, {self._counts[state]} are counted"
+            for state in SlotState
+            if self._states.count(state) != self._counts[state]
+        ]
         if ready - self._holds.keys() != set(self._order) or self._order.count != len(set(self._order)):
             problems.append("the eviction order is not the ready slots without a hold")
         if sorted([*self._freed, *range(self._fresh, len(self._states))]) != empty:

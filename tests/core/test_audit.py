@@ -82,7 +82,7 @@ INVARIANTS: dict[str, tuple[Callable[[Broken], object], str]] = {
     ),
     "an index without a key": (
         lambda it: it.pool._keys.__setitem__(it.load.slots[0], BlockKey(b"other")),
-        "is indexed but PINNED",
+        "is PINNED but not indexed",
     ),
     "a slot that should be evictable": (
         lambda it: it.pool._order.add(it.load.slots[:1]),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copyreg
 import marshal
 from collections import Counter
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import groupby
+from typing import Any
 
 from msgspec.structs import replace
 
+from kvoffload.core.key_index import KeyIndex
 from kvoffload.core.machine import SlotState
 from kvoffload.core.state import Policy
 from kvoffload.core.tally import MissMemory
@@ -104,6 +108,25 @@ class Scene:
         constant = _CONSTANT if self.kind.policy == "lazy" else _CONSTANT | {MissMemory}
         picture = fingerprint(self, constant=constant)
         return blake2b(marshal.dumps(picture, 2), digest_size=16).digest()  # type: ignore[arg-type]  # atoms, tuples
+
+
+def _saved(index: KeyIndex) -> tuple[Any, ...]:
+    """Save a dict that stands for many bytes once: otherwise the index is most of a saved scene."""
+    runs = [list(same) for _, same in groupby(index.parts, id)]
+    return _restored, ([(len(run), run[0]) for run in runs], index._changes)
+
+
+def _restored(
+    runs: list[tuple[int, dict[BlockKey, SlotId]]], changes: list[tuple[BlockKey, bool]]
+) -> KeyIndex:
+    index = KeyIndex()
+    index._changes = changes
+    index._all = [part for _, part in runs]
+    index.parts = [part for width, part in runs for _ in range(width)]
+    return index
+
+
+copyreg.pickle(KeyIndex, _saved)
 
 
 def _forget_steps(world: World) -> None:
