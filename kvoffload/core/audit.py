@@ -126,10 +126,10 @@ def _indexes(state: CoreState, stores: Stores) -> Iterator[tuple[str, Mapping[An
         # Some rank may read for a spill after its outcome is known.
         if isinstance(job, Spill) or (isinstance(job, Load) and not job.settled):
             pins.update(job.slots)
-    yield "pins of slots", state.pool.pins(), pins
+    yield "pins of slots", state.pool.pins, pins
     yield (
         "holds of slots",
-        state.pool.holds(),
+        state.pool.holds,
         Counter(slot for each in _records(state) for slot in each.held),
     )
     leased = Counter(block for job in opened if isinstance(job, DeviceJob) for block in job.targets)
@@ -157,7 +157,7 @@ def _indexes(state: CoreState, stores: Stores) -> Iterator[tuple[str, Mapping[An
         fetches = [job for job in jobs if isinstance(job, Fetch) and not job.settled]
         yield (
             f"pins of the {name}",
-            tier.pool.pins(),
+            tier.pool.pins,
             Counter(slot for job in fetches for slot in job.tier_slots),
         )
 

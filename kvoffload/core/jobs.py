@@ -15,7 +15,7 @@ it was dropped. Its *memory* is free only when every rank has ended its copy. R4
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
@@ -222,7 +222,7 @@ class Jobs:
         self.planned: list[Job] = []
         """What the step's plan will have, in the order in which it was planned."""
         self.cancelled: list[JobId] = []
-        """Submitted fetches that no request waits for any more; the next plan says so to the workers."""
+        """Submitted fetches that no request waits for any more: by the next plan the workers learn to begin no more of their copies."""
         self.open_on_tiers = 0
         """Open jobs between the host and a lower tier."""
         self.pending = 0
@@ -305,10 +305,6 @@ class Jobs:
         elif not job.settled:
             job.owner.failed(job, Failure.DROPPED)
 
-    def cancel_submitted(self, job: Job) -> None:
-        """Have the workers begin no more copies of a fetch; it ends when those that run have ended."""
-        self.cancelled.append(job.id)
-
     def close(self, job: Job, event: JobEvent = _FINISH) -> None:
         """Remove a job that every rank has ended, or that is cancelled."""
         was = job.state
@@ -318,26 +314,18 @@ class Jobs:
         del self.open[job.id]
         self.open_on_tiers -= job.tier is not Tier.HOST
 
-    def stop(self) -> None:
-        """No plan goes to the workers any more."""
-        self.cancelled.clear()
-
 
 class Leases:
     """Device blocks that the engine must not hand out while open jobs copy them (R5). The only caller of `lease` and `release`."""
 
     def __init__(self, device: BlockPool) -> None:
         self._device = device
-        self._counts: dict[DeviceBlockId, int] = {}
-
-    @property
-    def counts(self) -> Mapping[DeviceBlockId, int]:
+        self.counts: dict[DeviceBlockId, int] = {}
         """How often each block is leased."""
-        return self._counts
 
     def take(self, blocks: Sequence[DeviceBlockId]) -> None:
         """Lease blocks. Changes the engine's reference counts."""
-        count(self._counts, blocks)
+        count(self.counts, blocks)
         self._device.lease(blocks)
 
     def release(self, blocks: Sequence[DeviceBlockId]) -> None:
@@ -346,7 +334,7 @@ class Leases:
         Raises:
             KeyError: one of them is not leased; nothing has changed.
         """
-        uncount(self._counts, blocks)
+        uncount(self.counts, blocks)
         self._device.release(blocks[::-1])
 
 

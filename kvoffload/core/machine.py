@@ -37,14 +37,6 @@ class Machine(Generic[S, E]):
         self.only = {event: (bytes((before,)), int(after)) for (before, event), after in table.items()}
         """Per event that one state alone allows, that state as one byte and the next state: for moves of many."""
 
-    def next(self, state: int, event: E) -> S:
-        """Return the state that follows.
-
-        Raises:
-            IllegalTransition: the table has no such step.
-        """
-        return self.steps[event][state]
-
 
 class _Steps(dict[int, S]):
     """Of one event: the next state by state. Where a call counts, it is read without one."""

@@ -403,7 +403,7 @@ class OffloadCore:
             if is_last or job.state is JobState.PLANNED or not isinstance(job, Load):
                 state.jobs.drop(job)
         self.lower_tiers.stop()
-        state.jobs.stop()
+        state.jobs.cancelled.clear()
         self.stores.stop(StoreOutcome.DEGRADED)
 
     # -- questions that change nothing ----------------------------------------------------------------------------

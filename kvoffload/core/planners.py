@@ -16,8 +16,8 @@ from kvoffload.core.jobs import Offer
 from kvoffload.core.machine import RequestState
 from kvoffload.core.request import RequestRecord, from_fields
 from kvoffload.core.state import CoreState
-from kvoffload.core.stores import Stores
-from kvoffload.model.causes import MissCause, StoreOutcome
+from kvoffload.core.stores import MISS_CAUSES, Stores
+from kvoffload.model.causes import StoreOutcome
 from kvoffload.model.facts import StepScheduled
 from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import NULL_BLOCK
@@ -173,10 +173,10 @@ class LazyPlanner:
         self._clean = len(blocks) - len(stored) if is_all else 0
         self._stored += len(stored)
         self._stores.offer(stored[::-1])  # the device evicts the deepest first; a job has the heads first
-        outcome, cause = _NO_SLOT[bool(state.growing)]
-        self._stores.refuse(
-            [offer for offer in no_slot if state.misses.cause(offer.key) is not cause], outcome
-        )
+        outcome = StoreOutcome.NOT_READY if state.growing else StoreOutcome.HOST_FULL
+        cause = MISS_CAUSES[outcome]
+        refused = [offer for offer in no_slot if state.misses.cause(offer.key) is not cause]
+        self._stores.refuse(refused, outcome)
 
     def _unknown(self, record: RequestRecord) -> list[Offer]:
         """Return offers of a request's blocks that the host does not have, heads first."""
@@ -185,13 +185,6 @@ class LazyPlanner:
         if self._for_states:
             _sort_by_depth(offers, self._state)
         return [offer for offer in offers if offer.key not in index and offer.key not in in_flight]
-
-
-_NO_SLOT = {
-    False: (StoreOutcome.HOST_FULL, MissCause.DECLINED_HOST_FULL),
-    True: (StoreOutcome.NOT_READY, MissCause.DECLINED_NOT_READY),
-}
-"""By whether host memory is still growing: the outcome of a block without a slot, and why its key misses from then on."""
 
 
 def make_planner(state: CoreState, stores: Stores) -> StorePlanner:

@@ -140,8 +140,10 @@ class HostPool:
     def __init__(self) -> None:
         self._states = bytearray()
         self._keys: list[BlockKey | None] = []
-        self._pins: dict[SlotId, int] = {}
-        self._holds: dict[SlotId, int] = {}
+        self.pins: dict[SlotId, int] = {}
+        """How often each slot is pinned."""
+        self.holds: dict[SlotId, int] = {}
+        """How often each slot is held."""
         self.index = KeyIndex()
         """The slots that can hit (READY or PINNED) by key. An answer is worthless until pinned."""
         self._freed: list[SlotId] = []
@@ -181,14 +183,6 @@ class HostPool:
         states = self._states
         return [slot for slot in slots if states[slot] == _PINNED]
 
-    def pins(self) -> Mapping[SlotId, int]:
-        """Return how often each slot is pinned."""
-        return self._pins
-
-    def holds(self) -> Mapping[SlotId, int]:
-        """Return how often each slot is held."""
-        return self._holds
-
     def problems(self) -> list[str]:
         """Return where the counts, the eviction order or the free slots disagree with the slots' records."""
         ready = {slot for slot, state in enumerate(self._states) if state == SlotState.READY}
@@ -198,7 +192,7 @@ class HostPool:
             for state in SlotState
             if self._states.count(state) != self._counts[state]
         ]
-        if ready - self._holds.keys() != set(self._order) or self._order.count != len(set(self._order)):
+        if ready - self.holds.keys() != set(self._order) or self._order.count != len(set(self._order)):
             problems.append("the eviction order is not the ready slots without a hold")
         if sorted([*self._freed, *range(self._fresh, len(self._states))]) != empty:
             problems.append("the free slots are not the empty ones")
@@ -281,7 +275,7 @@ class HostPool:
         Raises:
             IllegalTransition: one of them cannot hit; nothing has changed.
         """
-        pins, once = self._pins, dict.fromkeys(slots, 1)
+        pins, once = self.pins, dict.fromkeys(slots, 1)
         again = pins.keys() & slots
         for slot in again:
             if self._states[slot] != _PINNED:
@@ -300,7 +294,7 @@ class HostPool:
         Raises:
             KeyError: one of them is not pinned; nothing has changed.
         """
-        free = uncount(self._pins, slots[::-1])
+        free = uncount(self.pins, slots[::-1])
         if not free:
             return
         if bytes(map(self._states.__getitem__, free)).translate(None, _ONLY_PINNED):
@@ -314,11 +308,11 @@ class HostPool:
         """Keep slots out of the eviction order while a request counts on them."""
         if ready := self._ready(tuple(dict.fromkeys(slots))):
             self._order.remove(self._not_held(ready))
-        count(self._holds, slots)
+        count(self.holds, slots)
 
     def release(self, slots: Sequence[SlotId]) -> None:
         """Undo one `hold` of each slot. The caller names a request's slots deepest first."""
-        self._order.add(self._ready(uncount(self._holds, slots)))
+        self._order.add(self._ready(uncount(self.holds, slots)))
 
     def use(self, slots: Sequence[SlotId], held: Mapping[SlotId, int]) -> int:
         """Note a use of each slot in this order, and undo as many holds of each slot as `held` says. The last use of a slot counts.
@@ -326,7 +320,7 @@ class HostPool:
         Returns:
             How many of them may be evicted, the last one last.
         """
-        holds, states, order = self._holds, self._states, self._order
+        holds, states, order = self.holds, self._states, self._order
         moved, last = list[SlotId](), list[SlotId]()
         for slot in reversed(dict.fromkeys(reversed(slots))):
             had = holds.get(slot, 0)
@@ -371,7 +365,7 @@ class HostPool:
         if self._states[slot] == SlotState.QUARANTINED:
             return False
         could_hit = self._forget_key(slot)
-        if self._states[slot] == SlotState.READY and slot not in self._holds:
+        if self._states[slot] == SlotState.READY and slot not in self.holds:
             self._order.remove((slot,))
         self._move(slot, SlotEvent.QUARANTINE)
         self._keys[slot] = None
@@ -395,7 +389,7 @@ class HostPool:
 
     def _move(self, slot: SlotId, event: SlotEvent) -> None:
         before = self._states[slot]
-        after = SLOT.next(before, event)
+        after = SLOT.steps[event][before]
         self._states[slot] = after
         self._counts[before] -= 1
         self._counts[after] += 1
@@ -421,7 +415,7 @@ class HostPool:
 
     def _not_held(self, slots: Sequence[SlotId]) -> Sequence[SlotId]:
         """Return those that no running request holds; if READY, they are in the eviction order."""
-        holds = self._holds
+        holds = self.holds
         if holds.keys().isdisjoint(slots):
             return slots
         return [slot for slot in slots if slot not in holds]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
 from operator import itemgetter
 
 from kvoffload.core.jobs import TABLE, Failure, Job, Offer, Store, owner
@@ -30,16 +29,6 @@ _STORED, _ALREADY_CACHED = StoreOutcome.STORED, StoreOutcome.ALREADY_CACHED
 _FINISHING = RequestState.FINISHING
 _KEY: Callable[[Offer], BlockKey] = itemgetter(0)
 _BLOCK: Callable[[Offer], DeviceBlockId] = itemgetter(1)
-
-
-class Wait(Enum):
-    """Why an offer has no outcome yet."""
-
-    FOR_ROOM = "for_room"  # under the lease limit; tried again next step
-    FOR_MEMORY = "for_memory"  # the host has no room yet, but more memory is coming; tried again next step
-    FOR_COPIES = "for_copies"  # too many copies did not end, and no new one starts; tried again next step
-    FOR_END = "for_end"  # the host is full of what running requests use; tried again at the request's end
-    FOR_COPY = "for_copy"  # an abandoned copy still reads the block; tried again at the request's end
 
 
 class InFlight:
@@ -268,7 +257,7 @@ class Stores:
                 unhashed.append(offer.key)
         if unhashed:
             self._state.tally.count_stores(StoreOutcome.NOT_HASHED, len(unhashed))
-            self._state.misses.note(unhashed, _MISS_CAUSES[StoreOutcome.NOT_HASHED])
+            self._state.misses.note(unhashed, MISS_CAUSES[StoreOutcome.NOT_HASHED])
         return [offers[number] for number in left], [held[number] for number in left]
 
     def _admit_some(
@@ -302,13 +291,13 @@ class Stores:
         for duplicate in duplicates:
             self.in_flight.wait(duplicate)
 
-    def _without_room(self, is_host_full: bool) -> Wait:
-        """Return what an offer waits for that finds no room on the host, or under the lease limit."""
+    def _without_room(self, is_host_full: bool) -> StoreOutcome:
+        """Return why an offer waits that finds no room on the host, or under the lease limit."""
         if is_host_full:
-            return Wait.FOR_MEMORY if self._state.growing else Wait.FOR_END
-        return Wait.FOR_COPIES if self._state.stall.is_on else Wait.FOR_ROOM
+            return StoreOutcome.NOT_READY if self._state.growing else StoreOutcome.HOST_FULL
+        return StoreOutcome.STALLED if self._state.stall.is_on else StoreOutcome.LEASE_LIMIT
 
-    def _by_block(self, offer: Offer, holds: BlockKey | None) -> Offer | Wait | StoreOutcome:
+    def _by_block(self, offer: Offer, holds: BlockKey | None) -> Offer | StoreOutcome:
         """Return the offer on a block that certainly holds its key, or why there is none (R3, R7, R10)."""
         state, block = self._state, offer.block
         if block == NULL_BLOCK:
@@ -320,7 +309,7 @@ class Stores:
         if state.epoch and not self._is_since_reset(offer, block):
             return StoreOutcome.BEFORE_RESET
         if block in self.in_flight.blocks:
-            return Wait.FOR_COPY
+            return StoreOutcome.FAILED
         if holds != offer.key:
             return StoreOutcome.NOT_HASHED if holds is None else StoreOutcome.STALE
         return offer if block == offer.block else offer._replace(block=block)
@@ -331,23 +320,20 @@ class Stores:
         is_tainted = record is not None and record.is_live and not record.may_store
         return block in self._state.computed_since_reset and not is_tainted
 
-    def _decline(self, offer: Offer, verdict: Wait | StoreOutcome, *, last_chance: bool) -> None:
-        if isinstance(verdict, StoreOutcome):
-            self._settle(offer.key, verdict)
-            return
-        record = owner(offer)
-        outcome, meanwhile = _WAITS[verdict]
-        if last_chance or record is None:
+    def _decline(self, offer: Offer, outcome: StoreOutcome, *, last_chance: bool) -> None:
+        """Let an offer wait, or give it this outcome if it cannot."""
+        record = owner(offer) if outcome in _WAITS and not last_chance else None
+        if record is None:
             self._settle(offer.key, outcome)
             return
         position = (offer.group, offer.position)
         record.waiting[position] = None
-        if verdict in _FOR_ROOM:
+        if outcome in _FOR_ROOM:
             kind = self._state.shape.groups[offer.group].kind
             queue = self.states_for_room if kind is AttentionKind.RECURRENT else self.for_room
             queue.setdefault(record, deque()).append(position)
-        if meanwhile is not None:
-            self._state.misses.note((offer.key,), meanwhile)
+        if outcome is not StoreOutcome.LEASE_LIMIT:
+            self._state.misses.note((offer.key,), MISS_CAUSES[outcome])
 
     def _accept(self, offers: Sequence[Offer]) -> None:
         """Reserve slots for offers, lease their blocks, and add them to the step's job. There is room for all."""
@@ -446,7 +432,7 @@ class Stores:
     def _settle(self, key: BlockKey, outcome: StoreOutcome) -> None:
         """An offer has its outcome."""
         self._state.tally.count_stores(outcome)
-        cause = _MISS_CAUSES.get(outcome)
+        cause = MISS_CAUSES.get(outcome)
         if cause is not None and key not in self._state.pool.index:
             self._state.misses.note((key,), cause)
 
@@ -538,19 +524,21 @@ _OUTCOMES = {
 }
 """While offloading is on: only a reset drops stores then."""
 
-_WAITS: dict[Wait, tuple[StoreOutcome, MissCause | None]] = {
-    Wait.FOR_ROOM: (StoreOutcome.LEASE_LIMIT, None),
-    Wait.FOR_MEMORY: (StoreOutcome.NOT_READY, MissCause.DECLINED_NOT_READY),
-    Wait.FOR_COPIES: (StoreOutcome.STALLED, MissCause.DECLINED_STALLED),
-    Wait.FOR_END: (StoreOutcome.HOST_FULL, MissCause.DECLINED_HOST_FULL),
-    Wait.FOR_COPY: (StoreOutcome.FAILED, MissCause.STORE_FAILED),
-}
-"""The outcome of an offer that cannot wait, and why the key of one that waits misses until then."""
+_FOR_ROOM = (
+    StoreOutcome.LEASE_LIMIT,
+    StoreOutcome.NOT_READY,  # the host has no room yet, but more memory is coming
+    StoreOutcome.STALLED,  # too many copies did not end, and no new one starts
+)
+"""An offer waits for these to end, which they do for all at once: each step decides in order on as many as there is room for."""
 
-_FOR_ROOM = (Wait.FOR_ROOM, Wait.FOR_MEMORY, Wait.FOR_COPIES)
-"""What ends for all waiting offers at once, so they are decided on in order, as many as there is room for."""
+_WAITS = (
+    *_FOR_ROOM,
+    StoreOutcome.HOST_FULL,  # of what running requests use
+    StoreOutcome.FAILED,  # a copy that timed out still reads the block
+)
+"""An offer waits for these to end, those that are not for room until its request's end. If it cannot wait, this is its outcome."""
 
-_MISS_CAUSES = {
+MISS_CAUSES = {
     StoreOutcome.HOST_FULL: MissCause.DECLINED_HOST_FULL,
     StoreOutcome.NOT_READY: MissCause.DECLINED_NOT_READY,
     StoreOutcome.STALLED: MissCause.DECLINED_STALLED,

@@ -466,7 +466,7 @@ class FetchPlanner:
                 continue
             jobs.drop(job)
             if job.state is JobState.SUBMITTED:
-                jobs.cancel_submitted(job)
+                jobs.cancelled.append(job.id)
 
     def cause(self, missing: BlockKey | None, cause: MissCause | None) -> MissCause | None:
         """Return why a block misses that is not on the host, given what the host knows of it."""

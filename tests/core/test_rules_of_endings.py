@@ -312,7 +312,7 @@ def test_r11_the_store_of_a_table_that_was_lost_does_not_concern_the_next() -> N
     world.idle_step()
     world.finish()
     assert world.on_host(TEXT) == "xxx"
-    assert not world.core.state.pool.holds()
+    assert not world.core.state.pool.holds
 
 
 # -- R12: a broken invariant -----------------------------------------------------------------------------------
@@ -470,9 +470,9 @@ def test_r16_a_request_with_a_stuck_copy_holds_no_slot_once_it_has_ended() -> No
     stuck, fine = world.open_jobs()
     world.overdue(stuck)
     world.finish(fine)
-    assert world.core.state.pool.holds()
+    assert world.core.state.pool.holds
     world.end(request)
-    assert not world.core.state.pool.holds()
+    assert not world.core.state.pool.holds
 
 
 def test_r16_a_request_that_has_ended_waits_with_its_slots_for_no_copy_that_is_stuck() -> None:
@@ -482,12 +482,12 @@ def test_r16_a_request_that_has_ended_waits_with_its_slots_for_no_copy_that_is_s
     arrived, stuck, late = world.open_jobs()
     world.finish(arrived)
     world.end(request)
-    assert world.core.state.pool.holds()  # its last stores are still on their way
+    assert world.core.state.pool.holds  # its last stores are still on their way
     world.overdue(stuck)
-    assert not world.core.state.pool.holds()
+    assert not world.core.state.pool.holds
     world.finish(late)
     assert world.on_host(text) == "xx..xx"
-    assert not world.core.state.pool.holds()
+    assert not world.core.state.pool.holds
 
 
 def test_r16_a_job_that_has_ended_or_was_not_submitted_is_not_abandoned() -> None:

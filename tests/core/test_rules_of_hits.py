@@ -63,7 +63,7 @@ def test_r1_a_repeated_lookup_drops_what_the_one_before_had_pinned() -> None:
     late = world.add("late", TEXT)
     for _ in range(3):
         assert world.lookup(late) == 12
-        assert sum(world.core.state.pool.pins().values()) == 3
+        assert sum(world.core.state.pool.pins.values()) == 3
     assert drops(world) == [(PinDropCause.LOOKED_UP_AGAIN, 3)] * 2
 
 
@@ -506,7 +506,7 @@ def test_r14_fifty_requests_with_one_prefix_load_it_once() -> None:
     crowd = [world.add(f"r{number}", TEXT + str(number)) for number in range(50)]
     answers = [world.admit(request) for request in crowd]
     assert answers == [12, *[None] * 49]
-    assert sum(world.core.state.pool.pins().values()) == 3  # those who wait pin nothing
+    assert sum(world.core.state.pool.pins.values()) == 3  # those who wait pin nothing
     assert len(world.reported(LookupDeferred)) == 49
     world.step()
     assert [world.admit(request) for request in crowd[1:]] == [None] * 49  # still loading

@@ -454,7 +454,7 @@ def test_r5_pins_and_leases_of_a_load_are_given_back_exactly_once(
     world.drain()
     assert [name for name, _ in world.results] == ["a"]
     assert world.device.leased.total() == 0
-    assert not world.core.state.pool.pins()
+    assert not world.core.state.pool.pins
 
 
 def test_r5_releasing_twice_is_an_error_and_changes_nothing() -> None:
@@ -906,7 +906,7 @@ def test_r15_slots_that_went_bad_meanwhile_are_released_too() -> None:
     world.drain()
     assert world.on_host(LONG) == "xxx."
     assert heads_last(world)
-    assert not world.core.state.pool.holds()
+    assert not world.core.state.pool.holds
 
 
 def test_r15_a_tail_that_arrives_after_a_preemption_is_not_used_later_than_its_head() -> None:

@@ -44,10 +44,10 @@ EVERY_STEP = [
 @pytest.mark.parametrize(("machine", "state", "event"), EVERY_STEP)
 def test_every_state_and_event(machine: Machine[Any, Any], state: IntEnum, event: IntEnum) -> None:
     if (state, event) in machine.table:
-        assert machine.next(state, event) is machine.table[state, event]
+        assert machine.steps[event][state] is machine.table[state, event]
     else:
         with pytest.raises(IllegalTransition, match=repr(event)):
-            machine.next(state, event)
+            machine.steps[event][state]
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
@@ -103,8 +103,8 @@ def picture(pool: HostPool) -> object:
         states,
         counts,
         dict(pool.index),
-        dict(pool.pins()),
-        dict(pool.holds()),
+        dict(pool.pins),
+        dict(pool.holds),
         list(pool._order),
         pool.room,
     )
@@ -219,7 +219,7 @@ def test_using_undoes_holds_in_the_same_order() -> None:
     pool.fill(slots)
     pool.hold([slots[0], slots[0], slots[1]])
     assert pool.use(slots, {slots[0]: 1, slots[1]: 1}) == 2
-    assert pool.holds() == {slots[0]: 1}
+    assert pool.holds == {slots[0]: 1}
     assert list(pool._order) == [slots[1], slots[2]]
     assert pool.use(slots, {slots[0]: 1}) == 3
     assert list(pool._order) == list(slots)

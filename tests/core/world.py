@@ -113,8 +113,8 @@ def left_behind(core: OffloadCore) -> dict[str, object]:
     """What requests, jobs and hits keep in the core, by name; empty when all has drained (R11)."""
     state, pool = core.state, core.state.pool
     kept = {
-        "pins": pool.pins(),
-        "holds": pool.holds(),
+        "pins": pool.pins,
+        "holds": pool.holds,
         "leases": state.leases.counts,
         "requests": (*state.requests.live.values(), *state.requests.finishing),
         "jobs": (*state.jobs.open.values(), *state.jobs.planned),
@@ -131,7 +131,7 @@ def left_behind(core: OffloadCore) -> dict[str, object]:
     }
     for tier in state.tiers:
         kept |= {
-            f"pins of {tier.tier.value}": tier.pool.pins(),
+            f"pins of {tier.tier.value}": tier.pool.pins,
             f"spills to {tier.tier.value}": tier.spilling,
             f"fetches from {tier.tier.value}": tier.fetching,
             f"jobs on {tier.tier.value} that timed out": tier.timed_out,

@@ -50,7 +50,7 @@ class Before:
         state = scene.world.core.state
         pool = state.pool
         evictable = {slot: key for slot in pool._order if (key := pool.key(slot)) is not None}
-        pinned = {slot: key for slot in pool.pins() if (key := pool.key(slot)) is not None}
+        pinned = {slot: key for slot in pool.pins if (key := pool.key(slot)) is not None}
         unusable = {tier.tier: _open_on(scene, tier.tier) for tier in state.tiers if not _answers(tier)}
         return cls(evictable, pinned, scene.world.resets, unusable)
 
@@ -74,9 +74,9 @@ def _check_pins(scene: Scene, before: Before) -> None:
     """R1, R5: a slot that is still pinned holds what it held, or can never hit again."""
     pool = scene.world.core.state.pool
     for slot, key in before.pinned.items():
-        if slot in pool.pins() and pool.state(slot) in (SlotState.READY, SlotState.PINNED):
+        if slot in pool.pins and pool.state(slot) in (SlotState.READY, SlotState.PINNED):
             assert pool.key(slot) == key, f"R1: pinned slot {slot} changed its key"
-        assert slot not in pool.pins() or pool.state(slot) not in (SlotState.EMPTY, SlotState.FILLING)
+        assert slot not in pool.pins or pool.state(slot) not in (SlotState.EMPTY, SlotState.FILLING)
 
 
 def _check_blocks_in_flight(scene: Scene) -> None:

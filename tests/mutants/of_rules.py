@@ -259,7 +259,7 @@ MUTANTS: tuple[Mutant, ...] = (
         RUNTIME,
     ),
     # The order of eviction.
-    Mutant(15, _POOL, "uncount(self._pins, slots[::-1])", "uncount(self._pins, slots)"),
+    Mutant(15, _POOL, "uncount(self.pins, slots[::-1])", "uncount(self.pins, slots)"),
     Mutant(15, _POOL, "reversed(dict.fromkeys(reversed(slots)))", "dict.fromkeys(slots)"),
     Mutant(15, _STORES, "state.pool.fill(job.slots[::-1])", "state.pool.fill(job.slots)"),
     Mutant(15, _STORES, "for offer in reversed(offers):", "for offer in offers:"),
@@ -434,7 +434,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(17, _TIER_COPIES, "and is_early and", "and", _DISK_CORE),
     Mutant(17, _TIER_COPIES, "if state.requests.live and is_early", "if is_early", _DISK_CORE),
     Mutant(14, _TIER_COPIES, "if job.wanted or job.settled:", "if job.settled:", DISK),
-    Mutant(12, _CORE, "        state.jobs.stop()\n", "\n", _FOUND),
+    Mutant(12, _CORE, "        state.jobs.cancelled.clear()\n", "\n", _FOUND),
     Mutant(17, _TIERS, "in tier_slots if self.has_block[slot]]", "in tier_slots]", _FOUND),
     Mutant(15, _TIER_COPIES, " or key in self._left", "", DISK),
     Mutant(17, _TIER_COPIES, "state.pool.count(SlotState.EMPTY)", "state.pool.room", DISK),
