@@ -26,6 +26,7 @@ from kvoffload.core.request import PendingHit, RequestRecord, from_fields
 from kvoffload.core.state import CoreState
 from kvoffload.core.stores import InFlight
 from kvoffload.core.tier_copies import FetchPlanner
+from kvoffload.model import events
 from kvoffload.model.causes import (
     CopyOutcome,
     EvictionCause,
@@ -33,17 +34,6 @@ from kvoffload.model.causes import (
     MissCause,
     PinDropCause,
     RejectionCause,
-)
-from kvoffload.model.events import (
-    HitDropped,
-    HitPinned,
-    JunctionAsked,
-    JunctionMade,
-    LoadEnded,
-    LoadScheduled,
-    LookupAnswered,
-    LookupDeferred,
-    StatesCopied,
 )
 from kvoffload.model.facts import BlocksAllocated
 from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, JobId, Rank, RequestId, SlotId
@@ -91,7 +81,7 @@ class PendingHits:
                 self._not_yet(record, owner)
                 return None
             state.pool.pin(slots)
-            event = HitPinned(record.request, len(slots), device_tokens, hit.tokens - device_tokens)
+            event = events.HitPinned(record.request, len(slots), device_tokens, hit.tokens - device_tokens)
             state.tally.events.append(event)
         record.hit = hit
         record.waits_for = None
@@ -109,11 +99,11 @@ class PendingHits:
             cause = Tier.REMOTE if record.awaits_fetch is None else record.awaits_fetch[0]
         if record.waits_for != cause:
             record.waits_for = cause
-            self._state.tally.events.append(LookupDeferred(record.request, owner))
+            self._state.tally.events.append(events.LookupDeferred(record.request, owner))
 
     def boundary_stored(self, record: RequestRecord) -> None:
         """Note that the engine handed off the state that a request was to leave at its shared-prefix boundary."""
-        self._state.tally.events.append(JunctionMade(record.request, record.boundary))
+        self._state.tally.events.append(events.JunctionMade(record.request, record.boundary))
         record.boundary = 0
 
     def take(self, record: RequestRecord, accepted_tokens: int) -> PendingHit | None:
@@ -126,7 +116,7 @@ class PendingHits:
         if hit is None:
             return None
         if record.boundary:
-            self._state.tally.events.append(JunctionAsked(record.request, record.boundary))
+            self._state.tally.events.append(events.JunctionAsked(record.request, record.boundary))
         device_tokens, reached, slots, cause, _ = hit
         alignment = self._state.shape.alignment
         end = max(record.prompt_tokens, reached)
@@ -135,15 +125,15 @@ class PendingHits:
             cause = MissCause.NOT_ACCEPTED
         found = -(-(tokens - device_tokens) // alignment)
         missed = -(-(end - tokens) // alignment)
-        events = self._state.tally.events
+        tally = self._state.tally
         answered = record.request, device_tokens, found, missed, tokens - device_tokens, end - tokens
         if not missed:
             cause = None
         if record.fetched_blocks and slots:
             fetched = (tokens - device_tokens) * min(record.fetched_blocks, len(slots)) // len(slots)
-            events.append(LookupAnswered(*answered, cause, fetched, record.fetched_from))
+            tally.events.append(events.LookupAnswered(*answered, cause, fetched, record.fetched_from))
         else:
-            events.append(LookupAnswered(*answered, cause))
+            tally.events.append(events.LookupAnswered(*answered, cause))
         return hit
 
     def drop(self, record: RequestRecord, cause: PinDropCause) -> None:
@@ -151,7 +141,7 @@ class PendingHits:
         hit, record.hit = record.hit, None
         if hit is not None and hit.slots:
             self.unpin(record, hit)
-            self._state.tally.events.append(HitDropped(record.request, len(hit.slots), cause))
+            self._state.tally.events.append(events.HitDropped(record.request, len(hit.slots), cause))
 
     def unpin(self, record: RequestRecord, hit: PendingHit) -> None:
         """Unpin a hit that will not be loaded: what the device holds of the prefix is evicted after it (R15)."""
@@ -225,7 +215,7 @@ class Loads:
         if hit is not None and hit.slots:
             # The engine takes nothing from the host, as its contract allows (R2).
             self._hits.unpin(record, hit)
-            event = HitDropped(record.request, len(hit.slots), PinDropCause.NOT_ACCEPTED)
+            event = events.HitDropped(record.request, len(hit.slots), PinDropCause.NOT_ACCEPTED)
             self._state.tally.events.append(event)
         self._state.requests.move(record, RequestEvent.ALLOCATE)
 
@@ -262,7 +252,9 @@ class Loads:
         self._state.pool.unpin(hit.slots)
         if rest := len(set(hit.slots).difference(loading)):
             self._state.retention.used(record, record.found_tokens)
-            self._state.tally.events.append(HitDropped(record.request, rest, PinDropCause.NOT_ACCEPTED))
+            self._state.tally.events.append(
+                events.HitDropped(record.request, rest, PinDropCause.NOT_ACCEPTED)
+            )
 
     def _plan(
         self, record: RequestRecord, slots: list[SlotId], blocks: list[DeviceBlockId], tokens: int
@@ -281,7 +273,9 @@ class Loads:
         state.jobs.plan(job)
         record.jobs += 1
         state.shared.started(record, slots)
-        state.tally.events.append(LoadScheduled(job.id, record.request, len(slots), tokens, tuple(slots)))
+        state.tally.events.append(
+            events.LoadScheduled(job.id, record.request, len(slots), tokens, tuple(slots))
+        )
 
     def _copies(self, record: RequestRecord, fact: BlocksAllocated, length: int) -> _Copies | None:
         """Return the slots and blocks to copy for a prefix of `length` tokens, heads first; None if the host lacks any.
@@ -326,13 +320,13 @@ class Loads:
             self._state.tally.evicted(EvictionCause.ABANDONED, sum(map(pool.quarantine, job.slots)))
         pool.unpin(job.slots)
         job.settled = True
-        events, request, outcome = self._state.tally.events, job.record.request, _OUTCOMES[why]
+        tally, request, outcome = self._state.tally, job.record.request, _OUTCOMES[why]
         corrupt = len(job.corrupt) if why is Failure.CORRUPT else 0
         if corrupt:
-            events.append(LoadEnded(job.id, request, corrupt, outcome))
+            tally.events.append(events.LoadEnded(job.id, request, corrupt, outcome))
             outcome = LoadOutcome.FAILED
         if len(job.slots) > corrupt:
-            events.append(LoadEnded(job.id, request, len(job.slots) - corrupt, outcome))
+            tally.events.append(events.LoadEnded(job.id, request, len(job.slots) - corrupt, outcome))
         self._answer(job.record, job.incarnation, loaded=False)
 
     def ended(self, job: Load) -> None:
@@ -353,12 +347,12 @@ class Loads:
         """Every rank has copied: the request can run."""
         record, pool, shape = job.record, self._state.pool, self._state.shape
         if shape.state_key_ends and (states := shape.count_states(map(pool.key, job.slots))):
-            self._state.tally.events.append(StatesCopied(Direction.LOAD, states))
+            self._state.tally.events.append(events.StatesCopied(Direction.LOAD, states))
         if record.incarnation == job.incarnation and record.state < _FINISHING:
             self._state.retention.add(record, pool.pinned(job.slots))
         pool.unpin(job.slots)
         job.settled = True
-        event = LoadEnded(job.id, record.request, len(job.slots), LoadOutcome.LOADED)
+        event = events.LoadEnded(job.id, record.request, len(job.slots), LoadOutcome.LOADED)
         self._state.tally.events.append(event)
         self._answer(record, job.incarnation, loaded=True)
         if record.incarnation == job.incarnation and record.state is _RUNNING:

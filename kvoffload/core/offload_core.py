@@ -18,18 +18,9 @@ from kvoffload.core.request import RequestRecord
 from kvoffload.core.state import CoreState, LoadResults, Policy
 from kvoffload.core.stores import Stores
 from kvoffload.core.tier_copies import LowerTiers
-from kvoffload.model import facts
+from kvoffload.model import events, facts
 from kvoffload.model.causes import DegradeCause, EvictionCause, PinDropCause, RejectionCause, StoreOutcome
 from kvoffload.model.engine import BlockPool, EngineShape
-from kvoffload.model.events import (
-    CapacityGrown,
-    CopiesResumed,
-    CopiesStalled,
-    JobAbandoned,
-    OffloadingDegraded,
-    RankReported,
-    ResetStarted,
-)
 from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, RequestId, SlotId
 from kvoffload.model.transfer import NOTHING, Tier, TransferPlan, TransferReport
 
@@ -306,7 +297,7 @@ class OffloadCore:
             job = state.jobs.open.get(part.job)
             if job is None or not job.reported(report.rank, part.outcome):
                 continue
-            event = RankReported(
+            event = events.RankReported(
                 job=job.id,
                 rank=report.rank,
                 direction=job.direction,
@@ -333,7 +324,7 @@ class OffloadCore:
         if isinstance(job, DeviceJob):
             if state.stall.timed_out(job):
                 self._report_stall()
-            state.tally.events.append(JobAbandoned(job.id, job.direction, len(job.slots)))
+            state.tally.events.append(events.JobAbandoned(job.id, job.direction, len(job.slots)))
             for record in job.concerns:
                 record.has_timed_out = True
                 state.retention.release_if_over(record)
@@ -342,9 +333,11 @@ class OffloadCore:
     def _report_stall(self) -> None:
         stall = self.state.stall
         if stall.is_on:
-            self.state.tally.events.append(CopiesStalled(stall.blocks, stall.limit, stall.jobs_in_a_row))
+            self.state.tally.events.append(
+                events.CopiesStalled(stall.blocks, stall.limit, stall.jobs_in_a_row)
+            )
         else:
-            self.state.tally.events.append(CopiesResumed(stall.blocks))
+            self.state.tally.events.append(events.CopiesResumed(stall.blocks))
 
     def take_results(self) -> LoadResults:
         """Return the loads that ended since the last call, and forget them."""
@@ -362,7 +355,7 @@ class OffloadCore:
         if report.ready_slots > state.ready[rank]:
             state.ready[rank] = report.ready_slots
             if state.pool.grow(min(state.ready.values())):
-                state.tally.events.append(CapacityGrown(state.pool.capacity))
+                state.tally.events.append(events.CapacityGrown(state.pool.capacity))
 
     # -- resets, and the end of offloading ------------------------------------------------------------------------
 
@@ -388,7 +381,9 @@ class OffloadCore:
         self.stores.stop(StoreOutcome.BEFORE_RESET)
         state.tally.evicted(EvictionCause.RESET, len(dropped))
         draining = state.pool.count(SlotState.DRAINING)
-        state.tally.events.append(ResetStarted(state.epoch, len(dropped), draining, state.jobs.pending))
+        state.tally.events.append(
+            events.ResetStarted(state.epoch, len(dropped), draining, state.jobs.pending)
+        )
 
     def invariant_broken(self, fact: facts.InvariantBroken) -> None:
         """Switch off for good: nothing new starts, open jobs drain, and the engine continues (R12)."""
@@ -396,7 +391,7 @@ class OffloadCore:
         if state.degraded is not None:
             return
         state.degraded = fact.cause
-        state.tally.events.append(OffloadingDegraded(fact.cause, fact.detail))
+        state.tally.events.append(events.OffloadingDegraded(fact.cause, fact.detail))
         # After a handler has raised no report will come: the core gets no fact any more.
         is_last = fact.cause is DegradeCause.HANDLER_RAISED
         for job in tuple(state.jobs.open.values()):
