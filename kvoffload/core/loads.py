@@ -16,12 +16,13 @@ that prefix finds it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 
 from kvoffload.core.jobs import Failure, Load
 from kvoffload.core.machine import RequestEvent, RequestState
 from kvoffload.core.match import longest_match
+from kvoffload.core.planners import StorePlanner
 from kvoffload.core.request import PendingHit, RequestRecord, from_fields
 from kvoffload.core.state import CoreState
 from kvoffload.core.stores import InFlight
@@ -192,15 +193,13 @@ class Loads:
     Args:
         state: the core's.
         hits: what lookups found.
-        loaded: called with a request whose load ended well.
+        planner: learns which loads ended well.
     """
 
-    def __init__(
-        self, state: CoreState, hits: PendingHits, loaded: Callable[[RequestRecord], object]
-    ) -> None:
+    def __init__(self, state: CoreState, hits: PendingHits, planner: StorePlanner) -> None:
         self._state = state
         self._hits = hits
-        self._loaded = loaded
+        self._planner = planner
 
     # -- allocations --------------------------------------------------------------------------------------------
 
@@ -320,7 +319,9 @@ class Loads:
             self._state.tally.evicted(EvictionCause.ABANDONED, sum(map(pool.quarantine, job.slots)))
         pool.unpin(job.slots)
         job.settled = True
-        tally, request, outcome = self._state.tally, job.record.request, _OUTCOMES[why]
+        tally = self._state.tally
+        request = job.record.request
+        outcome = _OUTCOMES[why]
         corrupt = len(job.corrupt) if why is Failure.CORRUPT else 0
         if corrupt:
             tally.events.append(events.LoadEnded(job.id, request, corrupt, outcome))
@@ -356,7 +357,7 @@ class Loads:
         self._state.tally.events.append(event)
         self._answer(record, job.incarnation, loaded=True)
         if record.incarnation == job.incarnation and record.state is _RUNNING:
-            self._loaded(record)
+            self._planner.loaded(record)
 
     def _distrust(self, job: Load, report: JobReport) -> None:
         """A rank's copy failed: invalidate the slots at once, though other ranks may still read them (R4).

@@ -43,7 +43,7 @@ class OffloadCore:
         """Handles the facts about the tiers below the host."""
         self._planner = make_planner(self.state, self.stores)
         self._hits = PendingHits(self.state, self.stores.in_flight, self.lower_tiers.fetches)
-        self._loads = Loads(self.state, self._hits, self._planner.loaded)
+        self._loads = Loads(self.state, self._hits, self._planner)
         self._least_tokens = policy.min_load_tokens
         self._new: dict[RequestRecord, None] = {}  # given a block table since the last step
 

@@ -16,6 +16,7 @@ from kvoffload.model.events import (
     StoreEnded,
 )
 from kvoffload.model.ids import BlockKey, RequestId
+from kvoffload.model.transfer import Tier
 
 _PARTS = 64
 _LEAST_PART = 64  # keys
@@ -58,9 +59,9 @@ class Tally:
             self._evicted[cause] = self._evicted.get(cause, 0) + blocks
             self.has_sums = True
 
-    def evicted_from_disk(self, cause: EvictionCause, blocks: int) -> None:
-        """Blocks left the disk."""
-        if blocks:
+    def evicted_below(self, tier: Tier, cause: EvictionCause, blocks: int) -> None:
+        """Blocks left a lower tier. Of a remote store only hints are lost, which are not counted: the store keeps its blocks."""
+        if blocks and tier is Tier.DISK:
             self.events.append(DiskBlocksEvicted(blocks, cause))
 
     def rejected(self, cause: RejectionCause, request: RequestId | None = None) -> None:

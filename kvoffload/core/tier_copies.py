@@ -284,8 +284,7 @@ class Fetches(_Copies[Fetch]):
             removed += tier.pool.invalidate(tier_slot)
             if cause is not None:
                 state.misses.note((key,), cause)
-        if tier.tier is Tier.DISK:
-            state.tally.evicted_from_disk(EvictionCause.CORRUPT, removed)
+        state.tally.evicted_below(tier.tier, EvictionCause.CORRUPT, removed)
 
 
 class Spills(_Copies[Spill]):
@@ -327,8 +326,7 @@ class Spills(_Copies[Spill]):
         if evicted:
             for tier_slot in tier_slots:
                 tier.invalidate(tier_slot)
-            if tier.tier is Tier.DISK:
-                state.tally.evicted_from_disk(EvictionCause.SPACE, len(evicted))
+            state.tally.evicted_below(tier.tier, EvictionCause.SPACE, len(evicted))
         targets = tier.targets(keys, tier_slots)
         job = Spill(self, slots, targets, tier.extra(), tier.tier, keys=keys, tier_slots=tier_slots)
         state.pool.pin(slots)
@@ -671,7 +669,7 @@ class LowerTiers:
         """Find nothing on a lower tier again. The jobs have been dropped."""
         self.stop()
         for tier in self._state.tiers:
-            self._state.tally.evicted_from_disk(EvictionCause.RESET, tier.forget_all())
+            self._state.tally.evicted_below(tier.tier, EvictionCause.RESET, tier.forget_all())
 
     def stop(self) -> None:
         """Plan nothing more that was planned for later."""

@@ -308,12 +308,11 @@ class RemoteTier(LowerTier):
         return self.namespace
 
     def forget_all(self) -> int:
-        """Forget all hints and the namespace; return 0, as the store keeps its blocks."""
+        """Forget all hints and the namespace; return how many hints there were."""
         self.namespace = ""  # what is written now has no name yet
         self.is_open = False
         self.asks.clear()
-        super().forget_all()
-        return 0
+        return super().forget_all()
 
 
 def _take(items: list[Item]) -> list[Item]:
