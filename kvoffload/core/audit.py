@@ -136,8 +136,6 @@ def _indexes(state: CoreState, stores: Stores) -> Iterator[tuple[str, Mapping[An
     yield "leases of blocks", state.leases.counts, leased
     planned = [job for job in opened if job.state is JobState.PLANNED]
     yield "jobs of the next plan", dict(enumerate(state.jobs.planned)), dict(enumerate(planned))
-    read = {block: job for job in opened if isinstance(job, Store) for block in job.targets}
-    yield "blocks in flight", in_flight.blocks, read
     keys = {
         offer.key: job for job in opened if isinstance(job, Store) and not job.settled for offer in job.offers
     }

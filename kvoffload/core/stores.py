@@ -32,24 +32,21 @@ _BLOCK: Callable[[Offer], DeviceBlockId] = itemgetter(1)
 
 
 class InFlight:
-    """The only writer of these three.
+    """Keys on their way to the host, and the offers that wait for them. The only writer of both.
 
-    A key leaves when its job's outcome is known: after a failure another block with the key may be stored. A block leaves
-    when its last copy has ended: a copy that timed out may still read it.
+    A key leaves when its job's outcome is known: after a failure another block with the key may be stored. A copy may then still
+    read the first block, which is leased until its last copy has ended.
     """
 
     def __init__(self) -> None:
-        self.blocks: dict[DeviceBlockId, Job] = {}
-        """Blocks that a store reads."""
         self.keys: dict[BlockKey, Job] = {}
         """Keys that a store or a fetch is bringing to the host."""
         self.duplicates: dict[BlockKey, list[Offer]] = {}
         """By key, offers of other blocks with that key."""
 
-    def began(self, keys: Iterable[BlockKey], job: Job, blocks: Iterable[DeviceBlockId] = ()) -> None:
-        """A job brings these keys to the host; a store reads them from these blocks."""
+    def began(self, keys: Iterable[BlockKey], job: Job) -> None:
+        """A job brings these keys to the host."""
         self.keys.update(dict.fromkeys(keys, job))
-        self.blocks.update(dict.fromkeys(blocks, job))
 
     def wait(self, duplicate: Offer) -> None:
         """Keep an offer until the job that brings its key has an outcome."""
@@ -63,12 +60,6 @@ class InFlight:
         if not duplicates:
             return []
         return [offer for key in keys if key in duplicates for offer in duplicates.pop(key)]
-
-    def copies_ended(self, blocks: Sequence[DeviceBlockId]) -> None:
-        """Forget blocks whose last copy has ended."""
-        in_flight = self.blocks
-        for block in blocks:
-            del in_flight[block]
 
 
 class EvictionWatch:
@@ -238,7 +229,7 @@ class Stores:
             not state.epoch
             and held == keys
             and len(keys) <= min(state.pool.room, self.room)
-            and self.in_flight.blocks.keys().isdisjoint(blocks)
+            and state.leases.counts.keys().isdisjoint(blocks)
             and len(set(keys)) == len(keys)
         ):
             self._accept(offers)
@@ -249,9 +240,9 @@ class Stores:
         self, offers: Sequence[Offer], held: Sequence[BlockKey | None]
     ) -> tuple[list[Offer], list[BlockKey | None]]:
         """Decline the offers of blocks that have no hash, such as those that a window has passed already; return the others."""
-        read, left, unhashed = self.in_flight.blocks, list[int](), list[BlockKey]()
+        copied, left, unhashed = self._state.leases.counts, list[int](), list[BlockKey]()
         for number, (offer, holds) in enumerate(zip(offers, held, strict=True)):
-            if holds is not None or offer.block == NULL_BLOCK or offer.block in read:
+            if holds is not None or offer.block == NULL_BLOCK or offer.block in copied:
                 left.append(number)
             else:
                 unhashed.append(offer.key)
@@ -271,14 +262,14 @@ class Stores:
         state = self._state
         accepted: dict[BlockKey, Offer] = {}
         duplicates: list[Offer] = []
-        read, host_room, lease_room = self.in_flight.blocks, state.pool.room, self.room
+        copied, host_room, lease_room = state.leases.counts, state.pool.room, self.room
         room = min(host_room, lease_room)
         for offer, holds in zip(offers, held, strict=True):
             key = offer.key
             if key in accepted:
                 duplicates.append(offer)
                 continue
-            is_known = holds == key and offer.block not in read and not state.epoch
+            is_known = holds == key and offer.block not in copied and not state.epoch
             verdict = offer if is_known else self._by_block(offer, holds)
             if not isinstance(verdict, Offer):
                 self._decline(offer, verdict, last_chance=last_chance)
@@ -308,7 +299,7 @@ class Stores:
             holds = state.device.keys_of((block,))[0]
         if state.epoch and not self._is_since_reset(offer, block):
             return StoreOutcome.BEFORE_RESET
-        if block in self.in_flight.blocks:
+        if block in state.leases.counts:
             return StoreOutcome.FAILED
         if holds != offer.key:
             return StoreOutcome.NOT_HASHED if holds is None else StoreOutcome.STALE
@@ -346,7 +337,7 @@ class Stores:
         slots, evicted = state.pool.reserve(keys)
         job.slots += slots
         job.offers += offers
-        self.in_flight.began(keys, job, blocks)
+        self.in_flight.began(keys, job)
         if evicted:
             self.evicted(evicted)
         state.leases.take(blocks)
@@ -393,7 +384,6 @@ class Stores:
             self._arrived(job)
         if job is self.batch:
             self.batch = None
-        self.in_flight.copies_ended(job.targets)
         self.leased_blocks -= len(job.targets)
         state.leases.release(job.targets)
         for record in job.concerns:
@@ -534,7 +524,7 @@ _FOR_ROOM = (
 _WAITS = (
     *_FOR_ROOM,
     StoreOutcome.HOST_FULL,  # of what running requests use
-    StoreOutcome.FAILED,  # a copy that timed out still reads the block
+    StoreOutcome.FAILED,  # a copy that timed out may still run on the block
 )
 """An offer waits for these to end, those that are not for room until its request's end. If it cannot wait, this is its outcome."""
 

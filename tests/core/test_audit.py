@@ -120,10 +120,6 @@ INVARIANTS: dict[str, tuple[Callable[[Broken], object], str]] = {
         lambda it: it.state.leases.take([DeviceBlockId(60)]),
         "leases of blocks, 60: 1 kept, None found",
     ),
-    "a block in flight": (
-        lambda it: lose(it.core.stores.in_flight.blocks),
-        "blocks in flight, .*: None kept",
-    ),
     "a key in flight": (
         lambda it: lose(it.core.stores.in_flight.keys),
         "keys in flight, .*: None kept",

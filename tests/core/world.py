@@ -118,7 +118,6 @@ def left_behind(core: OffloadCore) -> dict[str, object]:
         "leases": state.leases.counts,
         "requests": (*state.requests.live.values(), *state.requests.finishing),
         "jobs": (*state.jobs.open.values(), *state.jobs.planned),
-        "blocks in flight": core.stores.in_flight.blocks,
         "keys in flight": core.stores.in_flight.keys,
         "duplicates": core.stores.in_flight.duplicates,
         "loads that others wait for": state.shared.owners,
