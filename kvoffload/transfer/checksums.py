@@ -15,6 +15,8 @@ but not from memory. So:
     whole slots, small pages    gathered by the copier's own call, which needs no lock, and hashed in the cache
     samples                     one cache line of every 4 KiB of every page, gathered by numpy
 
+A reader returns the pieces to be hashed; `digests_of` hashes them.
+
 Which line of its 4 KiB is read differs from slot to slot, page to page and stretch to stretch, so that over many slots no
 place is left out; in one slot it is always the same.
 
@@ -25,10 +27,8 @@ So a sample always detects that a page, or any 8 KiB of one, holds other bytes; 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -49,10 +49,9 @@ if TYPE_CHECKING:
     from kvoffload.transfer.runs import Numbers
 
     Positions = tuple[int, ...]
-    Digests = NDArray[np.uint64]
 
-SlotDigests: TypeAlias = "Callable[[Numbers], Digests]"
-"""Reads slots, which are ready, and returns a digest of each; equal for equal bytes in the same slot. For several threads at once."""
+SlotReader: TypeAlias = "Callable[[Numbers], Iterable[Iterable[memoryview]]]"
+"""Returns the bytes to be hashed of each slot, all ready; each is valid until the next one is asked for. For several threads at once."""
 
 
 _LONG = 2**16  # bytes of a piece from which on the library releases the interpreter's lock
@@ -85,10 +84,9 @@ class ChecksumTicket:
         """
         if not self._work.done():
             return TicketState.PENDING
-        try:
-            self.corrupt = self._work.result()
-        except CancelledError:
+        if self._work.cancelled():
             return TicketState.FAILED
+        self.corrupt = self._work.result()
         return TicketState.DONE
 
 
@@ -98,16 +96,15 @@ class Checksums:
     A slot's checksum is written before its store or fetch is reported and read after that, so two threads never access it at once.
 
     Args:
-        digests: reads slots.
+        reader: reads slots.
         slots: how many there will be.
         executor: its threads read; the caller never does.
     """
 
-    def __init__(self, digests: SlotDigests, slots: int, executor: Executor) -> None:
-        self._digests = digests
+    def __init__(self, reader: SlotReader, slots: int, executor: Executor) -> None:
+        self._reader = reader
         self._executor = executor
         self._known = np.zeros(slots, np.uint64)
-        self._work = {Direction.STORE: self._take, Direction.LOAD: self._compare}
 
     def start(self, direction: Direction, slots: Numbers) -> ChecksumTicket:
         """Begin to take the checksums of slots that stores have filled, or to compare those of slots that loads read.
@@ -115,7 +112,8 @@ class Checksums:
         Raises:
             Exception: nothing was started.
         """
-        return ChecksumTicket(self._executor.submit(self._work[direction], slots))
+        work = self._take if direction is Direction.STORE else self._compare
+        return ChecksumTicket(self._executor.submit(work, slots))
 
     def take(self, *slots: int) -> None:
         """Take the checksums of slots that a fetch has filled. The calling thread reads them."""
@@ -130,125 +128,92 @@ class Checksums:
         return self._compare(np.array(slots))
 
     def _take(self, slots: Numbers) -> Positions:
-        self._known[slots] = self._digests(slots)
+        self._known[slots] = digests_of(self._reader, slots)
         return ()
 
     def _compare(self, slots: Numbers) -> Positions:
         """A slot that was never seen to be filled compares as unequal."""
-        return tuple(np.flatnonzero(self._digests(slots) != self._known[slots]).tolist())
+        return tuple(np.flatnonzero(digests_of(self._reader, slots) != self._known[slots]).tolist())
 
 
-def whole_digests(arena: Arena) -> SlotDigests:
+def digests_of(reader: SlotReader, slots: Numbers) -> NDArray[np.uint64]:
+    """Return a digest of each slot, equal for equal bytes in the same slot."""
+    return np.fromiter(map(_digest, reader(slots)), np.uint64, len(slots))
+
+
+def _digest(pieces: Iterable[memoryview]) -> int:
+    state = xxh3_64()
+    for piece in pieces:
+        state.update(piece)
+    return state.intdigest()
+
+
+def whole_slots(arena: Arena) -> SlotReader:
     """Return what reads every byte of a slot, in the way that suits the size of the pages."""
-    layout = arena.layout
-    is_long = layout.slot_bytes > _LONG * len(layout.regions)
-    return InPlaceDigests(arena) if is_long else GatheredDigests(arena)
+    is_long = arena.layout.slot_bytes > _LONG * len(arena.layout.regions)
+    return slots_in_place(arena) if is_long else GatheredSlots(arena)
 
 
-class InPlaceDigests:
-    """Reads every byte where it lies."""
-
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-
-    def __call__(self, slots: Numbers) -> Digests:
-        return np.fromiter(map(self._digest, slots.tolist()), np.uint64, len(slots))
-
-    def _digest(self, slot: int) -> int:
-        state = xxh3_64()
-        for page in self._arena.pages(slot):
-            state.update(page)
-        return state.intdigest()
+def slots_in_place(arena: Arena) -> SlotReader:
+    """Return what reads every byte where it lies."""
+    return lambda slots: map(arena.pages, slots.tolist())
 
 
-class GatheredDigests:
+class _Scratch(threading.local):
+    """Memory of each thread: made anew for each call, it would take as long to touch as to fill."""
+
+    def __init__(self, size: int) -> None:
+        self.memory = np.empty(size, np.uint8)
+
+
+class GatheredSlots:
     """Copies slots beside each other and reads every byte there."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._copy = choose_copy()
-        self._size = arena.layout.slot_bytes
-        self._at_once = max(_SCRATCH // self._size, 1)
-        self._scratch: deque[NDArray[np.uint8]] = deque()  # one for each thread that was ever in here at once
+        self._at_once = max(_SCRATCH // arena.layout.slot_bytes, 1)
+        self._scratch = _Scratch(self._at_once * arena.layout.slot_bytes)
 
-    def __call__(self, slots: Numbers) -> Digests:
-        try:
-            scratch = self._scratch.popleft()
-        except IndexError:
-            scratch = np.empty(self._at_once * self._size, np.uint8)
-        try:
-            digests = self._digests(slots, scratch)
-            return np.fromiter(digests, np.uint64, len(slots))
-        finally:
-            self._scratch.append(scratch)
-
-    def _digests(self, slots: Numbers, scratch: NDArray[np.uint8]) -> Iterator[int]:
-        geometry, size, seen = self._arena.geometry, self._size, scratch.data
+    def __call__(self, slots: Numbers) -> Iterator[tuple[memoryview]]:
+        geometry, memory = self._arena.geometry, self._scratch.memory
+        gathered = memory.reshape(self._at_once, -1)
         places = np.cumsum(geometry.page) - geometry.page  # of the pages in a gathered slot
         for start in range(0, len(slots), self._at_once):
             sources = geometry.page_addresses(slots[start : start + self._at_once])
-            count = len(sources)
-            targets = scratch.ctypes.data + np.arange(count)[:, None] * size + places
-            self._copy(CopyRuns(sources.ravel(), targets.ravel(), np.tile(geometry.page, count)))
-            for place in range(count):
-                state = xxh3_64()
-                state.update(seen[place * size : (place + 1) * size])
-                yield state.intdigest()
+            rows = gathered[: len(sources)]
+            targets = memory.ctypes.data + np.arange(len(rows))[:, None] * rows.shape[1] + places
+            self._copy(CopyRuns(sources.ravel(), targets.ravel(), np.tile(geometry.page, len(rows))))
+            yield from ((row.data,) for row in rows)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Lines:
-    """Where the lines lie in the pages of some regions, all of one size.
+class SampledSlots:
+    """Reads one line of every stretch of every page; a page that is shorter than a line is one.
 
-    Args:
-        regions: which, [regions].
-        width: bytes of a line.
-        starts: of the stretches in a page, [stretches].
-        steps: how many places there are for a line in a stretch, [stretches].
+    Its arrays are [lines of a slot].
     """
-
-    regions: Numbers
-    width: int
-    starts: Numbers
-    steps: Numbers
-
-    @classmethod
-    def of(cls, regions: Numbers, page_bytes: int) -> _Lines:
-        width = min(_LINE, page_bytes)
-        starts = np.arange(0, page_bytes - width + 1, _STRETCH, dtype=np.int64)
-        room = np.minimum(_STRETCH, page_bytes - starts)
-        return cls(regions, width, starts, room // width)
-
-    def addresses(self, pages: Numbers, slots: Numbers) -> Numbers:
-        """Return the address of each line of pages at `pages`, [slots, all regions], as [slots, lines]."""
-        turns = slots[:, None, None] + 29 * self.regions[:, None] + 11 * np.arange(len(self.starts))
-        offsets = self.starts + turns % self.steps * self.width
-        return (pages[:, self.regions, None] + offsets).reshape(len(slots), -1)
-
-
-class SampledDigests:
-    """Reads one line of every stretch of every page."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        sizes = arena.geometry.page
-        self._lines = [_Lines.of(np.flatnonzero(sizes == size), int(size)) for size in np.unique(sizes)]
-        lines = sum(len(some.regions) * len(some.starts) for some in self._lines)
-        self._at_once = max(_LINES // lines, 1)
+        page = arena.geometry.page
+        stretches = (page - np.minimum(page, _LINE)) // _STRETCH + 1
+        self._region = region = np.repeat(np.arange(len(page)), stretches)
+        stretch = np.arange(len(region)) - np.repeat(np.cumsum(stretches) - stretches, stretches)
+        self._width = np.minimum(page, _LINE)[region]
+        self._start = stretch * _STRETCH
+        self._places = np.minimum(_STRETCH, page[region] - self._start) // self._width  # of the line
+        self._turn = 29 * region + 11 * stretch
+        self._at_once = max(_LINES // len(region), 1)
 
-    def __call__(self, slots: Numbers) -> Digests:
-        return np.fromiter(self._digests(slots), np.uint64, len(slots))
-
-    def _digests(self, slots: Numbers) -> Iterator[int]:
-        for start in range(0, len(slots), self._at_once):
-            part = slots[start : start + self._at_once]
-            pages = self._arena.geometry.page_addresses(part)
-            rows = [_gathered(some.addresses(pages, part), some.width) for some in self._lines]
-            for place in range(len(part)):
-                state = xxh3_64()
-                for row in rows:
-                    state.update(row[place].data)
-                yield state.intdigest()
+    def __call__(self, slots: Numbers) -> Iterator[list[memoryview]]:
+        widths = np.unique(self._width).tolist()
+        for first in range(0, len(slots), self._at_once):
+            some = slots[first : first + self._at_once]
+            pages = self._arena.geometry.page_addresses(some).take(self._region, axis=1)
+            places = (some[:, None] + self._turn) % self._places
+            lines = pages + self._start + places * self._width
+            rows = [_gathered(lines.compress(self._width == width, axis=1), width) for width in widths]
+            yield from ([row[place].data for row in rows] for place in range(len(some)))
 
 
 def _gathered(addresses: Numbers, width: int) -> NDArray[np.uint8]:

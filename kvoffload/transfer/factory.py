@@ -35,8 +35,7 @@ def make_copier(
     Raises:
         EngineContractError: there is no copier for this kind of device.
     """
-    kind = _kind(layout)
-    if kind == "cuda":
+    if _is_cuda(layout):
         from kvoffload.transfer.cuda.copier import CudaCopier, read_profile
         from kvoffload.transfer.cuda.crossover import learn
         from kvoffload.transfer.cuda.driver import NvidiaDriver
@@ -60,7 +59,7 @@ def make_allocator(layout: DeviceLayout, *, executor: Executor) -> HostAllocator
     Raises:
         EngineContractError: there is no copier for this kind of device.
     """
-    if _kind(layout) == "cuda":
+    if _is_cuda(layout):
         from kvoffload.transfer.cuda.driver import CudaPin, NvidiaDriver
 
         driver = NvidiaDriver(layout.device)
@@ -86,16 +85,14 @@ def make_checksums(verify: str, arena: Arena, *, executor: Executor) -> Checksum
     """
     if verify == "off":
         return None
-    from kvoffload.transfer.checksums import Checksums, SampledDigests, whole_digests
+    from kvoffload.transfer.checksums import Checksums, SampledSlots, whole_slots
 
-    digests = SampledDigests(arena) if verify == "sample" else whole_digests(arena)
-    return Checksums(digests, arena.slots, executor)
+    reader = SampledSlots(arena) if verify == "sample" else whole_slots(arena)
+    return Checksums(reader, arena.slots, executor)
 
 
-def _kind(layout: DeviceLayout) -> str:
-    kind = layout.device.partition(":")[0]
-    if kind not in ("cpu", "cuda"):
-        raise EngineContractError(
-            f"KV tensors lie on {layout.device!r}; offloading copies from cpu and cuda only"
-        )
-    return kind
+def _is_cuda(layout: DeviceLayout) -> bool:
+    if not layout.is_cuda and layout.device.partition(":")[0] != "cpu":
+        wrong = f"KV tensors lie on {layout.device!r}; offloading copies from cpu and cuda only"
+        raise EngineContractError(wrong)
+    return layout.is_cuda

@@ -15,11 +15,12 @@ from kvoffload.testing import FakeDevice, ManualExecutor
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.checksums import (
     Checksums,
-    GatheredDigests,
-    InPlaceDigests,
-    SampledDigests,
-    SlotDigests,
-    whole_digests,
+    GatheredSlots,
+    SampledSlots,
+    SlotReader,
+    digests_of,
+    slots_in_place,
+    whole_slots,
 )
 from kvoffload.transfer.factory import make_checksums
 from kvoffload.transfer.host_memory import MmapAllocator
@@ -27,7 +28,7 @@ from kvoffload.transfer.ports import TicketState
 
 SLOTS = 7
 PAGES = [[64, 32], [1], [100, 5000, 100], [4096, 4096], [9000], [70_000, 70_001]]
-WAYS = [InPlaceDigests, GatheredDigests, SampledDigests]
+WAYS = [slots_in_place, GatheredSlots, SampledSlots]
 
 
 def arena_of(pages: list[int], slots: int = SLOTS) -> Arena:
@@ -42,8 +43,8 @@ def arena_of(pages: list[int], slots: int = SLOTS) -> Arena:
     return arena
 
 
-def of(digests: SlotDigests, *slots: int) -> list[int]:
-    return digests(np.array(slots, np.int64)).tolist()
+def of(reader: SlotReader, *slots: int) -> list[int]:
+    return digests_of(reader, np.array(slots, np.int64)).tolist()
 
 
 def spoil(arena: Arena, slot: int, region: int, start: int, count: int = 1) -> Callable[[], None]:
@@ -61,7 +62,7 @@ def spoil(arena: Arena, slot: int, region: int, start: int, count: int = 1) -> C
 @pytest.mark.parametrize("pages", PAGES, ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_equal_bytes_have_equal_digests_in_whatever_company(
-    way: Callable[[Arena], SlotDigests], pages: list[int]
+    way: Callable[[Arena], SlotReader], pages: list[int]
 ) -> None:
     arena = arena_of(pages)
     digests = way(arena)
@@ -72,9 +73,9 @@ def test_equal_bytes_have_equal_digests_in_whatever_company(
 
 
 @pytest.mark.parametrize("pages", PAGES, ids=str)
-@pytest.mark.parametrize("way", [InPlaceDigests, GatheredDigests])
+@pytest.mark.parametrize("way", [slots_in_place, GatheredSlots])
 def test_a_whole_digest_notices_any_bit_and_only_its_own_slots(
-    way: Callable[[Arena], SlotDigests], pages: list[int]
+    way: Callable[[Arena], SlotReader], pages: list[int]
 ) -> None:
     arena = arena_of(pages)
     digests = way(arena)
@@ -92,29 +93,31 @@ def test_a_whole_digest_notices_any_bit_and_only_its_own_slots(
 
 def test_both_ways_to_read_a_whole_slot_agree() -> None:
     arena = arena_of([100, 70_000])
-    assert of(InPlaceDigests(arena), *range(SLOTS)) == of(GatheredDigests(arena), *range(SLOTS))
+    assert of(slots_in_place(arena), *range(SLOTS)) == of(GatheredSlots(arena), *range(SLOTS))
 
 
 def test_long_pages_are_read_where_they_lie() -> None:
-    assert isinstance(whole_digests(arena_of([70_000])), InPlaceDigests)
-    assert isinstance(whole_digests(arena_of([64, 70_000])), GatheredDigests)
+    arena = arena_of([70_000])
+    ((piece,),) = whole_slots(arena)(np.array([1]))
+    assert np.frombuffer(piece, np.uint8).ctypes.data == arena.geometry.page_addresses(np.array([1]))[0, 0]
+    assert isinstance(whole_slots(arena_of([64, 70_000])), GatheredSlots)
 
 
 def test_the_memory_that_slots_are_gathered_in_is_used_again() -> None:
-    digests = GatheredDigests(arena_of([64]))
-    of(digests, 0)
-    (scratch,) = digests._scratch
-    of(digests, 1)
-    assert list(map(id, digests._scratch)) == [id(scratch)]
+    reader = GatheredSlots(arena_of([64]))
+    places = [
+        np.frombuffer(piece, np.uint8).ctypes.data for slot in (0, 1) for (piece,) in reader(np.array([slot]))
+    ]
+    assert places[0] == places[1]
 
 
 def test_more_slots_than_are_gathered_at_once() -> None:
     """Over a mebibyte of pages, and over four thousand lines."""
     arena = arena_of([2**16, 2**16], slots=20)
     every = np.arange(20)
-    assert of(GatheredDigests(arena), *every) == of(InPlaceDigests(arena), *every)
+    assert of(GatheredSlots(arena), *every) == of(slots_in_place(arena), *every)
     lines = arena_of([64] * 40, slots=150)
-    sampled = SampledDigests(lines)
+    sampled = SampledSlots(lines)
     assert of(sampled, *range(150)) == [of(sampled, slot)[0] for slot in range(150)]
 
 
@@ -122,7 +125,7 @@ def test_more_slots_than_are_gathered_at_once() -> None:
 @pytest.mark.parametrize("pages", PAGES, ids=str)
 def test_a_sample_notices_a_spoilt_page_and_any_8_kib(pages: list[int]) -> None:
     arena = arena_of(pages)
-    digests = SampledDigests(arena)
+    digests = SampledSlots(arena)
     for slot in range(SLOTS):
         for region, size in enumerate(pages):
             for start in range(0, max(size - 8191, 1), 2003):
@@ -135,7 +138,7 @@ def test_a_sample_notices_a_spoilt_page_and_any_8_kib(pages: list[int]) -> None:
 @pytest.mark.slow
 def test_a_sample_reads_one_byte_in_64_and_leaves_no_place_out() -> None:
     arena = arena_of([4096, 4096 + 64], slots=64)
-    digests = SampledDigests(arena)
+    digests = SampledSlots(arena)
     seen = np.zeros((64, 2, 4096 // 64), np.bool_)
     for slot in range(64):
         before = of(digests, slot)
