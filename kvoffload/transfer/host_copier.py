@@ -33,7 +33,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from kvoffload.transfer.ports import Clock, Fence
-    from kvoffload.transfer.runs import Numbers
 
 PIECE_BYTES = 4 * 2**20
 """About 1 ms of copying: long beside what a piece costs, short beside a load. With twice as much a load is 4 % faster
@@ -69,31 +68,27 @@ _ROWS = 512  # that indexing copies in one call; up to 500 numpy keeps the inter
 _MEASURABLE = 2**21  # bytes of a copy from which its speed counts: a smaller one may lie in a cache
 _SLOWER = 2.5  # times slower means that another thread wants the lock: one wait takes as long as two copies
 _FORGET = 0.98  # of the best speed, with each copy: a cache or a faster moment must not stay the measure
-_CALL_BYTES = 2**30  # the kernel moves no more than 2 GiB in one call
 
 
 class HostTicket:
     """One batch; it has ended when all of its pieces have, well or not.
 
     Attributes:
-        pieces: how many there are; set by the thread that cuts it, before it copies any.
+        pieces: how many there are; set by the thread that cuts it, before it copies any, and 0 until then.
     """
 
     def __init__(self) -> None:
-        self.pieces = 1
+        self.pieces = 0
         self._error: Exception | None = None
         self._begun: list[float] = []
         self._ended: list[float] = []
 
-    def begin(self, now: float) -> None:
-        """Note that a piece is being copied."""
-        self._begun.append(now)
-
-    def end(self, now: float, error: Exception | None = None) -> None:
-        """Note that a piece no longer touches memory."""
+    def end(self, begun: float, now: float, error: Exception | None = None) -> None:
+        """Note that a piece no longer touches memory, and when its copy began."""
         if error is not None:
             self._error = error
-        self._ended.append(now)  # last: a thread that counts it must see the error
+        self._begun.append(begun)
+        self._ended.append(now)  # last: a thread that counts it must see the others
 
     def query(self) -> TicketState:
         """Return where the batch stands.
@@ -101,7 +96,7 @@ class HostTicket:
         Raises:
             Exception: what a copy raised; nothing runs any more.
         """
-        if len(self._ended) < self.pieces:
+        if not self._has_ended:
             return TicketState.PENDING
         if self._error is not None:
             raise self._error
@@ -109,17 +104,17 @@ class HostTicket:
 
     @property
     def copy_seconds(self) -> float | None:
-        """From the first piece's start to the last one's end; None while pieces are left, and where none was begun."""
-        if len(self._ended) < self.pieces or not self._begun:
-            return None
-        return max(self._ended) - min(self._begun)
+        """From the first piece's start to the last one's end; None while pieces are left."""
+        return max(self._ended) - min(self._begun) if self._has_ended else None
+
+    @property
+    def _has_ended(self) -> bool:
+        return 0 < self.pieces == len(self._ended)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Piece:
+class _Piece(NamedTuple):
     runs: CopyRuns
     ticket: HostTicket
-    is_whole: bool  # a batch that has not been cut
 
 
 class HostCopier:
@@ -156,7 +151,7 @@ class HostCopier:
         Raises:
             RuntimeError: the executor was shut down; nothing was started.
         """
-        piece = _Piece(runs, HostTicket(), is_whole=True)
+        piece = _Piece(runs, HostTicket())
         queue = self._loads if direction is Direction.LOAD else self._stores
         queue.append(piece)  # first: each call on the executor looks at the queue after this
         try:
@@ -197,13 +192,12 @@ class HostCopier:
         return True  # look again: a thread that found the lock taken has left
 
     def _copy(self, direction: Direction, piece: _Piece) -> None:
-        piece.ticket.begin(self._clock.monotonic())
-        error = None
+        error, begun = None, self._clock.monotonic()
         try:
             self._copies[direction](piece.runs)
         except Exception as raised:  # raised to the ticket's reader
             error = raised
-        piece.ticket.end(self._clock.monotonic(), error)
+        piece.ticket.end(begun, self._clock.monotonic(), error)
 
     def _take(self, queue: deque[_Piece]) -> _Piece | None:
         """Take the first piece; a batch is cut, and what is left of it goes back for other threads."""
@@ -211,9 +205,9 @@ class HostCopier:
             piece = queue.popleft()
         except IndexError:
             return None
-        if not piece.is_whole:
+        if piece.ticket.pieces:  # it was cut
             return piece
-        parts = [_Piece(part, piece.ticket, is_whole=False) for part in cut(piece.runs, self._piece_bytes)]
+        parts = [_Piece(part, piece.ticket) for part in cut(piece.runs, self._piece_bytes)]
         piece.ticket.pieces = len(parts)
         queue.extendleft(reversed(parts[1:]))
         if queue is self._loads:
@@ -229,7 +223,7 @@ def choose_copy(*, arena_is_target: bool = False) -> Copy:
     Args:
         arena_is_target: which side lies in the arena, for which the kernel was asked for huge pages.
     """
-    vector = _VectorCopy.load(far_is_target=arena_is_target)
+    vector = _vector_copy(far_is_target=arena_is_target)
     if vector is None:
         return copy_by_memmove
 
@@ -250,6 +244,7 @@ def choose_copy(*, arena_is_target: bool = False) -> Copy:
     return copy
 
 
+@dataclass
 class WatchfulCopy:
     """Copies the quick way while that is quick, else the patient way.
 
@@ -259,33 +254,24 @@ class WatchfulCopy:
     Args:
         quick, patient: two ways to copy.
         now: seconds.
+        best: bytes a second.
+        is_contended: whether another thread seems to want the lock.
     """
 
-    def __init__(
-        self,
-        quick: Copy,
-        patient: Copy,
-        now: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._quick = quick
-        self._patient = patient
-        self._now = now
-        self._best = 0.0  # bytes a second
-        self._is_contended = False
+    quick: Copy
+    patient: Copy
+    now: Callable[[], float] = time.perf_counter
+    best: float = 0.0
+    is_contended: bool = False
 
     def __call__(self, runs: CopyRuns) -> None:
-        begun = self._now()
-        if self._is_contended:
-            self._patient(runs)
-        else:
-            self._quick(runs)
+        begun = self.now()
+        copy = self.patient if self.is_contended else self.quick
+        copy(runs)
         if runs.total_bytes >= _MEASURABLE:
-            self._note(runs.total_bytes, self._now() - begun)
-
-    def _note(self, size: int, seconds: float) -> None:
-        speed = size / max(seconds, 1e-9)
-        self._best = max(speed, _FORGET * self._best)
-        self._is_contended = speed * _SLOWER < self._best
+            speed = runs.total_bytes / max(self.now() - begun, 1e-9)
+            self.best = max(speed, _FORGET * self.best)
+            self.is_contended = speed * _SLOWER < self.best
 
 
 def copy_by_memmove(runs: CopyRuns) -> None:
@@ -310,61 +296,47 @@ def copy_by_index(runs: CopyRuns, rest: Copy) -> None:
         rows = slice(first, first + _ROWS)
         memory[targets[rows]] = memory[sources[rows]]
     if whole < len(units):
-        rest(CopyRuns(units.source[whole:], units.target[whole:], units.size[whole:]))
+        rest(units[whole:])
 
 
-class _VectorCopy:
-    """The kernel's scattered copy within one process.
+def _vector_copy(*, far_is_target: bool) -> Copy | None:
+    """Return the kernel's scattered copy within one process, None where the system refuses it.
 
     The kernel reaches one side, the far one, through its own page tables, page by page. That is the arena: it has huge
-    pages where there are any, and an engine's tensors mostly do not.
+    pages where there are any, and an engine's tensors mostly do not. It moves no more than 2 GiB in one call.
     """
+    try:
+        library = ctypes.CDLL(None, use_errno=True)
+        call = library.process_vm_writev if far_is_target else library.process_vm_readv
+    except (OSError, AttributeError):
+        return None
+    call.restype = ctypes.c_ssize_t
+    words, pointer = ctypes.c_ulong, ctypes.c_void_p
+    call.argtypes = [ctypes.c_int, pointer, words, pointer, words, words]
 
-    def __init__(self, call: Callable[..., int], *, far_is_target: bool) -> None:
-        self._call = call
-        self._far_is_target = far_is_target
-
-    @classmethod
-    def load(cls, *, far_is_target: bool) -> _VectorCopy | None:
-        try:
-            library = ctypes.CDLL(None, use_errno=True)
-            call = library.process_vm_writev if far_is_target else library.process_vm_readv
-        except (OSError, AttributeError):
-            return None
-        call.restype = ctypes.c_ssize_t
-        words, pointer = ctypes.c_ulong, ctypes.c_void_p
-        call.argtypes = [ctypes.c_int, pointer, words, pointer, words, words]
-        copy = cls(call, far_is_target=far_is_target)
-        return copy if copy._is_allowed() else None
-
-    def __call__(self, runs: CopyRuns) -> None:
-        targets = np.column_stack((runs.target, runs.size))  # rows of C's struct iovec
-        sources = np.column_stack((runs.source, runs.size))
+    def copy(runs: CopyRuns) -> None:
+        near, far = (runs.source, runs.target) if far_is_target else (runs.target, runs.source)
+        near_rows = np.column_stack((near, runs.size))  # of C's struct iovec
+        far_rows = np.column_stack((far, runs.size))
         for start in range(0, len(runs), _PIECES):
-            part = slice(start, start + _PIECES)
-            size = int(runs.size[part].sum())
-            if size > _CALL_BYTES:
-                copy_by_memmove(CopyRuns(runs.source[part], runs.target[part], runs.size[part]))
-            else:
-                self._move(targets[part], sources[part], size)
+            rows = slice(start, start + _PIECES)
+            size, count = int(runs.size[rows].sum()), len(runs.size[rows])
+            sides = near_rows[rows].ctypes.data, count, far_rows[rows].ctypes.data, count
+            if (moved := call(os.getpid(), *sides, 0)) != size:
+                reason = os.strerror(ctypes.get_errno()) if moved < 0 else f"{moved} of {size} bytes moved"
+                raise CopyError(f"the kernel did not copy host memory: {reason}")
 
-    def _move(self, targets: Numbers, sources: Numbers, size: int) -> None:
-        """Copy rows of (address, bytes), as many on both sides, `size` bytes in all."""
-        near, far = (sources, targets) if self._far_is_target else (targets, sources)
-        moved = self._call(os.getpid(), near.ctypes.data, len(near), far.ctypes.data, len(far), 0)
-        if moved != size:
-            reason = os.strerror(ctypes.get_errno()) if moved < 0 else f"{moved} of {size} bytes moved"
-            raise CopyError(f"the kernel did not copy host memory: {reason}")
+    return copy if _works(copy) else None
 
-    def _is_allowed(self) -> bool:
-        probe = np.arange(4, dtype=np.int64)
-        target = np.zeros_like(probe)
-        try:
-            rows = [np.array([[array.ctypes.data, array.nbytes]], np.int64) for array in (target, probe)]
-            self._move(rows[0], rows[1], probe.nbytes)
-        except CopyError:
-            return False
-        return bool((target == probe).all())
+
+def _works(copy: Copy) -> bool:
+    source, target = np.arange(4, dtype=np.int64), np.zeros(4, np.int64)
+    numbers = source.ctypes.data, target.ctypes.data, source.nbytes
+    try:
+        copy(CopyRuns(*(np.array([number], np.int64) for number in numbers)))
+    except CopyError:
+        return False
+    return bool((target == source).all())
 
 
 def cut(runs: CopyRuns, limit: int) -> Iterator[CopyRuns]:
@@ -376,7 +348,7 @@ def cut(runs: CopyRuns, limit: int) -> Iterator[CopyRuns]:
     part = (np.cumsum(runs.size) - 1) // limit  # the one in which a run's last byte would lie
     starts = np.flatnonzero(np.diff(part, prepend=-1)).tolist()
     for start, end in pairwise([*starts, len(runs)]):
-        yield runs.part(start, end)
+        yield runs[start:end]
 
 
 def no_longer_than(runs: CopyRuns, limit: int) -> CopyRuns:

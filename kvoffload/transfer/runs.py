@@ -14,6 +14,7 @@ block is named once, every pair that can join then stands beside its partner.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -74,22 +75,16 @@ class CopyRuns:
     def total_bytes(self) -> int:
         return int(self.size.sum())
 
-    def part(self, start: int, end: int) -> CopyRuns:
-        """Return the copies `start` up to but not including `end`."""
-        return CopyRuns(self.source[start:end], self.target[start:end], self.size[start:end])
+    def __getitem__(self, which: slice | NDArray[np.bool_]) -> CopyRuns:
+        """Return some of the copies."""
+        return CopyRuns(self.source[which], self.target[which], self.size[which])
 
-
-class _Memory:
-    """This process's memory, as numpy takes it."""
-
-    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], kind: str) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (address, False),
-            "shape": shape,
-            "typestr": kind,
-            "strides": strides,
-        }
+    @classmethod
+    def between(cls, direction: Direction, host: Numbers, device: Numbers, size: Numbers) -> CopyRuns:
+        """Return the copies of a direction between addresses on both sides."""
+        if direction is Direction.STORE:
+            return cls(source=device, target=host, size=size)
+        return cls(source=host, target=device, size=size)
 
 
 def array_at(
@@ -103,7 +98,8 @@ def array_at(
         strides: bytes from one element to the next in each dimension.
         kind: of an element, bytes by default; as in numpy's array interface.
     """
-    return np.asarray(_Memory(address, shape, strides, kind))
+    memory = {"version": 3, "data": (address, False), "shape": shape, "typestr": kind, "strides": strides}
+    return np.asarray(SimpleNamespace(__array_interface__=memory))
 
 
 def pieces_at(address: int, count: int, width: int) -> NDArray[np.void]:
@@ -133,9 +129,9 @@ def merge_runs(geometry: Geometry, direction: Direction, slots: Numbers, blocks:
     touching = geometry.device_stride == geometry.page
     joined = _addresses(geometry, touching, chunks[first], places[first], blocks[first], lengths)
     if touching.all():
-        return _directed(direction, *joined)
+        return CopyRuns.between(direction, *joined)
     apart = _addresses(geometry, ~touching, chunks, places, blocks, np.ones_like(blocks))
-    return _directed(direction, *(np.concatenate(both) for both in zip(joined, apart, strict=True)))
+    return CopyRuns.between(direction, *(np.concatenate(both) for both in zip(joined, apart, strict=True)))
 
 
 def _sorted_by_block(slots: Numbers, blocks: Numbers) -> tuple[Numbers, Numbers]:
@@ -165,9 +161,3 @@ def _addresses(
     host = geometry.host_base[chunks][:, chosen].T + places * page
     device = geometry.device_base[chosen, None] + blocks * geometry.device_stride[chosen, None]
     return host.ravel(), device.ravel(), (lengths * page).ravel()
-
-
-def _directed(direction: Direction, host: Numbers, device: Numbers, size: Numbers) -> CopyRuns:
-    if direction is Direction.STORE:
-        return CopyRuns(source=device, target=host, size=size)
-    return CopyRuns(source=host, target=device, size=size)

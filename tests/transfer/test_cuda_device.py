@@ -14,7 +14,7 @@ from kvoffload.testing import ManualExecutor
 from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.cuda.copier import ENGINE_ONLY, CudaCopier
-from kvoffload.transfer.cuda.crossover import SCRATCH_BYTES, learn, measure
+from kvoffload.transfer.cuda.crossover import SCRATCH_BYTES, Trial, learn
 from kvoffload.transfer.cuda.driver import NvidiaDriver
 from kvoffload.transfer.factory import current_stream, make_allocator, make_copier
 from kvoffload.transfer.layout import layout_of
@@ -185,7 +185,7 @@ def test_the_crossover_is_measured_and_leaves_the_memory_as_it_was() -> None:
     stream = driver.stream(urgent=False)
     driver.prepare_kernel(stream, 32)
     with driver.scratch(SCRATCH_BYTES, stream) as scratch:
-        limits = measure(driver, stream, scratch)
+        limits = Trial(driver, stream, scratch).limits()
     assert set(limits) == {Direction.LOAD, Direction.STORE}
     assert all(limit == 0 or 4096 <= limit <= 2**19 for limit in limits.values())
     before = torch.cuda.memory_reserved()

@@ -188,7 +188,7 @@ def test_a_large_load_goes_on_although_later_loads_take_the_room(emulator: Emula
     states = {ticket.query()}
     for _ in range(50):
         for pieces in (200, *[10] * 30):
-            copier.submit(Direction.LOAD, bench.load.part(0, pieces), (copier.fence(),))
+            copier.submit(Direction.LOAD, bench.load[:pieces], (copier.fence(),))
         for _ in range(3):
             emulator.step()
             states |= {ticket.query()} if TicketState.DONE not in states else set()

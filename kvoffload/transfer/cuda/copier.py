@@ -46,16 +46,13 @@ from kvoffload.model.errors import DeviceLost
 from kvoffload.model.transfer import Direction
 from kvoffload.transfer.cuda.driver import KERNEL_COPIES
 from kvoffload.transfer.ports import TicketState
-from kvoffload.transfer.runs import CopyRuns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from kvoffload.transfer.cuda.driver import Event, NvidiaDriver
+    from kvoffload.transfer.cuda.driver import NvidiaDriver
     from kvoffload.transfer.ports import Fence
+    from kvoffload.transfer.runs import CopyRuns
 
 log = get_logger("transfer")
 
@@ -109,11 +106,10 @@ def read_profile(gpu: str, cuda: str) -> GpuProfile:
     path = profile_path(gpu, cuda)
     try:
         return msgspec.json.decode(path.read_bytes(), type=GpuProfile)
-    except FileNotFoundError:
-        pass
     except (OSError, msgspec.MsgspecError) as error:
-        log.warning("gpu_profile_ignored", path=str(path), reason=str(error))
-    return _NOT_MEASURED
+        if not isinstance(error, FileNotFoundError):
+            log.warning("gpu_profile_ignored", path=str(path), reason=str(error))
+        return _NOT_MEASURED
 
 
 class _Slice(NamedTuple):
@@ -134,36 +130,35 @@ class CudaTicket:
     Args:
         copier: whose.
         direction: of its copies.
-        left: what is to be enqueued.
+        left: what is to be enqueued; the first slices at once.
+        fences: what they wait for.
+
+    Raises:
+        Exception: CUDA refused before any copy was enqueued.
     """
 
-    def __init__(self, copier: CudaCopier, direction: Direction, left: deque[_Slice]) -> None:
+    copy_seconds: float | None = None
+
+    def __init__(
+        self, copier: CudaCopier, direction: Direction, left: deque[_Slice], fences: Sequence[Fence]
+    ) -> None:
         self._copier = copier
         self._driver = copier.driver
         self._direction = direction
         self._stream = copier.stream(direction)
-        start = self._driver.event(timed=True)
-        self._events: tuple[Event, Event] | None = (start, self._driver.event(timed=True))
+        # Both are taken before anything is enqueued.
+        self._events = self._driver.event(timed=True), self._driver.event(timed=True)
         self._left = left
-        self._marks = deque([start])  # behind slices; they show how far the stream is
+        self._marks = deque(self._events[:1])  # behind slices; they show how far the stream is
         self._is_whole = True  # no copy was refused
-        self._hook = (
-            threading.get_ident() if direction is Direction.LOAD else None
-        )  # the thread that must not wait
+        # The thread that must not wait.
+        self._hook = threading.get_ident() if direction is Direction.LOAD else None
         self._has_end = False
-        self._is_refused = False
-        self._seconds: float | None = None
-
-    def begin(self, fences: Sequence[Fence]) -> None:
-        """Enqueue the fences, the start event, and the first slices.
-
-        Raises:
-            Exception: CUDA refused before any copy was enqueued.
-        """
+        self._was_refused = False
         for fence in fences:
             self._driver.wait(self._stream, fence)  # type: ignore[arg-type]  # opaque to others; made by `fence`
-        self._driver.record(self._marks[0], self._stream)
-        self.enqueue()
+        self._driver.record(self._events[0], self._stream)
+        self._enqueue()
 
     def query(self) -> TicketState:
         """Return where the batch stands, after enqueueing some of what is left of it.
@@ -173,7 +168,6 @@ class CudaTicket:
         Raises:
             DeviceLost: the device runs nothing more.
         """
-        assert self._events is not None, "an ended batch is not asked again"
         try:
             if self._left:
                 self._go_on()
@@ -186,16 +180,15 @@ class CudaTicket:
         except DeviceLost:
             raise
         except Exception as error:
-            if not self._is_refused:  # once a batch
+            if not self._was_refused:  # once a batch
                 log.warning("copy_query_refused", reason=repr(error))
-            self._is_refused = True
+            self._was_refused = True
             return TicketState.PENDING
-        with contextlib.suppress(Exception):  # the bytes have arrived: a duration is not worth the job
-            self._seconds = self._driver.seconds_between(*self._events)
-        self._events = None
+        with contextlib.suppress(Exception):  # only the timing failed; the copy itself is complete
+            self.copy_seconds = self._driver.seconds_between(*self._events)
         return TicketState.DONE if self._is_whole else TicketState.FAILED
 
-    def enqueue(self) -> int:
+    def _enqueue(self) -> int:
         """Enqueue some of what is left, as far as there is room, and the end event behind the last; return how many slices.
 
         After a refusal nothing more is enqueued, but some of the copies may run.
@@ -229,7 +222,7 @@ class CudaTicket:
             if not self._marks or not self._driver.has_passed(self._marks[0]):
                 break
             self._marks.popleft()
-        self._copier.slices += self.enqueue()
+        self._copier.slices += self._enqueue()
         # Later batches may have the room, and are not asked before this one has ended.
         if self._left and not self._marks:
             self._mark()
@@ -266,13 +259,8 @@ class CudaTicket:
         Raises:
             Exception: it was not; the batch stays pending.
         """
-        assert self._events is not None
         self._driver.record(self._events[1], self._stream)
         self._has_end = True
-
-    @property
-    def copy_seconds(self) -> float | None:
-        return self._seconds
 
 
 class CudaCopier:
@@ -293,10 +281,8 @@ class CudaCopier:
         self.profile = profile
         self.kernel_below: Limits = ENGINE_ONLY
         self.slices = 0
-        self._streams = {
-            Direction.LOAD: driver.stream(urgent=True),
-            Direction.STORE: driver.stream(urgent=False),
-        }
+        ways = (Direction.LOAD, Direction.STORE)
+        self._streams = {way: driver.stream(urgent=way is Direction.LOAD) for way in ways}
         # Made here and kept by the driver, so that none is made while copies are being enqueued.
         _ = [driver.event(timed=timed) for timed in (True, False) for _ in range(_EVENTS_AHEAD)]
 
@@ -326,9 +312,10 @@ class CudaCopier:
         Raises:
             Exception: CUDA refused before any copy was enqueued.
         """
-        ticket = CudaTicket(self, direction, self._sliced(direction, runs))
-        ticket.begin(fences)
-        return ticket
+        below = self.kernel_below[direction]
+        short, rest = split(runs, below, self.profile.fewest) if below else (runs[:0], runs)
+        left = deque(_cut(short, KERNEL_COPIES, by_kernel=True) + self.engine_slices(rest))
+        return CudaTicket(self, direction, left, fences)
 
     def close(self) -> None:
         """Release streams and events. What still runs on the streams ends by itself."""
@@ -337,13 +324,6 @@ class CudaCopier:
     def engine_slices(self, runs: CopyRuns) -> list[_Slice]:
         """Cut copies for the copy engine."""
         return _cut(runs, self.driver.slice_copies, by_kernel=False)
-
-    def _sliced(self, direction: Direction, runs: CopyRuns) -> deque[_Slice]:
-        """Cut a batch: short copies for the kernel, and the others."""
-        if not self.kernel_below[direction]:
-            return deque(self.engine_slices(runs))
-        short, rest = split(runs, self.kernel_below[direction], self.profile.fewest)
-        return deque(_cut(short, KERNEL_COPIES, by_kernel=True) + self.engine_slices(rest))
 
 
 def split(runs: CopyRuns, below: int, fewest: int) -> tuple[CopyRuns, CopyRuns]:
@@ -357,12 +337,8 @@ def split(runs: CopyRuns, below: int, fewest: int) -> tuple[CopyRuns, CopyRuns]:
     is_short = (runs.size < below) & ((runs.target | runs.source) % _ALIGNED == 0)
     if int(is_short.sum()) < fewest:
         is_short[:] = False
-    return _some(runs, is_short), _some(runs, ~is_short)
-
-
-def _some(runs: CopyRuns, chosen: NDArray[np.bool_]) -> CopyRuns:
-    return CopyRuns(runs.source[chosen], runs.target[chosen], runs.size[chosen])
+    return runs[is_short], runs[~is_short]
 
 
 def _cut(runs: CopyRuns, size: int, *, by_kernel: bool) -> list[_Slice]:
-    return [_Slice(runs.part(start, start + size), by_kernel) for start in range(0, len(runs), size)]
+    return [_Slice(runs[start : start + size], by_kernel) for start in range(0, len(runs), size)]

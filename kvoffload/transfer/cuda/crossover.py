@@ -27,13 +27,14 @@ import numpy as np
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import CopyError
 from kvoffload.model.transfer import Direction
+from kvoffload.transfer.cuda.driver import passes_soon
 from kvoffload.transfer.runs import CopyRuns
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvoffload.transfer.cuda.copier import CudaCopier, Limits
-    from kvoffload.transfer.cuda.driver import CudaScratch, Event, NvidiaDriver
+    from kvoffload.transfer.cuda.driver import CudaScratch, NvidiaDriver
 
 log = get_logger("transfer")
 
@@ -41,7 +42,6 @@ SCRATCH_BYTES = 8 * 2**20
 _PIECES: tuple[int, ...] = tuple(2**power for power in range(11, 19))  # 2 KiB to 256 KiB
 _REPEATS = 5
 _WINS = 0.95  # of the engine's time: what is less is noise
-_PATIENCE_S = 10.0  # with one copy
 _LONGEST_S = 5.0  # of measuring, without compiling the kernel
 _MARGIN = 1.5  # of the time that enqueuing took before, for the copies that cover it
 _MOST_COVERS = 64
@@ -59,7 +59,7 @@ def learn(copier: CudaCopier, device: str) -> None:
         stream = copier.stream(Direction.LOAD)  # nothing is copied yet, and it keeps what the kernel takes
         driver.prepare_kernel(stream, copier.profile.programs)
         with driver.scratch(SCRATCH_BYTES, stream) as scratch:
-            limits = measure(driver, stream, scratch, stores=copier.profile.stores)
+            limits = Trial(driver, stream, scratch).limits(stores=copier.profile.stores)
         copier.use_kernel(limits)
     except Exception as error:  # no triton, no memory, no mapping: the engine copies everything
         log.info("page_kernel_unavailable", device=device, reason=repr(error))
@@ -71,31 +71,6 @@ def learn(copier: CudaCopier, device: str) -> None:
         store_below_bytes=limits[Direction.STORE],
         seconds=round(time.perf_counter() - begun, 3),
     )
-
-
-def measure(
-    driver: NvidiaDriver,
-    stream: int,
-    scratch: CudaScratch,
-    *,
-    stores: bool = True,
-) -> Limits:
-    """Return for each direction the bytes of a run below which the kernel is faster, 0 where it never is.
-
-    Args:
-        driver: copies both ways.
-        stream: that nothing else uses.
-        scratch: memory that nothing else uses.
-        stores: whether stores may use the kernel.
-
-    Raises:
-        CopyError: the kernel moves wrong bytes, or nothing ends.
-        Exception: there is no kernel.
-    """
-    trial = Trial(driver, stream, scratch)
-    trial.check()
-    trial.begin()
-    return {way: trial.limit(way) if stores or way is Direction.LOAD else 0 for way in Direction}
 
 
 @dataclass
@@ -113,11 +88,29 @@ class Trial:
     scratch: CudaScratch
     deadline: float = math.inf
     cover_s: float = math.inf  # that one covering copy takes
-    enqueue_s: dict[bool, float] = field(
-        default_factory=lambda: {True: 0.0, False: 0.0}
-    )  # before, by kernel or not
+    # Before, by kernel or not.
+    enqueue_s: dict[bool, float] = field(default_factory=lambda: dict.fromkeys((True, False), 0.0))
 
-    def check(self) -> None:
+    def limits(self, *, stores: bool = True) -> Limits:
+        """Return for each direction the bytes of a run below which the kernel is faster, 0 where it never is.
+
+        Args:
+            stores: whether stores may use the kernel.
+
+        Raises:
+            CopyError: the kernel moves wrong bytes, or nothing ends.
+            Exception: there is no kernel.
+        """
+        self._check()
+        self.begin()
+        return {way: self.limit(way) if stores or way is Direction.LOAD else 0 for way in Direction}
+
+    def begin(self) -> None:
+        """Time one covering copy, and start the clock."""
+        self.deadline = time.monotonic() + _LONGEST_S
+        self.cover_s = self.seconds(Direction.LOAD, self._cover(), by_kernel=False)
+
+    def _check(self) -> None:
         """Copy random bytes to the device and back to another place by the kernel, and compare them."""
         size = len(self.scratch.host) // 2
         there, back = self.scratch.host[:size], self.scratch.host[size:]
@@ -128,12 +121,8 @@ class Trial:
         if not np.array_equal(there, back):
             raise CopyError("the page kernel has moved wrong bytes")
 
-    def begin(self) -> None:
-        """Time one covering copy, and start the clock."""
-        self.deadline = time.monotonic() + _LONGEST_S
-        self.cover_s = self.seconds(Direction.LOAD, self._cover(), by_kernel=False)
-
     def limit(self, direction: Direction) -> int:
+        """Return the bytes of a run below which the kernel is faster in one direction, 0 where it never is."""
         for number, piece in enumerate(_PIECES):
             runs = self._runs(direction, piece, self.scratch.host)
             times: dict[bool, list[float]] = {True: [], False: []}
@@ -166,7 +155,8 @@ class Trial:
             self.driver.copy(direction, runs, self.stream)
         self.driver.record(end, self.stream)
         self.enqueue_s[by_kernel] = time.perf_counter() - begun
-        self._wait(end)
+        if not passes_soon(self.driver, end):
+            raise CopyError("a copy of scratch memory does not end")
         return self.driver.seconds_between(start, end)
 
     def _cover(self) -> CopyRuns:
@@ -174,20 +164,10 @@ class Trial:
         numbers = (self.scratch.host.ctypes.data, self.scratch.device, len(self.scratch.host) // 2)
         return CopyRuns(*(np.array([number], np.int64) for number in numbers))
 
-    def _wait(self, end: Event) -> None:
-        deadline = time.monotonic() + _PATIENCE_S
-        while not self.driver.has_passed(end):
-            if time.monotonic() > deadline:
-                raise CopyError("a copy of scratch memory does not end")
-            time.sleep(2e-4)
-
     def _runs(self, direction: Direction, piece: int, host: NDArray[np.uint8]) -> CopyRuns:
         """Return copies of all of the scratch memory, scattered on the host."""
         places = len(self.scratch.host) // 2 // piece
         order = np.random.default_rng(1).permutation(places).astype(np.int64)
         on_host = host.ctypes.data + order * piece
         on_device = self.scratch.device + np.arange(places, dtype=np.int64) * piece
-        size = np.full(places, piece, np.int64)
-        if direction is Direction.STORE:
-            return CopyRuns(source=on_device, target=on_host, size=size)
-        return CopyRuns(source=on_host, target=on_device, size=size)
+        return CopyRuns.between(direction, on_host, on_device, np.full(places, piece, np.int64))

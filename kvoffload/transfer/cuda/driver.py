@@ -21,17 +21,17 @@ import mmap
 import threading
 import time
 from collections import deque
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import DeviceLost, EngineContractError, HostMemoryBusy, HostMemoryError
 from kvoffload.model.transfer import Direction
-from kvoffload.transfer.cuda.library import NOT_READY, NOT_SUPPORTED, RELAXED, CudaError, cuda_library
+from kvoffload.transfer.cuda.library import CAPTURE, NOT_READY, RELAXED, UNSUPPORTED, CudaError, cuda_library
 from kvoffload.transfer.ports import HELD_COPIES
 
 if TYPE_CHECKING:
@@ -64,15 +64,9 @@ _FOLDERS = ("/usr/local/nvidia/lib64", "/usr/lib/wsl/lib")  # where containers a
 _pinned: dict[int, NDArray[np.uint8]] = {}  # by address; what a device may touch must stay mapped
 
 
-class _Attributes(ctypes.Structure):
-    """How a batch reads its sources. Location hints stay empty: they concern managed memory only."""
-
-    _fields_ = (
-        ("source_access_order", ctypes.c_uint),
-        ("hints", ctypes.c_uint * 4),
-        ("flags", ctypes.c_uint),
-    )
-
+# How a batch reads its sources: CUmemcpyAttributes, of which only the first number is set. The location hints concern
+# managed memory only.
+_Attributes = ctypes.c_uint * 6
 
 # When a source may be read. A store's source is written by kernels that the stream waits for, so it must be read in
 # stream order. A load's source, a finished slot, does not change while it is pinned: the driver may read it at any time.
@@ -80,22 +74,26 @@ _IN_STREAM_ORDER, _ANY_TIME = 1, 3
 _ACCESS_ORDER = {Direction.STORE: _IN_STREAM_ORDER, Direction.LOAD: _ANY_TIME}
 
 
+@dataclass(slots=True, eq=False)
 class Event:
     """A CUDA event, which goes back to its pool with the last reference to it.
 
     CUDA allows that also while a stream waits for it: a wait concerns the record that came before it.
+
+    Args:
+        handle: the driver's.
+        pool: of handles.
+        queue: of the stream that it was recorded on, if that is ours.
+        place: in the queue.
     """
 
-    __slots__ = ("_pool", "handle", "place", "queue")
-
-    def __init__(self, handle: int, pool: deque[int]) -> None:
-        self.handle = handle
-        self._pool = pool
-        self.queue: _Queue | None = None  # of the stream that it was recorded on, if that is ours
-        self.place = 0  # in the queue
+    handle: int
+    pool: deque[int]
+    queue: _Queue | None = None
+    place: int = 0
 
     def __del__(self) -> None:
-        self._pool.append(self.handle)
+        self.pool.append(self.handle)
 
 
 @dataclass(slots=True)
@@ -150,6 +148,10 @@ class NvidiaDriver:
         batch_copies: whether to use the driver's batched copy: "auto" where it is known to work, "on" wherever there is one
             (for measurements), "off" never.
 
+    Attributes:
+        is_batched: whether copies go to the driver in batches.
+        slice_copies: copies that are enqueued at a time: they take a millisecond at most.
+
     Raises:
         EngineContractError: NVIDIA's driver library is not there (other vendors' devices are not supported yet).
     """
@@ -164,28 +166,18 @@ class NvidiaDriver:
                 f"no NVIDIA driver library for {device}: {error}{_hint(_FOLDERS)}"
             ) from error
         self._current_stream = current_stream
-        number, context = ctypes.c_int(), ctypes.c_void_p()
-        library.cuDeviceGet(ctypes.byref(number), int(device.partition(":")[2] or 0))
-        library.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
-        self._device = number
-        self._context = context.value
+        self._device = _answer(ctypes.c_int, library.cuDeviceGet, int(device.partition(":")[2] or 0))
+        self._context = _answer(ctypes.c_void_p, library.cuDevicePrimaryCtxRetain, self._device)
         self._threads = _Threads(lambda: self._exchange_capture_mode(RELAXED), threading.get_ident())
         self.enter()
         self._spare: dict[bool, deque[int]] = {timed: deque() for timed in (True, False)}
         self._queues: dict[int, _Queue] = {}  # by the handle of the stream
         self._kernels: dict[int, PageKernel] = {}
-        self._batch = library.batch_copy() if self._wants_batches(batch_copies) else None
+        are_safe = batch_copies == "auto" and self.attribute(_CAPABILITY_MAJOR) < _BLACKWELL
+        self._batch = library.batch_copy() if are_safe or batch_copies == "on" else None
+        self.is_batched = self._batch is not None
+        self.slice_copies = _SLICE if self.is_batched else _CALLS
         self._attributes = {way: _Attributes(order) for way, order in _ACCESS_ORDER.items()}
-
-    @property
-    def slice_copies(self) -> int:
-        """Copies that are enqueued at a time: they take a millisecond at most."""
-        return _CALLS if self._batch is None else _SLICE
-
-    @property
-    def is_batched(self) -> bool:
-        """Whether copies go to the driver in batches."""
-        return self._batch is not None
 
     @property
     def name(self) -> str:
@@ -195,9 +187,8 @@ class NvidiaDriver:
     @property
     def version(self) -> str:
         """The newest CUDA that the driver knows, as in "13.0"."""
-        found = ctypes.c_int()
-        self.library.cuDriverGetVersion(ctypes.byref(found))
-        return f"{found.value // 1000}.{found.value % 1000 // 10}"
+        number = _answer(ctypes.c_int, self.library.cuDriverGetVersion)
+        return f"{number // 1000}.{number % 1000 // 10}"
 
     @property
     def pci_address(self) -> str:
@@ -206,20 +197,18 @@ class NvidiaDriver:
 
     def attribute(self, number: int) -> int:
         """Return what the driver says of the device, by the number that `cuda.h` gives the attribute."""
-        found = ctypes.c_int()
-        self.library.cuDeviceGetAttribute(ctypes.byref(found), number, self._device)
-        return found.value
+        return int(_answer(ctypes.c_int, self.library.cuDeviceGetAttribute, number, self._device))
 
     def stream(self, *, urgent: bool) -> int:
         """Return the handle of a new stream, of the highest or the lowest priority."""
         self.enter()
-        lowest, highest, made = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+        lowest, highest = ctypes.c_int(), ctypes.c_int()
         self.library.cuCtxGetStreamPriorityRange(ctypes.byref(lowest), ctypes.byref(highest))
-        priority = highest.value if urgent else lowest.value
-        self.library.cuStreamCreateWithPriority(ctypes.byref(made), _NON_BLOCKING, priority)
-        assert made.value is not None
-        self._queues[made.value] = _Queue()
-        return made.value
+        priority = highest if urgent else lowest
+        create = self.library.cuStreamCreateWithPriority
+        made: int = _answer(ctypes.c_void_p, create, _NON_BLOCKING, priority.value)
+        self._queues[made] = _Queue()
+        return made
 
     def event(self, *, timed: bool) -> Event:
         """Return an event without other references."""
@@ -228,10 +217,8 @@ class NvidiaDriver:
             return Event(pool.popleft(), pool)
         except IndexError:
             self.enter()
-            made = ctypes.c_void_p()
-            self.library.cuEventCreate(ctypes.byref(made), 0 if timed else _NO_TIMING)
-            assert made.value is not None
-            return Event(made.value, pool)
+            flags = 0 if timed else _NO_TIMING
+            return Event(_answer(ctypes.c_void_p, self.library.cuEventCreate, flags), pool)
 
     def record_current(self, event: Event) -> None:
         """Record `event` on the calling thread's current stream of this device."""
@@ -240,14 +227,14 @@ class NvidiaDriver:
     def record(self, event: Event, stream: int) -> None:
         """Record `event` on `stream`."""
         self.enter()
-        self._enqueuing("cuEventRecord", stream)(event.handle, stream)
+        self._enqueue("cuEventRecord", stream, event.handle, stream)
         queue = event.queue = self._queues.get(stream)
         event.place = queue.enqueued if queue is not None else 0
 
     def wait(self, stream: int, event: Event) -> None:
         """Make later work of `stream` wait for `event`; the calling thread does not."""
         self.enter()
-        self._enqueuing("cuStreamWaitEvent", stream)(stream, event.handle, 0)
+        self._enqueue("cuStreamWaitEvent", stream, stream, event.handle, 0)
         if (queue := self._queues.get(stream)) is not None:
             queue.waiting = queue.enqueued
 
@@ -258,15 +245,10 @@ class NvidiaDriver:
             DeviceLost: the device runs nothing more of this process.
             CudaError: the question was refused, which says nothing about the work.
         """
-        try:
-            self.enter()
-            code = self.library.query_event(event.handle)
-            if code not in (0, NOT_READY):
-                raise self.library.error("cuEventQuery", code)
-        except CudaError as error:
-            if error.ends_queries:
-                raise DeviceLost(str(error)) from error
-            raise
+        self.enter()
+        code = self.library.query_event(event.handle)
+        if code not in (0, NOT_READY):
+            raise self.library.error("cuEventQuery", code)
         if code == 0 and event.queue is not None:
             event.queue.ended = max(event.queue.ended, event.place)
         return code == 0
@@ -274,9 +256,8 @@ class NvidiaDriver:
     def seconds_between(self, start: Event, end: Event) -> float:
         """Return the seconds between two timed events that have passed."""
         self.enter()
-        milliseconds = ctypes.c_float()
-        self.library.cuEventElapsedTime(ctypes.byref(milliseconds), start.handle, end.handle)
-        return milliseconds.value / 1000
+        elapsed = self.library.cuEventElapsedTime
+        return float(_answer(ctypes.c_float, elapsed, start.handle, end.handle)) / 1000
 
     def has_room(self, stream: int, copies: int, *, may_wait: bool) -> bool:
         """Whether so many more copies can be enqueued without a wait; with `may_wait`, without a wait for more than copies.
@@ -297,11 +278,10 @@ class NvidiaDriver:
         if self._batch is not None:
             self._copy_in_batches(self._batch, direction, runs, stream)
             return
-        copy = self.library.copy_one[self._keeps_lock(stream, len(runs))]
-        for target, source, size in zip(
-            runs.target.tolist(), runs.source.tolist(), runs.size.tolist(), strict=True
-        ):
-            if code := copy(target, source, size, stream):
+        copy = self.library.enqueue["cuMemcpyAsync"][self._keeps_lock(stream, len(runs))]
+        columns = (column.tolist() for column in (runs.target, runs.source, runs.size))
+        for numbers in zip(*columns, strict=True):
+            if code := copy(*numbers, stream):
                 raise self.library.error("cuMemcpyAsync", code)
 
     def prepare_kernel(self, stream: int, programs: int) -> None:
@@ -336,19 +316,16 @@ class NvidiaDriver:
         Raises:
             Exception: they cannot be had, or a kernel cannot reach the host's.
         """
-        is_idle = True
-        with self.relaxed():
+        with self.relaxed(), ExitStack() as undo:
             host = self.pinned(2 * size)
+            undo.callback(self._unpin, host)
+            device = self.allocate(size, stream)
             try:
-                device = self.allocate(size, stream)
-                try:
-                    yield CudaScratch(device, host)
-                finally:
-                    is_idle = self._comes_to_rest(stream)
-                    self.library.cuMemFreeAsync(device, stream)  # behind all that uses it
+                yield CudaScratch(device, host)
             finally:
-                if is_idle:
-                    self._unpin(host)
+                if not self._comes_to_rest(stream):
+                    undo.pop_all()
+                self.library.cuMemFreeAsync(device, stream)  # behind all that uses it
 
     @contextmanager
     def relaxed(self) -> Iterator[None]:
@@ -372,9 +349,8 @@ class NvidiaDriver:
         memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
         self.register(memory.ctypes.data, size)
         _pinned[memory.ctypes.data] = memory
-        seen = ctypes.c_uint64()
-        self.library.cuMemHostGetDevicePointer_v2(ctypes.byref(seen), memory.ctypes.data, 0)
-        if seen.value != memory.ctypes.data:
+        find = self.library.cuMemHostGetDevicePointer_v2
+        if _answer(ctypes.c_uint64, find, memory.ctypes.data, 0) != memory.ctypes.data:
             self._unpin(memory)
             raise HostMemoryError("a kernel cannot use the host's addresses on this device")
         return memory
@@ -382,9 +358,7 @@ class NvidiaDriver:
     def allocate(self, size: int, stream: int) -> int:
         """Return the address of device memory for work of `stream`."""
         self.enter()
-        address = ctypes.c_uint64()
-        self.library.cuMemAllocAsync(ctypes.byref(address), size, stream)
-        return address.value
+        return int(_answer(ctypes.c_uint64, self.library.cuMemAllocAsync, size, stream))
 
     def register(self, address: int, size: int) -> None:
         """Pin host memory in place: no rounding, no second copy.
@@ -413,12 +387,10 @@ class NvidiaDriver:
         self.unregister(memory.ctypes.data)
         del _pinned[memory.ctypes.data]
 
-    def _enqueuing(self, name: str, stream: int) -> Callable[..., int]:
-        """Return the function of this name for one call on the stream."""
-        found: Callable[..., int] = (
-            self.library.held[name] if self._keeps_lock(stream, 1) else getattr(self.library, name)
-        )
-        return found
+    def _enqueue(self, name: str, stream: int, *arguments: int) -> None:
+        """Call the function of this name, which enqueues one operation on the stream."""
+        if code := self.library.enqueue[name][self._keeps_lock(stream, 1)](*arguments):
+            raise self.library.error(name, code)
 
     def _keeps_lock(self, stream: int, operations: int) -> bool:
         """Count what is enqueued; return whether the interpreter's lock is kept over it.
@@ -435,33 +407,17 @@ class NvidiaDriver:
     def _copy_in_batches(
         self, call: Mapping[bool, Callable[..., int]], direction: Direction, runs: CopyRuns, stream: int
     ) -> None:
-        """Enqueue slices."""
-        target, source, size = (np.ascontiguousarray(part) for part in (runs.target, runs.source, runs.size))
+        """Enqueue slices, each with one set of attributes, which holds from copy 0 on."""
+        columns = [np.ascontiguousarray(column) for column in (runs.target, runs.source, runs.size)]
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        attributes = ctypes.addressof(self._attributes[direction])
-        for start in range(0, len(size), _SLICE):
-            count, at = min(_SLICE, len(size) - start), 8 * start
-            addresses = (part.ctypes.data + at for part in (target, source, size))
-            # One set of attributes, which holds from copy 0 on.
-            code = call[self._keeps_lock(stream, count)](
-                *addresses,
-                count,
-                attributes,
-                ctypes.addressof(first),
-                1,
-                ctypes.addressof(failed),
-                stream,
-            )
-            if code != 0:
-                which = (
-                    f"copy {start + failed.value} of {len(size)}" if failed.value < count else "all copies"
-                )
+        rest = self._attributes[direction], ctypes.byref(first), 1, ctypes.byref(failed), stream
+        for start in range(0, len(runs), _SLICE):
+            count = min(_SLICE, len(runs) - start)
+            addresses = (column.ctypes.data + 8 * start for column in columns)
+            if code := call[self._keeps_lock(stream, count)](*addresses, count, *rest):
+                one = f"copy {start + failed.value} of {len(runs)}"
+                which = one if failed.value < count else "all copies"
                 raise self.library.error(f"cuMemcpyBatchAsync, {which}", code)
-
-    def _wants_batches(self, batch_copies: str) -> bool:
-        if batch_copies != "auto":
-            return batch_copies == "on"
-        return self.attribute(_CAPABILITY_MAJOR) < _BLACKWELL
 
     def _text(self, ask: Callable[..., int]) -> str:
         text = ctypes.create_string_buffer(128)
@@ -482,16 +438,28 @@ class NvidiaDriver:
 
     def _comes_to_rest(self, stream: int) -> bool:
         """Wait until the stream is idle; False if that takes too long or the device fails."""
-        deadline = time.monotonic() + _PATIENCE_S
         with contextlib.suppress(CudaError, DeviceLost):
             end = self.event(timed=False)
             self.record(end, stream)
-            while not self.has_passed(end):
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(1e-4)
-            return True
+            return passes_soon(self, end)
         return False
+
+
+def passes_soon(driver: NvidiaDriver, event: Event) -> bool:
+    """Wait until all work before `event` is done; return False if that takes too long."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while not driver.has_passed(event):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(1e-4)
+    return True
+
+
+def _answer(kind: Callable[[], Any], call: Callable[..., int], *arguments: int) -> Any:  # noqa: ANN401  # by its kind
+    """Return what a function writes to the place that is its first argument."""
+    place = kind()
+    call(ctypes.byref(place), *arguments)
+    return place.value
 
 
 def _hint(folders: tuple[str, ...]) -> str:
@@ -514,12 +482,10 @@ class CudaPin:
         try:
             self._driver.register(address, size)
         except (CudaError, DeviceLost) as error:
-            message = f"{size} bytes of host memory are not pinned: {error}"
-            if isinstance(error, CudaError) and error.can_pass:
-                raise HostMemoryBusy(message) from error
-            if isinstance(error, CudaError) and error.code == NOT_SUPPORTED:
-                message += _WITHOUT_PINNING
-            raise HostMemoryError(message) from error
+            code = error.code if isinstance(error, CudaError) else None
+            kind = HostMemoryBusy if code in CAPTURE else HostMemoryError
+            advice = _WITHOUT_PINNING if code == UNSUPPORTED else ""
+            raise kind(f"{size} bytes of host memory are not pinned: {error}{advice}") from error
 
     def unregister(self, address: int) -> bool:
         try:
