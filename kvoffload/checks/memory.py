@@ -29,14 +29,13 @@ def needed_bytes(setup: Setup) -> int:
 
 def _host_memory(setup: Setup, machine: Machine) -> Finding:
     needed = needed_bytes(setup)
-    limits = [limit for limit in memory_limits(machine.read) if limit.left is not None]
+    limits = memory_limits(machine.read)
     if not limits:
         return not_known("the available memory: /proc/meminfo cannot be read")
     if (limit := exceeded(needed, limits)) is not None:
         return no_go(f"{size_text(needed)} are more than {limit}", _LESS)
-    limit = min(limits, key=lambda one: one.left or 0)
-    left = limit.left or 0
-    if needed > left - left // _SPARE:
+    limit = min(limits, key=lambda one: one.left)
+    if needed > limit.left - limit.left // _SPARE:
         return warn(
             f"{size_text(needed)} leave less than a tenth of {limit}; the engine itself needs some too", _LESS
         )

@@ -12,8 +12,8 @@ No size is rounded to a power of two; a region starts on a cache line.
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
-from itertools import groupby
+from contextlib import contextmanager, suppress
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy as np
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import HostMemoryBusy, HostMemoryError
 from kvoffload.transfer.ports import SystemClock
-from kvoffload.transfer.runs import Geometry, array_at, geometry_of
+from kvoffload.transfer.runs import array_at, geometry_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -56,6 +56,11 @@ class Arena:
         allocator: where memory comes from.
         chunk_bytes: about how much is made ready at a time, at least one slot.
         clock: time, for pauses.
+
+    Attributes:
+        ready_slots: slots that can be used; never shrinks before `close`. Readable from any thread.
+        geometry: addresses of all ready slots; a new object each time the arena has grown.
+        refusal: why growth stopped early; None while it did not.
     """
 
     def __init__(
@@ -70,41 +75,28 @@ class Arena:
         self.layout = layout
         self.slots = slots
         self.refusal: str | None = None
-        """Why growth stopped early; None while it did not."""
         self._allocator = allocator
         self._clock = clock or SystemClock()
         self._chunk_slots = max(1, chunk_bytes // layout.slot_bytes)
         self._chunks: list[HostChunk] = []
         self._pages: list[list[Pages]] = []  # of each chunk, regions in order
-        self._geometry = geometry_of(layout, self._chunk_slots)
-        self._ready_slots = 0
+        self.geometry = geometry_of(layout, self._chunk_slots)
+        self.ready_slots = 0
         self._closed = False
         self._lock = threading.Lock()
-        self._holders = 0
+        self._holders = 1  # itself, until it is closed
 
     @property
     def is_growing(self) -> bool:
         """Whether more slots are on their way. Readable from any thread."""
-        return self._ready_slots < self.slots and self.refusal is None and not self._closed
-
-    @property
-    def ready_slots(self) -> int:
-        """Slots that can be used; never shrinks before `close`. Readable from any thread."""
-        return self._ready_slots
-
-    @property
-    def geometry(self) -> Geometry:
-        """Addresses of all ready slots; a new object each time the arena has grown."""
-        return self._geometry
+        return self.ready_slots < self.slots and self.refusal is None and not self._closed
 
     async def prepare_for(self, seconds: float) -> None:
         """Make slots ready, and begin no chunk after `seconds`; memory that is busy is left to `prepare`."""
         deadline = self._clock.monotonic() + seconds
-        while self.is_growing and self._clock.monotonic() < deadline:
-            try:
+        with suppress(HostMemoryBusy):
+            while self.is_growing and self._clock.monotonic() < deadline:
                 await self._grow()
-            except HostMemoryBusy:
-                return
 
     async def prepare(self, *, with_pauses: bool = False) -> None:
         """Make all slots ready, chunk by chunk, in the background. Memory that is busy is asked for again later.
@@ -120,9 +112,7 @@ class Arena:
             try:
                 await self._grow()
             except HostMemoryBusy as error:
-                log.info(
-                    "host_memory_busy", ready_slots=self._ready_slots, reason=str(error), retry_s=retry_s
-                )
+                log.info("host_memory_busy", ready_slots=self.ready_slots, reason=str(error), retry_s=retry_s)
                 await self._clock.sleep(retry_s)
                 retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
                 continue
@@ -162,10 +152,8 @@ class Arena:
         try:
             yield is_open
         finally:
-            with self._lock:
-                self._holders -= is_open
             if is_open:
-                self._release_unheld()
+                self._let_go()
 
     def close(self) -> None:
         """Release all memory, or leave that to its last holder. None of the caller's copies may be running.
@@ -173,26 +161,28 @@ class Arena:
         Closing twice does nothing.
         """
         with self._lock:
-            self._closed = True
-        self._release_unheld()
+            was_closed, self._closed = self._closed, True
+        if not was_closed:
+            self._let_go()
 
     def _pages_of(self, slot: int) -> list[Pages]:
         """Return a slot's pages, [regions, page]."""
-        if not 0 <= slot < self._ready_slots:
-            raise IndexError(f"slot {slot} is not among the {self._ready_slots} ready slots")
+        if not 0 <= slot < self.ready_slots:
+            raise IndexError(f"slot {slot} is not among the {self.ready_slots} ready slots")
         chunk, place = divmod(slot, self._chunk_slots)
         return [pages[:, place] for pages in self._pages[chunk]]
 
-    def _release_unheld(self) -> None:
-        """Release the memory of a closed arena, unless it is held."""
+    def _let_go(self) -> None:
+        """Release the memory if nothing else holds it."""
         with self._lock:
-            if not self._closed or self._holders:
+            self._holders -= 1
+            if self._holders:
                 return
-            chunks, self._chunks, self._pages = self._chunks, [], []
-            self._ready_slots = 0
-            self._geometry = geometry_of(self.layout, self._chunk_slots)
-        for chunk in chunks:
-            chunk.release()
+        self.ready_slots = 0
+        self.geometry = geometry_of(self.layout, self._chunk_slots)
+        self._pages.clear()
+        while self._chunks:
+            self._chunks.pop().release()
 
     async def _grow(self) -> None:
         """Make one more chunk ready.
@@ -200,33 +190,30 @@ class Arena:
         Raises:
             HostMemoryBusy: not now.
         """
-        count = min(self._chunk_slots, self.slots - self._ready_slots)
+        count = min(self._chunk_slots, self.slots - self.ready_slots)
         try:
             chunk = await self._allocator.allocate(region_offsets(self.layout.page_bytes, count)[-1])
         except HostMemoryBusy:
             raise
         except HostMemoryError as error:
             self.refusal = str(error)
-            say = log.warning if self._ready_slots else log.error  # without any slot nothing is offloaded
+            say = log.warning if self.ready_slots else log.error  # without any slot nothing is offloaded
             say(
                 "host_memory_refused",
-                ready_slots=self._ready_slots,
+                ready_slots=self.ready_slots,
                 wanted_slots=self.slots,
                 reason=self.refusal,
             )
             return
-        self._add(chunk, count)
-
-    def _add(self, chunk: HostChunk, count: int) -> None:
         if self._closed:  # while the chunk was made
             chunk.release()
             return
         self._chunks.append(chunk)
         sizes = self.layout.page_bytes
         starts = [chunk.address + offset for offset in region_offsets(sizes, count)[:-1]]
-        self._geometry = self._geometry.with_chunk(starts)
+        self.geometry = self.geometry.with_chunk(starts)
         self._pages.append(_pages_at(starts, sizes, count))
-        self._ready_slots += count  # last: who sees the slots must find their addresses
+        self.ready_slots += count  # last: who sees the slots must find their addresses
 
 
 def arena_bytes(bytes_per_rank: int, page_bytes: Sequence[int]) -> int:
@@ -239,7 +226,7 @@ def arena_bytes(bytes_per_rank: int, page_bytes: Sequence[int]) -> int:
     slot_bytes = sum(page_bytes)
     chunk_slots = max(1, CHUNK_BYTES // slot_bytes)
     chunks, rest = divmod(bytes_per_rank // slot_bytes, chunk_slots)
-    return chunks * _mapped(page_bytes, chunk_slots) + (_mapped(page_bytes, rest) if rest else 0)
+    return chunks * _mapped(page_bytes, chunk_slots) + _mapped(page_bytes, rest)
 
 
 def _mapped(page_bytes: Sequence[int], slots: int) -> int:
@@ -248,10 +235,7 @@ def _mapped(page_bytes: Sequence[int], slots: int) -> int:
 
 def region_offsets(page_bytes: Sequence[int], count: int) -> list[int]:
     """Return where each region of a chunk of `count` slots starts, and behind them the size of the chunk."""
-    offsets = [0]
-    for size in page_bytes:
-        offsets.append(offsets[-1] + (size * count + _LINE - 1) // _LINE * _LINE)
-    return offsets
+    return list(accumulate((-(-size * count // _LINE) * _LINE for size in page_bytes), initial=0))
 
 
 def _pages_at(starts: Sequence[int], sizes: Sequence[int], count: int) -> list[Pages]:

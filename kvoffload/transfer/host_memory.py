@@ -34,17 +34,22 @@ if TYPE_CHECKING:
 
 log = get_logger("transfer")
 
-Syscall = Callable[..., int]
-
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _PREFERRED = 1
 _NODES = 1024  # the kernel's own limit
-_WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
 _KEPT: list[object] = []  # memory that a device may still reach
 _RESERVE = (
     256 * 2**20
 )  # stays free for others while an arena grows: some chunks, so that ranks may look at once
-_NO_LIMIT = 2**60  # version 1 writes no limit as a number that no machine has
+_NO_LIMIT = 2**60  # version 1 writes no limit as a number that no machine has, version 2 as "max"
+
+
+def read_file(path: str) -> str | None:
+    """Return a file's text, None where it cannot be read."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,7 @@ class Pin(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class MmapAllocator:
     """Anonymous memory, touched and pinned on `executor`'s threads so that no loop waits for the kernel.
 
@@ -105,21 +111,13 @@ class MmapAllocator:
         read: reads the kernel's files; tests hand in their own.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        pin: Pin | None = None,
-        node: PreferredNode | None = None,
-        *,
-        read: ReadText | None = None,
-    ) -> None:
-        self._executor = executor
-        self._pin = pin
-        self._node = node
-        self._read = read or read_file
+    executor: Executor
+    pin: Pin | None = None
+    node: PreferredNode | None = None
+    read: ReadText = read_file
 
     async def allocate(self, size: int) -> HostChunk:
-        work = self._executor.submit(self._allocate, size)
+        work = self.executor.submit(self._allocate, size)
         try:
             return await asyncio.wrap_future(work)
         except asyncio.CancelledError:
@@ -129,7 +127,7 @@ class MmapAllocator:
 
     def _allocate(self, size: int) -> HostChunk:
         # Ranks and engines that start together each see the same memory as free; the kernel would end one of them.
-        left = available_bytes(self._read)
+        left = available_bytes(self.read)
         if left is not None and left < size + _RESERVE:
             raise HostMemoryError(
                 f"{left} bytes are left on this machine or in this process's cgroup; {size} more would leave others less "
@@ -140,40 +138,36 @@ class MmapAllocator:
         except (OSError, ValueError, OverflowError) as error:
             raise HostMemoryError(f"the system refused {size} bytes of host memory: {error}") from error
         _advise(memory)
-        # The array keeps the mapping from being closed under a copy; emptying the list releases it.
-        hold: list[ctypes.Array[ctypes.c_char]] = [(ctypes.c_char * size).from_buffer(memory)]
-        address = ctypes.addressof(hold[0])
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         # Touches every page, outside the interpreter's lock. A page stays on the node where it was first touched.
-        with nullcontext() if self._node is None else self._node.claim(address, size):
+        with nullcontext() if self.node is None else self.node.claim(address, size):
             ctypes.memset(address, 0, size)
-        if self._pin is not None:
+        if self.pin is not None:
             try:
-                self._pin.register(address, size)
+                self.pin.register(address, size)
             except BaseException:
-                hold.clear()
                 memory.close()  # at once: the traceback would keep it for as long as someone holds the error
                 raise
-        return HostChunk(address, size, lambda: self._release(address, hold, memory))
+        return HostChunk(address, size, lambda: self._release(address, memory))
 
-    def _release(self, address: int, hold: list[ctypes.Array[ctypes.c_char]], memory: mmap.mmap) -> None:
-        if self._pin is None:
-            _unmap(hold, memory)
+    def _release(self, address: int, memory: mmap.mmap) -> None:
+        if self.pin is None:
+            memory.close()
             return
         try:
-            self._executor.submit(self._unpin, self._pin, address, hold, memory)
+            self.executor.submit(_unpin, self.pin, address, memory)
         except RuntimeError:  # the executor was shut down
-            self._unpin(self._pin, address, hold, memory)
-
-    def _unpin(
-        self, pin: Pin, address: int, hold: list[ctypes.Array[ctypes.c_char]], memory: mmap.mmap
-    ) -> None:
-        if pin.unregister(address):
-            _unmap(hold, memory)
-        else:  # the device may write here: the addresses must not become someone else's
-            _KEPT.append((hold, memory))
+            _unpin(self.pin, address, memory)
 
 
-def preferred_node(pci_address: str, read: ReadText | None = None) -> PreferredNode | None:
+def _unpin(pin: Pin, address: int, memory: mmap.mmap) -> None:
+    if pin.unregister(address):
+        memory.close()
+    else:  # the device may write here: the addresses must not become someone else's
+        _KEPT.append(memory)
+
+
+def preferred_node(pci_address: str, read: ReadText = read_file) -> PreferredNode | None:
     """Return the NUMA node that a PCI device sits at; None where there is only one, or the kernel does not say.
 
     Args:
@@ -181,25 +175,25 @@ def preferred_node(pci_address: str, read: ReadText | None = None) -> PreferredN
         read: reads the kernel's files; tests hand in their own.
     """
     path = f"/sys/bus/pci/devices/{pci_address.lower()}/numa_node"
-    node = _number((read or read_file)(path))
+    node = _number(read(path))
     return None if node is None or node >= _NODES else PreferredNode(node)
 
 
+@dataclass
 class PreferredNode:
     """Asks the kernel to take memory from one node.
 
     Args:
         node: its number.
-        syscall: of the C library, where it has one; tests hand in their own.
+        syscall: tests hand in their own; by default that of the C library.
         read: reads the kernel's files; tests hand in their own.
+        was_logged: whether the first outcome was.
     """
 
-    def __init__(self, node: int, syscall: Syscall | None = None, read: ReadText | None = None) -> None:
-        self.node = node
-        self._read = read or read_file
-        self._syscall = syscall or _find_syscall()
-        self._number = _MBIND.get(platform.machine())
-        self._has_warned = False
+    node: int
+    syscall: Callable[..., int] | None = None
+    read: ReadText = read_file
+    was_logged: bool = False
 
     @contextmanager
     def claim(self, address: int, size: int) -> Iterator[None]:
@@ -209,8 +203,8 @@ class PreferredNode:
         except Exception as error:  # where memory lies is not worth the memory
             problem = repr(error)
         before = self._move_here() if problem is not None else None
-        if not self._has_warned:
-            self._has_warned = True
+        if not self.was_logged:
+            self.was_logged = True
             log.info(
                 "host_memory_node",
                 node=self.node,
@@ -228,7 +222,7 @@ class PreferredNode:
     def _move_here(self) -> set[int] | None:
         """Let the calling thread run on the node's processors only; return where it ran before, None if refused."""
         try:
-            text = self._read(f"/sys/devices/system/node/node{self.node}/cpulist") or ""
+            text = self.read(f"/sys/devices/system/node/node{self.node}/cpulist") or ""
             before = os.sched_getaffinity(0)
             os.sched_setaffinity(0, before & _processors(text))
         except (OSError, ValueError, AttributeError):  # also where none of them may be used
@@ -237,17 +231,18 @@ class PreferredNode:
 
     def _prefer(self, address: int, size: int) -> str | None:
         """Return why the kernel refuses, None where it does not."""
-        if self._syscall is None or self._number is None:
+        number = _MBIND.get(platform.machine())
+        if number is None:
             return "this system has no mbind"
-        mask = (ctypes.c_ulong * (_NODES // _WORD))()
-        mask[self.node // _WORD] = 1 << self.node % _WORD
-        words = (ctypes.c_long(self._number), ctypes.c_void_p(address), ctypes.c_ulong(size))
-        code = self._syscall(*words, ctypes.c_int(_PREFERRED), mask, ctypes.c_ulong(_NODES), ctypes.c_uint(0))
+        call = self.syscall or ctypes.CDLL(None, use_errno=True).syscall
+        mask = (1 << self.node).to_bytes(_NODES // 8, "little")
+        words = ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_ulong(size)
+        code = call(*words, ctypes.c_int(_PREFERRED), mask, ctypes.c_ulong(_NODES), ctypes.c_uint(0))
         return os.strerror(ctypes.get_errno()) if code != 0 else None
 
 
 def slots_for(
-    bytes_per_rank: int, layout: DeviceLayout, *, ranks: int = 1, read: ReadText | None = None
+    bytes_per_rank: int, layout: DeviceLayout, *, ranks: int = 1, read: ReadText = read_file
 ) -> int:
     """Return how many host slots fit `bytes_per_rank`.
 
@@ -261,13 +256,12 @@ def slots_for(
         ConfigError: less than one block fits, or the ranks need more than this machine or this process's cgroup has left.
     """
     if bytes_per_rank < layout.slot_bytes:
-        raise ConfigError(
-            [
-                f"host_bytes gives each rank {bytes_per_rank} bytes, below one block of {layout.slot_bytes} bytes"
-            ]
+        problem = (
+            f"host_bytes gives each rank {bytes_per_rank} bytes, below one block of {layout.slot_bytes} bytes"
         )
+        raise ConfigError([problem])
     needed = ranks * arena_bytes(bytes_per_rank, layout.page_bytes)
-    if (limit := exceeded(needed, memory_limits(read or read_file))) is not None:
+    if (limit := exceeded(needed, memory_limits(read))) is not None:
         together = "" if ranks == 1 else f", all {ranks} ranks of this machine {size_text(needed)}"
         raise ConfigError([f"host_bytes gives each rank {bytes_per_rank} bytes{together}, above {limit}"])
     return bytes_per_rank // layout.slot_bytes
@@ -279,14 +273,14 @@ class MemoryLimit:
 
     Args:
         place: the machine or the cgroup.
-        left: bytes, file cache counted as free; None where there is no limit, or the kernel does not say.
+        left: bytes, file cache counted as free.
     """
 
     place: str
-    left: int | None
+    left: int
 
     def __str__(self) -> str:
-        return f"the {size_text(self.left or 0)} that {self.place} has left now"
+        return f"the {size_text(self.left)} that {self.place} has left now"
 
 
 def exceeded(needed: int, limits: Iterable[MemoryLimit]) -> MemoryLimit | None:
@@ -294,13 +288,15 @@ def exceeded(needed: int, limits: Iterable[MemoryLimit]) -> MemoryLimit | None:
 
     It decides at the start whether ranks get their host memory, and in the doctor whether they will.
     """
-    above = [limit for limit in limits if limit.left is not None and limit.left < needed]
-    return min(above, key=lambda limit: limit.left or 0, default=None)
+    above = [limit for limit in limits if limit.left < needed]
+    return min(above, key=lambda limit: limit.left, default=None)
 
 
 def memory_limits(read: ReadText) -> list[MemoryLimit]:
-    """Return the limits of the machine and of every enclosing memory cgroup."""
-    return [MemoryLimit("the machine", _machine_left(read)), *_cgroup_limits(read)]
+    """Return the limits of the machine and of every enclosing memory cgroup, as far as there are any and the kernel says them."""
+    kilobytes = _number(_fields(read("/proc/meminfo")).get("MemAvailable:"))
+    machine = [] if kilobytes is None else [MemoryLimit("the machine", 1024 * kilobytes)]
+    return [*machine, *_cgroup_limits(read)]
 
 
 def available_bytes(read: ReadText) -> int | None:
@@ -308,23 +304,13 @@ def available_bytes(read: ReadText) -> int | None:
 
     The least of MemAvailable and what every enclosing cgroup (version 1 or 2) has left, file cache counted as free.
     """
-    return min([limit.left for limit in memory_limits(read) if limit.left is not None], default=None)
-
-
-def _machine_left(read: ReadText) -> int | None:
-    for line in (read("/proc/meminfo") or "").splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            kilobytes = _number(value.removesuffix("kB"))
-            return None if kilobytes is None else kilobytes * 1024
-    return None
+    return min([limit.left for limit in memory_limits(read)], default=None)
 
 
 def _cgroup_limits(read: ReadText) -> Iterator[MemoryLimit]:
     """Yield the limits of this process's memory cgroups (version 1 or 2), the parents too, as far as they can be read."""
     for line in (read("/proc/self/cgroup") or "").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+        controllers, _, path = line.partition(":")[2].partition(":")
         if not path.startswith("/"):
             continue
         if controllers == "":
@@ -339,13 +325,12 @@ def _chain(read: ReadText, root: str, path: str, limit: str, usage: str) -> Iter
     group = PurePosixPath(path)
     for parent in (group, *group.parents):
         folder = root + str(parent).rstrip("/")
-        text = read(f"{folder}/{limit}")
-        limit_bytes, used_bytes = _number(text), _number(read(f"{folder}/{usage}"))
-        if text is not None and (text.strip() == "max" or (limit_bytes or 0) >= _NO_LIMIT):
-            yield MemoryLimit(f"the cgroup {folder}", None)
-        elif limit_bytes is not None and used_bytes is not None:
-            cached = _file_cache(read(f"{folder}/memory.stat"))
-            yield MemoryLimit(f"the cgroup {folder}", max(limit_bytes - used_bytes + cached, 0))
+        limit_bytes, used_bytes = _number(read(f"{folder}/{limit}")), _number(read(f"{folder}/{usage}"))
+        if limit_bytes is None or limit_bytes >= _NO_LIMIT or used_bytes is None:
+            continue
+        counts = _fields(read(f"{folder}/memory.stat"))
+        cached = _number(counts.get("total_inactive_file", counts.get("inactive_file"))) or 0
+        yield MemoryLimit(f"the cgroup {folder}", max(limit_bytes - used_bytes + cached, 0))
 
 
 def _number(text: str | None) -> int | None:
@@ -353,9 +338,10 @@ def _number(text: str | None) -> int | None:
     return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 25 else None
 
 
-def _file_cache(stat: str | None) -> int:
-    fields = dict(line.split(" ", 1) for line in (stat or "").splitlines() if " " in line)
-    return _number(fields.get("total_inactive_file", fields.get("inactive_file"))) or 0
+def _fields(text: str | None) -> dict[str, str]:
+    """Return what stands behind the first word of each line."""
+    lines = [line.split() for line in (text or "").splitlines()]
+    return {words[0]: words[1] for words in lines if len(words) > 1}
 
 
 def _advise(memory: mmap.mmap) -> None:
@@ -372,19 +358,6 @@ def _advise(memory: mmap.mmap) -> None:
             memory.madvise(getattr(mmap, name))
 
 
-def _unmap(hold: list[ctypes.Array[ctypes.c_char]], memory: mmap.mmap) -> None:
-    hold.clear()
-    memory.close()
-
-
-def read_file(path: str) -> str | None:
-    """Return a file's text, None where it cannot be read."""
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return None
-
-
 def _release_result(work: Future[HostChunk]) -> None:
     if not work.cancelled() and work.exception() is None:
         work.result().release()
@@ -392,17 +365,5 @@ def _release_result(work: Future[HostChunk]) -> None:
 
 def _processors(text: str) -> set[int]:
     """Return what a list such as "0-3,8" names."""
-    found: set[int] = set()
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return found
-
-
-def _find_syscall() -> Syscall | None:
-    try:
-        call = ctypes.CDLL(None, use_errno=True).syscall
-    except (OSError, AttributeError):
-        return None
-    call.restype = ctypes.c_long
-    return call
+    spans = [part.partition("-")[::2] for part in text.strip().split(",")]
+    return {number for first, last in spans for number in range(int(first), int(last or first) + 1)}

@@ -410,8 +410,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         16,
         "kvoffload/transfer/arena.py",
-        "not self._closed or self._holders",
-        "not self._closed",
+        "            if self._holders:",
+        "            if False:",
         _COPIES_OF_DISK,
     ),
     Mutant(16, _CALLS, "if not self.token:", "if False:", _COPIES_OF_DISK),
