@@ -12,7 +12,7 @@ from kvoffload.model.transfer import Direction
 from kvoffload.transfer.ports import TicketState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from kvoffload.transfer.jobs import Part
     from kvoffload.transfer.ports import Ticket
@@ -68,7 +68,7 @@ class Lane:
 
     def __init__(self, direction: Direction, timeout_s: float, work: str = "copy") -> None:
         self._direction = direction
-        self._events = {what: f"{work}_{what}" for what in ("failed", "written_off", "ended_late")}
+        self._work = work
         self._timeout_s = timeout_s
         self._pending: deque[Batch] = deque()
         self._written_off: list[Batch] = []
@@ -109,7 +109,8 @@ class Lane:
             self._pending.popleft()
             self._removed_bytes += batch.size
             if state is TicketState.PENDING:
-                self._write_off(batch)
+                self._written_off.append(batch)
+                self._say(log.error, "written_off", batch, timeout_s=self._timeout_s)
             else:
                 yield _ended(batch, state, now)
 
@@ -119,7 +120,7 @@ class Lane:
             state = self._query(batch)
             if state is not TicketState.PENDING:
                 self._written_off.remove(batch)
-                log.warning(self._events["ended_late"], direction=self._direction.value, jobs=_job_ids(batch))
+                self._say(log.warning, "ended_late", batch)
                 # Its bytes left the bound when it was written off; where checksums are read, it must not enter it again.
                 yield _ended(replace(batch, size=0), state, now)
 
@@ -130,25 +131,15 @@ class Lane:
         except Exception as error:  # whatever a copier raises, the job must end
             if isinstance(error, DeviceLost):
                 self.lost = str(error)
-            self._say_failed(batch, repr(error))
+            self._say(log.error, "failed", batch, reason=repr(error))
             return TicketState.FAILED
         if state is TicketState.FAILED:
-            self._say_failed(batch, "the copier reports a failure")
+            self._say(log.error, "failed", batch, reason="the copier reports a failure")
         return state
 
-    def _say_failed(self, batch: Batch, reason: str) -> None:
-        log.error(
-            self._events["failed"], direction=self._direction.value, jobs=_job_ids(batch), reason=reason
-        )
-
-    def _write_off(self, batch: Batch) -> None:
-        self._written_off.append(batch)
-        log.error(
-            self._events["written_off"],
-            direction=self._direction.value,
-            jobs=_job_ids(batch),
-            timeout_s=self._timeout_s,
-        )
+    def _say(self, say: Callable[..., object], what: str, batch: Batch, **more: object) -> None:
+        jobs = [part.job.job.id for part in batch.parts]
+        say(f"{self._work}_{what}", direction=self._direction.value, jobs=jobs, **more)
 
 
 class Lanes:
@@ -194,13 +185,6 @@ class Lanes:
 
 
 def _ended(batch: Batch, state: TicketState, now: float) -> EndedBatch:
-    try:
-        measured = batch.ticket.copy_seconds
-    except Exception:  # a duration is not worth a job
-        measured = None
+    measured = batch.ticket.copy_seconds
     seconds = now - batch.submitted_at if measured is None else measured
     return EndedBatch(batch, state is TicketState.FAILED, seconds)
-
-
-def _job_ids(batch: Batch) -> list[int]:
-    return [part.job.job.id for part in batch.parts]

@@ -164,10 +164,8 @@ def _region(tensor: torch.Tensor) -> DeviceRegion:
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether the elements fill one piece of memory, in whatever order of dimensions."""
     expected = 1
-    for stride, size in sorted(
-        (stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1
-    ):
-        if stride != expected:
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1 and stride != expected:
             return False
         expected *= size
     return True
