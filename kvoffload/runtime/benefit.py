@@ -152,7 +152,6 @@ class NetBenefit:
         """Follow the engine from now on, ahead of the open copies, whose records end with them; publish when the sign changes."""
         self._publish = bus.publish
         bus.count(facts.StepScheduled, self._step)
-        bus.count(facts.RequestEnded, self._ended)
         bus.count(events.LookupDeferred, self._deferred)
         bus.count(events.LoadEnded, self._load_ended)
         bus.count(events.TierCopyEnded, self._fetch_ended)
@@ -226,14 +225,6 @@ class NetBenefit:
             for way in ways:
                 self.interference_s[way] += lost / len(ways)
 
-    def _ended(self, fact: facts.RequestEnded) -> None:
-        if fact.request not in self._open.by_request:
-            return
-        load = self._open.by_request[fact.request]
-        if load.planned is not None:
-            self.waited_s[LoadWait.OWN_LOAD] += self._hook.now - load.planned
-            load.planned = None
-
     # -- loads ------------------------------------------------------------------------------------------------------
 
     def waited(self, request: RequestId, seconds: float) -> None:
@@ -241,6 +232,13 @@ class NetBenefit:
         reason = LoadWait.FETCH if request in self._await_fetch else LoadWait.OTHERS_LOAD
         self._await_fetch.discard(request)
         self.waited_s[reason] += seconds
+
+    def ended(self, request: RequestId) -> None:
+        """A request of the open copies ends: it waits for its load no longer."""
+        load = self._open.by_request[request]
+        if load.planned is not None:
+            self.waited_s[LoadWait.OWN_LOAD] += self._hook.now - load.planned
+            load.planned = None
 
     def _deferred(self, event: events.LookupDeferred) -> None:
         if event.owner is None:

@@ -121,7 +121,6 @@ class OpenCopies:
         bus.count(events.HitDropped, self._hit_dropped)
         bus.count(events.LoadScheduled, self._load_scheduled)
         bus.count(events.LoadEnded, self._load_ended)
-        bus.count(events.RankReported, self._rank_reported)
         bus.count(events.TierCopyScheduled, self._fetch_scheduled)
         bus.count(events.TierCopyEnded, self._fetch_ended)
         bus.count(events.ResetStarted, self._reset_started)
@@ -157,10 +156,12 @@ class OpenCopies:
         """A rank's copies have ended. A report that comes twice changes nothing."""
         for part in report.jobs:
             copy = self.by_job.get(part.job)
-            if copy is None or copy.given is None or not copy.running:
+            if copy is None or report.rank not in copy.running:
                 continue
             copy.running.discard(report.rank)
-            if not copy.running:
+            if part.outcome is CopyOutcome.DONE:
+                copy.copy_s += part.copy_s
+            if copy.given is not None and not copy.running:
                 self._counts[copy.given.direction, copy.is_overdue] -= 1
                 if copy.has_ended:
                     del self.by_job[part.job]
@@ -208,7 +209,9 @@ class OpenCopies:
 
     def forget_events(self) -> None:
         """No event will come any more: only what workers copy and what the engine waits for is kept."""
-        self.by_job = {job: copy for job, copy in self.by_job.items() if copy.running}
+        self.by_job = {
+            job: copy for job, copy in self.by_job.items() if copy.running and copy.given is not None
+        }
         self.by_request = {request: copy for request, copy in self.by_request.items() if copy.is_awaited}
         for copy in (*self.by_job.values(), *self.by_request.values()):
             copy.has_ended = True
@@ -263,14 +266,14 @@ class OpenCopies:
             if not copy.running:
                 del self.by_job[event.job]
 
-    def _rank_reported(self, event: events.RankReported) -> None:
-        if event.job in self.by_job and event.outcome is CopyOutcome.DONE:
-            self.by_job[event.job].copy_s += event.copy_s
-
     def _fetch_scheduled(self, event: events.TierCopyScheduled) -> None:
         if event.tokens and event.request is not None:
             self.by_job[event.job] = OpenCopy(
-                event.request, job=event.job, tokens=event.tokens, planned=self._hook.now
+                event.request,
+                job=event.job,
+                tokens=event.tokens,
+                planned=self._hook.now,
+                running=set(self._ranks),
             )
 
     def _fetch_ended(self, event: events.TierCopyEnded) -> None:

@@ -194,11 +194,6 @@ class SchedulerSide:
         """The versions and settings of the engine."""
         return self.observation.info
 
-    @property
-    def sends_spans(self) -> bool:
-        """Whether a collector gets spans, which continue the traces of requests."""
-        return self.observation.spans is not None
-
     def unix(self, since: float | None) -> float:
         """Return a monotonic time as seconds since 1970, to a tenth: the same each time for the same moment. 0 for None."""
         return 0 if since is None else round(self._clocks.unix() - (self._now() - since), 1)
@@ -212,7 +207,7 @@ class SchedulerSide:
         began = self._hook.now = self._now()
         watch = self.observation
         if has_token is not None:
-            watch.first_tokens.expect(fact.request, has_token)
+            watch.first_tokens.waiting[fact.request] = began, has_token
         if watch.spans is not None:
             watch.spans.expect(trace_parent)
         self.bus.dispatch([fact])
@@ -305,9 +300,15 @@ class SchedulerSide:
     def ended(self, fact: facts.RequestEnded) -> None:
         """A request finished or was aborted, and still has its blocks."""
         began = self._hook.now = self._now()
+        request, first_tokens = fact.request, self.observation.first_tokens
         if self._deferred:
-            self._end_deferral(fact.request, began)
-        self.bus.dispatch([fact])
+            self._end_deferral(request, began)
+        if request in self.copies.by_request:
+            self.benefit.ended(request)
+        batch: list[object] = [fact]
+        if request in first_tokens.waiting:
+            batch += first_tokens.ended(request)
+        self.bus.dispatch(batch)
         if not self._live:
             if self._below is not None:
                 self._below.rest(began)
@@ -390,7 +391,7 @@ class SchedulerSide:
             if below is not None and (has_moved or below.records or below.awaits_files):
                 below.reported(reports, began, has_moved=has_moved)
             self._look_after_reports()
-        answers = self.take_answers()
+        answers = self.take_answers() if self.copies.awaited or self.faults.cause else NO_ANSWERS
         spent = self.observation.spent
         spent[_REPORT] = spent.get(_REPORT, 0.0) + self._now() - began
         return answers

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 from kvoffload.bus.bus import Bus
-from kvoffload.model import facts
 from kvoffload.model.causes import Found
 from kvoffload.model.events import FirstTokenReached, LookupAnswered
 from kvoffload.model.ids import RequestId
@@ -190,38 +189,32 @@ class FirstTokens:
 
     def __init__(self, hook: HookTime) -> None:
         self._hook = hook
-        self._publish: Callable[[FirstTokenReached], None] = lambda event: None
         self.waiting: dict[RequestId, tuple[float, HasToken]] = {}
-        """Requests without a token: since when, and what says whether the first is there, until the request has ended."""
+        """Requests without a token, entered by the caller: since when, and what says whether the first token is there."""
         self.admitted: dict[RequestId, Found] = {}
         """Admitted requests without a token, and what their last lookup found."""
 
     def subscribe(self, bus: Bus) -> None:
-        """Follow admissions and ends from now on, and publish first tokens."""
-        self._publish = bus.publish
+        """Follow admissions from now on."""
         bus.count(LookupAnswered, self._settled)
-        bus.count(facts.RequestEnded, self._ended)
-
-    def expect(self, request: RequestId, has_token: HasToken) -> None:
-        """Measure the time from now until a request's first token."""
-        self.waiting[request] = self._hook.now, has_token
 
     def look(self) -> list[FirstTokenReached]:
         """Return the events of requests whose first token exists; called when a step is scheduled."""
         return [self._arrived(request) for request in tuple(self.admitted) if self.waiting[request][1]()]
+
+    def ended(self, request: RequestId) -> list[FirstTokenReached]:
+        """Forget a waiting request that ends; return the event if its first token came in its last step."""
+        if request in self.admitted and self.waiting[request][1]():
+            return [self._arrived(request)]
+        self.waiting.pop(request)
+        self.admitted.pop(request, None)
+        return []
 
     def _settled(self, event: LookupAnswered) -> None:
         if event.request in self.waiting:
             found = Found.DEVICE if event.device_tokens else Found.NOTHING
             host = _FOUND[event.fetched_from] if event.fetched_tokens else Found.HOST
             self.admitted[event.request] = host if event.hit_tokens else found
-
-    def _ended(self, fact: facts.RequestEnded) -> None:
-        request = fact.request
-        if request in self.admitted and self.waiting[request][1]():
-            self._publish(self._arrived(request))
-        elif self.waiting.pop(request, None) is not None:
-            self.admitted.pop(request, None)
 
     def _arrived(self, request: RequestId) -> FirstTokenReached:
         waited_s = self._hook.now - self.waiting.pop(request)[0]

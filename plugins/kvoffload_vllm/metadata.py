@@ -31,8 +31,6 @@ class EndedLoads:
 
     def and_also(self, answers: LoadAnswers) -> EndedLoads:
         """Return these and what else the workers do not report by themselves."""
-        if not (answers.without_copy or answers.abandoned):
-            return self
         alone = answers.without_copy
         return EndedLoads(
             (*self.loaded, *[request for request in alone if request in answers.loaded]),

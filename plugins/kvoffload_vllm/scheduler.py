@@ -11,7 +11,6 @@ from kvoffload.model import facts
 from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId
 from kvoffload.model.transfer import NOTHING
-from kvoffload.runtime.copies import NO_ANSWERS
 from kvoffload_vllm.kv_identity import persists
 from kvoffload_vllm.metadata import NO_PLAN, NONE_ENDED, KVOffloadMetadata, KVOffloadWorkerMetadata
 from kvoffload_vllm.progress import KeyMaker, ProgressReports, Tracked
@@ -94,9 +93,8 @@ class VllmScheduler:
         known = self._keys.keys(hashes, 0)
         lasts = self._identification is None or persists(request)
         fact = facts.RequestSeen(request.request_id, request.num_tokens, known, reads, lasts)
-        self.offload.seen(
-            fact, partial(_output_tokens, request), tracked.trace_parent if self.offload.sends_spans else None
-        )
+        trace_parent = tracked.trace_parent if self.offload.observation.spans is not None else None
+        self.offload.seen(fact, partial(_output_tokens, request), trace_parent)
         return tracked
 
     def lookup(self, request: Request, device_tokens: int) -> int | None:
@@ -156,9 +154,10 @@ class VllmScheduler:
         )
         self._step += 1
         plan = self.offload.step(fact)
-        answers = self.offload.take_answers()
-        if answers is not NO_ANSWERS:
-            self._ended_loads = self._ended_loads.and_also(answers)
+        if self.offload.copies.awaited or self.offload.faults.cause:
+            answers = self.offload.take_answers()
+            if answers.without_copy or answers.abandoned:
+                self._ended_loads = self._ended_loads.and_also(answers)
         ended, self._ended_loads = self._ended_loads, NONE_ENDED
         disk = None if self._identification is None else self._identification.step(self.offload)
         if plan is NOTHING and ended is NONE_ENDED and disk is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from kvoffload.bus.bus import Bus
-from kvoffload.model import facts
 from kvoffload.model.events import LookupAnswered
 from kvoffload.model.ids import RequestId
 from kvoffload.runtime.copies import HookTime
@@ -33,7 +32,7 @@ class Engine:
             self.asked += 1
             return request in self.tokens
 
-        self.first_tokens.expect(request, has_token)
+        self.first_tokens.waiting[request] = self.hook.now, has_token
 
     def admitted(self, device: int = 0, host: int = 0, request: RequestId = A) -> None:
         self._bus.publish(LookupAnswered(request, device, host // 16, 0, host, 0, None))
@@ -43,7 +42,8 @@ class Engine:
         self._bus.dispatch([*self.first_tokens.look()])
 
     def ended(self, request: RequestId = A) -> None:
-        self._bus.publish(facts.RequestEnded(request))
+        if request in self.first_tokens.waiting:
+            self._bus.dispatch([*self.first_tokens.ended(request)])
 
     def times(self) -> dict[str, tuple[int, float]]:
         found = self.counters.snapshot().distributions["kvoffload_first_token_seconds"]

@@ -520,9 +520,9 @@ def test_the_environment_names_a_collector_where_the_settings_name_none(
     monkeypatch.setattr(spans, "make_exporter", make_exporter)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://127.0.0.1:9/theirs")
     for config in (OffloadConfig(), OffloadConfig(otlp_endpoint=URL)):
-        assert Side(config=config).side.sends_spans
+        assert Side(config=config).side.observation.spans is not None
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "")
-    assert not Side(config=OffloadConfig()).side.sends_spans
+    assert Side(config=OffloadConfig()).side.observation.spans is None
     assert asked == ["http://127.0.0.1:9/theirs", URL]
 
 
@@ -532,7 +532,7 @@ def test_without_the_packages_a_collector_of_the_environment_is_not_for_us(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", URL)
     monkeypatch.delitem(sys.modules, "kvoffload.telemetry.otel", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    assert not Side(config=OffloadConfig()).side.sends_spans
+    assert Side(config=OffloadConfig()).side.observation.spans is None
 
 
 class Collector(BaseHTTPRequestHandler):
