@@ -8,13 +8,13 @@ the same series then updates objects that are no longer exported, so nothing is 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
-from kvoffload.telemetry.catalogue import BY_NAME, CATALOGUE, Kind, Metric
-from kvoffload_vllm.payload import COUNTS, GAUGES, PARTS, SAMPLES, entries, split_labels
+from kvoffload.telemetry.catalogue import CATALOGUE, Kind, Metric
+from kvoffload_vllm.payload import entries, split_labels
 
 _STANDARD: Mapping[Kind, type] = {Kind.COUNTER: Counter, Kind.GAUGE: Gauge, Kind.HISTOGRAM: Histogram}
 _made: dict[tuple[Callable[..., object], str], tuple[tuple[str, ...], Any]] = {}
@@ -48,21 +48,21 @@ class Families:
 
     def observe(self, payload: Mapping[str, Any], engine: int) -> None:
         """Add one message. Unknown names and labels are ignored, so that another version cannot end the front end."""
-        for child, added in self._entries(payload, COUNTS, engine):
-            child.inc(added)
-        for child, now in self._entries(payload, GAUGES, engine):
-            child.set(now)
-        for child, samples in self._entries(payload, SAMPLES, engine):
-            for sample in samples:
-                child.observe(sample)
-
-    def _entries(self, payload: Mapping[str, Any], part: str, engine: int) -> Iterator[tuple[Any, Any]]:
-        for name, joined, value in entries(payload, part):
-            metric, labels = BY_NAME.get(name), split_labels(joined)
-            is_known = metric is not None and PARTS[metric.kind] == part and len(labels) == len(metric.labels)
-            if is_known and engine in self._engine_labels:
-                child = self._children.get((engine, name, labels)) or self._start(engine, name, labels)
-                yield child, value
+        if engine not in self._engine_labels:
+            return
+        for metric, joined, value in entries(payload):
+            labels = split_labels(joined)
+            if len(labels) != len(metric.labels):
+                continue
+            key = engine, metric.name, labels
+            child: Any = self._children.get(key) or self._start(*key)
+            if metric.kind is Kind.COUNTER:
+                child.inc(value)
+            elif metric.kind is Kind.GAUGE:
+                child.set(value)
+            else:
+                for sample in value:
+                    child.observe(sample)
 
     def _start(self, engine: int, name: str, labels: tuple[str, ...]) -> object:
         values = [*self._engine_labels[engine], *labels]

@@ -1,6 +1,6 @@
 """Numbers for vLLM's front end: what changed since the last message, in maps, lists, texts and numbers only. Pure.
 
-    {"counts": {metric: {labels: added}}, "gauges": {metric: {labels: now}}, "samples": {metric: {labels: [seconds, ..]}}}
+    {metric: {labels: value}}        of a counter what was added, of a gauge its value, of a histogram [seconds, ..]
 
 `labels` are a series' label values joined by commas. They come from enums, whose values have no comma.
 """
@@ -11,13 +11,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from kvoffload.telemetry.catalogue import Kind, Labels, Metric
+from kvoffload.telemetry.catalogue import BY_NAME, Kind, Labels, Metric
 from kvoffload.telemetry.counters import Source, all_series
 
-Payload = dict[str, Any]
+Payload = dict[str, dict[str, Any]]
 
-COUNTS, GAUGES, SAMPLES = "counts", "gauges", "samples"
-PARTS: Mapping[Kind, str] = {Kind.COUNTER: COUNTS, Kind.GAUGE: GAUGES, Kind.HISTOGRAM: SAMPLES}
 _COMMA = ","
 _MIB = 1 << 20
 # Between messages of a busy engine: scrapes are rarer, and a message costs as much as planning several copies.
@@ -56,8 +54,7 @@ class Changes:
         payload: Payload = {}
         for metric, series in all_series(counters.counts, self._source.gauges(), counters.take_samples()):
             if changed := series if metric.kind is Kind.HISTOGRAM else self._changed(metric, series):
-                part = payload.setdefault(PARTS[metric.kind], {})
-                part[metric.name] = {_COMMA.join(labels): value for labels, value in changed.items()}
+                payload[metric.name] = {_COMMA.join(labels): value for labels, value in changed.items()}
         return payload or None
 
     def _changed(self, metric: Metric, series: Mapping[Labels, Any]) -> Mapping[Labels, Any]:
@@ -83,21 +80,17 @@ def split_labels(joined: str) -> tuple[str, ...]:
     return tuple(joined.split(_COMMA)) if joined else ()
 
 
-def is_empty(payload: Mapping[str, Any]) -> bool:
-    """Whether it holds no number."""
-    return not any(payload.get(part) for part in (COUNTS, GAUGES, SAMPLES))
-
-
 def merge(payload: Payload, later: Mapping[str, Any]) -> None:
-    """Add a later message: counters add up, samples are appended, gauges are replaced. `later` is not changed."""
-    for name, joined, added in entries(later, COUNTS):
-        series = _series(payload, COUNTS, name)
-        series[joined] = series.get(joined, 0) + added
-    for name, joined, now in entries(later, GAUGES):
-        _series(payload, GAUGES, name)[joined] = now
-    for name, joined, samples in entries(later, SAMPLES):
-        series = _series(payload, SAMPLES, name)
-        series[joined] = [*series.get(joined, ()), *samples]
+    """Add a later message: counters add up, samples are appended, gauges are replaced. `later` is not changed.
+
+    Metrics of another version are left out.
+    """
+    for metric, joined, value in entries(later):
+        series = payload.setdefault(metric.name, {})
+        if metric.kind is Kind.GAUGE or joined not in series:
+            series[joined] = value
+        else:
+            series[joined] = series[joined] + value  # numbers or lists
 
 
 def summarize(payload: Mapping[str, Any]) -> dict[str, int | float]:
@@ -117,23 +110,19 @@ def summarize(payload: Mapping[str, Any]) -> dict[str, int | float]:
     }
 
 
-def entries(payload: Mapping[str, Any], part: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield the name, the joined labels and the value of each series in a part of it."""
-    for name, series in payload.get(part, {}).items():
-        for joined, value in series.items():
-            yield name, joined, value
-
-
-def _series(payload: Payload, part: str, name: str) -> dict[str, Any]:
-    series: dict[str, Any] = payload.setdefault(part, {}).setdefault(name, {})
-    return series
+def entries(payload: Mapping[str, Any]) -> Iterator[tuple[Metric, str, Any]]:
+    """Yield the metric, the joined labels and the value of each series of a known metric."""
+    for name, series in payload.items():
+        if (metric := BY_NAME.get(name)) is not None:
+            for joined, value in series.items():
+                yield metric, joined, value
 
 
 def _count(payload: Mapping[str, Any], name: str, joined: str) -> int:
-    return int(payload.get(COUNTS, {}).get(name, {}).get(joined, 0))
+    return int(payload.get(name, {}).get(joined, 0))
 
 
 def _total(payload: Mapping[str, Any], name: str, first: str = "") -> int:
     """Return the sum of a counter's series whose joined labels begin so."""
-    series = payload.get(COUNTS, {}).get(name, {})
+    series = payload.get(name, {})
     return int(sum(value for joined, value in series.items() if joined.startswith(first)))

@@ -26,8 +26,7 @@ class KVOffloadStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not ins
 
     def aggregate(self, other: KVConnectorStats) -> KVOffloadStats:
         """Add a later message, or another rank's, to this one."""
-        if not other.is_empty():
-            payload.merge(self.data, other.data)
+        payload.merge(self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -35,7 +34,7 @@ class KVOffloadStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not ins
         return payload.summarize(self.data)
 
     def is_empty(self) -> bool:
-        return payload.is_empty(self.data)
+        return not self.data
 
 
 class KVOffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is not installed where types are checked

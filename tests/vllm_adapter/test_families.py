@@ -45,9 +45,10 @@ def test_every_metric_of_the_catalogue_is_served_from_the_start() -> None:
 def test_a_message_goes_to_its_engine_only() -> None:
     made = make(0, 1)
     message = {
-        "counts": {"kvoffload_lookup_blocks_total": {"hit": 3}, "kvoffload_resets_total": {"": 1}},
-        "gauges": {"kvoffload_slots": {"host,ready": 4}},
-        "samples": {"kvoffload_transfer_seconds": {"host,load": [0.5, 0.004]}},
+        "kvoffload_lookup_blocks_total": {"hit": 3},
+        "kvoffload_resets_total": {"": 1},
+        "kvoffload_slots": {"host,ready": 4},
+        "kvoffload_transfer_seconds": {"host,load": [0.5, 0.004]},
     }
     made.observe(message, 1)
     made.observe(message, 1)
@@ -62,32 +63,27 @@ def test_a_message_goes_to_its_engine_only() -> None:
 
 def test_what_is_not_known_is_left_out() -> None:
     made = make()
-    made.observe({"counts": {"kvoffload_of_tomorrow_total": {"x": 1}}}, 0)
-    made.observe({"counts": {"kvoffload_slots": {"host,ready": 1}}}, 0)
-    made.observe({"counts": {"kvoffload_lookup_blocks_total": {"hit,more": 1}}}, 0)
-    made.observe({"counts": {"kvoffload_resets_total": {"": 1}}}, 7)
-    assert value("kvoffload_slots", tier="host", state="ready") == 0
+    made.observe({"kvoffload_of_tomorrow_total": {"x": 1}}, 0)
+    made.observe({"kvoffload_lookup_blocks_total": {"hit,more": 1}}, 0)
+    made.observe({"kvoffload_resets_total": {"": 1}}, 7)
     assert value("kvoffload_resets_total") == 0
 
 
 def test_a_second_engine_with_labels_of_its_own_leaves_the_first_alone() -> None:
     first, second = make(model="one"), make(model="two")
     for made in (first, second, second):
-        made.observe({"counts": {"kvoffload_resets_total": {"": 1}}}, 0)
+        made.observe({"kvoffload_resets_total": {"": 1}}, 0)
     assert [value("kvoffload_resets_total", model=model) for model in ("one", "two")] == [1, 2]
 
 
 def test_a_second_engine_with_the_same_labels_starts_at_0_and_counts_once() -> None:
     first = make()
-    first.observe(
-        {"counts": {"kvoffload_resets_total": {"": 5}}, "gauges": {"kvoffload_capacity_slots": {"host": 9}}},
-        0,
-    )
+    first.observe({"kvoffload_resets_total": {"": 5}, "kvoffload_capacity_slots": {"host": 9}}, 0)
     second = make()
     assert value("kvoffload_resets_total") == 0
     assert value("kvoffload_capacity_slots", tier="host") == 0
     for made in (first, second):
-        made.observe({"counts": {"kvoffload_resets_total": {"": 1}}}, 0)
+        made.observe({"kvoffload_resets_total": {"": 1}}, 0)
     assert value("kvoffload_resets_total") == 1
 
 
@@ -114,9 +110,9 @@ def test_a_name_that_is_somebody_elses_is_an_error() -> None:
 
 
 def test_where_values_are_kept_in_files_they_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    make().observe({"counts": {"kvoffload_resets_total": {"": 5}}}, 0)
+    make().observe({"kvoffload_resets_total": {"": 5}}, 0)
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "a folder")
-    make().observe({"counts": {"kvoffload_resets_total": {"": 1}}}, 0)
+    make().observe({"kvoffload_resets_total": {"": 1}}, 0)
     assert value("kvoffload_resets_total") == 6
 
 
@@ -159,7 +155,7 @@ def test_any_classes_will_do_as_often_as_wanted() -> None:
     aliens: dict[type, Any] = {Counter: AlienCounter, Gauge: AlienGauge, Histogram: AlienHistogram}
     for _ in range(2):
         made = Families(aliens, LABELS, {0: ["m", 0]})
-    made.observe({"samples": {"kvoffload_hook_seconds": {"step": [0.1, 0.2]}}}, 0)
+    made.observe({"kvoffload_hook_seconds": {"step": [0.1, 0.2]}}, 0)
     child = made._children[0, "kvoffload_hook_seconds", ("step",)]
     assert child.reported == [0.1, 0.2]
     assert child.values == ("m", 0, "step")
