@@ -10,7 +10,7 @@ there, and what the store said it has when it was asked.
 from __future__ import annotations
 
 from array import array
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -92,15 +92,15 @@ class NoteTaker:
             from forgetting, or on the host.
 
     Attributes:
-        awaited: keys that came to tiers without a note, and to how many.
+        awaited: keys that came to tiers without a note, and the tiers.
         late: those of them whose note was taken since.
     """
 
     def __init__(self, groups: VllmGroups, wire: Wire, is_held: Callable[[BlockKey], bool]) -> None:
-        self.awaited: Counter[BlockKey] = Counter()
+        self.awaited: dict[BlockKey, set[Tier]] = {}
         self.late: list[BlockKey] = []
         self._wire = wire
-        self._hash_tokens = groups.sizes.hash_tokens
+        self._hash_tokens = groups.hash_tokens
         self._suffixes: dict[int, list[bytes]] = {}
         self._notes: dict[int, BlockNotes] = {}
         self._notes_of_group: dict[int, BlockNotes] = {}
@@ -121,10 +121,14 @@ class NoteTaker:
         block_hash, number = split_key(key)
         return self._notes_of_group[number].get(block_hash)
 
-    def gone(self, key: BlockKey) -> None:
-        """Note that a key has left a tier to which it came without a note."""
-        self.awaited[key] -= 1
-        if self.awaited[key] < 1:
+    def awaits(self, key: BlockKey, tier: Tier) -> bool:
+        """Whether a key came to a tier without a note, and was not published."""
+        return tier in self.awaited.get(key, ())
+
+    def awaits_no_more(self, key: BlockKey, tier: Tier) -> None:
+        """Note that such a key is published, or has left the tier."""
+        self.awaited[key].discard(tier)
+        if not self.awaited[key]:
             del self.awaited[key]
 
     def take(self, request: RequestLike, first: int, computed_tokens: int) -> int:
@@ -171,7 +175,6 @@ class NoteTaker:
     def _look_for_awaited(self, block_hash: bytes, ratio: int) -> None:
         for suffix in self._suffixes[ratio]:
             if (key := BlockKey(block_hash + suffix)) in self.awaited:
-                del self.awaited[key]
                 self.late.append(key)
 
 
@@ -194,11 +197,7 @@ class EventMaker:
             "medium": wire.host if tier is Tier.HOST else wire.storage,
             "locality": _REMOTE if tier is Tier.REMOTE else _LOCAL,
         }
-        self._left_out: set[BlockKey] = set()
-
-    def has_left_out(self, key: BlockKey) -> bool:
-        """Whether a block is on the tier but was not published, because it had no note."""
-        return key in self._left_out
+        self._tier = tier
 
     def events(self, ledger: Iterable[tuple[BlockKey, bool]]) -> Iterator[KVCacheEvent]:
         """Yield an event a group for the blocks that left the tier, and one for each block that came, parents first.
@@ -211,26 +210,21 @@ class EventMaker:
         came: dict[BlockKey, BlockNote] = {}
         gone: dict[int, list[bytes]] = {}
         for key, has_come in dict(ledger).items():
-            if not has_come:
-                self._note_gone(key, gone)
-            elif (note := self._notes.get(key)) is not None:
+            was_left_out, note = self._notes.awaits(key, self._tier), self._notes.get(key)
+            if has_come and note is None:
+                self._notes.awaited.setdefault(key, set()).add(self._tier)
+                continue
+            if was_left_out:
+                self._notes.awaits_no_more(key, self._tier)
+            if has_come and note is not None:
                 came[key] = note
-                self._left_out.discard(key)
-            elif key not in self._left_out:
-                self._left_out.add(key)
-                self._notes.awaited[key] += 1
+            elif not was_left_out:
+                block_hash, number = split_key(key)
+                gone.setdefault(number, []).append(block_hash)
         for number, hashes in gone.items():
             yield self._removed(number, hashes)
         for key in _parents_first(came):
             yield self._stored(key, came[key])
-
-    def _note_gone(self, key: BlockKey, gone: dict[int, list[bytes]]) -> None:
-        if key in self._left_out:
-            self._left_out.discard(key)
-            self._notes.gone(key)
-            return
-        block_hash, number = split_key(key)
-        gone.setdefault(number, []).append(block_hash)
 
     def _removed(self, number: int, hashes: Iterable[bytes]) -> KVCacheEvent:
         return self._wire.removed(
@@ -276,9 +270,10 @@ class TierEvents:
 
         self._notes = NoteTaker(groups, wire, is_held)
         self._tiers = [
-            (EventMaker(groups, self._notes, wire, tier), index.watch()) for tier, index in indexes.items()
+            (tier, EventMaker(groups, self._notes, wire, tier), index.watch())
+            for tier, index in indexes.items()
         ]
-        self._ledgers = [ledger for _, ledger in self._tiers]
+        self._ledgers = [ledger for *_, ledger in self._tiers]
 
     def note(self, request: RequestLike, first: int, computed_tokens: int) -> int:
         """Note a request's computed blocks but for those of its first hashes; return how many hashes are noted now."""
@@ -290,8 +285,8 @@ class TierEvents:
         if not (late or any(self._ledgers)):
             return ()
         events: list[KVCacheEvent] = []
-        for maker, ledger in self._tiers:
-            arrived = [(key, True) for key in late if maker.has_left_out(key)]
+        for tier, maker, ledger in self._tiers:
+            arrived = [(key, True) for key in late if self._notes.awaits(key, tier)]
             events += maker.events([*arrived, *ledger])
             ledger.clear()
         late.clear()

@@ -30,39 +30,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockSizes:
-    """How vLLM cuts prompts.
-
-    Args:
-        match_tokens: the length of a hit is a multiple of these (vLLM's scheduler block).
-        hash_tokens: a request has one block hash for each of these.
-    """
-
-    match_tokens: int
-    hash_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class VllmGroups:
     """The groups that are offloaded.
 
     Args:
         shape: the engine as the core sees it.
         ids: vLLM's number of each group.
-        hash_ratios: per group, a request's block hashes in one of its blocks; the last of them is the block's.
-        sizes: how vLLM cuts prompts.
+        hash_tokens: a request has one block hash for each of these.
     """
 
     shape: EngineShape
     ids: tuple[int, ...]
-    hash_ratios: tuple[int, ...]
-    sizes: BlockSizes
+    hash_tokens: int
+
+    @property
+    def hash_ratios(self) -> tuple[int, ...]:
+        """Per group, a request's block hashes in one of its blocks; the last of them is the block's."""
+        return tuple(spec.block_tokens // self.hash_tokens for spec in self.shape.groups)
 
     @property
     def partly_hashed(self) -> dict[int, int]:
         """Block tokens, by vLLM's group number, of the groups in which a part of a block can have its own hash."""
-        specs = zip(self.ids, self.hash_ratios, self.shape.groups, strict=True)
-        return {number: spec.block_tokens for number, ratio, spec in specs if ratio > 1}
+        specs = zip(self.ids, self.shape.groups, strict=True)
+        return {number: spec.block_tokens for number, spec in specs if spec.block_tokens > self.hash_tokens}
 
 
 def vllm_groups(
@@ -70,12 +60,17 @@ def vllm_groups(
     kv_cache_config: KVCacheConfig,
     *,
     features: Features | None = None,
-    sizes: BlockSizes | None = None,
+    sizes: tuple[int, int] | None = None,
     recovers_loads: bool = True,
 ) -> VllmGroups:
-    """Translate; `features` and `sizes` are asked of the installed vLLM where they are not given.
+    """Translate vLLM's groups.
 
-    With `recovers_loads`, vLLM recomputes what a failed load was to bring; otherwise it fails the request.
+    Args:
+        vllm_config: of the engine.
+        kv_cache_config: its KV cache.
+        features: what vLLM offers; by default the installed one is asked.
+        sizes: tokens of which a hit's length is a multiple, and tokens of a block hash; by default vLLM is asked.
+        recovers_loads: vLLM recomputes what a failed load was to bring; otherwise it fails the request.
 
     Raises:
         ConfigError: with everything because of which this configuration cannot be offloaded.
@@ -91,24 +86,25 @@ def vllm_groups(
         _translate_group(GroupId(place), number, groups[number], number in ahead)
         for place, number in enumerate(ids)
     )
-    sizes = sizes or find_block_sizes(vllm_config, kv_cache_config)
-    _check_sizes(specs, sizes)
+    match_tokens, hash_tokens = sizes or find_block_sizes(vllm_config, kv_cache_config)
+    _check_sizes(specs, match_tokens, hash_tokens)
     shape = EngineShape(
         groups=specs,
         ranks=vllm_config.parallel_config.world_size,
         device_blocks=kv_cache_config.num_blocks - 1,  # the null block belongs to no request
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-        match_tokens=sizes.match_tokens,
+        match_tokens=match_tokens,
         promises=Promises(recovers_loads=recovers_loads, hands_off_states=features.hands_off_states),
     )
-    return VllmGroups(shape, ids, tuple(spec.block_tokens // sizes.hash_tokens for spec in specs), sizes)
+    return VllmGroups(shape, ids, hash_tokens)
 
 
-def find_block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> BlockSizes:
-    """Return what vLLM itself makes of the configuration."""
+def find_block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int, int]:
+    """Return the tokens of vLLM's scheduler block and of a block hash."""
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
-    return BlockSizes(*resolve_kv_cache_block_sizes(kv_cache_config, vllm_config))
+    match_tokens, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    return match_tokens, hash_tokens
 
 
 def _translate_group(place: GroupId, number: int, group: KVCacheGroupSpec, reads_ahead: bool) -> GroupSpec:
@@ -142,17 +138,12 @@ def _drops_for_draft(vllm_config: VllmConfig) -> bool:
     return bool(ask())
 
 
-def _check_sizes(specs: Sequence[GroupSpec], sizes: BlockSizes) -> None:
-    odd = [
-        spec
+def _check_sizes(specs: Sequence[GroupSpec], match_tokens: int, hash_tokens: int) -> None:
+    problems = [
+        f"group {spec.group} has blocks of {spec.block_tokens} tokens, which must be a multiple of the {hash_tokens} of a "
+        f"block hash and divide the {match_tokens} of a hit"
         for spec in specs
-        if spec.block_tokens % sizes.hash_tokens or sizes.match_tokens % spec.block_tokens
+        if spec.block_tokens % hash_tokens or match_tokens % spec.block_tokens
     ]
-    if odd:
-        raise ConfigError(
-            [
-                f"group {spec.group} has blocks of {spec.block_tokens} tokens, which must be a multiple of the "
-                f"{sizes.hash_tokens} of a block hash and divide the {sizes.match_tokens} of a hit"
-                for spec in odd
-            ]
-        )
+    if problems:
+        raise ConfigError(problems)

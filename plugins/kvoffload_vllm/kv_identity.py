@@ -182,7 +182,7 @@ def find_identity(
             weights=weights,
             keys=_keys(vllm_config),
             parallel=_parallel(vllm_config),
-            settings={**_settings(vllm_config), "hash_tokens": str(groups.sizes.hash_tokens)},
+            settings={**_settings(vllm_config), "hash_tokens": str(groups.hash_tokens)},
             groups=groups_of(groups.shape),
         )
         return with_key(identity, key)

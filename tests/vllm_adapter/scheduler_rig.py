@@ -27,23 +27,23 @@ def adapter(
 
     from kvoffload.model.config import parse_config
     from kvoffload.runtime.scheduler_side import SchedulerSide
-    from kvoffload_vllm.groups import BlockSizes, vllm_groups
+    from kvoffload_vllm.groups import vllm_groups
     from kvoffload_vllm.payload import Changes
     from kvoffload_vllm.pool_device import VllmDevice
     from kvoffload_vllm.scheduler import VllmScheduler
     from kvoffload_vllm.support import Features
 
-    sizes = BlockSizes(block_tokens, hash_tokens or block_tokens)
+    hash_tokens = hash_tokens or block_tokens
     groups = vllm_groups(
         vllm_config(world_size=1, max_num_batched_tokens=step_tokens),
         cache_config(group(full(block_tokens)), num_blocks=BLOCKS + 1),
         features=Features(),
-        sizes=sizes,
+        sizes=(block_tokens, hash_tokens),
     )
     device = VllmDevice(groups.partly_hashed)
     side = SchedulerSide(groups.shape, parse_config({"host_bytes": 1 << 20, **settings}), device)
     scheduler = VllmScheduler(side, device, groups, Changes(side, now), lambda: None, report_every)
-    pool = BlockPool(BLOCKS + 1, True, sizes.hash_tokens)
+    pool = BlockPool(BLOCKS + 1, True, hash_tokens)
     scheduler.bind(pool)
     try:
         yield scheduler, pool

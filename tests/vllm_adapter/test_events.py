@@ -10,7 +10,7 @@ from kvoffload.core.key_index import KeyIndex
 from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.model.transfer import Tier
 from kvoffload_vllm.events import EventMaker, NoteTaker, TierEvents, Wire, publishes_events
-from kvoffload_vllm.groups import BlockSizes, VllmGroups, vllm_groups
+from kvoffload_vllm.groups import VllmGroups, vllm_groups
 from kvoffload_vllm.pool_device import split_key
 from kvoffload_vllm.progress import KeyMaker
 from kvoffload_vllm.support import Features
@@ -39,7 +39,7 @@ def groups(num_blocks: int = 100) -> VllmGroups:
     """vLLM's groups 0 and 2, with blocks of 4 and 2 tokens; a hash for each 2."""
     left_out = group(spec("CircularBufferSpec", 8, prefix_cacheable=False))
     config = cache_config(group(full(4)), left_out, group(window(4, 2)), num_blocks=num_blocks)
-    return vllm_groups(vllm_config(), config, features=Features(), sizes=BlockSizes(4, 2))
+    return vllm_groups(vllm_config(), config, features=Features(), sizes=(4, 2))
 
 
 def request(**fields: Any) -> Any:
@@ -155,9 +155,7 @@ def test_a_block_without_a_note_is_left_out_and_so_is_its_end() -> None:
 def taker(holds: Callable[[BlockKey], bool], device_blocks: int, *, count: int = 1) -> NoteTaker:
     """Of `count` groups with blocks of 2 tokens."""
     config = cache_config(*[group(full(2))] * count, num_blocks=device_blocks + 1)
-    return NoteTaker(
-        vllm_groups(vllm_config(), config, features=Features(), sizes=BlockSizes(2, 2)), WIRE, holds
-    )
+    return NoteTaker(vllm_groups(vllm_config(), config, features=Features(), sizes=(2, 2)), WIRE, holds)
 
 
 def prompt(hashes: Iterable[int]) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import BlockKey
-from kvoffload_vllm.groups import BlockSizes, VllmGroups, vllm_groups
+from kvoffload_vllm.groups import VllmGroups, vllm_groups
 from kvoffload_vllm.progress import KeyMaker
 from kvoffload_vllm.support import Features, find_problems
 from tests.vllm_adapter.stand_ins import cache_config, full, group, spec, vllm_config, window
@@ -19,10 +19,10 @@ NEW = Features()
 
 
 def translate(
-    *groups: Any, sizes: BlockSizes | None = None, features: Features = NEW, **settings: Any
+    *groups: Any, sizes: tuple[int, int] | None = None, features: Features = NEW, **settings: Any
 ) -> VllmGroups:
     return vllm_groups(
-        vllm_config(**settings), cache_config(*groups), features=features, sizes=sizes or BlockSizes(16, 16)
+        vllm_config(**settings), cache_config(*groups), features=features, sizes=sizes or (16, 16)
     )
 
 
@@ -32,13 +32,13 @@ def problems(*groups: Any, features: Features = NEW, config: Any = None, **setti
             vllm_config(**settings),
             config or cache_config(*groups),
             features=features,
-            sizes=BlockSizes(16, 16),
+            sizes=(16, 16),
         )
     return caught.value.problems
 
 
 def test_the_shape_is_what_the_engine_is() -> None:
-    shape = translate(group(full()), sizes=BlockSizes(64, 16)).shape
+    shape = translate(group(full()), sizes=(64, 16)).shape
     assert (shape.ranks, shape.device_blocks, shape.step_tokens, shape.alignment) == (4, 99, 512, 64)
 
 
@@ -84,7 +84,7 @@ def test_layers_of_one_group_must_look_back_equally() -> None:
 
 
 def test_a_block_has_the_last_of_its_hashes() -> None:
-    groups = translate(group(full(32)), group(window(80, 16)), sizes=BlockSizes(32, 8))
+    groups = translate(group(full(32)), group(window(80, 16)), sizes=(32, 8))
     assert groups.hash_ratios == (4, 2)
     keys = KeyMaker(groups.hash_ratios, groups.ids).keys([bytes([n]) for n in range(12)], 0)
     assert [key[0] for key in keys[0]] == [3, 7, 11]
@@ -92,13 +92,13 @@ def test_a_block_has_the_last_of_its_hashes() -> None:
 
 
 def test_groups_in_which_a_part_of_a_block_has_a_hash_are_known() -> None:
-    groups = translate(group(full(32)), group(window(80, 16)), sizes=BlockSizes(32, 16))
+    groups = translate(group(full(32)), group(window(80, 16)), sizes=(32, 16))
     assert groups.partly_hashed == {0: 32}
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"blocks of 16 tokens.*multiple of the 32 of a block hash"):
-        translate(group(full()), sizes=BlockSizes(32, 32))
+        translate(group(full()), sizes=(32, 32))
 
 
 # -- groups that are left out ---------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def test_states_are_handed_off_in_one_mode_only() -> None:
 
 def test_states_that_are_handed_off() -> None:
     groups = translate(
-        group(full()), mamba("align"), features=Features(hands_off_states=True), sizes=BlockSizes(64, 16)
+        group(full()), mamba("align"), features=Features(hands_off_states=True), sizes=(64, 16)
     )
     assert groups.shape.groups[1].kind is AttentionKind.RECURRENT
     assert groups.shape.promises.hands_off_states
@@ -169,7 +169,7 @@ def test_keys_of_states_end_in_vllms_number_of_the_group() -> None:
         mamba("align"),
         group(full(64)),
         features=Features(hands_off_states=True),
-        sizes=BlockSizes(64, 16),
+        sizes=(64, 16),
     )
     assert groups.shape.state_key_ends == {(1).to_bytes(4, "big")}
     keys = [BlockKey(b"hash\0\0\0\1"), BlockKey(b"hash\0\0\0\2"), None]
@@ -183,7 +183,7 @@ def test_a_recurrent_group_never_reads_ahead() -> None:
         mamba("align"),
         group(full(64)),
         features=Features(hands_off_states=True),
-        sizes=BlockSizes(64, 16),
+        sizes=(64, 16),
         draft=draft,
     )
     assert ahead(groups) == [False, True]

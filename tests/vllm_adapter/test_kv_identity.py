@@ -48,11 +48,11 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 def find(config: Any, root: Path, by_hand: str | None = None, key: TierKey | None = None) -> KVIdentity:
-    from kvoffload_vllm.groups import BlockSizes, vllm_groups
+    from kvoffload_vllm.groups import vllm_groups
     from kvoffload_vllm.kv_identity import find_identity
     from kvoffload_vllm.support import Features
 
-    sizes = BlockSizes(32, 32)
+    sizes = (32, 32)
     groups = vllm_groups(vllm_config(), cache_config(group(full(32))), features=Features(), sizes=sizes)
     return find_identity(config, groups, root, by_hand, key)
 

@@ -195,7 +195,7 @@ def test_groups_of_real_specs() -> None:
         (AttentionKind.FULL, 32, None),
     ]
     assert groups.hash_ratios == (1, 2, 1, 1)
-    assert (groups.sizes.match_tokens, groups.sizes.hash_tokens) == (64, 32)
+    assert (groups.shape.match_tokens, groups.hash_tokens) == (64, 32)
     assert (groups.shape.ranks, groups.shape.device_blocks) == (2, 9)
 
 
