@@ -9,12 +9,11 @@ The model's files may come from anywhere: what is read of them has types and bou
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -32,6 +31,8 @@ MODEL_TYPES = (_MLA, "llama", "qwen3")
 
 _DEFAULTS: Mapping[str, Mapping[str, int]] = {"qwen3": {"head_dim": 128, "num_key_value_heads": 32}}
 """What the model classes assume where a published config.json is silent."""
+
+T = TypeVar("T")
 
 _FULL = "full_attention"
 _INDEX = "model.safetensors.index.json"
@@ -136,13 +137,7 @@ def read_config(folder: Path) -> ModelConfig:
         SizesNotKnown: sizes of this type of model are not computed.
     """
     path = folder / "config.json" if os.path.isdir(folder) else folder
-    try:
-        raw = json.loads(_read(path, _LARGEST_CONFIG).decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise _wrong(f"{path} is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise _wrong(f"{path} does not hold a JSON object")
-    return model_of(raw)
+    return model_of(_decode(path, _LARGEST_CONFIG, dict[str, object]))
 
 
 def model_of(raw: Mapping[str, object]) -> ModelConfig:
@@ -184,7 +179,7 @@ def weight_bytes(folder: Path, model: ModelConfig) -> int | None:
     """
     index = folder / _INDEX
     if os.path.lexists(index):
-        stored = _indexed_bytes(index)
+        stored = int(_decode(index, _LARGEST_INDEX, _WeightsIndex).metadata.total_size)
     else:
         stored = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file())
     if model.quantization_config is None:
@@ -192,14 +187,8 @@ def weight_bytes(folder: Path, model: ModelConfig) -> int | None:
     return stored or None
 
 
-def _indexed_bytes(path: Path) -> int:
-    try:
-        return int(msgspec.json.decode(_read(path, _LARGEST_INDEX), type=_WeightsIndex).metadata.total_size)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise _wrong(f"{path} is no index of weights: {error}") from error
-
-
-def _read(path: Path, most: int) -> bytes:
+def _decode(path: Path, most: int, kind: type[T]) -> T:
+    """Return what a JSON file of at most so many bytes holds."""
     try:
         if not path.is_file():  # a pipe or a device may never end
             raise _wrong(f"{path} is not a regular file")
@@ -209,7 +198,10 @@ def _read(path: Path, most: int) -> bytes:
         raise _wrong(f"{path} cannot be read: {error.strerror}") from error
     if len(data) > most:
         raise _wrong(f"{path} is larger than {size_text(most)}")
-    return data
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise _wrong(f"{path} cannot be used: {error}") from error
 
 
 def _page(model: ModelConfig, item: int, options: Options) -> tuple[int, str]:
