@@ -51,16 +51,18 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> V
     join_logging()
     groups, config = _check(vllm_config, kv_cache_config)
     key = read_tier_key(config.tier_key_file)
-    identification = _identification(vllm_config, config, groups, key)
+    identification, disk, remote = _lower_tiers(vllm_config, config, groups, key)
     device, portal = VllmDevice(groups.partly_hashed), Portal("kvoffload")
     offload = SchedulerSide(
         groups.shape,
         config,
         device,
         portal=portal,
-        identity=_identity(vllm_config),
-        disk=_disk(config, identification, _replica(vllm_config)),
-        remote=_remote(config, identification),
+        identity=EngineIdentity(
+            "vllm", version("vllm"), str(vllm_config.model_config.model), _replica(vllm_config)
+        ),
+        disk=disk,
+        remote=remote,
         tier_key=key,
     )
     if groups.shape.state_key_ends:
@@ -129,20 +131,17 @@ def join_logging() -> None:
     ours.propagate = False
 
 
-def _identity(vllm_config: VllmConfig) -> EngineIdentity:
-    model = str(vllm_config.model_config.model)
-    return EngineIdentity("vllm", version("vllm"), model, _replica(vllm_config))
-
-
 def _replica(vllm_config: VllmConfig) -> int:
     """Return an engine's number among data-parallel ones: vLLM gives every engine of a dense model rank 0, but an index."""
     return int(vllm_config.parallel_config.data_parallel_index)
 
 
-def _identification(
+def _lower_tiers(
     vllm_config: VllmConfig, config: OffloadConfig, groups: VllmGroups, key: TierKey | None = None
-) -> Identification | None:
-    """Return what finds out what the KV depends on, None where the settings have no tier below the host.
+) -> tuple[Identification | None, DiskPlace | None, RemotePlace | None]:
+    """Return what finds out what the KV depends on, and where it belongs; None for what the settings do not have.
+
+    Data-parallel engines have a disk's files each, and share what a remote store has.
 
     Raises:
         ConfigError: no other process could find what this engine computes.
@@ -150,28 +149,21 @@ def _identification(
     from vllm import envs
 
     if config.disk_path is None and config.remote_url is None:
-        return None
+        return None, None, None
     by_hand = config.disk_identity
     if problems := find_problems(vllm_config, has_identity=by_hand is not None):
         raise ConfigError(problems)
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     log_warnings(examine([block_hashes(algorithm)], Setup(config=config)))
     memory = config.disk_path or Path(envs.VLLM_CACHE_ROOT, "kvoffload")
-    return Identification(lambda: find_identity(vllm_config, groups, memory, by_hand, key))
-
-
-def _disk(config: OffloadConfig, identification: Identification | None, replica: int) -> DiskPlace | None:
-    """Return where the disk's files belong, None without a disk."""
-    if config.disk_path is None or identification is None:
-        return None
-    return DiskPlace(config.disk_path, identification.identify, replica)
-
-
-def _remote(config: OffloadConfig, identification: Identification | None) -> RemotePlace | None:
-    """Return where blocks belong in a store that engines share, None without one. Data-parallel engines share them too."""
-    if config.remote_url is None or identification is None:
-        return None
-    return RemotePlace(parse_address(config.remote_url), lambda: identification.identify().fingerprint)
+    identification = Identification(lambda: find_identity(vllm_config, groups, memory, by_hand, key))
+    disk = remote = None
+    if config.disk_path is not None:
+        disk = DiskPlace(config.disk_path, identification.identify, _replica(vllm_config))
+    if config.remote_url is not None:
+        address = parse_address(config.remote_url)
+        remote = RemotePlace(address, lambda: identification.identify().fingerprint)
+    return identification, disk, remote
 
 
 def _check(

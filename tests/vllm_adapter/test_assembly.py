@@ -54,10 +54,13 @@ def test_hashes_for_which_collisions_can_be_searched_are_one_warning_at_the_star
     from kvoffload_vllm import assembly
 
     monkeypatch.setattr(assembly, "find_problems", lambda *_, **__: [])
-    given: Any = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm))
+    given: Any = SimpleNamespace(
+        cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm),
+        parallel_config=SimpleNamespace(data_parallel_index=0),
+    )
     nothing: Any = None
     with capture_logs() as lines:
-        assembly._identification(given, OffloadConfig(disk_path=disk), nothing)
+        assembly._lower_tiers(given, OffloadConfig(disk_path=disk), nothing)
     assert [line["check"] for line in lines if line["event"] == "doctor_warning"] == warned
 
 
