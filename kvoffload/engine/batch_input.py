@@ -48,14 +48,8 @@ class AttentionInput:
     spans: tuple[Span, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RecurrentInput:
-    """One recurrent group's share of a step."""
-
-    spans: tuple[StateSpan, ...]
-
-
-GroupInput = AttentionInput | RecurrentInput
+#: One group's share of a step; a recurrent group's has a span for each request.
+GroupInput = AttentionInput | tuple[StateSpan, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +88,7 @@ class InputMaker:
         self, group: GroupFacts, chunks: Sequence[Chunk], rows: Sequence[slice], masks: _Masks
     ) -> GroupInput:
         if group.kind == "recurrent":
-            return RecurrentInput(
-                tuple(_state_span(group, *parts) for parts in zip(chunks, rows, strict=True))
-            )
+            return tuple(_state_span(group, *parts) for parts in zip(chunks, rows, strict=True))
         size = group.block_tokens
         blocks: list[int] = []
         for chunk in chunks:

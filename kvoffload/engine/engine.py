@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -124,19 +124,6 @@ class Engine:
         self._scheduler.add(request)
         self._wake.set()
         return stream
-
-    async def generate(
-        self, prompt: Sequence[int], params: SamplingParams | None = None, *, cache_salt: bytes = b""
-    ) -> AsyncGenerator[Token, None]:
-        """The tokens of one request, from the first `anext` on; closing the generator aborts it.
-
-        Raises:
-            RequestRefused: as `submit`.
-            EngineError: the engine could not serve the request to its end.
-        """
-        async with self.submit(prompt, params, cache_salt=cache_salt) as stream:
-            async for token in stream:
-                yield token
 
     def abort(self, request_id: str) -> None:
         """End a request early; nothing happens if it has ended."""

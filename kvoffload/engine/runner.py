@@ -17,14 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvoffload.engine.batch_input import (
-    AttentionInput,
-    BatchInput,
-    InputMaker,
-    RecurrentInput,
-    Span,
-    StateSpan,
-)
+from kvoffload.engine.batch_input import AttentionInput, BatchInput, InputMaker, Span, StateSpan
 from kvoffload.engine.errors import ConfigError
 from kvoffload.engine.model import Transformer
 from kvoffload.engine.request import Token
@@ -84,10 +77,10 @@ class _PagedAttention:
     ) -> torch.Tensor:
         tensor, index = divmod(layer, len(self._groups))
         pages, group = self._kv_tensors[tensor], self._groups[index]
-        if isinstance(group, RecurrentInput):
-            return recur(pages, group, query, key, value)
-        write_kv(pages, group, key, value)
-        return attend(pages, group, query)
+        if isinstance(group, AttentionInput):
+            write_kv(pages, group, key, value)
+            return attend(pages, group, query)
+        return recur(pages, group, query, key, value)
 
 
 def write_kv(pages: torch.Tensor, group: AttentionInput, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -135,14 +128,18 @@ def _gather(pages: torch.Tensor, half: int, span: Span) -> torch.Tensor:
 
 
 def recur(
-    pages: torch.Tensor, group: RecurrentInput, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    pages: torch.Tensor,
+    spans: Sequence[StateSpan],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
 ) -> torch.Tensor:
     """The new tokens' outputs; each request's state is read from its block, and left in the block of its last token.
 
     Args:
         pages: one layer's, [num_blocks, 2, block_tokens, kv_heads, head_dim]. A state lies where the first token's
             key would, and the rest of its page is unused.
-        group: the group that the layer belongs to.
+        spans: the requests of the step.
         query: [tokens, heads, head_dim].
         key: [tokens, kv_heads, head_dim].
         value: as `key`.
@@ -152,7 +149,7 @@ def recur(
     """
     gate = torch.sigmoid(key + _GATE_BIAS)
     gained = torch.sqrt(1 - gate * gate) * value
-    states = torch.cat([_states(pages, span, gate[span.rows], gained[span.rows]) for span in group.spans])
+    states = torch.cat([_states(pages, span, gate[span.rows], gained[span.rows]) for span in spans])
     return query * states.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
 
 

@@ -94,10 +94,10 @@ def test_it_steps_on_twice_a_millisecond_while_only_a_load_is_open() -> None:
     play(story())
 
 
-def test_closing_a_generator_aborts_its_request() -> None:
+def test_closing_a_stream_aborts_its_request() -> None:
     async def story() -> None:
         async with engine_in_loop() as engine:
-            answer = engine.generate(tokens(10), SamplingParams(50))
+            answer = engine.submit(tokens(10), SamplingParams(50))
             async for _ in answer:
                 break
             assert engine.statistics().running == 1
@@ -134,7 +134,7 @@ def test_a_refused_prompt_leaves_nothing_behind() -> None:
     async def story() -> None:
         async with engine_in_loop() as engine:
             with pytest.raises(PromptTooLong):
-                await anext(engine.generate(tokens(200)))
+                engine.submit(tokens(200))
             assert_idle(engine)
 
     play(story())

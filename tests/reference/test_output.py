@@ -135,7 +135,7 @@ def test_numbers_agree_with_the_engines_own(kind: str, policy: str) -> None:
 
 async def _answer(engine: Engine, prompt: Sequence[int]) -> list[Token]:
     """The answer, when what it left for the plugin to do is done too."""
-    tokens = [token async for token in engine.generate(prompt, SamplingParams(4))]
+    tokens = [token async for token in engine.submit(prompt, SamplingParams(4))]
     while engine.has_work:  # noqa: ASYNC110  # the engine's own task sets no event for this
         await asyncio.sleep(0)
     return tokens
