@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from concurrent.futures import Future
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ from kvoffload.telemetry.spans import check_exporter
 from kvoffload_vllm.doctor import RECOMPUTE, block_hashes, load_failures, recurrent_states
 from kvoffload_vllm.events import TierEvents, find_wire, publishes_events
 from kvoffload_vllm.groups import VllmGroups, vllm_groups
-from kvoffload_vllm.kv_identity import Identification, WorkersPlace, find_identity, find_problems
+from kvoffload_vllm.kv_identity import Identification, find_identity, find_problems
 from kvoffload_vllm.payload import Changes
 from kvoffload_vllm.pool_device import VllmDevice
 from kvoffload_vllm.scheduler import VllmScheduler
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvoffload.checks.check import Finding
+    from kvoffload.disk.identity import KVIdentity
     from kvoffload.transfer.layout import DeviceLayout
 
 _REPORT_EVERY = 16  # steps of a decoding batch, in each of which it completes a few blocks
@@ -96,8 +98,10 @@ def make_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Vllm
     _, config = _check(vllm_config, kv_cache_config, policy)
     key = read_tier_key(config.tier_key_file)
     parallel, portal = vllm_config.parallel_config, Portal("kvoffload")
-    disk = None if config.disk_path is None else WorkersPlace(config.disk_path, _replica(vllm_config))
-    place = None if disk is None else disk.place
+    identity: Future[KVIdentity] = Future()
+    disk = None
+    if config.disk_path is not None:
+        disk = DiskPlace(config.disk_path, identity.result, _replica(vllm_config))
     store = None if config.remote_url is None else parse_address(config.remote_url)
     local_ranks = getattr(parallel, "local_world_size", None)
     offload = WorkerSide(
@@ -105,7 +109,7 @@ def make_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Vllm
         parallel.world_size,
         config,
         portal,
-        disk=place,
+        disk=disk,
         remote=store,
         local_ranks=local_ranks,
         tier_key=key,
@@ -117,7 +121,7 @@ def make_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Vllm
             answers += examine([load_failures(policy)], Setup(config=config))
         return answers
 
-    return VllmWorker(offload, portal.close, examine_layout, disk)
+    return VllmWorker(offload, portal.close, examine_layout, identity)
 
 
 def join_logging() -> None:

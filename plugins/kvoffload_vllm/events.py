@@ -194,7 +194,7 @@ class EventMaker:
         self._notes = notes
         self._wire = wire
         self._place = {
-            "medium": wire.host if tier is Tier.HOST else wire.storage,
+            "medium": _HOST if tier is Tier.HOST else _STORAGE,
             "locality": _REMOTE if tier is Tier.REMOTE else _LOCAL,
         }
         self._tier = tier
@@ -303,7 +303,6 @@ class Wire:
         extra_keys: returns, for a request and its tokens from one up to another, what else their hash covers; goes
             through the request's media, from a number on, and returns the next one too.
         kinds: per number of a group, what its attention is called, and its window if it has one.
-        host, storage: how host memory, and a disk or a store, are called.
     """
 
     stored: Callable[..., Any]
@@ -311,8 +310,6 @@ class Wire:
     hash: Callable[[bytes], Any]
     extra_keys: Callable[[Any, int, int, int], tuple[tuple[Any, ...] | None, int]]
     kinds: Mapping[int, tuple[str, int | None]]
-    host: str = _HOST
-    storage: str = _STORAGE
 
 
 def find_wire(kv_cache_config: KVCacheConfig) -> Wire:
@@ -340,8 +337,6 @@ def find_wire(kv_cache_config: KVCacheConfig) -> Wire:
             number: (get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec))
             for number, spec in enumerate(specs)
         },
-        host=getattr(kv_events, "MEDIUM_CPU", _HOST),
-        storage=getattr(kv_events, "MEDIUM_STORAGE", _STORAGE),
     )
 
 

@@ -14,12 +14,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvoffload.disk.folder import DiskPlace
 from kvoffload.disk.identity import KVIdentity, groups_of, with_key
 from kvoffload.disk.weights import weights_identity
 from kvoffload.model.errors import DiskError
@@ -113,28 +112,6 @@ class Identification:
         """The engine stops, perhaps before its first step."""
         self._is_closed = True
         self._stepped.set()
-
-
-class WorkersPlace:
-    """Where a worker's file belongs, which the scheduler's side sends.
-
-    Args:
-        root: `disk_path`.
-        replica: the engine's number among data-parallel ones.
-    """
-
-    def __init__(self, root: Path, replica: int) -> None:
-        self._identity: Future[KVIdentity] = Future()
-        self.place = DiskPlace(root, self._identity.result, replica)
-
-    def sent(self, identity: KVIdentity) -> None:
-        """The scheduler's side has locked the folder."""
-        if not self._identity.done():
-            self._identity.set_result(identity)
-
-    def close(self) -> None:
-        """The worker stops: the thread that waits for the identity ends."""
-        self._identity.cancel()
 
 
 def find_problems(vllm_config: VllmConfig, *, has_identity: bool) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,11 +16,11 @@ from kvoffload_vllm.metadata import KVOffloadMetadata, KVOffloadWorkerMetadata
 
 if TYPE_CHECKING:
     from kvoffload.checks.check import Finding
+    from kvoffload.disk.identity import KVIdentity
     from kvoffload.model.ids import DeviceBlockId, JobId
     from kvoffload.model.transfer import TransferReport
     from kvoffload.runtime.worker_side import WorkerSide
     from kvoffload.transfer.layout import DeviceLayout
-    from kvoffload_vllm.kv_identity import WorkersPlace
 
 
 @dataclass(slots=True)
@@ -44,7 +45,7 @@ class VllmWorker:
         offload: the runtime's worker side.
         closed: called when the worker has stopped, after all else.
         examine: what the doctor finds wrong, before any host memory is taken.
-        disk: where its file belongs, None without a disk.
+        identity: names the disk's folder; set when the scheduler's side has sent it, and cancelled when the worker stops.
     """
 
     def __init__(
@@ -52,12 +53,12 @@ class VllmWorker:
         offload: WorkerSide,
         closed: Callable[[], object],
         examine: Callable[[DeviceLayout], Sequence[Finding]],
-        disk: WorkersPlace | None = None,
+        identity: Future[KVIdentity] | None = None,
     ) -> None:
         self._offload = offload
         self._closed = closed
         self._examine = examine
-        self._disk = disk
+        self._identity: Future[KVIdentity] = Future() if identity is None else identity
         self._metadata: KVOffloadMetadata | None = None
         self._stores_started = True
         self._loading: dict[JobId, tuple[str, tuple[DeviceBlockId, ...]]] = {}
@@ -80,8 +81,8 @@ class VllmWorker:
         self._metadata = metadata
         self._stores_started = False
         self._offload.begin_step(metadata.plan)
-        if metadata.disk is not None and self._disk is not None:
-            self._disk.sent(metadata.disk)
+        if metadata.disk is not None and not self._identity.done():
+            self._identity.set_result(metadata.disk)
         for load in metadata.plan.loads:
             assert load.extra is not None, load
             self._loading[load.id] = (load.extra, load.targets)
@@ -127,8 +128,7 @@ class VllmWorker:
 
     def close(self) -> None:
         """Drain the copies that were started and give the memory back."""
-        if self._disk is not None:
-            self._disk.close()
+        self._identity.cancel()
         try:
             self._offload.close()
         finally:

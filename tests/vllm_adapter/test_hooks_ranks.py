@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvoffload.disk.folder import DiskPlace
+from kvoffload.disk.identity import KVIdentity
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import DeviceBlockId, JobId, Rank, RequestId
 from kvoffload.model.transfer import Direction, JobReport, TransferPlan, TransferReport
 from tests.copy_jobs import device_job
 from tests.vllm_adapter.engine_rig import MARKS
 
+if TYPE_CHECKING:
+    from kvoffload_vllm.worker import VllmWorker
+
 pytestmark = MARKS
+
+IDENTITY = KVIdentity("engine", "weights", "keys", {"tensor": 2})
 
 LOAD = JobId(7)
 BLOCKS = (DeviceBlockId(3), DeviceBlockId(4))
@@ -156,6 +165,38 @@ def test_r13_a_step_begins_when_it_is_bound() -> None:
     worker.start_loads()
     worker.start_stores()
     assert called == ["begin_step", "start_loads", "start_stores"]
+
+
+def test_a_worker_waits_for_the_identity_that_names_the_disks_folder(tmp_path: Path) -> None:
+    from kvoffload_vllm.metadata import KVOffloadMetadata
+
+    worker, place = worker_with_disk(tmp_path)
+    with ThreadPoolExecutor() as pool:
+        folder = pool.submit(place.make_folder)
+        assert not folder.done()
+        for _ in range(2):
+            worker.bind(KVOffloadMetadata(disk=IDENTITY))
+        assert folder.result().path == tmp_path / IDENTITY.fingerprint / "replica0"
+
+
+def test_a_worker_that_stops_waits_for_no_identity(tmp_path: Path) -> None:
+    from kvoffload_vllm.metadata import KVOffloadMetadata
+
+    worker, place = worker_with_disk(tmp_path)
+    with ThreadPoolExecutor() as pool:
+        folder = pool.submit(place.make_folder)
+        worker.close()
+        with pytest.raises(CancelledError):
+            folder.result()
+    worker.bind(KVOffloadMetadata(disk=IDENTITY))
+
+
+def worker_with_disk(root: Path) -> tuple[VllmWorker, DiskPlace]:
+    from kvoffload_vllm.worker import VllmWorker
+
+    identity: Future[KVIdentity] = Future()
+    worker = VllmWorker(Copies(0), lambda: None, lambda _: (), identity)  # type: ignore[arg-type]
+    return worker, DiskPlace(root, identity.result)
 
 
 def test_ranks_that_end_in_one_step_are_both_noted() -> None:

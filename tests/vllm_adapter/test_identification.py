@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvoffload.disk.identity import KVIdentity
-from kvoffload_vllm.kv_identity import Identification, WorkersPlace, persists
+from kvoffload_vllm.kv_identity import Identification, persists
 
 IDENTITY = KVIdentity("engine", "weights", "keys", {"tensor": 2})
 
@@ -55,26 +54,6 @@ def test_an_engine_that_ends_before_its_first_step_looks_for_nothing() -> None:
     identification.close()
     with pytest.raises(CancelledError):
         identification.identify()
-
-
-def test_a_worker_waits_for_the_identity(tmp_path: Path) -> None:
-    worker = WorkersPlace(tmp_path, 0)
-    with ThreadPoolExecutor() as pool:
-        folder = pool.submit(worker.place.make_folder)
-        assert not folder.done()
-        worker.sent(IDENTITY)
-        worker.sent(IDENTITY)
-        assert folder.result().path == tmp_path / IDENTITY.fingerprint / "replica0"
-
-
-def test_a_worker_that_ends_stops_waiting(tmp_path: Path) -> None:
-    worker = WorkersPlace(tmp_path, 0)
-    with ThreadPoolExecutor() as pool:
-        folder = pool.submit(worker.place.make_folder)
-        worker.close()
-        with pytest.raises(CancelledError):
-            folder.result()
-    worker.sent(IDENTITY)
 
 
 @pytest.mark.parametrize(
