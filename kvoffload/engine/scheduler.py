@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from kvoffload.engine.errors import PluginError
@@ -33,14 +32,6 @@ if TYPE_CHECKING:
 # A step asks the plugin about no more requests than this that it then has to skip, so that a long queue of requests
 # which all wait for the same load does not make every step long.
 _MAX_SKIPPED = 256
-
-
-class _Admission(Enum):
-    """Why a waiting request got no tokens to compute."""
-
-    LOADING = auto()
-    NOT_YET = auto()  # the plugin wants to be asked again
-    NO_BLOCKS = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,17 +212,16 @@ class Scheduler:
     def _admit_waiting(self, budget: int) -> list[Chunk]:
         chunks: list[Chunk] = []
         skipped: list[Request] = []
-        while budget and self.waiting and self._has_room and len(skipped) < _MAX_SKIPPED:
+        while (
+            budget and self.waiting and self._has_room and len(skipped) < _MAX_SKIPPED and not self._starved
+        ):
             request = self.waiting.popleft()
-            answer = self._admit(request, budget)
-            if isinstance(answer, Chunk):
-                chunks.append(answer)
-                budget -= answer.end - answer.start
-            elif answer is not _Admission.LOADING:
+            chunk = self._admit(request, budget)
+            if chunk is not None:
+                chunks.append(chunk)
+                budget -= chunk.end - chunk.start
+            elif request.state is RequestState.WAITING:
                 skipped.append(request)
-            if answer is _Admission.NO_BLOCKS:
-                self._starved = True
-                break
         self.waiting.extendleft(reversed(skipped))
         return chunks
 
@@ -239,20 +229,23 @@ class Scheduler:
     def _has_room(self) -> bool:
         return len(self.running) + len(self.loading) < self._max_requests
 
-    def _admit(self, request: Request, budget: int) -> Chunk | _Admission:
+    def _admit(self, request: Request, budget: int) -> Chunk | None:
+        """Return what the request computes; None if it loads, or still waits: for the plugin's answer, or for blocks."""
         hit = self._tables.find_prefix(request)
         device = hit.blocks * self._capacity.block_tokens
         request.shared_tokens = hit.full_blocks * self._capacity.block_tokens
         external = self._lookup(request, device)
         if external is None:
-            return _Admission.NOT_YET
+            return None
         seen = device + external
         end = seen if external else self._chunk_end(request, device, budget)
         if not self._tables.admit(request, hit, seen, end, self._reserve()):
-            return _Admission.NO_BLOCKS
+            self._starved = True
+            return None
         self._plugin.allocated(request, request.block_tables(), device, external)
         if external:
-            return self._load(request, device, external)
+            self._load(request, device, external)
+            return None
         self._run(request, device, 0)
         return Chunk(request, device, end, new_blocks=((),) * request.groups)
 
@@ -273,11 +266,10 @@ class Scheduler:
         oldest = self.running[0]
         return max(0, self._capacity.request_blocks(oldest.max_kv_tokens) - oldest.held_blocks)
 
-    def _load(self, request: Request, device_tokens: int, external_tokens: int) -> _Admission:
+    def _load(self, request: Request, device_tokens: int, external_tokens: int) -> None:
         request.state = RequestState.LOADING
         request.load_device_tokens, request.load_external_tokens = device_tokens, external_tokens
         self.loading[request.request_id] = request
-        return _Admission.LOADING
 
     def _run(self, request: Request, device_tokens: int, external_tokens: int) -> None:
         request.state = RequestState.RUNNING
