@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 GROUP_BYTES = 4
 """vLLM's keys are a block hash and the group's number in so many bytes, and so are ours."""
-_UNBOUND = "vLLM binds its pool before it schedules"
 
 
 class VllmDevice:
@@ -24,8 +23,10 @@ class VllmDevice:
         partly_hashed: the block tokens of the groups, by vLLM's number, in which a part of a block can have a hash.
     """
 
+    _pool: BlockPool
+    """vLLM binds it before it schedules."""
+
     def __init__(self, partly_hashed: Mapping[int, int] | None = None) -> None:
-        self._pool: BlockPool | None = None
         self._partly_hashed = dict(partly_hashed or {})
 
     def bind(self, pool: BlockPool) -> None:
@@ -34,38 +35,31 @@ class VllmDevice:
 
     def lease(self, blocks: Sequence[DeviceBlockId]) -> None:
         pool = self._pool
-        assert pool is not None, _UNBOUND
         pool.touch([pool.blocks[block] for block in blocks])
 
     def release(self, blocks: Sequence[DeviceBlockId]) -> None:
         pool = self._pool
-        assert pool is not None, _UNBOUND
         pool.free_blocks([pool.blocks[block] for block in blocks])
 
     def next_evictable(self, count: int) -> Iterable[DeviceBlockId]:
         return islice(self._free(), count)
 
     def free_blocks(self) -> int:
-        assert self._pool is not None, _UNBOUND
         return self._pool.get_num_free_blocks()  # type: ignore[no-any-return]  # vLLM is not installed where types are checked
 
     def keys_of(self, blocks: Sequence[DeviceBlockId]) -> list[BlockKey | None]:
-        assert self._pool is not None, _UNBOUND
         known = self._pool.blocks
         if not self._partly_hashed:
             return [known[block].block_hash for block in blocks]  # its keys are ours
         return [self._whole_key(known[block]) for block in blocks]
 
     def block_of(self, key: BlockKey) -> DeviceBlockId | None:
-        assert self._pool is not None, _UNBOUND
         block_hash, group = split_key(key)
         found = self._pool.get_cached_block(block_hash, [group])
         return DeviceBlockId(found[0].block_id) if found else None
 
     def lease_problems(self, leases: Mapping[DeviceBlockId, int]) -> list[str]:
         """A block may have more references, since vLLM counts its own and ours together, but never fewer."""
-        if self._pool is None:
-            return []
         counted = {block: self._pool.blocks[block].ref_cnt for block in leases}
         return [
             f"block {block} is leased {count} times, vLLM counts {counted[block]} references"
@@ -82,7 +76,6 @@ class VllmDevice:
         return key
 
     def _free(self) -> Iterator[DeviceBlockId]:
-        assert self._pool is not None, _UNBOUND
         for block in self._pool.free_block_queue.iter_blocks_after(None):
             yield DeviceBlockId(block.block_id)
 
