@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,13 +153,17 @@ def find_identity(
     Raises:
         DiskError: it cannot be determined.
     """
+    parallel = vllm_config.parallel_config
     try:
         weights = f"named {by_hand}" if by_hand is not None else _weights(vllm_config, root, key)
         identity = KVIdentity(
-            engine=f"vllm {_version()}",
+            engine=f"vllm {version('vllm')}",
             weights=weights,
             keys=_keys(vllm_config),
-            parallel=_parallel(vllm_config),
+            parallel={
+                "tensor": parallel.tensor_parallel_size,
+                "pipeline": parallel.pipeline_parallel_size,
+            },  # data-parallel engines each hold the whole model, so they have one identity
             settings={**_settings(vllm_config), "hash_tokens": str(groups.hash_tokens)},
             groups=groups_of(groups.shape),
         )
@@ -238,13 +243,6 @@ def _keys(vllm_config: VllmConfig) -> str:
     return f"{vllm_config.cache_config.prefix_caching_hash_algo} {kv_cache_utils.NONE_HASH.hex()}"
 
 
-def _parallel(vllm_config: VllmConfig) -> dict[str, int]:
-    """Return how a model is spread. Data-parallel engines each hold all of it, so they have one identity."""
-    sizes = ("tensor", "pipeline", "prefill_context", "decode_context")
-    parallel = vllm_config.parallel_config
-    return {size: getattr(parallel, f"{size}_parallel_size", 1) for size in sizes}
-
-
 def _settings(vllm_config: VllmConfig) -> dict[str, str]:
     """Return what else changes the numbers; by name what people ask for, and vLLM's own digests of all that it counts."""
     model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
@@ -306,12 +304,6 @@ def _device() -> str:
 
 
 _CPU_FLAGS = ("flags", "Features")  # on x86, on ARM
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("vllm")
 
 
 def _process_began_ns() -> int:

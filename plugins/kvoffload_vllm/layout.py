@@ -87,7 +87,7 @@ def meaning_of_caches(caches: Caches, kv_cache_config: KVCacheConfig, layers: Ma
     for name, cache in sorted(caches.items()):
         layer: Any = layers.get(name)
         backend = layer.get_attn_backend().get_name() if hasattr(layer, "get_attn_backend") else ""
-        views = [cache] if isinstance(cache, _tensor_type()) else cache
+        views = cache if isinstance(cache, Sequence) else [cache]
         found.append((name, backend, [_form(view, kv_cache_config.num_blocks) for view in views]))
     return str(found)
 
@@ -131,7 +131,7 @@ def _older_regions(tensor: KVCacheTensor, caches: Caches, blocks: int) -> Iterat
     if slab_stride := getattr(tensor, "block_stride", 0):
         yield _region(view.data_ptr() - tensor.offset, slab_stride, slab_stride, blocks, view)
         return
-    if not isinstance(caches[name], _tensor_type()):  # states of different kinds, in one page
+    if isinstance(caches[name], Sequence):  # states of different kinds, in one page
         page = tensor.size // blocks
         yield _region(view.data_ptr(), page, page, blocks, view)
         return
@@ -210,12 +210,4 @@ def _region(address: int, stride: int, page: int, blocks: int, view: torch.Tenso
 
 def _first(cache: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
     """Of several views, the one that begins first in a page."""
-    if isinstance(cache, _tensor_type()):
-        return cache
-    return min(cache, key=lambda view: view.data_ptr())
-
-
-def _tensor_type() -> type[torch.Tensor]:
-    import torch
-
-    return torch.Tensor
+    return min(cache, key=lambda view: view.data_ptr()) if isinstance(cache, Sequence) else cache
