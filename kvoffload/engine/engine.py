@@ -273,7 +273,6 @@ def _facts(config: EngineConfig, groups: tuple[GroupFacts, ...], pool: BlockPool
         num_blocks=pool.num_blocks,
         ranks=config.ranks,
         step_tokens=config.step_tokens,
-        block_tokens=config.block_tokens,
         device=config.device,
         model=f"{config.model}, drawn by torch {version('torch')}",
         plugin_config=config.plugin_config,

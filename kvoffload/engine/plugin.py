@@ -56,7 +56,6 @@ class EngineFacts:
     num_blocks: int  # of the one pool, the null block (id 0) included
     ranks: int
     step_tokens: int  # token budget of one step; one step is in flight at a time
-    block_tokens: int
     device: str  # "cpu", "cuda" or "cuda:N"
     model: str  # equal for models that compute the same
     plugin_config: Mapping[str, object]
@@ -138,9 +137,6 @@ class RequestView(Protocol):
 
     def keys(self, group: int) -> Sequence[bytes]:
         """Keys of all full blocks of the tokens known so far, by position; grows. Not to be altered."""
-
-    def block_tables(self) -> BlockTables:
-        """The blocks held now; empty tables while the request waits. Costs a copy of the tables."""
 
 
 class SchedulerPlugin(Protocol):
@@ -252,10 +248,6 @@ class WorkerPlugin(Protocol):
 
 class EnginePlugin(Protocol):
     """Makes the two sides of a plugin for one engine."""
-
-    @property
-    def name(self) -> str:
-        """The plugin's name, for messages."""
 
     def scheduler_side(self, engine: EngineFacts) -> SchedulerPlugin:
         """Called once per engine, before the ranks' sides are made."""

@@ -45,8 +45,6 @@ class ReferencePlugin:
         promises: the engine's promises; by default all that it keeps.
     """
 
-    name = "kvoffload"
-
     def __init__(
         self,
         *,

@@ -23,11 +23,6 @@ class CorruptingPlugin:
         self._inside = inside
 
     @property
-    def name(self) -> str:
-        """The name of the plugin inside."""
-        return self._inside.name
-
-    @property
     def offload(self) -> SchedulerSide | None:
         """The inside of the plugin inside."""
         offload: SchedulerSide | None = getattr(self._inside, "offload", None)

@@ -32,8 +32,6 @@ class Plan:
 
 
 class CopyingPlugin:
-    name = "copying"
-
     def __init__(self) -> None:
         self.scheduler: CopyingScheduler
         self.workers: list[CopyingWorker] = []
@@ -121,7 +119,7 @@ class CopyingScheduler:
             return None
         if request.request_id in self._failed_once:
             return 0
-        size = self.facts.block_tokens
+        size = self.facts.groups[0].block_tokens
         # The engine leaves a token to compute; for fewer tokens than it was offered, a chunk could need other blocks.
         longest = (request.num_tokens - 1) // size
         return next(
@@ -140,10 +138,9 @@ class CopyingScheduler:
         self, request: RequestView, tables: BlockTables, device_tokens: int, external_tokens: int
     ) -> None:
         self.counts["allocated"] += 1
-        assert tables == request.block_tables()
         self._tables[request.request_id] = [{p: b for p, b in enumerate(table) if b} for table in tables]
         if external_tokens:
-            size = self.facts.block_tokens
+            size = self.facts.groups[0].block_tokens
             span = range(device_tokens // size, (device_tokens + external_tokens) // size)
             self.loads[request.request_id] = tuple(self._copies(request, span))
             self._planned.append(request.request_id)
@@ -219,7 +216,7 @@ class CopyingScheduler:
 
     def _holds(self, request: RequestView, blocks: int, device_tokens: int) -> bool:
         """Whether the host brings everything, beyond what the device has, that a prefix of `blocks` needs."""
-        size = self.facts.block_tokens
+        size = self.facts.groups[0].block_tokens
         if blocks * size <= device_tokens:
             return False
         return all(
@@ -240,7 +237,7 @@ class CopyingScheduler:
         ]
 
     def _unstored(self, request: RequestView, confirmed: int) -> dict[bytes, int]:
-        copies = self._copies(request, range(confirmed // self.facts.block_tokens))
+        copies = self._copies(request, range(confirmed // self.facts.groups[0].block_tokens))
         return {
             key: block for key, block in copies if key not in self.stored and self.pool.key_of(block) == key
         }
