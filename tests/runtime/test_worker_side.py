@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 
@@ -15,6 +16,7 @@ from kvoffload.model.transfer import Direction, TransferPlan
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.testing import FakeClock, FakeDevice, GatedCopier
+from kvoffload.transfer.host_memory import slots_for
 from tests.copy_jobs import device_job
 from tests.runtime.manual_portal import ManualPortal
 from tests.transfer.counts import statistics_of
@@ -211,7 +213,8 @@ def test_the_first_rank_of_a_machine_answers_for_its_others(
 ) -> None:
     """Eight ranks on two machines, each of which has room for three."""
     left = f"MemAvailable: {3 * 4 * 1024} kB\n"
-    monkeypatch.setattr("kvoffload.transfer.host_memory.read_file", {"/proc/meminfo": left}.get)
+    on_machine = partial(slots_for, read={"/proc/meminfo": left}.get)
+    monkeypatch.setattr("kvoffload.runtime.worker_side.slots_for", on_machine)
     config, portal = OffloadConfig(host_bytes=8 * 4 * 2**20), Portal("test")
     side = WorkerSide(Rank(rank), 8, config, portal, local_ranks=4)
     with pytest.raises(ConfigError, match="all 4 ranks of this machine") if refused else nullcontext():
