@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -48,6 +48,83 @@ _NOT_HERE = {
 }
 """Keys of vLLM's own connector that are refused, with the reason."""
 
+Parser = tuple[str, Callable[[object], object]]
+"""What a setting may be, in words, and what returns the setting for an operator's value. It raises for any other."""
+
+
+def parse_bytes(value: object) -> int:
+    """Parse a number of bytes: a whole number or a text such as "8GiB".
+
+    A float with a whole value is allowed: vLLM derives `cpu_bytes_to_use` from the float of `--kv-offloading-size`.
+
+    Raises:
+        ValueError: the value is neither, or not positive.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        number = value
+    elif isinstance(value, float) and value.is_integer():
+        number = int(value)
+    elif isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
+        unit = match[2].upper()
+        if unit not in _UNITS:
+            raise ValueError
+        number = int(Fraction(match[1]) * _UNITS[unit])
+    else:
+        raise ValueError
+    if not 1 <= number <= _MOST:
+        raise ValueError
+    return number
+
+
+def _path(value: object) -> Path:
+    if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
+        raise ValueError
+    return Path(value)
+
+
+def _url(value: object) -> str:
+    if isinstance(value, str) and set(value) & set("@?#"):
+        # Exporters log the URL they send to. This error must not repeat it either.
+        problem = (
+            'otlp_endpoint must be a URL without user, password, query and fragment, so without "@", "?" and "#"; '
+            "give secrets to the exporter in the environment variable OTEL_EXPORTER_OTLP_HEADERS"
+        )
+        raise ConfigError([problem])
+    if not isinstance(value, str) or not re.fullmatch(r"https?://[^\s/]\S*", value):
+        raise ValueError
+    return value
+
+
+def _is(kind: object) -> Callable[[object], object]:
+    """Return what takes only values of this type."""
+    return partial(msgspec.convert, type=kind)
+
+
+def _one_of(*allowed: str) -> Parser:
+    return "one of " + ", ".join(allowed), _is(Literal[allowed])
+
+
+_Count = Annotated[int, Meta(ge=0, le=_MOST)]
+_Tokens = _Count | Literal["auto"]
+_Name = Annotated[str, Meta(max_length=_LONGEST_SHOWN, pattern=r"\S")]
+_RemoteUrl = Annotated[str, Meta(pattern=r"^(mooncake|s3)://[^\s/@]+(/\S*)?(\?\S*)?\Z")]
+_SWITCH = ("true or false", _is(bool))
+
+Bytes = Annotated[int, ('a positive number of bytes, such as 8589934592 or "8GiB"', parse_bytes)]
+Hits = Annotated[int, ("a number of hits, 0 or more", _is(_Count))]
+Seconds = Annotated[
+    float, ("a positive number of seconds", _is(Annotated[float, Meta(gt=0, le=_LONGEST_TIMEOUT_S)]))
+]
+Tokens = Annotated[int | Literal["auto"], (f'a number of tokens, 0 or more, or "{AUTO}"', _is(_Tokens))]
+Switch = Annotated[bool, _SWITCH]
+File = Annotated[Path, ("a file's path", _path)]
+Folder = Annotated[Path, ("a folder's path", _path)]
+Name = Annotated[str, ("a name of at most 200 characters", _is(_Name))]
+RemoteUrl = Annotated[
+    str, ('"mooncake://HOST:PORT?protocol=tcp" or "s3://BUCKET/PREFIX", without credentials', _is(_RemoteUrl))
+]
+HttpUrl = Annotated[str, ('a URL such as "http://localhost:4318/v1/traces"', _url)]
+
 
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
@@ -77,50 +154,26 @@ class OffloadConfig:
         otlp_endpoint: URL of a collector that gets OpenTelemetry spans; None for the environment's, if it names one.
     """
 
-    host_bytes: int = 8 * 2**30
-    store_policy: str = "eager"
-    min_load_tokens: int | Literal["auto"] | None = None
-    verify: str = "off"
-    transfer_timeout_s: float = 30.0
-    layout: str = "engine"
-    prefix_junctions: bool = True
-    batch_copies: str = "auto"
-    journal_path: Path | None = None
-    journal_max_bytes: int = 2**30
-    otlp_endpoint: str | None = None
-    disk_path: Path | None = None
-    disk_bytes: int = 64 * 2**30
-    spill_after_hits: int = 1
-    drain_s: float = 3.0
-    disk_identity: str | None = None
-    remote_url: str | None = None
-    share_after_hits: int = 1
-    remote_timeout_s: float = 2.0
-    tier_key_file: Path | None = None
-
-
-def parse_bytes(value: object) -> int:
-    """Parse a number of bytes: a whole number or a text such as "8GiB".
-
-    A float with a whole value is allowed: vLLM derives `cpu_bytes_to_use` from the float of `--kv-offloading-size`.
-
-    Raises:
-        ValueError: the value is neither, or not positive.
-    """
-    if isinstance(value, int) and not isinstance(value, bool):
-        number = value
-    elif isinstance(value, float) and value.is_integer():
-        number = int(value)
-    elif isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
-        unit = match[2].upper()
-        if unit not in _UNITS:
-            raise ValueError
-        number = int(Fraction(match[1]) * _UNITS[unit])
-    else:
-        raise ValueError
-    if not 1 <= number <= _MOST:
-        raise ValueError
-    return number
+    host_bytes: Bytes = 8 * 2**30
+    store_policy: Annotated[str, _one_of("eager", "lazy")] = "eager"
+    min_load_tokens: Tokens | None = None
+    verify: Annotated[str, _one_of("off", "sample", "full")] = "off"
+    transfer_timeout_s: Seconds = 30.0
+    layout: Annotated[str, _one_of("engine", "blocks")] = "engine"
+    prefix_junctions: Switch = True
+    batch_copies: Annotated[str, _one_of("auto", "off")] = "auto"
+    journal_path: File | None = None
+    journal_max_bytes: Bytes = 2**30
+    disk_path: Folder | None = None
+    disk_bytes: Bytes = 64 * 2**30
+    spill_after_hits: Hits = 1
+    drain_s: Seconds = 3.0
+    disk_identity: Name | None = None
+    remote_url: RemoteUrl | None = None
+    share_after_hits: Hits = 1
+    remote_timeout_s: Seconds = 2.0
+    tier_key_file: File | None = None
+    otlp_endpoint: HttpUrl | None = None
 
 
 def size_text(number: float) -> str:
@@ -207,69 +260,17 @@ def _lazy(value: object) -> str:
     return "lazy" if msgspec.convert(value, bool) else "eager"
 
 
-def _path(value: object) -> Path:
-    if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
-        raise ValueError
-    return Path(value)
+def _parser_of(hint: Any) -> Parser:  # noqa: ANN401  # a type, annotated with its parser, or its union with None
+    annotated = hint if get_origin(hint) is Annotated else get_args(hint)[0]
+    parser: Parser = annotated.__metadata__[0]
+    return parser
 
 
-def _url(value: object) -> str:
-    if isinstance(value, str) and set(value) & set("@?#"):
-        # Exporters log the URL they send to. This error must not repeat it either.
-        problem = (
-            'otlp_endpoint must be a URL without user, password, query and fragment, so without "@", "?" and "#"; '
-            "give secrets to the exporter in the environment variable OTEL_EXPORTER_OTLP_HEADERS"
-        )
-        raise ConfigError([problem])
-    if not isinstance(value, str) or not re.fullmatch(r"https?://[^\s/]\S*", value):
-        raise ValueError
-    return value
-
-
-def _is(kind: object) -> Callable[[object], object]:
-    """Return what takes only values of this type."""
-    return partial(msgspec.convert, type=kind)
-
-
-def _one_of(*allowed: str) -> tuple[str, Callable[[object], object]]:
-    return "one of " + ", ".join(allowed), _is(Literal[allowed])
-
-
-_BYTES = ('a positive number of bytes, such as 8589934592 or "8GiB"', parse_bytes)
-_COUNT = Annotated[int, Meta(ge=0, le=_MOST)]
-_HITS = ("a number of hits, 0 or more", _is(_COUNT))
-_SECONDS = ("a positive number of seconds", _is(Annotated[float, Meta(gt=0, le=_LONGEST_TIMEOUT_S)]))
-_BOOL = ("true or false", _is(bool))
-_PARSERS: dict[str, tuple[str, Callable[[object], object]]] = {
-    "host_bytes": _BYTES,
-    "store_policy": _one_of("eager", "lazy"),
-    "min_load_tokens": (f'a number of tokens, 0 or more, or "{AUTO}"', _is(_COUNT | Literal["auto"])),
-    "verify": _one_of("off", "sample", "full"),
-    "transfer_timeout_s": _SECONDS,
-    "layout": _one_of("engine", "blocks"),
-    "prefix_junctions": _BOOL,
-    "batch_copies": _one_of("auto", "off"),
-    "journal_path": ("a file's path", _path),
-    "journal_max_bytes": _BYTES,
-    "disk_path": ("a folder's path", _path),
-    "disk_bytes": _BYTES,
-    "spill_after_hits": _HITS,
-    "drain_s": _SECONDS,
-    "disk_identity": (
-        "a name of at most 200 characters",
-        _is(Annotated[str, Meta(max_length=_LONGEST_SHOWN, pattern=r"\S")]),
-    ),
-    "remote_url": (
-        '"mooncake://HOST:PORT?protocol=tcp" or "s3://BUCKET/PREFIX", without credentials',
-        _is(Annotated[str, Meta(pattern=r"^(mooncake|s3)://[^\s/@]+(/\S*)?(\?\S*)?\Z")]),
-    ),
-    "share_after_hits": _HITS,
-    "remote_timeout_s": _SECONDS,
-    "tier_key_file": ("a file's path", _path),
-    "otlp_endpoint": ('a URL such as "http://localhost:4318/v1/traces"', _url),
+_PARSERS = {
+    name: _parser_of(hint) for name, hint in get_type_hints(OffloadConfig, include_extras=True).items()
 }
-_PARSERS_OF_VLLM: dict[str, tuple[str, Callable[[object], object]]] = {
-    "lazy_offload": (_BOOL[0], _lazy),
+_PARSERS_OF_VLLM: dict[str, Parser] = {
+    "lazy_offload": (_SWITCH[0], _lazy),
     _BACKEND: ('"cpu", as kvoffload keeps blocks in host memory alone', _is(Literal["cpu"])),
 }
 """Keys of vLLM's own connector whose values differ from those of the key they set here."""

@@ -94,7 +94,6 @@ def test_everything_can_be_set() -> None:
         "off",
         Path("/tmp/journal"),
         64 * 2**20,
-        endpoint,
         Path("/tmp/disk"),
         2**40,
         0,
@@ -104,6 +103,7 @@ def test_everything_can_be_set() -> None:
         2,
         0.5,
         Path("/tmp/key"),
+        endpoint,
     )
 
 
