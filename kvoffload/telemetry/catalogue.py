@@ -225,6 +225,7 @@ class Metric:
         read: returns its series at a scrape, those that are 0 may be missing; None if events count it.
         counts: the events that increase it, each with the field that it adds (None adds 1) and a field for each label; empty
             where `Counters` has a method for it.
+        where: a field of those events and its value; events with another value are not counted. None counts all.
     """
 
     name: str
@@ -235,6 +236,7 @@ class Metric:
     buckets: tuple[float, ...] = ()
     read: Callable[[Side], Series] | None = None
     counts: Mapping[type[events.Event], str | None] = field(default_factory=dict)
+    where: tuple[str, Enum] | None = None
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -264,6 +266,9 @@ _INFO = tuple(
     Label(name)
     for name in ("version", "engine_name", "engine_version", "store_policy", "verify", "min_load_tokens")
 )
+
+# A failed copy's time says nothing about the link.
+_SUCCEEDED = ("outcome", CopyOutcome.DONE)
 
 # Copies: from one small block over a fast link to a whole prompt at the default timeout of 30 s.
 _COPY_BUCKETS = (
@@ -411,17 +416,17 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_junctions_asked_total", "Requests admitted whose prefix was on device and host but for a recurrent state at its end, which the engine was asked to keep.", Kind.COUNTER, (), "junctions", counts={events.JunctionAsked: None}),
     Metric("kvoffload_junctions_made_total", "Of the groups' recurrent states that were asked for, those that the engine kept and offered, one a request.", Kind.COUNTER, (), "junctions", counts={events.JunctionMade: None}),
     # --- copies, per rank ---
-    Metric("kvoffload_transfers_total", "Copies of single ranks that ended, by outcome.", Kind.COUNTER, (_COPY_TIERS, _DIRECTION, Label("outcome", CopyOutcome)), "copies"),
-    Metric("kvoffload_transfer_bytes_total", "Bytes copied between the tier and the one above it, all ranks together.", Kind.COUNTER, (_COPY_TIERS, _DIRECTION), "bytes"),
-    Metric("kvoffload_transfer_seconds", "Time from a copy's start to its end, per rank and successful job.", Kind.HISTOGRAM, (_COPY_TIERS, _DIRECTION), "seconds", _COPY_BUCKETS),
-    Metric("kvoffload_transfer_queue_seconds", "Time from a job's submission to its copy's start, per rank and successful job.", Kind.HISTOGRAM, (_COPY_TIERS, _DIRECTION), "seconds", _COPY_BUCKETS),
+    Metric("kvoffload_transfers_total", "Copies of single ranks that ended, by outcome.", Kind.COUNTER, (_COPY_TIERS, _DIRECTION, Label("outcome", CopyOutcome)), "copies", counts={events.RankReported: None}),
+    Metric("kvoffload_transfer_bytes_total", "Bytes copied between the tier and the one above it, all ranks together.", Kind.COUNTER, (_COPY_TIERS, _DIRECTION), "bytes", counts={events.RankReported: "copied_bytes"}),
+    Metric("kvoffload_transfer_seconds", "Time from a copy's start to its end, per rank and successful job.", Kind.HISTOGRAM, (_COPY_TIERS, _DIRECTION), "seconds", _COPY_BUCKETS, counts={events.RankReported: "copy_s"}, where=_SUCCEEDED),
+    Metric("kvoffload_transfer_queue_seconds", "Time from a job's submission to its copy's start, per rank and successful job.", Kind.HISTOGRAM, (_COPY_TIERS, _DIRECTION), "seconds", _COPY_BUCKETS, counts={events.RankReported: "queue_s"}, where=_SUCCEEDED),
     Metric("kvoffload_open_jobs", "Jobs that have not ended on every rank.", Kind.GAUGE, (_TIER, _DIRECTION, _OPEN_JOB), "jobs", read=_open_jobs),
     Metric("kvoffload_oldest_job_timestamp_seconds", "Unix time at which the oldest open job was submitted, abandoned jobs excluded; 0 without one.", Kind.GAUGE, (), "seconds", read=lambda side: {(): side.unix(side.copies.oldest)}),
     Metric("kvoffload_store_bound_ratio", "Current limit on store bytes in flight as a share of its maximum, on the slowest rank. Halved when stores are slow or run beside loads, then recovers.", Kind.GAUGE, (), "ratio", read=lambda side: {(): min(side.ranks.store_shares.values())}),
-    Metric("kvoffload_abandoned_jobs_total", "Jobs abandoned because a copy did not end within transfer_timeout_s.", Kind.COUNTER, (_DIRECTION,), "jobs"),
+    Metric("kvoffload_abandoned_jobs_total", "Jobs abandoned because a copy did not end within transfer_timeout_s.", Kind.COUNTER, (_DIRECTION,), "jobs", counts={events.JobAbandoned: None}),
     Metric("kvoffload_abandoned_device_blocks", "Device blocks that abandoned copies still hold; the engine cannot use them until these copies end.", Kind.GAUGE, (), "blocks", read=lambda side: {(): side.core.state.stall.blocks}),
     Metric("kvoffload_copies_stalled", "1 while no new copy starts because copies do not end: abandoned copies hold over an eighth of the device pool (and belong to more than one job), or three jobs in a row were abandoned.", Kind.GAUGE, (), "flag", read=lambda side: {(): int(side.core.state.stall.is_on)}),
-    Metric("kvoffload_written_off_blocks_total", "Blocks of abandoned jobs; their host slots are never used again.", Kind.COUNTER, (_DIRECTION,), "blocks"),
+    Metric("kvoffload_written_off_blocks_total", "Blocks of abandoned jobs; their host slots are never used again.", Kind.COUNTER, (_DIRECTION,), "blocks", counts={events.JobAbandoned: "blocks"}),
     # --- the tiers' slots ---
     Metric("kvoffload_tier_state", "1 for the state of the tier, 0 for the others.", Kind.GAUGE, (_LOWER_TIERS, Label("state", TierState)), "flag", read=_tier_states),
     Metric("kvoffload_capacity_slots", "Slots that are ready on every rank.", Kind.GAUGE, (_TIER,), "slots", read=_capacities),
@@ -431,7 +436,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_evicted_blocks_total", "Blocks that left the tier.", Kind.COUNTER, (_TIER, Label("cause", EvictionCause)), "blocks", counts={events.BlocksEvicted: "blocks", events.DiskBlocksEvicted: "blocks"}),
     Metric("kvoffload_oldest_pin_timestamp_seconds", "Unix time of the oldest pin; 0 without one.", Kind.GAUGE, (), "seconds", read=lambda side: {(): side.unix(side.copies.oldest_pin)}),
     # --- is it worth it ---
-    Metric("kvoffload_first_token_seconds", "Time from a request's arrival to the first step after its first token, by what its last lookup found; up to one step too long.", Kind.HISTOGRAM, (Label("found", Found),), "seconds", _FIRST_TOKEN_BUCKETS),
+    Metric("kvoffload_first_token_seconds", "Time from a request's arrival to the first step after its first token, by what its last lookup found; up to one step too long.", Kind.HISTOGRAM, (Label("found", Found),), "seconds", _FIRST_TOKEN_BUCKETS, counts={events.FirstTokenReached: "seconds"}),
     Metric("kvoffload_prefill_seconds_saved_total", "Prefill time that loads saved: the loaded tokens, at the measured time that prefilling adds to the engine's steps. An estimate.", Kind.COUNTER, (), "seconds", read=lambda side: {(): side.benefit.saved_s}),
     Metric("kvoffload_load_wait_seconds_total", "Time that requests waited for loads, all requests together: for their own load from allocation to its end, for another request's load of the same prefix, or for a fetch from a tier below the host.", Kind.COUNTER, (Label("reason", LoadWait),), "seconds", read=lambda side: _by_label(side.benefit.waited_s)),
     Metric("kvoffload_interference_seconds_total", "Time that copies added to the engine's steps, by comparing decoding steps with and without copies. An estimate.", Kind.COUNTER, (_DIRECTION,), "seconds", read=lambda side: _by_label(side.benefit.interference_s)),

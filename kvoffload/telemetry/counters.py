@@ -234,28 +234,36 @@ class Counters:
         return Snapshot(counts, distributions)
 
     def _by_event(self) -> dict[type, Callable[[Any], None]]:
-        return {
-            cls: self._adder(metric, amount) for metric in CATALOGUE for cls, amount in metric.counts.items()
-        } | {
+        classes = {cls for metric in CATALOGUE for cls in metric.counts}
+        return {cls: self._adder(cls) for cls in classes} | {
             events.LookupAnswered: self._count_lookup,
-            events.RankReported: self._count_copy,
-            events.JobAbandoned: self._count_abandoned,
-            events.FirstTokenReached: self._count_first_token,
             events.LookupDeferred: self._count_deferred,
             facts.RemoteAnswered: self._count_answer,
         }
 
-    def _adder(self, metric: Metric, amount: str | None) -> Callable[[events.Event], None]:
-        """Return what adds an event's field `amount`, or 1, to the series that its other fields name."""
-        series = self._counts[metric.name]
-        read = attrgetter(*metric.label_names) if metric.labels else None
+    def _adder(self, cls: type[events.Event]) -> Callable[[events.Event], None]:
+        """Return what adds an event of this class to every metric that it counts, all in one edition."""
+        series_of: dict[str, dict[Labels, Any]] = {**self._counts, **self._histograms}
+        counted = []
+        for metric in CATALOGUE:
+            if cls in metric.counts:
+                labels = attrgetter(*metric.label_names) if metric.labels else None
+                amount = _reader(metric.counts[cls])
+                name, value = metric.where or (None, None)
+                counted.append((metric.kind, series_of[metric.name], labels, amount, _reader(name), value))
 
         def add(event: events.Event) -> None:
-            labels = () if read is None else _LABELS[read(event)]
             self.changes += 1
             self._edition += 1
             try:
-                series[labels] += 1 if amount is None else getattr(event, amount)
+                for kind, series, labels, amount, where, value in counted:
+                    if where is None or where(event) is value:
+                        place = () if labels is None else _LABELS[labels(event)]
+                        number = 1 if amount is None else amount(event)
+                        if kind is Kind.HISTOGRAM:
+                            series[place].observe(number)
+                        else:
+                            series[place] += number
             finally:
                 self._edition += 1
 
@@ -282,22 +290,6 @@ class Counters:
         finally:
             self._edition += 1
 
-    def _count_copy(self, event: events.RankReported) -> None:
-        series, ended = (
-            _LABELS[event.tier, event.direction],
-            _LABELS[event.tier, event.direction, event.outcome],
-        )
-        self.changes += 1
-        self._edition += 1
-        try:
-            self._counts["kvoffload_transfers_total"][ended] += 1
-            self._counts["kvoffload_transfer_bytes_total"][series] += event.copied_bytes
-            if event.outcome is CopyOutcome.DONE:  # a failed copy's time says nothing about the link
-                self._histograms["kvoffload_transfer_seconds"][series].observe(event.copy_s)
-                self._histograms["kvoffload_transfer_queue_seconds"][series].observe(event.queue_s)
-        finally:
-            self._edition += 1
-
     def _count_deferred(self, event: events.LookupDeferred) -> None:
         self.changes += 1
         self._edition += 1
@@ -320,23 +312,10 @@ class Counters:
         finally:
             self._edition += 1
 
-    def _count_first_token(self, event: events.FirstTokenReached) -> None:
-        self.changes += 1
-        self._edition += 1
-        try:
-            self._histograms["kvoffload_first_token_seconds"][_LABELS[event.found]].observe(event.seconds)
-        finally:
-            self._edition += 1
 
-    def _count_abandoned(self, event: events.JobAbandoned) -> None:
-        series = _LABELS[event.direction]
-        self.changes += 1
-        self._edition += 1
-        try:
-            self._counts["kvoffload_abandoned_jobs_total"][series] += 1
-            self._counts["kvoffload_written_off_blocks_total"][series] += event.blocks
-        finally:
-            self._edition += 1
+def _reader(name: str | None) -> Callable[[object], Any] | None:
+    """Return what reads a field: quicker than `getattr`, in the hooks of every request."""
+    return attrgetter(name) if name is not None else None
 
 
 def _is_counted(metric: Metric) -> bool:
