@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, BinaryIO, NamedTuple, NewType, cast
+from typing import Any, BinaryIO, NewType, cast
 
 import msgspec
+from msgspec.structs import asdict
 
 from kvoffload.model import events
 from kvoffload.model.errors import KVOffloadError
@@ -34,38 +34,41 @@ from kvoffload.model.message import Message
 _TEXT_CHARACTERS = 500
 _BYTES_LITERAL = re.compile(r"""b'(?:[^'\\]|\\.)*'?|b"(?:[^"\\]|\\.)*"?""")
 
-Convert = Callable[[Any], Any]
+Write = Callable[[Any], object]
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """A fact's compact form, with its class's name."""
+class Summary(Message, frozen=True):
+    """A message with its class's name and its fields as JSON values."""
 
     name: str
     fields: Mapping[str, object]
 
 
 def compact(messages: Iterable[Any]) -> list[object]:
-    """Return messages in a form that can be kept: those without content unchanged, others as `Kept`.
+    """Return messages in a form that can be kept: those without content unchanged, others as a `Summary`.
 
-    This runs inline for every fact, so values are named, and small ones formatted, only when they are read.
+    This runs inline for every fact, so it writes the fields itself and leaves what has no content to `summary_of`.
     """
-    kept, forms = list(messages), _BULKY
+    kept = list(messages)
     for index, message in enumerate(kept):
-        if (form := forms[type(message)]) is not None and any(form.content(message)):
-            values: list[Any] = list(form.values(message))
-            for place, write in form.bulky:
-                value = values[place]
-                values[place] = list(map(len, value)) if write is _lengths else write(value)
-            kept[index] = _kept((form, values))
+        form = _FORMS[type(message)]
+        if form.content is not None and any(form.content(message)):
+            fields = asdict(message)
+            for name, write in form.writers:
+                value = fields[name]
+                fields[name] = list(map(len, value)) if write is _lengths else write(value)
+            kept[index] = Summary(form.name, fields)
     return kept
 
 
 def summary_of(message: Any) -> Summary:  # noqa: ANN401  # one of any class
-    """Return the name and the fields of a message, a kept one too, as JSON values."""
+    """Return the name and the fields of a message as JSON values."""
     if isinstance(message, Summary):
         return message
-    return message.summary() if isinstance(message, Kept) else _form(type(message)).summarise(message)
+    form = _FORMS[type(message)]
+    fields = asdict(message)
+    fields |= {name: write(fields[name]) for name, write in form.writers}
+    return Summary(form.name, fields)
 
 
 def to_plain(message: object) -> dict[str, object]:
@@ -92,86 +95,48 @@ class _Form:
     """How messages of one class are written. Made once for each class."""
 
     def __init__(self, cls: type[Message]) -> None:
-        hints = typing.get_type_hints(cls)
         self.name = cls.__name__
-        self.names = cls.__struct_fields__
-        # Of a single name it returns no tuple.
-        self.values: Callable[[object], Iterable[object]] = (
-            attrgetter(*self.names) if len(self.names) > 1 else lambda message: _all_of(message, self.names)
-        )
-        writers = [(place, *_writer(hints[name])) for place, name in enumerate(self.names)]
-        self.bulky = tuple((place, write) for place, write, is_bulky in writers if is_bulky)
-        bulky = [self.names[place] for place, _ in self.bulky]
-        # Given two names or more it returns a tuple.
-        self.content: Callable[[object], Iterable[object]] = (
-            attrgetter(*bulky, bulky[0]) if bulky else lambda message: ()
-        )
-        self._small = tuple((place, write) for place, write, is_bulky in writers if not is_bulky)
-
-    def summary(self, values: list[object]) -> Summary:
-        """Return values with their names; what is bulky was written before."""
-        for place, write in self._small:
-            values[place] = write(values[place])
-        return Summary(self.name, dict(zip(self.names, values, strict=True)))
-
-    def summarise(self, message: object) -> Summary:
-        values = list(self.values(message))
-        for place, write in self.bulky:
-            values[place] = write(values[place])
-        return self.summary(values)
+        hints = typing.get_type_hints(cls)
+        written = {name: _writer(hints[name]) for name in cls.__struct_fields__}
+        self.writers = [(name, write) for name, (write, _) in written.items() if write is not None]
+        """Of the fields that are not written as they are."""
+        content = [name for name, (_, is_content) in written.items() if is_content]
+        # The first one twice, because `attrgetter` returns no tuple for a single name.
+        self.content = attrgetter(*content, content[0]) if content else None
+        """Reads the fields that are too large or too private to keep; None without any."""
 
 
-class Kept(NamedTuple):
-    """A message's fields in their order, those that are bulky as they are written."""
-
-    form: _Form
-    values: list[object]
-
-    def summary(self) -> Summary:
-        """Return them with their names, as they are written."""
-        return self.form.summary(self.values.copy())
+class _Forms(dict[type[Message], _Form]):
+    def __missing__(self, cls: type[Message]) -> _Form:
+        form = self[cls] = _Form(cls)
+        return form
 
 
-_kept: Callable[[tuple[_Form, list[object]]], Kept] = partial(tuple.__new__, Kept)
+_FORMS = _Forms()
 
 
-def _all_of(message: object, names: Iterable[str]) -> tuple[object, ...]:
-    return tuple(getattr(message, name) for name in names)
-
-
-def _as_it_is(value: object) -> object:
-    return value
-
-
-def _form(cls: type[Message]) -> _Form:
-    form = _FORMS.get(cls)
-    if form is None:
-        form = _FORMS[cls] = _Form(cls)
-    return form
-
-
-def _writer(hint: object) -> tuple[Convert, bool]:
-    """Return how a field of this type is written, and whether it is too large or private to keep."""
+def _writer(hint: object) -> tuple[Write | None, bool]:
+    """Return how a field of this type is written, None for as it is, and whether it is too large or private to keep."""
     if optional := optional_of(hint):
-        write, bulky = _writer(optional)
-        return lambda value: None if value is None else write(value), bulky
+        write, is_content = _writer(optional)
+        return write and (lambda value: None if value is None else write(value)), is_content
     plain = plain_type(hint)
     if plain is bytes:
         return len, True
     if typing.get_origin(plain) is tuple:
         return _tuple_writer(typing.get_args(plain)[0])
     if isinstance(plain, type) and issubclass(plain, Message):
-        return lambda value: dict(_form(type(value)).summarise(value).fields), False
+        return lambda value: dict(summary_of(value).fields), False
     if hint is str:  # ids have their own types, so this is free text
         return scrub, False
     if isinstance(plain, type) and issubclass(plain, Enum):
         return lambda value: value.value, False
     if plain in (int, float, bool, str):
-        return _as_it_is, False
+        return None, False
     raise TypeError(f"no form for a field of type {hint!r}")
 
 
-def _tuple_writer(item: object) -> tuple[Convert, bool]:
+def _tuple_writer(item: object) -> tuple[Write, bool]:
     if item is SlotId:
         return list, False
     if typing.get_origin(item) is tuple:
@@ -211,18 +176,6 @@ class _ReadOfFacts(msgspec.Struct):
     preempted: list[str] = []
 
 
-_FORMS: dict[type, _Form] = {}
-
-
-class _Bulky(dict[type, _Form | None]):
-    def __missing__(self, cls: type) -> _Form | None:
-        form = _form(cls)
-        bulky = self[cls] = form if form.bulky else None
-        return bulky
-
-
-_BULKY = _Bulky()
-"""The forms of classes that hold content, None for the others."""
 _EVENTS: dict[str, type[Event]] = {
     name: cls
     for name, cls in vars(events).items()

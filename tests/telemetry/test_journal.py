@@ -42,7 +42,7 @@ from kvoffload.model.ids import BlockKey, DeviceBlockId, JobId, Rank, RequestId
 from kvoffload.model.transfer import Direction, JobReport, TransferReport
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.journal import Journal, JournalFile
-from kvoffload.telemetry.records import JournalError, Kept, Record, Summary, compact, read_journal, to_plain
+from kvoffload.telemetry.records import JournalError, Record, Summary, compact, read_journal, to_plain
 from tests.telemetry.streams import any_event
 
 A = RequestId("a")
@@ -169,8 +169,7 @@ def test_collections_are_counts_and_content_is_left_out(fact: object, expected: 
 
 def test_the_ring_holds_no_key_while_it_waits_to_be_read() -> None:
     (kept,) = compact([RequestSeen(A, 33, KEYS)])
-    assert isinstance(kept, Kept)
-    assert kept.summary() == Summary(
+    assert kept == Summary(
         "RequestSeen",
         {"request": "a", "prompt_tokens": 33, "keys": [2, 0], "reads_cache": True, "persists": True},
     )
@@ -200,16 +199,17 @@ def test_bytes_in_free_text_are_struck_out() -> None:
         if isinstance(cls, type) and issubclass(cls, Event | Fact)
     ],
 )
-def test_every_class_has_a_form(cls: type) -> None:
-    from kvoffload.telemetry.records import _form
+def test_every_class_has_a_form(cls: type[Event | Fact]) -> None:
+    from kvoffload.telemetry.records import _Form
 
-    assert set(_form(cls).names).isdisjoint({"seq", "t", "event"})
+    assert _Form(cls).name == cls.__name__
+    assert set(cls.__struct_fields__).isdisjoint({"seq", "t", "event"})
 
 
 def test_a_field_of_an_unknown_type_is_an_error_and_not_written() -> None:
     from kvoffload.telemetry.records import _writer
 
-    assert _writer(bytes)[0](b"secret") == 6
+    assert _writer(bytes) == (len, True)
     with pytest.raises(TypeError, match="no form"):
         _writer(dict[str, str])
     with pytest.raises(TypeError, match="no form"):
