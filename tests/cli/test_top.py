@@ -18,7 +18,8 @@ import termios
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from urllib.parse import urlsplit
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -31,7 +32,7 @@ from kvoffload.cli.top import PageError, Reading, Row, Server, page_url, parse_p
 from kvoffload.model import events
 from kvoffload.model.causes import MissCause
 from kvoffload.model.ids import RequestId
-from kvoffload.telemetry.exporter import KVOffloadCollector, MetricsServer, serve
+from kvoffload.telemetry.exporter import KVOffloadCollector, serve
 from tests.telemetry.fake_source import FakeSource
 
 A = RequestId("a")
@@ -52,7 +53,7 @@ class Engine(FakeSource):
     def reading(self, at: float) -> Reading:
         return parse_page(generate_latest(self.collector).decode(), at)[""]
 
-    def serve(self, port: int = 0) -> MetricsServer:
+    def serve(self, port: int = 0) -> AbstractContextManager[str]:
         registry = CollectorRegistry()
         registry.register(self.collector)
         return serve(registry, "127.0.0.1", port)
@@ -223,8 +224,8 @@ def test_what_is_not_an_address_is_refused(text: str) -> None:
 
 
 def test_a_server_that_is_gone_keeps_its_rows_and_has_a_line(engine: Engine) -> None:
-    with engine.serve() as served:
-        server = Server(served.url)
+    with engine.serve() as url:
+        server = Server(url)
         server.scrape()
     assert not server.problem
     server.scrape()
@@ -283,22 +284,21 @@ def test_an_answer_that_is_no_page_is_one_line(
 
 
 def test_once_prints_the_rows_and_exits(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
-    with engine.serve() as server:
-        assert main(["top", server.url, "--once", "--interval", "0"]) == Exit.OK
+    with engine.serve() as url:
+        assert main(["top", url, "--once", "--interval", "0"]) == Exit.OK
         assert "\x1b" not in capsys.readouterr().out
-        assert main(["top", server.url, "127.0.0.1:1", "--once", "--interval", "0"]) == Exit.FAILED
+        assert main(["top", url, "127.0.0.1:1", "--once", "--interval", "0"]) == Exit.FAILED
         captured = capsys.readouterr()
         heading, found = captured.out.splitlines()
         assert heading.startswith("engine")
-        assert found.startswith(f"127.0.0.1:{server.port}  on")
+        assert found.startswith(f"{urlsplit(url).netloc}  on")
         assert "127.0.0.1:1/metrics: not reachable" in captured.err
 
 
 def test_the_rows_as_json(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
-    with engine.serve() as server:
-        assert main(["top", str(server.port), "--interval", "0", "--json"]) == Exit.OK
+    with engine.serve() as url:
+        assert main(["top", str(urlsplit(url).port), "--interval", "0", "--json"]) == Exit.OK
         result = json.loads(capsys.readouterr().out)
-        url = server.url
     assert (result["schema"], result["kind"]) == (2, "top")
     assert result["seen_from"]["kvoffload"]
     ((server_,),) = [result["servers"]]
@@ -365,14 +365,15 @@ def on_terminal(url: str) -> Iterator[OnTerminal]:
 @pytest.mark.parametrize("how", ["ctrl-c", "terminated"])
 def test_it_lives_through_the_servers_restart_and_gives_the_terminal_back(engine: Engine, how: str) -> None:
     engine.work(5)
-    server = engine.serve()
-    with on_terminal(server.url) as terminal:
+    served = ExitStack()
+    url = served.enter_context(engine.serve())
+    with on_terminal(url) as terminal:
         terminal.read_until("288 (")
-        server.close()
+        served.close()
         terminal.read_until("trying again")
         fresh = Engine()
         fresh.work()
-        with fresh.serve(server.port):
+        with fresh.serve(urlsplit(url).port or 0):
             terminal.read_until("48 (")
             if how == "ctrl-c":
                 os.write(terminal.master, b"\x03")

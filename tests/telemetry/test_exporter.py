@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -24,7 +25,7 @@ from kvoffload.model.ids import JobId, Rank, RequestId
 from kvoffload.model.transfer import Direction
 from kvoffload.telemetry.catalogue import CATALOGUE, Kind, Series
 from kvoffload.telemetry.counters import slot_problems
-from kvoffload.telemetry.exporter import KVOffloadCollector, MetricsServer, serve
+from kvoffload.telemetry.exporter import KVOffloadCollector, serve
 from tests.telemetry.fake_source import FakeSource
 from tests.tooling.scripts import ROOT
 
@@ -155,21 +156,27 @@ def test_promtool_accepts_the_page() -> None:
     assert (check.returncode, check.stdout, check.stderr) == (0, "", "")
 
 
+def port_of(url: str) -> int:
+    port = urlsplit(url).port
+    assert port is not None
+    return port
+
+
 @pytest.fixture
-def server() -> Iterator[MetricsServer]:
+def url() -> Iterator[str]:
     with serve(registry_of(KVOffloadCollector(busy())), port=0) as running:
         yield running
 
 
-def test_metrics_are_served_on_loopback(server: MetricsServer) -> None:
-    assert server.url == f"http://127.0.0.1:{server.port}/metrics"
-    with urllib.request.urlopen(server.url, timeout=10) as answer:
+def test_metrics_are_served_on_loopback(url: str) -> None:
+    assert url == f"http://127.0.0.1:{port_of(url)}/metrics"
+    with urllib.request.urlopen(url, timeout=10) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain")
         assert b'kvoffload_lookup_blocks_total{result="miss"} 2.0' in answer.read()
 
 
-def test_openmetrics_is_served_to_those_who_ask(server: MetricsServer) -> None:
-    request = urllib.request.Request(server.url, headers={"Accept": "application/openmetrics-text"})
+def test_openmetrics_is_served_to_those_who_ask(url: str) -> None:
+    request = urllib.request.Request(url, headers={"Accept": "application/openmetrics-text"})
     with urllib.request.urlopen(request, timeout=10) as answer:
         assert answer.read().endswith(b"# EOF\n")
 
@@ -183,21 +190,21 @@ def test_a_collector_that_raises_is_an_error_to_the_scraper() -> None:
             return []
 
     with serve(registry_of(Broken()), port=0) as running, pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(running.url, timeout=10)
+        urllib.request.urlopen(running, timeout=10)
     caught.value.close()
     assert caught.value.code == 500
 
 
-def test_a_scraper_that_hangs_holds_up_nothing(server: MetricsServer) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as hanging:
-        hanging.sendall(b"GET /metr")
-        with urllib.request.urlopen(server.url, timeout=10) as answer:
+def test_a_scraper_that_hangs_holds_up_nothing() -> None:
+    with socket.socket() as hanging, serve(CollectorRegistry(), port=0) as url:
+        hanging.connect(("127.0.0.1", port_of(url)))
+        hanging.sendall(b"GET /metr")  # and does not keep the server from closing either
+        with urllib.request.urlopen(url, timeout=10) as answer:
             assert answer.status == 200
-        server.close()  # and does not keep the server from closing
 
 
-def answer_to(server: MetricsServer, request: bytes) -> bytes:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+def answer_to(url: str, request: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", port_of(url)), timeout=10) as client:
         client.sendall(request)
         client.shutdown(socket.SHUT_WR)
         return b"".join(iter(lambda: client.recv(4096), b""))
@@ -205,29 +212,29 @@ def answer_to(server: MetricsServer, request: bytes) -> bytes:
 
 @given(st.binary(max_size=200) | st.binary(max_size=60).map(lambda text: b"GET /metrics HTTP/1.0\r\n" + text))
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_property_whatever_is_sent_the_next_scrape_is_served(server: MetricsServer, request: bytes) -> None:
+def test_property_whatever_is_sent_the_next_scrape_is_served(url: str, request: bytes) -> None:
     with suppress(ConnectionError):
-        answer_to(server, request)
-    assert b"200 OK" in answer_to(server, b"GET /metrics HTTP/1.0\r\n\r\n")
+        answer_to(url, request)
+    assert b"200 OK" in answer_to(url, b"GET /metrics HTTP/1.0\r\n\r\n")
 
 
-def test_a_closed_server_is_gone_and_its_port_free(server: MetricsServer) -> None:
-    server.close()
-    server.close()
+def test_a_closed_server_is_gone_and_its_port_free() -> None:
+    with serve(CollectorRegistry(), port=0) as url:
+        pass
     with pytest.raises(OSError, match="refused"):
-        socket.create_connection(("127.0.0.1", server.port), timeout=10)
-    with serve(CollectorRegistry(), port=server.port) as again:
-        assert again.port == server.port
+        socket.create_connection(("127.0.0.1", port_of(url)), timeout=10)
+    with serve(CollectorRegistry(), port=port_of(url)) as again:
+        assert again == url
 
 
-def test_an_address_that_cannot_be_used_is_one_clear_error(server: MetricsServer) -> None:
+def test_an_address_that_cannot_be_used_is_one_clear_error(url: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"127.0.0.1:{server.port} \(Address already in use\); choose another"
+        ConfigError, match=rf"127.0.0.1:{port_of(url)} \(Address already in use\); choose another"
     ):
-        serve(CollectorRegistry(), port=server.port)
+        serve(CollectorRegistry(), port=port_of(url)).__enter__()
     for host, port in [("x" * 64, 0), ("127.0.0.1", 70000), ("192.0.2.1", 0)]:
         with pytest.raises(ConfigError, match=r"cannot be served on .* \(.+\)"):
-            serve(CollectorRegistry(), host, port)
+            serve(CollectorRegistry(), host, port).__enter__()
 
 
 def busy(state: Mapping[str, Series] | None = None) -> FakeSource:

@@ -57,18 +57,18 @@ async def run_demo(options: DemoOptions, screen: Screen, args: argparse.Namespac
     engine_config(options)  # refuses sizes and devices before a process starts
     registry = CollectorRegistry()
     # The port is opened first, so that a bad one stops the demo at its start.
-    with serve(registry, *args.serve_metrics) if args.serve_metrics else nullcontext() as page:
+    with serve(registry, *args.serve_metrics) if args.serve_metrics else nullcontext() as url:
         answers, before = ({}, None) if options.killed_in is None else await _begun(options, screen)
         async with _engines(options, screen) as engines:
-            if page is not None:
+            if url is not None:
                 registry.register(KVOffloadCollector(engines.offload))
-                screen.say(f"metrics are at {page.url}")
+                screen.say(f"metrics are at {url}")
             result = {**await _play(options, engines, answers, screen), "before": before}
         screen.result(json.dumps(result, indent=2) if args.json else results.render(result))
         if not result["passed"]:
             screen.say(f"FAILED: {'the audit found problems' if result['audit'] else 'outputs differ'}")
-        if page is not None and args.serve_for:
-            screen.say(f"metrics stay at {page.url} for {args.serve_for:g} s; Ctrl-C or SIGTERM ends that")
+        if url is not None and args.serve_for:
+            screen.say(f"metrics stay at {url} for {args.serve_for:g} s; Ctrl-C or SIGTERM ends that")
             await asyncio.sleep(args.serve_for)
     return Exit.OK if result["passed"] else Exit.FAILED
 
