@@ -270,31 +270,16 @@ _INFO = tuple(
 # A failed copy's time says nothing about the link.
 _SUCCEEDED = ("outcome", CopyOutcome.DONE)
 
+# fmt: off
 # Copies: from one small block over a fast link to a whole prompt at the default timeout of 30 s.
 _COPY_BUCKETS = (
-    5e-5,
-    1e-4,
-    2.5e-4,
-    5e-4,
-    1e-3,
-    2.5e-3,
-    5e-3,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1,
-    2.5,
-    5,
-    10,
-    30,
+    5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30,
 )
 # First tokens: from a short prompt on a fast device to a long one behind a queue.
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 # Hooks: a few microseconds when nothing happens; a millisecond is far too much.
 _HOOK_BUCKETS = (1e-6, 2.5e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.1)
+# fmt: on
 
 
 # -- readers ------------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 from kvoffload.bus.bus import Bus
 from kvoffload.model import events, facts
 from kvoffload.model.causes import CopyOutcome, MissCause
-from kvoffload.model.transfer import Direction, Tier
 from kvoffload.telemetry.catalogue import (
     CATALOGUE,
     Answer,
@@ -379,11 +378,17 @@ def conservation(snapshot: Snapshot, *, drained: bool = False) -> list[str]:
     missed = snapshot.count("kvoffload_lookup_blocks_total", LookupResult.MISS.value)
     causes = snapshot.total("kvoffload_miss_blocks_total")
     problems = [] if missed == causes else [f"{missed} blocks missed, but the causes sum to {causes}"]
-    for name, outcomes in _OUTCOMES_OF.items():
-        problems += _check_outcomes(snapshot, name, outcomes, drained)
-    for tier in (Tier.HOST, Tier.DISK, Tier.REMOTE):
-        for direction in Direction:
-            problems += _check_copies(snapshot, tier.value, direction.value)
+    for total_name, outcome_name in _OUTCOMES_OF.items():
+        total, outcomes = snapshot.total(total_name), snapshot.total(outcome_name)
+        if outcomes > total or (drained and outcomes < total):
+            problems.append(f"{total_name} is {total}, but {outcome_name} sums to {outcomes}")
+    for (*series, outcome), copies in snapshot.counts.get("kvoffload_transfers_total", {}).items():
+        for name in ("kvoffload_transfer_seconds", "kvoffload_transfer_queue_seconds"):
+            samples = snapshot.samples(name, *series)
+            if outcome == CopyOutcome.DONE.value and samples != copies:
+                problems.append(
+                    f"{copies} copies ({', '.join(series)}) succeeded, but {name} has {samples} samples"
+                )
     problems += [
         f"{name}{list(labels)} is {number}, and counters never shrink"
         for name, series in snapshot.counts.items()
@@ -391,19 +396,3 @@ def conservation(snapshot: Snapshot, *, drained: bool = False) -> list[str]:
         if number < 0
     ]
     return problems
-
-
-def _check_outcomes(snapshot: Snapshot, total_name: str, outcome_name: str, drained: bool) -> list[str]:
-    total, outcomes = snapshot.total(total_name), snapshot.total(outcome_name)
-    if outcomes > total or (drained and outcomes < total):
-        return [f"{total_name} is {total}, but {outcome_name} sums to {outcomes}"]
-    return []
-
-
-def _check_copies(snapshot: Snapshot, *series: str) -> list[str]:
-    done = snapshot.count("kvoffload_transfers_total", *series, CopyOutcome.DONE.value)
-    return [
-        f"{done} copies ({', '.join(series)}) succeeded, but {name} has {samples} samples"
-        for name in ("kvoffload_transfer_seconds", "kvoffload_transfer_queue_seconds")
-        if (samples := snapshot.samples(name, *series)) != done
-    ]
