@@ -95,18 +95,10 @@ def test_rare_events_are_logged_at_their_level(
     assert reported(caplog, event) == [line]
 
 
-def test_what_happens_in_every_step_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    every_step = [
-        BlocksOffered(1),
-        LoadEnded(JOB, A, 2, LoadOutcome.LOADED),
-        StoreEnded(StoreOutcome.STORED, 2),
-    ]
-    assert reported(caplog, *every_step) == []
-
-
 def test_what_deserves_no_line_wakes_no_observer() -> None:
     bus = Bus()
     feed = LogObserver(Hand()).subscribe(bus)
+    bus.publish(BlocksOffered(1))
     bus.publish(StoreEnded(StoreOutcome.STORED, 2))
     bus.publish(LoadEnded(JOB, A, 2, LoadOutcome.LOADED))
     assert feed.statistics().published == 0

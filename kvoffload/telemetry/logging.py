@@ -30,11 +30,7 @@ if TYPE_CHECKING:
 
 _QUIET_S = 10.0  # seconds between two warnings of one kind
 
-_NOTES: Mapping[type[Event], dict[str, object]] = {
-    CopiesStalled: {"note": "no new copy is started until some of the abandoned ones have ended"}
-}
-
-LOGGED: Mapping[type[Event], tuple[str, str]] = {
+_LOGGED: Mapping[type[Event], tuple[str, str]] = {
     JobAbandoned: ("error", "job_abandoned"),
     LoadEnded: ("warning", "load_failed"),
     StoreEnded: ("warning", "store_failed"),
@@ -48,13 +44,6 @@ LOGGED: Mapping[type[Event], tuple[str, str]] = {
 """The classes that may be logged, with level and name of the line."""
 
 _FAILURES = frozenset([LoadOutcome.FAILED, LoadOutcome.CORRUPT, StoreOutcome.FAILED])
-
-
-def deserves_line(event: Event) -> bool:
-    """Return whether this event is logged. It is called inline, so it must be cheap."""
-    if isinstance(event, LoadEnded | StoreEnded):
-        return event.outcome in _FAILURES
-    return type(event) in LOGGED
 
 
 class AtMostEvery:
@@ -103,34 +92,35 @@ class LogObserver:
         feed: Feed[Event] = bus.observe("log", capacity)
 
         def pick(event: Event) -> None:
-            if deserves_line(event):
+            if not isinstance(event, LoadEnded | StoreEnded) or event.outcome in _FAILURES:
                 feed.offer(event)
 
-        for cls in LOGGED:
+        for cls in _LOGGED:
             bus.count(cls, pick)
         return feed
 
     async def __call__(self, event: Event) -> None:
-        """Log the event, if it is one to log."""
-        if not deserves_line(event):
-            return
-        level, name = LOGGED[type(event)]
-        keys = {**summary_of(event).fields, **_NOTES.get(type(event), {})}
-        if isinstance(event, LoadEnded | StoreEnded):
-            held_back = self._warnings.due((name, event.outcome))
-            if held_back is None:
-                return
-            keys |= {"held_back": held_back} if held_back else {}
-        elif isinstance(event, FactRejected):
-            if self._surprises.due(event.cause) is None:
-                return
-            keys["note"] = "further ones are only counted"
-        elif isinstance(event, NetBenefitTurned):
-            keys = {"net_s": round(event.net_s, 3), "period_s": round(event.period_s, 3)}
-            if event.is_negative:
-                keys["remedy"] = 'set min_load_tokens to "auto"'
-            else:
-                level, name = "info", "net_benefit_positive"
+        """Log an event of the feed, unless it repeats a warning too soon."""
+        level, name = _LOGGED[type(event)]
+        keys = dict(summary_of(event).fields)
+        match event:
+            case LoadEnded() | StoreEnded():
+                held_back = self._warnings.due((name, event.outcome))
+                if held_back is None:
+                    return
+                keys |= {"held_back": held_back} if held_back else {}
+            case FactRejected():
+                if self._surprises.due(event.cause) is None:
+                    return
+                keys["note"] = "further ones are only counted"
+            case CopiesStalled():
+                keys["note"] = "no new copy is started until some of the abandoned ones have ended"
+            case NetBenefitTurned():
+                keys = {"net_s": round(event.net_s, 3), "period_s": round(event.period_s, 3)}
+                if event.is_negative:
+                    keys["remedy"] = 'set min_load_tokens to "auto"'
+                else:
+                    level, name = "info", "net_benefit_positive"
         getattr(self._log, level)(name, **keys)
 
 
