@@ -51,5 +51,6 @@ def lines(act: Callable[[], object]) -> int:
 
 def replace_handler(bus: Bus, fact: type, handler: Callable[[Any], object]) -> None:
     """Let something else react to a class of facts."""
-    bus._handlers[fact] = handler
-    bus._routes.clear()
+    bus._routes[fact].remove(bus._handlers[fact])
+    del bus._handlers[fact]
+    bus.handle(fact, handler)

@@ -9,6 +9,7 @@ One thread dispatches and subscribes: the engine's. Feeds carry messages to othe
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -49,18 +50,6 @@ class _NoEvents:
         return ()
 
 
-class _Routes(dict[type, tuple[Handler, ...]]):
-    """Per message class, its handlers, the state's first; computed for the first message of a class."""
-
-    def __init__(self, resolve: Callable[[type], tuple[Handler, ...]]) -> None:
-        super().__init__()
-        self._resolve = resolve
-
-    def __missing__(self, cls: type) -> tuple[Handler, ...]:
-        route = self[cls] = self._resolve(cls)
-        return route
-
-
 class Bus:
     """Synchronous publish and subscribe, dispatched by class.
 
@@ -75,13 +64,13 @@ class Bus:
         """Messages dispatched."""
         self._source: EventSource = source or _NoEvents()
         self._handlers: dict[type, Handler] = {}
-        self._counters: list[tuple[type, Handler]] = []
+        self._routes: defaultdict[type, list[Handler]] = defaultdict(list)
+        """By class, who reacts to it, first the handler that owns state."""
         self._keeper: Callable[[list[Batch]], object] | None = None
         self._now: Callable[[], float] = float  # the keeper's
         self._kept: list[Batch] = []
         self._at_a_time = 0
         self._hand_on_at = 0
-        self._routes = _Routes(self._resolve)  # derived from the above, forgotten when it changes
         self._batch: list[object] | None = None
         self._after: list[Callable[[], object]] = []
         self._state_error: StateErrorCallback | None = None
@@ -96,18 +85,18 @@ class Bus:
         if cls in self._handlers:
             raise ValueError(f"{cls.__name__} has a handler already: {self._handlers[cls]}")
         self._handlers[cls] = handler
-        self._routes.clear()
+        self._routes[cls].insert(0, handler)
 
     def drop_handlers(self) -> None:
         """Remove all state handlers and the source of their events; the other subscribers stay."""
+        for cls, handler in self._handlers.items():
+            self._routes[cls].remove(handler)
         self._handlers.clear()
         self._source = _NoEvents()
-        self._routes.clear()
 
     def count(self, cls: type[M], counter: Callable[[M], object]) -> None:
-        """Let `counter` react to every message of `cls` or a subclass, after the state handler; if it raises, it is removed."""
-        self._counters.append((cls, counter))
-        self._routes.clear()
+        """Let `counter` react to the messages of exactly this class, after the state handler; if it raises, it is removed."""
+        self._routes[cls].append(counter)
 
     def keep(
         self, keeper: Callable[[list[Batch]], object], now: Callable[[], float], at_a_time: int = 1
@@ -215,13 +204,9 @@ class Bus:
         while self._after:
             call_guarded(self._after.pop(0))
 
-    def _resolve(self, cls: type) -> tuple[Handler, ...]:
-        state = [self._handlers[cls]] if cls in self._handlers else []
-        return (*state, *[counter for wanted, counter in self._counters if wanted in cls.__mro__])
-
     def _remove(self, subscriber: Callable[..., object], exc: Exception) -> None:
-        self._counters = [entry for entry in self._counters if entry[1] != subscriber]
-        self._routes.clear()
+        for cls, reacting in self._routes.items():
+            self._routes[cls] = [react for react in reacting if react != subscriber]
         name = getattr(subscriber, "__qualname__", type(subscriber).__qualname__)
         if self._removed is not None:
             call_guarded(self._removed, name, exc)

@@ -197,7 +197,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         12,
         "kvoffload/bus/bus.py",
-        "self._counters = [entry for entry in self._counters if entry[1] != subscriber]",
+        "self._routes[cls] = [react for react in reacting if react != subscriber]",
         tests=BUS,
     ),
     Mutant(12, _FAULTS, "self.raised(error, name)", tests=RUNTIME),

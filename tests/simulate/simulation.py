@@ -217,8 +217,8 @@ class Simulation:
         def write(message: object) -> None:
             keep(line_of(Entry(next(numbers), self.loop.time(), message)))
 
-        self.offload.bus.count(Fact, write)
-        self.offload.bus.count(Event, write)
+        for cls in (*Fact.__subclasses__(), *Event.__subclasses__()):
+            self.offload.bus.count(cls, write)
 
     # -- the run --------------------------------------------------------------------------------------------------
 
@@ -387,7 +387,8 @@ class Simulation:
 
     def _observe(self, name: str) -> None:
         feed = self.offload.bus.observe(name, 8)
-        self.offload.bus.count(Event, feed.offer)
+        for cls in Event.__subclasses__():
+            self.offload.bus.count(cls, feed.offer)
         draws = self.scenario.draws(f"observer {name}")
 
         async def observer(event: Event) -> None:
