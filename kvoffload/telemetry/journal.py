@@ -14,10 +14,9 @@ import json
 import os
 import stat
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import inf
 from pathlib import Path
-from typing import NamedTuple
 
 import anyio.to_thread
 
@@ -35,12 +34,8 @@ _OWNERS = 0o600
 FailureCallback = Callable[[Exception], object]
 
 
-class Entry(NamedTuple):
-    """One line of the journal, not yet text."""
-
-    sequence: int
-    time: float
-    message: object
+Entry = tuple[int, float, object]
+"""A line that is not yet text: its number, its time, and the message."""
 
 
 class Journal:
@@ -69,9 +64,7 @@ class Journal:
         on_failure: FailureCallback | None = None,
     ) -> None:
         self._now = now
-        self._ring_size = ring_size
-        self._ring: deque[Batch] = deque()  # the oldest batch has the oldest message that is kept
-        self._in_ring = 0  # messages
+        self._ring: deque[Entry] = deque(maxlen=ring_size)
         self._young: list[Batch] = []  # not yet shortened; the bus appends to it
         self._file = JournalFile(path, max_bytes) if path is not None else None
         self._provenance = provenance
@@ -87,11 +80,10 @@ class Journal:
     def tail(self, count: int) -> list[str]:
         """Return the last `count` lines, oldest first, from any thread."""
         # In this order: a message that moves on in between is in both, and its number shows it.
-        young, old = list(self._young), list(self._ring)
-        last, batches = old[-1][0] if old else -1, deque(old)
-        _extend(batches, [batch for batch in young if batch[0] > last])
-        entries, count = list(_entries(batches)), min(count, self._ring_size)
-        return [line_of(entry) for entry in entries[max(len(entries) - count, 0) :]]
+        young, ring = list(self._young), self._ring.copy()
+        last = ring[-1][0] if ring else 0
+        _extend(ring, [entry for entry in _entries(young) if entry[0] > last])
+        return [line_of(entry) for entry in list(ring)[-count:]] if count else []
 
     async def run(self) -> None:
         """Write the file until the bus is closed; returns at once without one. A write error ends only the file."""
@@ -108,18 +100,11 @@ class Journal:
             self._file.close()
 
     def record(self, batches: list[Batch]) -> None:
-        """Move batches to the ring, without what may not be held for long."""
-        short, end = compact([message for _, _, messages in batches for message in messages]), 0
-        kept: list[Batch] = []
-        for before, time, messages in batches:
-            begin, end = end, end + len(messages)
-            kept.append((before, time, short[begin:end]))
-        ring = self._ring
-        self._in_ring += _extend(ring, kept)
-        while self._in_ring - len(ring[0][2]) >= self._ring_size:
-            self._in_ring -= len(ring.popleft()[2])
+        """Move messages to the ring, without what may not be held for long."""
+        entries = _entries(batches)
+        _extend(self._ring, entries)
         if self._feed is not None:
-            for entry in _entries(kept):
+            for entry in entries:
                 self._feed.offer(entry)
 
     def head(self, sequence: int) -> str:
@@ -134,47 +119,43 @@ class Journal:
         for entry in batch:
             line = f"{line_of(entry)}\n"
             if lines and size + len(line) > file.most_at_once:
-                file.append("".join(lines), self.head(first.sequence - 1))
+                file.append("".join(lines), self.head(first[0] - 1))
                 lines, size, first = [], 0, entry
             lines.append(line)
             size += len(line)
-        file.append("".join(lines), self.head(first.sequence - 1))
+        file.append("".join(lines), self.head(first[0] - 1))
 
 
-def _extend(ring: deque[Batch], batches: Iterable[Batch]) -> int:
-    """Append batches; return by how many messages the ring grew.
+def _entries(batches: Iterable[Batch]) -> list[Entry]:
+    """Return entries with the messages' short forms."""
+    numbers, times, messages = list[int](), list[float](), list[object]()
+    for before, time, batch in batches:
+        numbers += range(before + 1, before + len(batch) + 1)
+        times += [time] * len(batch)
+        messages += batch
+    return list(zip(numbers, times, compact(messages), strict=True))
 
-    Of several steps in a row in which nothing happened only the last stays: an engine that waits must not push what led to
-    it out of the ring.
-    """
-    before: object = ring[-1][2][0] if ring and len(ring[-1][2]) == 1 else None
-    added = 0
-    for batch in batches:
-        messages = batch[2]
-        alone = messages[0] if len(messages) == 1 else None
+
+def _extend(ring: deque[Entry], entries: Iterable[Entry]) -> None:
+    """Append entries. Of idle steps in a row only the last stays: an engine that waits must not push out what led to it."""
+    before = ring[-1][2] if ring else None
+    for entry in entries:
+        message = entry[2]
         if (
-            type(alone) is StepScheduled
-            and alone.is_idle
+            type(message) is StepScheduled
             and type(before) is StepScheduled
+            and message.is_idle
             and before.is_idle
         ):
             ring.pop()
-        else:
-            added += len(messages)
-        ring.append(batch)
-        before = alone
-    return added
-
-
-def _entries(batches: Iterable[Batch]) -> Iterator[Entry]:
-    for before, time, messages in batches:
-        for sequence, message in enumerate(messages, before + 1):
-            yield Entry(sequence, time, message)
+        ring.append(entry)
+        before = message
 
 
 def line_of(entry: Entry) -> str:
     """Return an entry as text, without a line's end."""
-    line = {"seq": entry.sequence, "t": entry.time, **to_plain(entry.message)}
+    sequence, time, message = entry
+    line = {"seq": sequence, "t": time, **to_plain(message)}
     return json.dumps(line, separators=(",", ":"))
 
 

@@ -27,7 +27,7 @@ from kvoffload.model.facts import Fact, JobOverdue, RemoteOpened
 from kvoffload.model.transfer import Tier
 from kvoffload.runtime.scheduler_side import Clocks
 from kvoffload.telemetry.counters import conservation, slot_problems
-from kvoffload.telemetry.journal import Entry, line_of
+from kvoffload.telemetry.journal import line_of
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.reference.rig import assert_exclusive
 from tests.simulate.copier import ChaosCopier
@@ -215,7 +215,7 @@ class Simulation:
         numbers = count(1)
 
         def write(message: object) -> None:
-            keep(line_of(Entry(next(numbers), self.loop.time(), message)))
+            keep(line_of((next(numbers), self.loop.time(), message)))
 
         for cls in (*Fact.__subclasses__(), *Event.__subclasses__()):
             self.offload.bus.count(cls, write)
