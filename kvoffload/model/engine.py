@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 from kvoffload.model.errors import EngineContractError
@@ -44,7 +45,7 @@ class EngineIdentity:
     index: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EngineShape:
     """The engine's fixed facts.
 
@@ -64,14 +65,6 @@ class EngineShape:
     step_tokens: int
     match_tokens: int = 0
     promises: Promises = field(default_factory=Promises)
-    alignment: int = field(init=False, repr=False, compare=False)
-    """A hit's length is a multiple of this many tokens. Computed once, because every lookup reads it."""
-    is_one_full_group: bool = field(init=False, repr=False, compare=False)
-    """Whether there is one group of full attention in which any block can end a hit, as in most models."""
-    block_tokens: int = field(init=False, repr=False, compare=False)
-    """Tokens of a block where all groups have the same and none is recurrent, else 0."""
-    state_key_ends: frozenset[bytes] = field(init=False, repr=False, compare=False)
-    """The last bytes of the keys of recurrent states; empty where the engine has none."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -85,13 +78,29 @@ class EngineShape:
             )
         if problems:
             raise EngineContractError("; ".join(problems))
-        alignment = self.match_tokens or math.lcm(*(group.block_tokens for group in self.groups))
-        object.__setattr__(self, "alignment", alignment)
-        object.__setattr__(self, "is_one_full_group", _is_one_full_group(self.groups, alignment))
-        recurrent = [group for group in self.groups if group.kind is AttentionKind.RECURRENT]
+
+    @cached_property
+    def alignment(self) -> int:
+        """A hit's length is a multiple of this many tokens."""
+        return self.match_tokens or math.lcm(*(group.block_tokens for group in self.groups))
+
+    @cached_property
+    def is_one_full_group(self) -> bool:
+        """Whether there is one group of full attention in which any block can end a hit, as in most models."""
+        group = self.groups[0]
+        is_plain = group.kind is AttentionKind.FULL and not group.reads_ahead
+        return len(self.groups) == 1 and is_plain and self.alignment == group.block_tokens
+
+    @cached_property
+    def block_tokens(self) -> int:
+        """Tokens of a block where all groups have the same and none is recurrent, else 0."""
         sizes = {group.block_tokens for group in self.groups}
-        object.__setattr__(self, "block_tokens", 0 if recurrent or len(sizes) > 1 else min(sizes))
-        object.__setattr__(self, "state_key_ends", frozenset(group.key_end for group in recurrent))
+        return 0 if self.state_key_ends or len(sizes) > 1 else min(sizes)
+
+    @cached_property
+    def state_key_ends(self) -> frozenset[bytes]:
+        """The last bytes of the keys of recurrent states; empty where the engine has none."""
+        return frozenset(group.key_end for group in self.groups if group.kind is AttentionKind.RECURRENT)
 
     @property
     def lease_limit(self) -> int:
@@ -147,9 +156,3 @@ class BlockPool(Protocol):
 
     def block_of(self, key: BlockKey) -> DeviceBlockId | None:
         """Return the block in the device's own index for this key, or None. Reads only."""
-
-
-def _is_one_full_group(groups: Sequence[GroupSpec], alignment: int) -> bool:
-    group = groups[0]
-    is_plain = group.kind is AttentionKind.FULL and not group.reads_ahead
-    return len(groups) == 1 and is_plain and alignment == group.block_tokens
