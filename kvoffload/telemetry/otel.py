@@ -29,12 +29,10 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 import kvoffload
 from kvoffload.model.causes import CopyOutcome, LoadOutcome
-from kvoffload.model.errors import ConfigError
 from kvoffload.telemetry.timeline import Args, Track, What
 
 _SCOPE = "kvoffload"
 _REMEMBERED = 4096  # requests that may still have copies
-_PROTOCOLS = ("http/protobuf", "grpc")
 _INSIDE = (What.QUEUED, What.COPY)
 _OUTER = (What.STORE, What.LOAD, What.SPILL, What.FETCH)
 _FAILURES = frozenset(
@@ -153,32 +151,6 @@ def make_tracer(about: Mapping[str, str | int], ended: SpanExporter) -> Tracer:
     provider = TracerProvider(resource=resource, shutdown_on_exit=False, id_generator=OwnIds())
     provider.add_span_processor(SimpleSpanProcessor(ended))
     return provider.get_tracer(_SCOPE, kvoffload.__version__)
-
-
-def make_exporter(endpoint: str) -> SpanExporter:
-    """Return the exporter to a collector, by the protocol of OTEL_EXPORTER_OTLP_TRACES_PROTOCOL.
-
-    Headers, timeouts, compression and certificates come from the environment too.
-
-    Raises:
-        ConfigError: the protocol is not known.
-        ModuleNotFoundError: the exporter is not installed.
-    """
-    named = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get(
-        "OTEL_EXPORTER_OTLP_PROTOCOL"
-    )
-    protocol = named or _PROTOCOLS[0]
-    if protocol == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Grpc
-
-        return Grpc(endpoint=endpoint)
-    if protocol == "http/protobuf":
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Http
-
-        return Http(endpoint=endpoint)
-    raise ConfigError(
-        [f"the environment asks for the OTLP protocol {protocol!r}; known: {', '.join(_PROTOCOLS)}"]
-    )
 
 
 def _attributes(args: Args) -> dict[str, str | bool | int | float]:

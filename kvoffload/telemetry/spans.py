@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 NAME = "spans"
 _BATCH = 512
 _VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+_PACKAGES = {"http/protobuf": "http", "grpc": "grpc"}
+"""By protocol, where its exporter is."""
 _SPANNED: tuple[type, ...] = (
     facts.RequestSeen,
     facts.BlocksAllocated,
@@ -189,19 +191,32 @@ def make_spans(config: OffloadConfig, shape: EngineShape, now: Callable[[], floa
 
 
 def make_exporter(endpoint: str) -> SpanExporter:
-    """Return the exporter to a collector; nothing is sent yet.
+    """Return the exporter to a collector, by the protocol of OTEL_EXPORTER_OTLP_TRACES_PROTOCOL; nothing is sent yet.
+
+    Headers, timeouts, compression and certificates come from the environment too.
 
     Raises:
-        ConfigError: the packages are not installed, or the environment asks for what is not known.
+        ConfigError: the packages are not installed, or the environment asks for a protocol that is not known.
     """
+    named = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get(
+        "OTEL_EXPORTER_OTLP_PROTOCOL"
+    )
+    protocol = named or "http/protobuf"
     try:
-        exporter: SpanExporter = import_module("kvoffload.telemetry.otel").make_exporter(endpoint)
+        import_module("kvoffload.telemetry.otel")
+        if protocol not in _PACKAGES:
+            problem = (
+                f"the environment asks for the OTLP protocol {protocol!r}; known: {', '.join(_PACKAGES)}"
+            )
+            raise ConfigError([problem])
+        package = import_module(f"opentelemetry.exporter.otlp.proto.{_PACKAGES[protocol]}.trace_exporter")
     except ModuleNotFoundError as error:
         problem = (
             f"otlp_endpoint or {_VARIABLE} names a collector of spans, but {error.name} is not installed: "
             "pip install 'kvoffload[otel]'"
         )
         raise ConfigError([problem]) from error
+    exporter: SpanExporter = package.OTLPSpanExporter(endpoint=endpoint)
     return exporter
 
 
