@@ -23,7 +23,7 @@ from kvoffload.model import events, facts
 from kvoffload.model.causes import LoadOutcome, TierOutcome
 from kvoffload.model.ids import RequestId
 from kvoffload.model.transfer import Direction, Tier
-from kvoffload.runtime.copies import HookTime, OpenCopies
+from kvoffload.runtime.copies import CopyEnded, HookTime, OpenCopies, OpenCopy
 from kvoffload.runtime.step_times import Copies, PrefillRate, StepTimes
 from kvoffload.telemetry.catalogue import LoadWait
 
@@ -100,9 +100,6 @@ class BreakEven:
         return self.tokens if now <= self.stale_at else 0
 
 
-_BELOW = Tier.DISK, Tier.REMOTE
-
-
 class NetBenefit:
     """Adds the seconds up, on one thread; any thread may read what is public.
 
@@ -111,6 +108,7 @@ class NetBenefit:
         ranks: that copy a part of each job.
         copies: the open ones.
         hook: the time.
+        bus: brings facts and events, and takes changes of the sign.
         set_least: takes a tier and the fewest tokens worth a load (HOST), or worth a fetch from it and the load after that, whenever
             measurements change them; 0 without any. None where the operator chose.
     """
@@ -121,6 +119,7 @@ class NetBenefit:
         ranks: int,
         copies: OpenCopies,
         hook: HookTime,
+        bus: Bus,
         set_least: Callable[[Tier, int], object] | None = None,
     ) -> None:
         self._ranks = ranks
@@ -128,8 +127,7 @@ class NetBenefit:
         self._hook = hook
         self._rate = PrefillRate(_LEAST_BLOCKS * block_tokens)
         self._times = StepTimes()
-        self._break_even = BreakEven()
-        self._fetch_break_even = {tier: BreakEven() for tier in _BELOW}
+        self._break_even = {tier: BreakEven() for tier in Tier}
         self._set_least = set_least
         self._least_changes_at = math.inf
         self._is_weighed = True  # nothing was measured since the break-even lengths were computed
@@ -146,15 +144,10 @@ class NetBenefit:
         self._period_began = self._judge_s = -math.inf
         self._period_net_s = 0.0
         self.is_negative = False
-        self._publish: Callable[[events.NetBenefitTurned], None] = lambda event: None
-
-    def subscribe(self, bus: Bus) -> None:
-        """Follow the engine from now on, ahead of the open copies, whose records end with them; publish when the sign changes."""
+        copies.on_end = self._copy_ended
         self._publish = bus.publish
         bus.count(facts.StepScheduled, self._step)
         bus.count(events.LookupDeferred, self._deferred)
-        bus.count(events.LoadEnded, self._load_ended)
-        bus.count(events.TierCopyEnded, self._fetch_ended)
 
     @property
     def net_s(self) -> float:
@@ -170,8 +163,7 @@ class NetBenefit:
     def break_even(self) -> dict[Tier, int]:
         """Return from how many tokens on a load pays (HOST), and a fetch from each lower tier; 0 until measured."""
         self._weigh()
-        fetches = {tier: each.tokens for tier, each in self._fetch_break_even.items()}
-        return {Tier.HOST: self._break_even.tokens, **fetches}
+        return {tier: each.tokens for tier, each in self._break_even.items()}
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -207,12 +199,10 @@ class NetBenefit:
         """Say how long a hit must be to be worth its copies, and wait until that may change."""
         assert self._set_least is not None
         self._weigh()
-        lengths = {Tier.HOST: self._break_even, **self._fetch_break_even}
-        for tier, each in lengths.items():
+        for tier, each in self._break_even.items():
             self._set_least(tier, each.least(now))
-        self._least_changes_at = min(
-            [each.stale_at for each in lengths.values() if each.stale_at >= now], default=math.inf
-        )
+        stale_at = [each.stale_at for each in self._break_even.values()]
+        self._least_changes_at = min([at for at in stale_at if at >= now], default=math.inf)
 
     def _stepped(self, now: float) -> None:
         """Account for the last step, which has ended."""
@@ -244,24 +234,23 @@ class NetBenefit:
         if event.owner is None:
             self._await_fetch.add(event.request)
 
-    def _load_ended(self, event: events.LoadEnded) -> None:
-        load, now = self._open.by_job.get(event.job), self._hook.now
-        if load is None or load.planned is None:
+    def _copy_ended(self, copy: OpenCopy, event: CopyEnded) -> None:
+        if copy.planned is None:
             return
-        waited_s = now - load.planned
-        self.waited_s[LoadWait.OWN_LOAD] += waited_s
-        if event.outcome is LoadOutcome.LOADED:
-            self._unpriced_tokens += load.tokens
-            self._break_even.loaded(now, load.tokens, waited_s, load.copy_s / self._ranks)
-            self._price()
+        waited_s = self._hook.now - copy.planned
+        copy.planned = None
+        if isinstance(event, events.LoadEnded):
+            self.waited_s[LoadWait.OWN_LOAD] += waited_s
+            if event.outcome is LoadOutcome.LOADED:
+                self._unpriced_tokens += copy.tokens
+                self._measured(Tier.HOST, copy.tokens, waited_s, copy.copy_s / self._ranks)
+        elif event.outcome is TierOutcome.DONE:
+            # Threads that copy side by side may add up to more than the wait.
+            self._measured(event.tier, copy.tokens, waited_s, min(event.copy_s, waited_s))
 
-    def _fetch_ended(self, event: events.TierCopyEnded) -> None:
-        fetch, now = self._open.by_job.get(event.job), self._hook.now
-        if fetch is not None and fetch.planned is not None and event.outcome is TierOutcome.DONE:
-            waited_s = now - fetch.planned
-            copy_s = min(event.copy_s, waited_s)  # threads that copy side by side may add up to more
-            self._fetch_break_even[event.tier].loaded(now, fetch.tokens, waited_s, copy_s)
-            self._price()
+    def _measured(self, tier: Tier, tokens: int, waited_s: float, copy_s: float) -> None:
+        self._break_even[tier].loaded(self._hook.now, tokens, waited_s, copy_s)
+        self._price()
 
     def _price(self) -> None:
         """Price loaded tokens, also those from before the first measurement."""
@@ -279,9 +268,11 @@ class NetBenefit:
             return
         self._is_weighed = True
         rate = self._rate.seconds_per_token
-        self._break_even.weigh(rate)
-        for each in self._fetch_break_even.values():
-            each.weigh(rate, self._break_even)
+        load = self._break_even[Tier.HOST]
+        load.weigh(rate)
+        for fetch in self._break_even.values():
+            if fetch is not load:
+                fetch.weigh(rate, load)
 
     def _copying(self) -> int:
         """Return the directions of the open copies, as one of `Copies`."""

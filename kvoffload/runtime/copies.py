@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 from msgspec import Struct
 
@@ -30,6 +31,9 @@ class HookTime(Struct):
     """
 
     now: float = -math.inf
+
+
+CopyEnded: TypeAlias = events.LoadEnded | events.TierCopyEnded
 
 
 class OpenCopy(Struct, eq=False):
@@ -89,14 +93,19 @@ class OpenCopies:
         timeout_s: seconds from submission after which a job is overdue.
         jobs: the core's, to see which are left from before a reset.
         hook: the time.
+        bus: brings events, and takes those about resets.
+
+    Attributes:
+        on_end: takes a load or fetch that has ended, and the event that says so.
     """
 
-    def __init__(self, ranks: int, timeout_s: float, jobs: Jobs, hook: HookTime) -> None:
+    def __init__(self, ranks: int, timeout_s: float, jobs: Jobs, hook: HookTime, bus: Bus) -> None:
         self._ranks = frozenset(map(Rank, range(ranks)))
         self._timeout_s = timeout_s
         self._jobs = jobs
-        self._bus = Bus()
+        self._bus = bus
         self._hook = hook
+        self.on_end: Callable[[OpenCopy, CopyEnded], object] = lambda copy, event: None
         self.by_job: dict[JobId, OpenCopy] = {}
         self.by_request: dict[RequestId, OpenCopy] = {}
         self._due: deque[tuple[float, JobId]] = deque()
@@ -113,10 +122,6 @@ class OpenCopies:
         self._generation = 0
         self._reset_before = JobId(0)  # later jobs have larger numbers
         self._abandoned_before = 0
-
-    def subscribe(self, bus: Bus) -> None:
-        """Follow events from now on."""
-        self._bus = bus
         bus.count(events.HitPinned, self._hit_pinned)
         bus.count(events.HitDropped, self._hit_dropped)
         bus.count(events.LoadScheduled, self._load_scheduled)
@@ -261,10 +266,10 @@ class OpenCopies:
         copy = self.by_job.get(event.job)
         if copy is not None:
             copy.has_ended = True
-            copy.planned = None
             self._unpin(copy)
             if not copy.running:
                 del self.by_job[event.job]
+            self.on_end(copy, event)
 
     def _fetch_scheduled(self, event: events.TierCopyScheduled) -> None:
         if event.tokens and event.request is not None:
@@ -277,7 +282,9 @@ class OpenCopies:
             )
 
     def _fetch_ended(self, event: events.TierCopyEnded) -> None:
-        self.by_job.pop(event.job, None)
+        fetch = self.by_job.pop(event.job, None)
+        if fetch is not None:
+            self.on_end(fetch, event)
 
     def _reset_started(self, event: events.ResetStarted) -> None:
         self._generation = event.generation

@@ -1,4 +1,4 @@
-"""What goes wrong with the core (R12): audits, the end of offloading, and a watch over pins and copies that grow old.
+"""What goes wrong with the core (R12): audits, and the end of offloading.
 
 A core that raised may have stopped half-way through anything, so it gets no more facts and no more questions. What must still
 happen needs little: which blocks are leased, and which jobs the workers have.
@@ -7,9 +7,7 @@ happen needs little: which blocks are leased, and which jobs the workers have.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from kvoffload.bus.bus import Bus
@@ -17,26 +15,17 @@ from kvoffload.core.offload_core import OffloadCore
 from kvoffload.logs import get_logger
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.engine import AuditsLeases, BlockPool
-from kvoffload.model.errors import KVOffloadError
 from kvoffload.model.events import Event, OffloadingDegraded
 from kvoffload.model.facts import InvariantBroken
 from kvoffload.model.ids import SlotId
 from kvoffload.runtime.copies import OpenCopies
-from kvoffload.runtime.portal import Portal
-from kvoffload.telemetry.counters import Counters
-from kvoffload.telemetry.journal import Journal, JournalFile
-from kvoffload.telemetry.logging import AtMostEvery
+from kvoffload.runtime.observers import Observation
 
 Result = TypeVar("Result")
 
 log = get_logger("scheduler")
-log_watchdog = get_logger("watchdog")
 
 _SLOTS_AT_REST = 16  # some ten microseconds in all: the next request may be a moment away
-_TAIL = 20  # lines of the journal that the log carries
-_RING = 1 << 20  # more lines than the journal's ring has
-_QUIET_S = 60.0  # between two warnings of one kind
-_LONGEST_PERIOD_S = 15.0
 
 
 class Faults:
@@ -47,8 +36,7 @@ class Faults:
         bus: brings it facts.
         copies: what the workers may still touch.
         device: the engine's block pool.
-        counters: count the audits.
-        report: logs that offloading went off.
+        observation: counts the audits.
     """
 
     def __init__(
@@ -57,15 +45,13 @@ class Faults:
         bus: Bus,
         copies: OpenCopies,
         device: BlockPool,
-        counters: Counters,
-        report: DegradationReport,
+        observation: Observation,
     ) -> None:
         self._core = core
         self._bus = bus
         self._copies = copies
         self._device = device if isinstance(device, AuditsLeases) else None
-        self._counters = counters
-        self._report = report
+        self._observation = observation
         self._next_slot = 0
         self.cause: DegradeCause | None = None
         """Why offloading is off, None while it is on."""
@@ -123,7 +109,7 @@ class Faults:
         self._bus.drop_handlers()
         for event in self._left_events():
             self._bus.publish(event)
-        if not self._report.is_done:
+        if not self._observation.saw_degradation:
             self._bus.publish(OffloadingDegraded(cause, detail))
         self.is_off = True
         self._copies.forget_events()
@@ -149,7 +135,7 @@ class Faults:
             self._judge([*self._core.audit_at_rest(self._some_slots()), *self._engine_problems()])
 
     def _judge(self, problems: list[str]) -> list[str]:
-        self._counters.audited()
+        self._observation.counters.audited()
         if problems:
             self._bus.publish(InvariantBroken(DegradeCause.LAW_BROKEN, "; ".join(problems)))
         return problems
@@ -180,113 +166,3 @@ def _try(act: Callable[[], Result]) -> Result | None:
     except Exception as error:
         log.error("core_raised_again", error=repr(error), exc_info=error)
         return None
-
-
-class DegradationReport:
-    """Logs once that offloading went off, with the journal.
-
-    With a `journal_path`, the journal's whole ring goes to a file beside it, named like it with `.degraded` appended, that
-    only its owner can read. A thread of the portal's writes it, so the engine does not wait for the disk. Without one the log
-    has the last lines.
-
-    Args:
-        bus: carries the event.
-        journal: what led to it.
-        path: the journal's own file, None without one.
-        portal: whose threads write files; None without one.
-    """
-
-    def __init__(self, bus: Bus, journal: Journal, path: Path | None, portal: Portal | None) -> None:
-        self._bus = bus
-        self._journal = journal
-        self._ring_path = path.with_name(f"{path.name}.degraded") if path is not None else None
-        self._portal = portal
-        self.is_done = False
-        """Whether the event was seen."""
-
-    def subscribe(self, bus: Bus) -> None:
-        """Follow the event from now on."""
-        bus.count(OffloadingDegraded, self._degraded)
-
-    def _degraded(self, event: OffloadingDegraded) -> None:
-        self.is_done = True
-        self._bus.afterwards(partial(self._report, event))  # when the journal has what led to it
-
-    def _report(self, event: OffloadingDegraded) -> None:
-        whole = {"journal_file": str(self._ring_path)} if self._ring_path is not None else {}
-        last = self._journal.tail(_TAIL)
-        log.error("offloading_off", cause=event.cause.value, detail=event.detail, journal=last, **whole)
-        if self._ring_path is not None:
-            self._save(self._ring_path)
-
-    def _save(self, path: Path) -> None:
-        try:
-            if self._portal is not None:
-                self._portal.executor.submit(self._write, path)
-                return
-        except (KVOffloadError, RuntimeError):  # the portal was closed: the engine has stopped, and can wait
-            pass
-        self._write(path)
-
-    def _write(self, path: Path) -> None:
-        try:
-            file = JournalFile(path)
-            try:
-                head = self._journal.head(0)
-                file.append("".join(f"{line}\n" for line in self._journal.tail(_RING)), head)
-            finally:
-                file.close()
-        except (KVOffloadError, OSError) as error:
-            log.error(
-                "journal_not_saved", path=str(path), error=str(error), note="the log has its last lines"
-            )
-
-
-class Watchdog:
-    """Warns of pins and copies that outlive what the time limits allow: a leak, or an engine that makes no more steps.
-
-    It runs on the observers' loop, because the engine's thread may hang. A submitted copy is abandoned in the first step after
-    `timeout_s`; a pin may have waited that long for another request's load, and then that long for its own. Half of `timeout_s`
-    more is for a slow step.
-
-    Args:
-        copies: whose oldest pin and job are watched.
-        timeout_s: `transfer_timeout_s`.
-        monotonic: seconds for ages.
-        unix: seconds since 1970, for people.
-        sleep: waits for seconds.
-    """
-
-    def __init__(
-        self,
-        copies: OpenCopies,
-        timeout_s: float,
-        monotonic: Callable[[], float],
-        unix: Callable[[], float],
-        sleep: Callable[[float], Awaitable[None]],
-    ) -> None:
-        self._copies = copies
-        self._allowed_s = {"pin": 2.5 * timeout_s, "job": 1.5 * timeout_s}
-        self._period_s = min(timeout_s / 2, _LONGEST_PERIOD_S)
-        self._monotonic = monotonic
-        self._unix = unix
-        self._sleep = sleep
-        self._due = AtMostEvery(_QUIET_S, monotonic)
-
-    async def run(self) -> None:
-        """Look until cancelled."""
-        while True:
-            await self._sleep(self._period_s)
-            self.look()
-
-    def look(self) -> None:
-        """Warn of what is too old, at most once a minute for each kind."""
-        now = self._monotonic()
-        oldest = {"pin": self._copies.oldest_pin, "job": self._copies.oldest}
-        for kind, since in oldest.items():
-            allowed_s = self._allowed_s[kind]
-            if since is None or now - since <= allowed_s or self._due.due(kind) is None:
-                continue
-            age_s = now - since
-            keys = {"age_s": round(age_s, 1), "allowed_s": allowed_s, "since": round(self._unix() - age_s)}
-            log_watchdog.warning("held_too_long", what=kind, **keys)

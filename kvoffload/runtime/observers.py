@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, Future
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 
 from kvoffload.bus.bus import Bus
 from kvoffload.bus.feed import run_observer
@@ -12,22 +15,28 @@ from kvoffload.disk.system import round_up
 from kvoffload.logs import get_logger
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.engine import EngineIdentity, EngineShape
+from kvoffload.model.errors import KVOffloadError
+from kvoffload.model.events import OffloadingDegraded
 from kvoffload.model.facts import TransferReported
 from kvoffload.model.ids import Rank
-from kvoffload.runtime.copies import HookTime
-from kvoffload.runtime.faults import Watchdog
+from kvoffload.runtime.copies import HookTime, OpenCopies
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.step_times import FirstTokens
 from kvoffload.telemetry.catalogue import Hook
 from kvoffload.telemetry.counters import Counters
-from kvoffload.telemetry.journal import Journal
-from kvoffload.telemetry.logging import LogObserver, log_removed, log_spans_failed
+from kvoffload.telemetry.journal import Journal, JournalFile
+from kvoffload.telemetry.logging import AtMostEvery, LogObserver, log_removed, log_spans_failed
 from kvoffload.telemetry.provenance import describe_run, info_labels
 from kvoffload.telemetry.spans import NAME, SpanObserver, make_spans
 
 log = get_logger("scheduler")
+log_watchdog = get_logger("watchdog")
 
 _PATIENCE_S = 5.0  # for observers to write what waits when the engine stops
+_TAIL = 20  # lines of the journal that the log carries
+_RING = 1 << 20  # more lines than the journal's ring has
+_QUIET_S = 60.0  # between two warnings of one kind
+_LONGEST_PERIOD_S = 15.0
 
 
 class RankReports:
@@ -35,9 +44,10 @@ class RankReports:
 
     Args:
         ranks: how many there are.
+        bus: brings the reports.
     """
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, bus: Bus) -> None:
         self.store_shares = dict.fromkeys(map(Rank, range(ranks)), 1.0)
         """By rank, the limit on store bytes in flight as a share of its maximum."""
         self._sizes: dict[Rank, tuple[int, int, int]] = {}
@@ -49,9 +59,6 @@ class RankReports:
         """One block on all ranks together."""
         self.disk_block_bytes = 0
         """The same in the ranks' slot files."""
-
-    def subscribe(self, bus: Bus) -> None:
-        """Follow reports from now on."""
         bus.count(TransferReported, self._reported)
 
     def _reported(self, fact: TransferReported) -> None:
@@ -67,6 +74,56 @@ class RankReports:
         self.reserved_bytes = sum(size * ready for size, ready, _ in ranks)
         self.block_bytes = sum(size for size, _, _ in ranks)
         self.disk_block_bytes = sum(round_up(size) for size, _, _ in ranks)
+
+
+class Watchdog:
+    """Warns of pins and copies that outlive what the time limits allow: a leak, or an engine that makes no more steps.
+
+    It runs on the observers' loop, because the engine's thread may hang. A submitted copy is abandoned in the first step after
+    `timeout_s`; a pin may have waited that long for another request's load, and then that long for its own. Half of `timeout_s`
+    more is for a slow step.
+
+    Args:
+        copies: whose oldest pin and job are watched.
+        timeout_s: `transfer_timeout_s`.
+        monotonic: seconds for ages.
+        unix: seconds since 1970, for people.
+        sleep: waits for seconds.
+    """
+
+    def __init__(
+        self,
+        copies: OpenCopies,
+        timeout_s: float,
+        monotonic: Callable[[], float],
+        unix: Callable[[], float],
+        sleep: Callable[[float], Awaitable[None]],
+    ) -> None:
+        self._copies = copies
+        self._allowed_s = {"pin": 2.5 * timeout_s, "job": 1.5 * timeout_s}
+        self._period_s = min(timeout_s / 2, _LONGEST_PERIOD_S)
+        self._monotonic = monotonic
+        self._unix = unix
+        self._sleep = sleep
+        self._due = AtMostEvery(_QUIET_S, monotonic)
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while True:
+            await self._sleep(self._period_s)
+            self.look()
+
+    def look(self) -> None:
+        """Warn of what is too old, at most once a minute for each kind."""
+        now = self._monotonic()
+        oldest = {"pin": self._copies.oldest_pin, "job": self._copies.oldest}
+        for kind, since in oldest.items():
+            allowed_s = self._allowed_s[kind]
+            if since is None or now - since <= allowed_s or self._due.due(kind) is None:
+                continue
+            age_s = now - since
+            keys = {"age_s": round(age_s, 1), "allowed_s": allowed_s, "since": round(self._unix() - age_s)}
+            log_watchdog.warning("held_too_long", what=kind, **keys)
 
 
 class Observation:
@@ -108,15 +165,23 @@ class Observation:
             on_failure=self._journal_failed,
         )
         self.counters = Counters()
-        self.ranks = RankReports(shape.ranks)
-        self.first_tokens = FirstTokens(hook)
-        self.spent: dict[Hook, float] = {}
+        self.counters.subscribe(bus)
+        self.ranks = RankReports(shape.ranks, bus)
+        self.journal.subscribe(bus)
+        self.first_tokens = FirstTokens(hook, bus)
+        self.spent = defaultdict[Hook, float](float)
         """Seconds that each hook took in this step."""
         self._executor: Executor | None = None
         self._portal: Portal | None = None
         self._running: list[Future[None]] = []
         self._watching: Future[None] | None = None
         self._log_removed = log_removed()
+        self._ring_path: Path | None = None
+        if config.journal_path is not None:
+            self._ring_path = config.journal_path.with_name(f"{config.journal_path.name}.degraded")
+        self.saw_degradation = False
+        """Whether an event said that offloading went off."""
+        bus.count(OffloadingDegraded, self._degraded)
         bus.on_removed(self._removed)
 
     def start(self, portal: Portal, watchdog: Watchdog) -> None:
@@ -153,6 +218,42 @@ class Observation:
         spans.subscribe(self._bus, failed)
         self._executor = portal.new_executor(NAME)
         self._running.append(portal.spawn(spans.run, self._executor, self._removed))
+
+    def _degraded(self, event: OffloadingDegraded) -> None:
+        self.saw_degradation = True
+        self._bus.afterwards(partial(self._report_degradation, event))  # when the journal has what led to it
+
+    def _report_degradation(self, event: OffloadingDegraded) -> None:
+        """Log it with the journal's last lines.
+
+        With a `journal_path`, the journal's whole ring goes to a file beside it that only its owner can read. A thread of the
+        portal's writes it, so the engine does not wait for the disk.
+        """
+        path = self._ring_path
+        whole = {} if path is None else {"journal_file": str(path)}
+        last = self.journal.tail(_TAIL)
+        log.error("offloading_off", cause=event.cause.value, detail=event.detail, journal=last, **whole)
+        if path is None:
+            return
+        try:
+            if self._portal is not None:
+                self._portal.executor.submit(self._save_ring, path)
+                return
+        except (KVOffloadError, RuntimeError):  # the portal was closed: the engine has stopped, and can wait
+            pass
+        self._save_ring(path)
+
+    def _save_ring(self, path: Path) -> None:
+        try:
+            file = JournalFile(path)
+            try:
+                head = self.journal.head(0)
+                file.append("".join(f"{line}\n" for line in self.journal.tail(_RING)), head)
+            finally:
+                file.close()
+        except (KVOffloadError, OSError) as error:
+            note = "the log has its last lines"
+            log.error("journal_not_saved", path=str(path), error=str(error), note=note)
 
     def _removed(self, name: str, error: Exception) -> None:
         self.counters.removed(name)

@@ -186,7 +186,9 @@ class Portal:
 
     def _started_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop_thread is None:
-            runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)  # which leaves the caller's loop alone
+            runner = asyncio.Runner(
+                loop_factory=asyncio.new_event_loop
+            )  # which leaves the caller's loop alone
             thread = threading.Thread(target=_run, args=(runner,), name=self.name, daemon=True)
             self._loop_thread = (runner.get_loop(), thread)
             thread.start()

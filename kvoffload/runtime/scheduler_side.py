@@ -32,15 +32,13 @@ from kvoffload.remote.address import RemotePlace
 from kvoffload.runtime.benefit import NetBenefit
 from kvoffload.runtime.copies import NO_ANSWERS, HookTime, LoadAnswers, OpenCopies
 from kvoffload.runtime.disk_index import DiskIndex
-from kvoffload.runtime.faults import DegradationReport, Faults, Watchdog
+from kvoffload.runtime.faults import Faults
 from kvoffload.runtime.lower_tiers_side import LowerTiersSide
-from kvoffload.runtime.observers import Observation, RankReports
+from kvoffload.runtime.observers import Observation, Watchdog
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.remote_index import RemoteIndex
 from kvoffload.runtime.step_times import HasToken
-from kvoffload.telemetry.catalogue import Hook, Labels, Series, read_all
-from kvoffload.telemetry.counters import Counters
-from kvoffload.telemetry.journal import Journal
+from kvoffload.telemetry.catalogue import Hook, Series, read_all
 
 _UNKNOWN = EngineIdentity()
 
@@ -113,27 +111,26 @@ class SchedulerSide:
         self._hook = HookTime()
         self._timeout_s = config.transfer_timeout_s
         self._deferred: dict[RequestId, _Deferral] = {}
-        self.core = OffloadCore(
-            shape,
-            _policy(config, shape, has_disk=disk is not None, has_remote=remote is not None),
-            device,
-        )
+        self.shape = shape
+        self.core = OffloadCore(shape, _policy(config, shape, disk, remote), device)
         self._jobs = self.core.state.jobs
         self._live = self.core.state.requests.live
         self.bus = Bus(self.core.state.tally)
-        self.copies = OpenCopies(shape.ranks, self._timeout_s, self._jobs, self._hook)
         self.observation = Observation(
             self.bus, shape, config, identity, self._hook, monotonic=self._now, unix=self._clocks.unix
         )
-        report = DegradationReport(self.bus, self.journal, config.journal_path, portal)
-        self.faults = Faults(self.core, self.bus, self.copies, device, self.counters, report)
+        self.counters = self.observation.counters
+        self.ranks = self.observation.ranks
+        self.info = self.observation.info
+        self._spent = self.observation.spent
+        self.copies = OpenCopies(shape.ranks, self._timeout_s, self._jobs, self._hook, self.bus)
+        set_least = self.core.set_least if config.min_load_tokens == AUTO else None
+        self.benefit = NetBenefit(shape.alignment, shape.ranks, self.copies, self._hook, self.bus, set_least)
+        self.faults = Faults(self.core, self.bus, self.copies, device, self.observation)
         self._below = _lower_tiers_side(
             disk, remote, tier_key, self.core, self.faults, config, portal, self._clocks
         )
-        set_least = self.core.set_least if config.min_load_tokens == AUTO else None
-        self.benefit = NetBenefit(shape.alignment, shape.ranks, self.copies, self._hook, set_least)
         self._handle_facts()
-        self._subscribe(report)
         if portal is not None:
             watchdog = Watchdog(
                 self.copies, self._timeout_s, self._now, self._clocks.unix, self._clocks.sleep
@@ -157,43 +154,6 @@ class SchedulerSide:
             bus.handle(facts.RemoteLost, tiers.remote_lost)
             bus.handle(facts.RemoteAnswered, tiers.remote_answered)
 
-    def _subscribe(self, report: DegradationReport) -> None:
-        watch = self.observation
-        self.counters.subscribe(self.bus)
-        self.benefit.subscribe(self.bus)  # before the copies, which forget a load when it ends
-        self.copies.subscribe(self.bus)
-        watch.ranks.subscribe(self.bus)
-        self.journal.subscribe(self.bus)
-        watch.first_tokens.subscribe(self.bus)
-        report.subscribe(self.bus)
-
-    # -- what adapters and readers find here --------------------------------------------------------------------
-
-    @property
-    def shape(self) -> EngineShape:
-        """The engine's fixed facts."""
-        return self.core.state.shape
-
-    @property
-    def counters(self) -> Counters:
-        """What is counted from events."""
-        return self.observation.counters
-
-    @property
-    def journal(self) -> Journal:
-        """The record of facts and events."""
-        return self.observation.journal
-
-    @property
-    def ranks(self) -> RankReports:
-        """What the ranks last reported of themselves."""
-        return self.observation.ranks
-
-    @property
-    def info(self) -> Labels:
-        """The versions and settings of the engine."""
-        return self.observation.info
-
     def unix(self, since: float | None) -> float:
         """Return a monotonic time as seconds since 1970, to a tenth: the same each time for the same moment. 0 for None."""
         return 0 if since is None else round(self._clocks.unix() - (self._now() - since), 1)
@@ -213,8 +173,7 @@ class SchedulerSide:
         self.bus.dispatch([fact])
         if self._below is not None and self._below.asks:
             self._below.ask()
-        spent = self.observation.spent
-        spent[_SEEN] = spent.get(_SEEN, 0.0) + self._now() - began
+        self._spent[_SEEN] += self._now() - began
 
     def lookup(
         self,
@@ -257,8 +216,7 @@ class SchedulerSide:
             self._stop_waiting(request, deferral, began)
         if events:
             self.bus.dispatch(events)
-        spent = self.observation.spent
-        spent[_LOOKUP] = spent.get(_LOOKUP, 0.0) + self._now() - began
+        self._spent[_LOOKUP] += self._now() - began
         return answer
 
     def _may_wait(self, request: RequestId, now: float) -> bool:
@@ -294,8 +252,7 @@ class SchedulerSide:
         if fact.external_tokens:
             self.copies.awaits(fact.request)
         self.bus.dispatch([fact])
-        spent = self.observation.spent
-        spent[_ALLOCATED] = spent.get(_ALLOCATED, 0.0) + self._now() - began
+        self._spent[_ALLOCATED] += self._now() - began
 
     def ended(self, fact: facts.RequestEnded) -> None:
         """A request finished or was aborted, and still has its blocks."""
@@ -315,8 +272,7 @@ class SchedulerSide:
             self.benefit.idle()
             if not self._jobs.pending:
                 self.faults.ask("audit", self.faults.audit_at_rest, None)
-        spent = self.observation.spent
-        spent[_ENDED] = spent.get(_ENDED, 0.0) + self._now() - began
+        self._spent[_ENDED] += self._now() - began
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -348,10 +304,9 @@ class SchedulerSide:
         plan = self._plan(began) if (jobs.planned or jobs.cancelled) and faults.error is None else NOTHING
         if below is not None and below.records:
             below.record()
-        spent = watch.spent
-        spent[_STEP] = spent.get(_STEP, 0.0) + self._now() - began
-        watch.counters.hooks(spent)
-        spent.clear()
+        self._spent[_STEP] += self._now() - began
+        self.counters.hooks(self._spent)
+        self._spent.clear()
         return plan
 
     def _plan(self, began: float) -> TransferPlan:
@@ -392,8 +347,7 @@ class SchedulerSide:
                 below.reported(reports, began, has_moved=has_moved)
             self._look_after_reports()
         answers = self.take_answers() if self.copies.awaited or self.faults.cause else NO_ANSWERS
-        spent = self.observation.spent
-        spent[_REPORT] = spent.get(_REPORT, 0.0) + self._now() - began
+        self._spent[_REPORT] += self._now() - began
         return answers
 
     def take_answers(self) -> LoadAnswers:
@@ -444,8 +398,7 @@ class SchedulerSide:
         began = self._hook.now = self._now()
         self.bus.dispatch([facts.CacheReset()])
         is_forgotten = self._below is None or self._below.reset()
-        spent = self.observation.spent
-        spent[_RESET] = spent.get(_RESET, 0.0) + self._now() - began
+        self._spent[_RESET] += self._now() - began
         has_ended = self.copies.oldest is None if self.faults.error is not None else not self._jobs.pending
         return has_ended and is_forgotten
 
@@ -514,31 +467,26 @@ def _lower_tiers_side(
 
 
 def _policy(
-    config: OffloadConfig,
-    shape: EngineShape,
-    *,
-    has_disk: bool = False,
-    has_remote: bool = False,
+    config: OffloadConfig, shape: EngineShape, disk: DiskPlace | None, remote: RemotePlace | None
 ) -> Policy:
     """Return what the operator chose, as the core wants it.
 
     Raises:
-        ConfigError: the engine promises too little for it.
+        ConfigError: the engine promises too little for it, or its adapter has no such tier.
     """
     check_promises(config, shape.promises)
-    if config.disk_path is not None and not has_disk:
-        raise ConfigError(
-            ["disk_path is set, but this engine's adapter has no disk below the host; leave it out"]
-        )
-    if config.remote_url is not None and not has_remote:
-        raise ConfigError(
-            ["remote_url is set, but this engine's adapter has no remote store below the host; leave it out"]
-        )
-    least = config.min_load_tokens if isinstance(config.min_load_tokens, int) else shape.alignment
+    tiers = {
+        "disk_path": (config.disk_path, disk, "disk"),
+        "remote_url": (config.remote_url, remote, "remote store"),
+    }
+    for name, (setting, place, tier) in tiers.items():
+        if setting is not None and place is None:
+            problem = f"{name} is set, but this engine's adapter has no {tier} below the host; leave it out"
+            raise ConfigError([problem])
     return Policy(
         config.store_policy,
-        least,
+        config.min_load_tokens if isinstance(config.min_load_tokens, int) else shape.alignment,
         config.prefix_junctions,
-        config.spill_after_hits if has_disk else None,
-        config.share_after_hits if has_remote else None,
+        None if disk is None else config.spill_after_hits,
+        None if remote is None else config.share_after_hits,
     )

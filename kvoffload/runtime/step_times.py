@@ -185,17 +185,15 @@ class FirstTokens:
 
     Args:
         hook: the time.
+        bus: brings admissions.
     """
 
-    def __init__(self, hook: HookTime) -> None:
+    def __init__(self, hook: HookTime, bus: Bus) -> None:
         self._hook = hook
         self.waiting: dict[RequestId, tuple[float, HasToken]] = {}
         """Requests without a token, entered by the caller: since when, and what says whether the first token is there."""
         self.admitted: dict[RequestId, Found] = {}
         """Admitted requests without a token, and what their last lookup found."""
-
-    def subscribe(self, bus: Bus) -> None:
-        """Follow admissions from now on."""
         bus.count(LookupAnswered, self._settled)
 
     def look(self) -> list[FirstTokenReached]:

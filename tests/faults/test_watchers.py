@@ -113,7 +113,7 @@ def test_a_full_disk_ends_the_journals_file_and_nothing_else(
         assert made.counts().total("kvoffload_journal_write_errors_total") == 1
         assert caplog.text.count("journal_stopped") == 1
         assert "No space left on device" in caplog.text
-        assert sum("RequestEnded" in line for line in made.offload.journal.tail(1000)) == 3
+        assert sum("RequestEnded" in line for line in made.offload.observation.journal.tail(1000)) == 3
         assert made.offload.degraded is None
         made.assert_clean()
     kept = [record.sequence for record in whole_lines(path)]
@@ -200,7 +200,7 @@ def test_a_wall_clock_that_is_set_changes_only_what_people_read(
 
 def watchdog_of(made: Rig) -> Any:  # noqa: ANN401
     """The side's own, with the parts that it watches."""
-    from kvoffload.runtime.faults import Watchdog
+    from kvoffload.runtime.observers import Watchdog
 
     side = made.offload
     clocks = side._clocks

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvoffload.bus.bus import Bus
 from kvoffload.core.jobs import Jobs
 from kvoffload.core.machine import SlotState
 from kvoffload.model.causes import DegradeCause
@@ -17,7 +18,7 @@ from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import BlockKey, DeviceBlockId, SlotId
 from kvoffload.runtime import faults
 from kvoffload.runtime.copies import HookTime, OpenCopies
-from kvoffload.runtime.faults import Watchdog
+from kvoffload.runtime.observers import Watchdog
 from kvoffload.runtime.portal import Portal
 from kvoffload.telemetry.journal import JournalFile
 from kvoffload.telemetry.records import read_journal
@@ -232,7 +233,7 @@ def test_an_abandoned_job_is_not_the_oldest() -> None:
 
 def test_the_watchdog_warns_of_what_outlives_its_time_seldom(caplog: pytest.LogCaptureFixture) -> None:
     clock = FakeClock()
-    copies = OpenCopies(1, 10.0, Jobs(1), HookTime())
+    copies = OpenCopies(1, 10.0, Jobs(1), HookTime(), Bus())
     copies.oldest_pin = copies.oldest = 0.0
     dog = Watchdog(copies, 10.0, clock.monotonic, lambda: 1000 + clock.monotonic(), clock.sleep)
     said = []

@@ -20,10 +20,9 @@ class Engine:
     def __init__(self) -> None:
         self.hook = HookTime(10.0)
         self.counters = Counters()
-        self.first_tokens = FirstTokens(self.hook)
         self._bus = Bus()
         self.counters.subscribe(self._bus)
-        self.first_tokens.subscribe(self._bus)
+        self.first_tokens = FirstTokens(self.hook, self._bus)
         self.tokens: set[RequestId] = set()
         self.asked = 0
 

@@ -83,8 +83,8 @@ def test_a_journal_that_cannot_be_written_any_more_is_counted_and_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     side = Side(portal=True, config=OffloadConfig(journal_path=tmp_path / "journal"))
-    assert side.side.journal._file is not None
-    side.side.journal._file.close()
+    assert side.side.observation.journal._file is not None
+    side.side.observation.journal._file.close()
     side.side.reset()
     side.close()
     assert "journal_stopped" in caplog.text

@@ -185,7 +185,7 @@ def test_a_full_disk_ends_the_journals_file_and_nothing_else(hands: Hands) -> No
     rig, _ = hands
     asked = Asked(prompt(43), 6)
     expected = truth(rig, asked)
-    journal = rig.side.journal
+    journal = rig.side.observation.journal
     assert journal._file is not None
     full = os.open("/dev/full", os.O_WRONLY)
     before = rig.counts
