@@ -11,9 +11,12 @@ A value is used only if its length, checksum and name match. Only a key detects 
 from __future__ import annotations
 
 import hmac
+import re
+import secrets
 import struct
+import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from xxhash import xxh3_64, xxh3_128
 
@@ -27,6 +30,8 @@ _HEAD = struct.Struct("<4sIQ")  # magic, kind, bytes
 _CHECKSUM = struct.Struct("<Q16s")
 _MAGIC = FORMAT.encode()
 _CHECKED, _AUTHENTICATED = 1, 2
+_GENERATION = re.compile(rb"([0-9a-f]{32})( after a reset)?")
+_AFTER_RESET = b" after a reset"
 
 TRAILER_BYTES = _HEAD.size + _CHECKSUM.size
 
@@ -57,6 +62,53 @@ class Shard:
 def generation_name(fingerprint: str) -> str:
     """Return the name under which the store keeps the generation that engines share."""
     return f"{FORMAT}/{fingerprint}/generation"
+
+
+class Generation(NamedTuple):
+    """The value under that name.
+
+    Args:
+        name: random, 32 hexadecimal digits.
+        is_after_reset: an engine replaced it because it was reset.
+        made_ms: when it was made, milliseconds since 1970; 0 without a key.
+    """
+
+    name: str
+    is_after_reset: bool
+    made_ms: int
+
+
+def new_generation(name: str, key: TierKey | None, after_ms: int, *, is_after_reset: bool = False) -> bytes:
+    """Make a generation's value.
+
+    Args:
+        name: its name in the store.
+        key: authenticates it; None where writers are trusted.
+        after_ms: made by another engine, whose clock may be ahead: the new one counts as later.
+        is_after_reset: whether it is made because of a reset.
+    """
+    text = secrets.token_hex(16).encode() + (_AFTER_RESET if is_after_reset else b"")
+    if key is None:
+        return text
+    made_ms = max(time.time_ns() // 10**6, after_ms + 1)
+    dated = text + f" {made_ms}".encode()
+    return dated + b" " + _generation_mac(name, key, dated)
+
+
+def read_generation(name: str, key: TierKey | None, data: bytes) -> Generation | None:
+    """Return the generation that a value is; None if it is none, or not authentic."""
+    made_ms = b"0"
+    if key is not None:
+        dated, _, mac = data.rpartition(b" ")
+        if not hmac.compare_digest(mac, _generation_mac(name, key, dated)):
+            return None
+        data, _, made_ms = dated.rpartition(b" ")
+    found = _GENERATION.fullmatch(data)
+    return None if found is None else Generation(found[1].decode(), found[2] is not None, int(made_ms))
+
+
+def _generation_mac(name: str, key: TierKey, dated: bytes) -> bytes:
+    return key.mac(b"generation " + name.encode(), dated).hex().encode()
 
 
 def seal(value: memoryview, name: str, layout: bytes, key: TierKey | None = None) -> None:

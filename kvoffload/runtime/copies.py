@@ -6,9 +6,12 @@ for certain when the core breaks (R12). Events only add what operators and `NetB
 
 from __future__ import annotations
 
+import asyncio
 import math
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from msgspec import Struct
@@ -21,6 +24,21 @@ from kvoffload.model import events
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import DeviceBlockId, JobId, Rank, RequestId
 from kvoffload.model.transfer import DeviceJob, Direction, TransferReport
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """The times that the scheduler's side reads, and what its coroutines sleep on.
+
+    Args:
+        monotonic: seconds, for time limits and durations. A hook reads it as it begins and as it ends.
+        unix: seconds since 1970, for people.
+        sleep: waits for seconds.
+    """
+
+    monotonic: Callable[[], float] = time.monotonic
+    unix: Callable[[], float] = time.time
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
 
 class HookTime(Struct):

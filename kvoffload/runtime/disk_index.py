@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
@@ -28,7 +27,7 @@ from kvoffload.disk.open_folder import LOCK_PAUSE_S, LOCK_TRIES
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
 from kvoffload.model.disk import DiskFile, DiskRecord, Put, Strike
-from kvoffload.model.errors import DiskError, reason_of
+from kvoffload.model.errors import reason_of
 from kvoffload.model.ids import Rank, SlotId
 from kvoffload.model.transfer import TransferReport
 from kvoffload.runtime.portal import Portal
@@ -51,15 +50,6 @@ _GROWTH = 2**16  # slots that it makes in a step
 log = get_logger("disk")
 
 
-@dataclass(slots=True)
-class _Opened:
-    """What the thread has open."""
-
-    index: IndexLog | None  # None after a reset
-    entries: int
-    is_dirty: bool = False
-
-
 class DiskIndex:
     """The index of one engine's disk.
 
@@ -73,6 +63,8 @@ class DiskIndex:
 
     Attributes:
         identity: of the KV in the folder that this process has locked; None before it is.
+        due: functions that make the facts for the core, which `take_facts` calls one by one.
+        opening: the stage in which the disk still opens; None once all that its index has is due, or if it failed.
     """
 
     def __init__(
@@ -94,14 +86,14 @@ class DiskIndex:
         self._executor = portal.new_executor("disk-index")
         self._unwritten: deque[DiskRecord] = deque()
         self.due: deque[Callable[[], facts.Fact]] = deque()
-        """Functions that make the facts for the core, one a step: `next_fact`."""
-        self._is_closed = self._was_reset = self._is_handed_over = False
-        self._files: dict[Rank, DiskFile] = {}
-        self._stage = "identity of the weights"
+        self.opening: str | None = "identity of the weights"
         self.identity: KVIdentity | None = None
+        self._is_closed = self._was_reset = self._has_failed = False
+        self._files: dict[Rank, DiskFile] = {}
         self._folder: TierFolder | None = None
-        self._opened: _Opened | None = None
-        self._failure: str | None = None
+        self._index: IndexLog | None = None  # also after a reset
+        self._entries = 0  # that it has
+        self._is_dirty = False
         self._writing: Future[None] | None = None
         self._waiting: Future[None] | None = None  # for the folder's lock
         self._lock_tries = 0
@@ -117,7 +109,7 @@ class DiskIndex:
         """
         for report in reports:
             if report.disk_file is None and not report.disk_works:
-                self._do(partial(self._miss_file, report.rank))
+                self._do(partial(self._fail, f"rank {report.rank} could not open its slot file"))
                 return False
             if report.disk_file is None or report.rank in self._files or not 0 <= report.rank < self._ranks:
                 continue
@@ -128,23 +120,19 @@ class DiskIndex:
                 return False
         return True
 
-    def next_fact(self) -> facts.Fact:
-        """Return the next fact of those `due`. After a reset all slots are free, whatever they held."""
+    def take_facts(self) -> list[facts.Fact]:
+        """Return the next fact for the core, if there is one. After a reset all slots are free, whatever they held."""
+        if not self.due:
+            return []
         fact = self.due.popleft()()
-        self._is_handed_over |= isinstance(fact, facts.DiskRestored) and fact.is_last
         if self._was_reset and isinstance(fact, facts.DiskRestored) and fact.puts:
-            return replace(fact, puts=(), free=tuple([put.slot for put in fact.puts]))
-        return fact
+            fact = replace(fact, puts=(), free=tuple([put.slot for put in fact.puts]))
+        return [fact]
 
     @property
     def is_opening(self) -> bool:
         """Whether more facts about the index are to come."""
-        return bool(self.due) or not (self._is_handed_over or self._failure is not None)
-
-    @property
-    def opening(self) -> str | None:
-        """The stage in which the disk still opens; None once its index is being handed over, or if it failed."""
-        return None if self.due or not self.is_opening else self._stage
+        return self.opening is not None or bool(self.due)
 
     def append(self, records: Sequence[DiskRecord]) -> None:
         """Queue records for the index. A strike is written immediately, because its slot may be overwritten next."""
@@ -167,7 +155,7 @@ class DiskIndex:
         if self.identity is None:
             return True
         with suppress(TimeoutError):
-            return bool(done.result(RESET_S))
+            return done.result(RESET_S) is True
         return False
 
     def close(self) -> None:
@@ -187,33 +175,33 @@ class DiskIndex:
         """Have records written, and what was written synced, until cancelled."""
         for number in count(1):
             await self._sleep(WRITE_PERIOD_S)
-            opened, has_more = self._opened, bool(self._unwritten)
+            has_more = bool(self._unwritten)
             if has_more:
                 self._do(self._write)
-            if number % _WRITES_A_SYNC == 0 and (has_more or (opened is not None and opened.is_dirty)):
+            if number % _WRITES_A_SYNC == 0 and (has_more or self._is_dirty):
                 self._do(self._sync)
 
     # -- its own thread -----------------------------------------------------------------------------------------
 
-    def _do(self, work: Callable[[], bool]) -> Future[bool]:
-        """Run work on the thread; whatever it raises ends the disk for this process."""
+    def _do(self, work: Callable[[], object]) -> Future[object]:
+        """Run work on the thread; whatever it raises ends the disk for this process, and its result is None."""
 
-        def careful() -> bool:
+        def careful() -> object:
             try:
                 return work()
             except CancelledError:  # the engine stops before its KV is identified
-                return False
+                pass
             except Exception as error:  # or nothing would say that the tier never opens
                 self._fail(reason_of(error))
-                return False
+            return None
 
         return self._executor.submit(careful)
 
-    def _lock(self) -> bool:
+    def _lock(self) -> None:
         from kvoffload.disk.folder import FolderInUse, caution, lock_folder, make_folder
 
         identity = self._place.identify()
-        self._stage = "lock of the folder"
+        self.opening = "lock of the folder"
         try:
             self._folder = lock_folder(make_folder(self._place.root, identity, self._place.replica))
         except FolderInUse as error:
@@ -223,29 +211,27 @@ class DiskIndex:
             if self._lock_tries == 1:
                 log.warning("disk_in_use", reason=str(error), note="it is tried again for a minute")
             self._waiting = self._portal.spawn(self._lock_later)
-            return False
+            return
         if note := caution(self._place.root):
             log.warning("disk_not_protected", note=note)
-        self._stage = "slot files of the ranks"
+        self.opening = "slot files of the ranks"
         self.identity = identity
-        return self._open() if len(self._files) == self._ranks else True
+        if len(self._files) == self._ranks:
+            self._open()
 
     async def _lock_later(self) -> None:
         await self._sleep(LOCK_PAUSE_S)
         self._do(self._lock)
 
-    def _miss_file(self, rank: Rank) -> bool:
-        raise DiskError(f"rank {rank} could not open its slot file")
-
-    def _open(self) -> bool:
+    def _open(self) -> None:
         from kvoffload.disk.identity import index_key
         from kvoffload.disk.index_format import Entries, IndexHeader
         from kvoffload.disk.index_log import new_generation, start_index
 
-        if self._folder is None or self._opened is not None or self._failure is not None:
-            return False
+        if self._folder is None or self.opening is None:
+            return
         assert self.identity is not None, "the folder is named by it"
-        self._stage = "index"
+        self.opening = "index"
         key = index_key(self.identity, self._key)
         folder = self._folder.folder
         ids = tuple(self._files[Rank(rank)].file_id for rank in range(self._ranks))
@@ -256,70 +242,65 @@ class DiskIndex:
         entries = Entries.none(self._ranks) if found is None else found.entries
         were = len(entries)
         entries, free = entries.fit(capacity, slots)
-        index = start_index(folder, IndexHeader(generation, ids, slots, key), entries)
-        self._opened = _Opened(index, len(entries))
-        is_cut = found is not None and found.is_cut
+        self._index = start_index(folder, IndexHeader(generation, ids, slots, key), entries)
+        self._entries = len(entries)
         log.info(
             "disk_opened",
             folder=str(folder.path),
             slots=capacity,
             blocks=len(entries),
             did_not_fit=were - len(entries),
-            index_was_cut=is_cut,
+            index_was_cut=found is not None and found.is_cut,
         )
         self.due.extend(_parts(entries, free, slots))
-        return self._reset() if self._was_reset else True
+        self.opening = None
+        if self._was_reset:
+            self._reset()
 
-    def _write(self) -> bool:
+    def _write(self) -> None:
         records = [self._unwritten.popleft() for _ in range(len(self._unwritten))]
-        opened = self._opened
-        if not records or opened is None or opened.index is None or self._failure is not None:
-            return False
-        opened.index.append(records)
-        opened.is_dirty = True
-        opened.entries += sum(isinstance(record, Put) for record in records)
-        opened.entries -= sum(isinstance(record, Strike) for record in records)
-        if opened.index.is_mostly_garbage(opened.entries):
-            opened.index = opened.index.rewritten()
-        return True
+        if not records or self._index is None or self._has_failed:
+            return
+        self._index.append(records)
+        self._is_dirty = True
+        self._entries += sum(isinstance(record, Put) for record in records)
+        self._entries -= sum(isinstance(record, Strike) for record in records)
+        if self._index.is_mostly_garbage(self._entries):
+            self._index = self._index.rewritten()
 
-    def _sync(self) -> bool:
-        opened = self._opened
-        if opened is not None and opened.index is not None:
-            opened.is_dirty = False
-            opened.index.sync()
-        return True
+    def _sync(self) -> None:
+        self._is_dirty = False
+        if self._index is not None:
+            self._index.sync()
 
     def _reset(self) -> bool:
         from kvoffload.disk.index_log import remove_index
 
         if self._folder is None:
             return False
-        opened = self._opened
-        remove_index(self._folder.folder, None if opened is None else opened.index)
-        if opened is not None and opened.index is not None:
-            opened.index.close()
-            opened.index = None
-            opened.is_dirty = False
+        remove_index(self._folder.folder, self._index)
+        index, self._index = self._index, None
+        if index is not None:
+            index.close()
         return True
 
-    def _close(self) -> bool:
-        opened, self._opened = self._opened, None
+    def _close(self) -> None:
+        index, self._index = self._index, None
         folder, self._folder = self._folder, None
         try:
-            if opened is not None and opened.index is not None:
-                opened.index.sync()
-                opened.index.close()
+            if index is not None:
+                index.sync()
+                index.close()
         finally:
             if folder is not None:
                 folder.close()
-        return True
 
     def _fail(self, reason: str) -> None:
-        if self._failure is None:
-            self._failure = reason
+        if not self._has_failed:
+            self._has_failed = True
             log.error("disk_closed", reason=reason, note="the engine goes on without it")
             self.due.append(facts.DiskClosed)
+            self.opening = None
 
 
 def _find_index(

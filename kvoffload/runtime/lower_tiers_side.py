@@ -12,20 +12,23 @@ The attributes are for the hooks, which ask them before they call anything.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Sequence, Sized
 from math import inf
 
-from kvoffload.core.state import CoreState
-from kvoffload.core.tier_copies import LowerTiers
+from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.tiers import Ask
-from kvoffload.disk.identity import KVIdentity
+from kvoffload.disk.folder import DiskPlace
+from kvoffload.disk.tier_key import TierKey
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
+from kvoffload.model.config import OffloadConfig
 from kvoffload.model.disk import DiskRecord
 from kvoffload.model.transfer import TransferReport
+from kvoffload.remote.address import RemotePlace
+from kvoffload.runtime.copies import Clocks
 from kvoffload.runtime.disk_index import DiskIndex
 from kvoffload.runtime.faults import Faults
+from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.remote_index import RemoteIndex
 
 log = get_logger("tiers")
@@ -48,14 +51,14 @@ class LowerTiersSide:
     """What `SchedulerSide` knows of the tiers below the host.
 
     Args:
-        tiers: the core's.
-        state: the core's.
+        core: the core, which has such tiers.
         faults: asks a core that may raise.
-        disk: its index, None without one.
-        remote: the store's, None without one.
-        now: monotonic seconds.
-        timeout_s: `transfer_timeout_s`.
-        drain_s: seconds for which the engine may step for these tiers alone.
+        config: the operator's settings.
+        portal: gives threads that may wait for a tier.
+        clocks: where time comes from.
+        disk: where the disk's files belong, None without a disk.
+        remote: where blocks belong in a store that engines share, None without one.
+        key: authenticates what both hold; None where their writers are trusted.
 
     Attributes:
         due: what the core must learn of the disk's index.
@@ -70,29 +73,37 @@ class LowerTiersSide:
 
     def __init__(
         self,
-        tiers: LowerTiers,
-        state: CoreState,
+        core: OffloadCore,
         faults: Faults,
-        disk: DiskIndex | None,
-        remote: RemoteIndex | None,
-        now: Callable[[], float],
-        *,
-        timeout_s: float,
-        drain_s: float,
+        config: OffloadConfig,
+        portal: Portal,
+        clocks: Clocks,
+        disk: DiskPlace | None,
+        remote: RemotePlace | None,
+        key: TierKey | None,
     ) -> None:
-        self._tiers = tiers
+        state, now = core.state, clocks.monotonic
+        ranks = state.shape.ranks
+        self.disk: DiskIndex | None = None
+        self._remote: RemoteIndex | None = None
+        self._indexes: dict[str, DiskIndex | RemoteIndex] = {}
+        if disk is not None:
+            self.disk = DiskIndex(disk, ranks, portal, clocks.sleep, closes_in_s=config.drain_s, key=key)
+            self._indexes["disk"] = self.disk
+        if remote is not None:
+            self._remote = RemoteIndex(remote, ranks, portal, now, config.remote_timeout_s, key)
+            self._indexes["remote"] = self._remote
+        self._tiers = core.lower_tiers
         self._core = state
         self._jobs = state.jobs
         self._faults = faults
-        self.disk = disk
-        self._remote = remote
         self._now = now
-        self._patience_s = _PATIENCE * timeout_s
-        self._drain_s = drain_s
+        self._patience_s = _PATIENCE * config.transfer_timeout_s
+        self._drain_s = config.drain_s
         self._idle_since: float | None = None
         self._late_steps = 0
-        self.due: deque[Callable[[], facts.Fact]] = deque() if disk is None else disk.due
-        self.ended: Sized = () if remote is None else remote.ended
+        self.due: Sized = () if self.disk is None else self.disk.due
+        self.ended: Sized = () if self._remote is None else self._remote.ended
         self.polls_at = inf if remote is None else -inf
         self.asks: list[Ask] = [] if state.remote is None else state.remote.asks
         self.records: list[DiskRecord] = [] if state.disk is None else state.disk.records
@@ -101,11 +112,6 @@ class LowerTiersSide:
         self.is_opening = True
         self._opening_s = 0.0
         self._stepped_at = -inf
-
-    @property
-    def disk_identity(self) -> KVIdentity | None:
-        """What the KV in the disk's folder depends on; None before this process has locked the folder."""
-        return None if self.disk is None else self.disk.identity
 
     def ask(self) -> None:
         """Ask the store which blocks it has for requests that arrived."""
@@ -123,20 +129,17 @@ class LowerTiersSide:
         elif self.overdue_at <= now:
             self.overdue_at = inf
             found += map(facts.JobOverdue, self._jobs.on_tiers())
-        if self.disk is not None and self.disk.due:
-            found.append(self.disk.next_fact())
+        for index in self._indexes.values():
+            found += index.take_facts()
         if self._remote is not None:
-            self._remote.poll()
-            found += self._remote.take_due()
-            self.polls_at = now + _POLL_S if self._remote.is_opened else -inf
+            self.polls_at = now + _POLL_S if self._remote.opening is None else -inf
         return found
 
     def _look_at_opening(self, now: float) -> None:
         """Warn once if a tier opens for longer than a minute in which the engine makes steps."""
         self._opening_s += min(now - self._stepped_at, _LONGEST_STEP_S)
         self._stepped_at = now
-        tiers = {"disk": self.disk, "remote": self._remote}
-        stages = {name: tier.opening for name, tier in tiers.items() if tier is not None and tier.opening}
+        stages = {name: index.opening for name, index in self._indexes.items() if index.opening}
         self.is_opening = bool(stages) and self._opening_s < OPENING_S
         if not self.is_opening:
             for name, stage in stages.items():
@@ -183,19 +186,16 @@ class LowerTiersSide:
 
     def reset(self) -> bool:
         """Invalidate what these tiers have; return whether that holds for later processes too."""
-        is_done = self.disk is None or self.disk.reset()
         if self._remote is not None:
-            is_done &= self._remote.reset()
             self.polls_at = -inf
-        return is_done
+        are_done = [index.reset() for index in self._indexes.values()]  # also behind one that is not
+        return all(are_done)
 
     def close(self) -> None:
         """Write what is to be recorded, and wait for no tier that hangs."""
-        if self.disk is not None:
-            self.record()
-            self.disk.close()
-        if self._remote is not None:
-            self._remote.close()
+        self.record()
+        for index in self._indexes.values():
+            index.close()
 
     def _is_due(self) -> bool:
         return self._tiers.is_due

@@ -24,15 +24,11 @@ that of an engine which has not shared anything yet.
 
 from __future__ import annotations
 
-import hmac
-import re
 import secrets
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
 
 from kvoffload.disk.tier_key import TierKey
 from kvoffload.logs import get_logger
@@ -42,23 +38,15 @@ from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.remote.address import RemotePlace
 from kvoffload.remote.connect import open_store
 from kvoffload.remote.store import RemoteStore
-from kvoffload.remote.values import Shard, generation_name
+from kvoffload.remote.values import Generation, Shard, generation_name, new_generation, read_generation
 from kvoffload.runtime.portal import Portal
 from kvoffload.transfer.blocking_calls import Call
 from kvoffload.transfer.remote import remote_calls
 
 LOOK_PERIOD_S = 30.0
 """Between two looks at the shared generation."""
-_GENERATION = re.compile(rb"([0-9a-f]{32})( after a reset)?")
-_AFTER_RESET = b" after a reset"
 
 log = get_logger("remote")
-
-
-class _Generation(NamedTuple):
-    name: str
-    is_after_reset: bool
-    made_ms: int  # since 1970; 0 without a key
 
 
 class RemoteIndex:
@@ -99,10 +87,16 @@ class RemoteIndex:
         self._looks_at = float("-inf")
         self._must_replace = self._is_replacing = False
         self._opened: str | None = None  # the core can use this namespace
-        self._identified = _begin(portal, place.identify)
+        self._identified = executor.submit(place.identify)  # which may read all weights
         self._is_refused = False  # there is no identity
         if place.address.caution:
             log.warning("remote_not_protected", note=place.address.caution)
+
+    def take_facts(self) -> list[facts.Fact]:
+        """Do what is due, and return what the core must learn since the last call. Never waits."""
+        self.poll()
+        due, self.due = self.due, []
+        return due
 
     def poll(self) -> None:
         """Do what is due, and take what has come. Never waits."""
@@ -124,21 +118,11 @@ class RemoteIndex:
             self.due.append(facts.RemoteLost() if usable is None else facts.RemoteOpened(usable))
 
     @property
-    def is_opened(self) -> bool:
-        """Whether the store was reached."""
-        return self._namespace is not None
-
-    @property
     def opening(self) -> str | None:
         """The stage in which the store is still opened for the first time; None once it is, or if it cannot be."""
-        if self.is_opened or self._is_refused:
+        if self._namespace is not None or self._is_refused:
             return None
         return "identity of the weights" if self._fingerprint is None else "connection"
-
-    def take_due(self) -> list[facts.Fact]:
-        """Return what the core must learn since the last call."""
-        due, self.due = self.due, []
-        return due
 
     def ask(self, request: RequestId, keys: tuple[BlockKey, ...]) -> None:
         """Ask for a request's blocks. The last rank's are asked for: whether the others are there shows when they are read."""
@@ -191,7 +175,7 @@ class RemoteIndex:
             self._is_refused = True
 
     def _generation_read(self, call: Call) -> None:
-        found: _Generation | None = call.result
+        found: Generation | None = call.result
         if found is None:
             self._looks_at = self._monotonic()
         elif not self._is_fixed and found.name != self._generation:
@@ -216,7 +200,7 @@ class RemoteIndex:
         if self._fingerprint is None:
             return None
         name, done = generation_name(self._fingerprint), Future[bool]()
-        data = _new_generation(name, self._key, self._made_ms, _AFTER_RESET)
+        data = new_generation(name, self._key, self._made_ms, is_after_reset=True)
         self._is_replacing = True
 
         def replace(_: Call, store: RemoteStore) -> bool:
@@ -241,45 +225,13 @@ class RemoteIndex:
 
 def _shared_generation(
     fingerprint: str, key: TierKey | None, after_ms: int, _: Call, store: RemoteStore
-) -> _Generation:
+) -> Generation:
     """Return the generation that the store names; if there is none, make one that is newer than `after_ms`."""
     name = generation_name(fingerprint)
     data = store.read(name)
     if data is None:
-        store.create(name, _new_generation(name, key, after_ms))
+        store.create(name, new_generation(name, key, after_ms))
         data = store.read(name)
-    if data is None or (found := _read_generation(name, key, data)) is None:
+    if data is None or (found := read_generation(name, key, data)) is None:
         raise RemoteError(f"{name} in the store is no generation")
     return found
-
-
-def _read_generation(name: str, key: TierKey | None, data: bytes) -> _Generation | None:
-    made_ms = b"0"
-    if key is not None:
-        dated, _, mac = data.rpartition(b" ")
-        if not hmac.compare_digest(mac, _generation_mac(name, key, dated)):
-            return None
-        data, _, made_ms = dated.rpartition(b" ")
-    found = _GENERATION.fullmatch(data)
-    return None if found is None else _Generation(found[1].decode(), found[2] is not None, int(made_ms))
-
-
-def _new_generation(name: str, key: TierKey | None, after_ms: int, suffix: bytes = b"") -> bytes:
-    text = secrets.token_hex(16).encode() + suffix
-    if key is None:
-        return text
-    made_ms = max(time.time_ns() // 10**6, after_ms + 1)  # the clock of another engine may be ahead
-    dated = text + f" {made_ms}".encode()
-    return dated + b" " + _generation_mac(name, key, dated)
-
-
-def _generation_mac(name: str, key: TierKey, dated: bytes) -> bytes:
-    return key.mac(b"generation " + name.encode(), dated).hex().encode()
-
-
-def _begin(portal: Portal, identify: Callable[[], str]) -> Future[str]:
-    """Have the fingerprint found out on a thread of its own: it may take all weights to be read."""
-    executor = portal.new_executor("remote-identity")
-    future = executor.submit(identify)
-    executor.shutdown(wait=False)
-    return future

@@ -7,10 +7,7 @@ are calls on the core.
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
@@ -30,13 +27,11 @@ from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.model.transfer import NOTHING, TransferPlan, TransferReport
 from kvoffload.remote.address import RemotePlace
 from kvoffload.runtime.benefit import NetBenefit
-from kvoffload.runtime.copies import NO_ANSWERS, HookTime, LoadAnswers, OpenCopies
-from kvoffload.runtime.disk_index import DiskIndex
+from kvoffload.runtime.copies import NO_ANSWERS, Clocks, HookTime, LoadAnswers, OpenCopies
 from kvoffload.runtime.faults import Faults
 from kvoffload.runtime.lower_tiers_side import LowerTiersSide
 from kvoffload.runtime.observers import Observation, Watchdog
 from kvoffload.runtime.portal import Portal
-from kvoffload.runtime.remote_index import RemoteIndex
 from kvoffload.runtime.step_times import HasToken
 from kvoffload.telemetry.catalogue import Hook, Series, read_all
 
@@ -45,21 +40,6 @@ _UNKNOWN = EngineIdentity()
 # CPython 3.11 takes ten times as long to reach an enum's member through its class.
 _SEEN, _LOOKUP, _ALLOCATED = Hook.SEEN, Hook.LOOKUP, Hook.ALLOCATED
 _STEP, _ENDED, _REPORT, _RESET = Hook.STEP, Hook.ENDED, Hook.REPORT, Hook.RESET
-
-
-@dataclass(frozen=True, slots=True)
-class Clocks:
-    """The times that the scheduler's side reads, and what its coroutines sleep on.
-
-    Args:
-        monotonic: seconds, for time limits and durations. A hook reads it as it begins and as it ends.
-        unix: seconds since 1970, for people.
-        sleep: waits for seconds.
-    """
-
-    monotonic: Callable[[], float] = time.monotonic
-    unix: Callable[[], float] = time.time
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
 
 class _Deferral(Struct):
@@ -127,9 +107,12 @@ class SchedulerSide:
         set_least = self.core.set_least if config.min_load_tokens == AUTO else None
         self.benefit = NetBenefit(shape.alignment, shape.ranks, self.copies, self._hook, self.bus, set_least)
         self.faults = Faults(self.core, self.bus, self.copies, device, self.observation)
-        self._below = _lower_tiers_side(
-            disk, remote, tier_key, self.core, self.faults, config, portal, self._clocks
-        )
+        self._below: LowerTiersSide | None = None
+        if self.core.state.tiers:
+            assert portal is not None, "a tier below the host needs a portal"
+            self._below = LowerTiersSide(
+                self.core, self.faults, config, portal, self._clocks, disk, remote, tier_key
+            )
         self._handle_facts()
         if portal is not None:
             watchdog = Watchdog(
@@ -384,7 +367,7 @@ class SchedulerSide:
     @property
     def disk_identity(self) -> KVIdentity | None:
         """What the KV in the disk's folder depends on; None before this process has locked the folder."""
-        return None if self._below is None else self._below.disk_identity
+        return self._below.disk.identity if self._below is not None and self._below.disk is not None else None
 
     # -- what operators ask -------------------------------------------------------------------------------------
 
@@ -438,32 +421,6 @@ class SchedulerSide:
             self.faults.ask("report", self.copies.look_at_reset, None)
         if not (self._jobs.pending or self._live):
             self.faults.ask("audit", self.faults.audit_at_rest, None)
-
-
-def _lower_tiers_side(
-    disk: DiskPlace | None,
-    remote: RemotePlace | None,
-    key: TierKey | None,
-    core: OffloadCore,
-    faults: Faults,
-    config: OffloadConfig,
-    portal: Portal | None,
-    clocks: Clocks,
-) -> LowerTiersSide | None:
-    """Begin to open the tiers below the host; return None without any."""
-    if not core.state.tiers:
-        return None
-    assert portal is not None, "a tier below the host needs a portal"
-    ranks, timeout_s = core.state.shape.ranks, config.remote_timeout_s
-    index, store = None, None
-    if disk is not None:
-        index = DiskIndex(disk, ranks, portal, clocks.sleep, closes_in_s=config.drain_s, key=key)
-    if remote is not None:
-        store = RemoteIndex(remote, ranks, portal, clocks.monotonic, timeout_s, key)
-    return LowerTiersSide(
-        core.lower_tiers, core.state, faults, index, store, clocks.monotonic,
-        timeout_s=config.transfer_timeout_s, drain_s=config.drain_s,
-    )  # fmt: skip
 
 
 def _policy(

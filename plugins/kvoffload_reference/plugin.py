@@ -18,8 +18,9 @@ from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import GroupId, Rank
 from kvoffload.model.transfer import TransferPlan
 from kvoffload.remote.address import RemotePlace, parse_address
+from kvoffload.runtime.copies import Clocks
 from kvoffload.runtime.portal import Portal
-from kvoffload.runtime.scheduler_side import Clocks, SchedulerSide
+from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.transfer.layout import layout_of
 from kvoffload_reference.scheduler import PoolDevice, ReferenceScheduler

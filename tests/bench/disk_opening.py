@@ -108,7 +108,8 @@ def _steps(core: OffloadCore, index: DiskIndex) -> Iterator[float]:
         if not index.due:
             time.sleep(1e-3)
             continue
-        fact, began = index.next_fact(), time.thread_time()
+        (fact,) = index.take_facts()
+        began = time.thread_time()
         if isinstance(fact, DiskRestored):
             core.lower_tiers.disk_restored(fact)
             yield time.thread_time() - began

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from kvoffload.engine import Engine, SamplingParams
 from kvoffload.model.causes import RejectionCause
 from kvoffload.model.events import FactRejected
+from kvoffload.runtime.copies import Clocks
 from kvoffload.runtime.portal import Portal
-from kvoffload.runtime.scheduler_side import Clocks
 from kvoffload.telemetry.journal import JournalFile
 from kvoffload.telemetry.logging import LogObserver
 from kvoffload.telemetry.records import read_journal

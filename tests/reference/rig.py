@@ -13,7 +13,7 @@ from kvoffload.engine import Engine, EngineConfig, SamplingParams, Token, TokenS
 from kvoffload.model.engine import Promises
 from kvoffload.model.ids import Rank
 from kvoffload.model.transfer import Direction
-from kvoffload.runtime.scheduler_side import Clocks
+from kvoffload.runtime.copies import Clocks
 from kvoffload.telemetry.counters import Snapshot, conservation, slot_problems
 from kvoffload.testing import FakeClock, GatedCopier, GatedTicket
 from kvoffload_reference.plugin import ReferencePlugin

@@ -11,6 +11,7 @@ from kvoffload.disk.tier_key import TierKey
 from kvoffload.model import facts
 from kvoffload.model.errors import DiskError
 from kvoffload.model.ids import BlockKey, RequestId
+from kvoffload.remote import values
 from kvoffload.remote.address import BucketAddress, RemotePlace
 from kvoffload.remote.values import generation_name
 from kvoffload.runtime import remote_index
@@ -209,8 +210,8 @@ def test_r18_with_a_key_a_forged_generation_is_not_used(keyed: World, harm: str)
     genuine = keyed.store.values[NAME]
     keyed.store.values[NAME] = {
         "no key": b"0" * 32,
-        "another key": remote_index._new_generation(NAME, TierKey(b"x" * 32), 0),
-        "another name's": remote_index._new_generation(generation_name("other"), keyed.key, 0),
+        "another key": values.new_generation(NAME, TierKey(b"x" * 32), 0),
+        "another name's": values.new_generation(generation_name("other"), keyed.key, 0),
         "other time": genuine.replace(b" 1", b" 2"),
         "not after a reset": genuine.replace(b" after a reset", b""),
     }[harm]

@@ -18,8 +18,9 @@ from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, Rank, RequestId
 from kvoffload.model.transfer import JobReport, TransferPlan, TransferReport
 from kvoffload.remote.address import RemotePlace
+from kvoffload.runtime.copies import Clocks
 from kvoffload.runtime.portal import Portal
-from kvoffload.runtime.scheduler_side import Clocks, SchedulerSide
+from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.testing import FakeClock
 from tests.runtime.manual_portal import ManualPortal
 

@@ -11,8 +11,8 @@ from kvoffload.model.config import OffloadConfig
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import JobId, RequestId
 from kvoffload.model.transfer import NOTHING, Direction, TransferPlan
-from kvoffload.runtime.copies import NO_ANSWERS
-from kvoffload.runtime.scheduler_side import Clocks, SchedulerSide
+from kvoffload.runtime.copies import NO_ANSWERS, Clocks
+from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.testing import FakeClock
 from tests.core.world import Copy, Req, World
 

@@ -25,7 +25,7 @@ from kvoffload.model.causes import StoreOutcome
 from kvoffload.model.events import DiskOpened, Event, TierCopyEnded
 from kvoffload.model.facts import Fact, JobOverdue, RemoteOpened
 from kvoffload.model.transfer import Tier
-from kvoffload.runtime.scheduler_side import Clocks
+from kvoffload.runtime.copies import Clocks
 from kvoffload.telemetry.counters import conservation, slot_problems
 from kvoffload.telemetry.journal import line_of
 from kvoffload_reference.plugin import ReferencePlugin
@@ -186,7 +186,7 @@ class Simulation:
         self.engine.reset_prefix_cache()
         below = self.offload._below
         replaced = self._store.replaced if self._store is not None else 0
-        self._was_reset |= below is not None and below.reset() and below.disk_identity is not None
+        self._was_reset |= below is not None and below.reset() and self.offload.disk_identity is not None
         self._reset_namespaces |= dict.fromkeys(self._namespaces, replaced)
         self._left_namespaces |= self._namespaces
 

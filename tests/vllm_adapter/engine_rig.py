@@ -19,7 +19,8 @@ import pytest
 
 from kvoffload.core.machine import SlotState
 from kvoffload.model.ids import SlotId
-from kvoffload.runtime.scheduler_side import Clocks, SchedulerSide
+from kvoffload.runtime.copies import Clocks
+from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.telemetry.counters import Snapshot, conservation
 from kvoffload.testing import FakeClock, GatedCopier

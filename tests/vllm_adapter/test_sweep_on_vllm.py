@@ -13,7 +13,8 @@ from unittest.mock import patch
 import pytest
 
 from kvoffload.model.causes import DegradeCause
-from kvoffload.runtime.scheduler_side import Clocks, SchedulerSide
+from kvoffload.runtime.copies import Clocks
+from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.runtime.worker_side import WorkerSide
 from tests.sweep import Place, chosen, places, raising
 from tests.vllm_adapter.engine_rig import MARKS, Asked, Held, Reported, Reports, Rig, offloading, same
