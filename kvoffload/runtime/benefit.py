@@ -100,6 +100,10 @@ class BreakEven:
         return self.tokens if now <= self.stale_at else 0
 
 
+_WAYS = Direction.STORE, Direction.LOAD
+_SOURCES = Tier.HOST, Tier.DISK, Tier.REMOTE  # of loads, and of fetches
+
+
 class NetBenefit:
     """Adds the seconds up, on one thread; any thread may read what is public.
 
@@ -127,7 +131,7 @@ class NetBenefit:
         self._hook = hook
         self._rate = PrefillRate(_LEAST_BLOCKS * block_tokens)
         self._times = StepTimes()
-        self._break_even = {tier: BreakEven() for tier in Tier}
+        self._break_even = {tier: BreakEven() for tier in _SOURCES}
         self._set_least = set_least
         self._least_changes_at = math.inf
         self._is_weighed = True  # nothing was measured since the break-even lengths were computed
@@ -137,10 +141,11 @@ class NetBenefit:
         self.waited_s = dict.fromkeys(LoadWait, 0.0)
         self.interference_s = dict.fromkeys(Direction, 0.0)
         # Of the last step: when it was scheduled, whether it computed anything, whether it only decoded, and so did the
-        # one before it with the same copies under way, how many tokens it decoded, and which copies those were.
+        # one before it with the same copies under way, how many tokens it decoded, and which way those copied.
         self._last_s = 0.0
         self._ran = self._is_calm = self._is_steady = False
-        self._decoded = self._copies = 0
+        self._decoded = 0
+        self._copies: Copies = ()
         self._period_began = self._judge_s = -math.inf
         self._period_net_s = 0.0
         self.is_negative = False
@@ -178,7 +183,7 @@ class NetBenefit:
     def _step(self, fact: facts.StepScheduled) -> None:
         now = self._hook.now
         prefill, decode = fact.prefill_tokens, fact.decode_tokens
-        copies = self._copying() if self._open.oldest is not None else 0
+        copies = self._copying() if self._open.oldest is not None else ()
         # Inline, because every step runs this: a step that only decodes, like the one before, costs two calls.
         is_calm = decode > 0 and not prefill
         if self._is_steady or (self._ran and self._copies):
@@ -211,9 +216,8 @@ class NetBenefit:
             self._times.observe(seconds, self._decoded, copies)
         if copies and (slower := self._times.slowdown(copies)):
             lost = seconds * slower / (1 + slower)
-            ways = _WAYS[copies]
-            for way in ways:
-                self.interference_s[way] += lost / len(ways)
+            for way in copies:
+                self.interference_s[way] += lost / len(copies)
 
     # -- loads ------------------------------------------------------------------------------------------------------
 
@@ -274,10 +278,9 @@ class NetBenefit:
             if fetch is not load:
                 fetch.weigh(rate, load)
 
-    def _copying(self) -> int:
-        """Return the directions of the open copies, as one of `Copies`."""
-        stores = Copies.STORES if self._open.count(Direction.STORE, is_overdue=False) else 0
-        return stores | (Copies.LOADS if self._open.count(Direction.LOAD, is_overdue=False) else 0)
+    def _copying(self) -> Copies:
+        """Return the directions of the open copies."""
+        return tuple([way for way in _WAYS if self._open.count(way, is_overdue=False)])
 
     # -- the sign ---------------------------------------------------------------------------------------------------
 
@@ -293,10 +296,3 @@ class NetBenefit:
         if turned and began > -math.inf:
             self.is_negative = not self.is_negative
             self._publish(events.NetBenefitTurned(self.is_negative, gained, now - began))
-
-
-_WAYS: dict[int, tuple[Direction, ...]] = {
-    Copies.STORES: (Direction.STORE,),
-    Copies.LOADS: (Direction.LOAD,),
-    Copies.BOTH: (Direction.STORE, Direction.LOAD),
-}

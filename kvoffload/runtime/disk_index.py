@@ -19,11 +19,22 @@ from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from kvoffload.disk.open_folder import LOCK_PAUSE_S, LOCK_TRIES
+from kvoffload.disk.folder import DiskPlace, FolderInUse, TierFolder, caution, lock_folder, make_folder
+from kvoffload.disk.identity import KVIdentity, index_key
+from kvoffload.disk.index_format import Entries, IndexContents, IndexHeader, NotAnIndex
+from kvoffload.disk.index_log import (
+    INDEX_NAME,
+    IndexLog,
+    load_index,
+    new_generation,
+    remove_index,
+    start_index,
+)
+from kvoffload.disk.open_folder import LOCK_PAUSE_S, LOCK_TRIES, OpenFolder
+from kvoffload.disk.tier_key import TierKey
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
 from kvoffload.model.disk import DiskFile, DiskRecord, Put, Strike
@@ -31,14 +42,6 @@ from kvoffload.model.errors import reason_of
 from kvoffload.model.ids import Rank, SlotId
 from kvoffload.model.transfer import TransferReport
 from kvoffload.runtime.portal import Portal
-
-if TYPE_CHECKING:
-    from kvoffload.disk.folder import DiskPlace, TierFolder
-    from kvoffload.disk.identity import KVIdentity
-    from kvoffload.disk.index_format import Entries, IndexContents
-    from kvoffload.disk.index_log import IndexLog
-    from kvoffload.disk.open_folder import OpenFolder
-    from kvoffload.disk.tier_key import TierKey
 
 RESET_S = 5.0
 WRITE_PERIOD_S = 0.1
@@ -198,8 +201,6 @@ class DiskIndex:
         return self._executor.submit(careful)
 
     def _lock(self) -> None:
-        from kvoffload.disk.folder import FolderInUse, caution, lock_folder, make_folder
-
         identity = self._place.identify()
         self.opening = "lock of the folder"
         try:
@@ -224,10 +225,6 @@ class DiskIndex:
         self._do(self._lock)
 
     def _open(self) -> None:
-        from kvoffload.disk.identity import index_key
-        from kvoffload.disk.index_format import Entries, IndexHeader
-        from kvoffload.disk.index_log import new_generation, start_index
-
         if self._folder is None or self.opening is None:
             return
         assert self.identity is not None, "the folder is named by it"
@@ -274,8 +271,6 @@ class DiskIndex:
             self._index.sync()
 
     def _reset(self) -> bool:
-        from kvoffload.disk.index_log import remove_index
-
         if self._folder is None:
             return False
         remove_index(self._folder.folder, self._index)
@@ -307,9 +302,6 @@ def _find_index(
     folder: OpenFolder, files: tuple[bytes, ...], slots: int, key: TierKey | None
 ) -> IndexContents | None:
     """Return the folder's index of these slot files; None if there is none, or, with a warning, if it cannot be used."""
-    from kvoffload.disk.index_format import NotAnIndex
-    from kvoffload.disk.index_log import INDEX_NAME, load_index
-
     try:
         found = load_index(folder, slots, key)
         if found is not None and found.header.files != files:

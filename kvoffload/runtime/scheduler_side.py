@@ -294,22 +294,20 @@ class SchedulerSide:
 
     def _plan(self, began: float) -> TransferPlan:
         """Return the step's plan, and note its jobs as being with the workers."""
+        events: list[Event] = []
+        tally = self.core.state.tally
         try:
             plan = self.core.plan()
+            if tally.events or tally.has_sums:
+                events = tally.take()
         except Exception as error:
             self.faults.raised(error, "plan")
             return NOTHING
         self.copies.submitted((*plan.loads, *plan.stores))
         if self._below is not None and (plan.disk or plan.remote):
             self._below.moved(began)
-        tally = self.core.state.tally
-        if tally.events or tally.has_sums:
-            try:
-                events = tally.take()
-            except Exception as error:
-                self.faults.raised(error, "take_events")
-            else:
-                self.bus.dispatch(events)
+        if events:
+            self.bus.dispatch(events)
         return plan
 
     # -- reports ------------------------------------------------------------------------------------------------

@@ -5,15 +5,14 @@ No engine reports the end of a step or a sampled token, so all of it follows fro
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 
 from kvoffload.bus.bus import Bus
 from kvoffload.model.causes import Found
 from kvoffload.model.events import FirstTokenReached, LookupAnswered
 from kvoffload.model.ids import RequestId
-from kvoffload.model.transfer import Tier
+from kvoffload.model.transfer import Direction, Tier
 from kvoffload.runtime.copies import HookTime
 
 _SIZES = 24  # powers of two by which a step's decoded tokens are counted
@@ -33,13 +32,8 @@ HasToken = Callable[[], object]
 _FOUND = {Tier.DISK: Found.DISK, Tier.REMOTE: Found.REMOTE}
 
 
-class Copies(IntEnum):
-    """Which copies run during a step."""
-
-    NONE = 0
-    STORES = 1
-    LOADS = 2
-    BOTH = 3
+Copies = tuple[Direction, ...]
+"""Which way the copies run that run during a step: stores, loads, both, or none."""
 
 
 class StepTimes:
@@ -53,17 +47,17 @@ class StepTimes:
     def __init__(self) -> None:
         self._quiet_s = [0.0] * _SIZES
         self._seen = [0] * _SIZES
-        self._slowdown = [0.0] * len(Copies)
+        self._slowdown = defaultdict[Copies, float](float)
 
     def usual_s(self, tokens: int) -> float:
         """Return the time of a step that decodes this many tokens without copies; 0 while unknown."""
         return self._quiet_s[min(max(tokens, 1).bit_length(), _SIZES - 1)]
 
-    def slowdown(self, copies: int) -> float:
+    def slowdown(self, copies: Copies) -> float:
         """Return the share by which copies of this kind lengthen a step; 0 while unknown, never negative."""
         return max(self._slowdown[copies], 0.0)
 
-    def observe(self, seconds: float, tokens: int, copies: int) -> None:
+    def observe(self, seconds: float, tokens: int, copies: Copies) -> None:
         """Note the time of a step that only decoded, at least one token."""
         if seconds <= 0:
             return

@@ -298,7 +298,7 @@ def test_any_exception_on_its_thread_closes_the_tier(
     def fail(*_: object) -> None:
         raise RecursionError("too deep")
 
-    monkeypatch.setattr("kvoffload.disk.folder.make_folder", fail)
+    monkeypatch.setattr("kvoffload.runtime.disk_index.make_folder", fail)
     side = Side(portal=True, disk=tmp_path)
     side.step()
     assert side.side.core.state.disk is not None

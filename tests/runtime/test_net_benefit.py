@@ -299,3 +299,9 @@ def test_an_engine_that_reports_no_tokens_has_no_estimate() -> None:
     arrived(side, loading(side))
     side.side.step(facts.StepScheduled(99))
     assert saved(side) == value(side.side, "prefill_tokens_per_second") == 0
+
+
+def test_tokens_that_pay_are_said_of_each_tier_that_is_read() -> None:
+    series = Side().side.gauges()
+    assert series["kvoffload_break_even_tokens"] == {(): 0}
+    assert series["kvoffload_fetch_break_even_tokens"] == {("disk",): 0, ("remote",): 0}

@@ -72,7 +72,7 @@ def test_a_disk_whose_index_is_being_read(
 ) -> None:
     portal = held()
     side = Side(portal=portal, disk=tmp_path)
-    monkeypatch.setattr("kvoffload.disk.index_log.load_index", lambda *_: steps(side, 200))
+    monkeypatch.setattr("kvoffload.runtime.disk_index.load_index", lambda *_: steps(side, 200))
     portal.index.release()
     assert warnings(logged) == [("disk", "index")]
     side.close()
@@ -116,7 +116,7 @@ def test_a_disk_that_opened_or_failed_is_not_warned_of(
     def fail(*_: object) -> None:
         raise OSError("gone")
 
-    monkeypatch.setattr("kvoffload.disk.folder.make_folder", fail)
+    monkeypatch.setattr("kvoffload.runtime.disk_index.make_folder", fail)
     failed = Side(portal=True, disk=tmp_path)
     steps(failed, 500)
     failed.close()
