@@ -134,7 +134,6 @@ class NetBenefit:
         self._break_even = {tier: BreakEven() for tier in _SOURCES}
         self._set_least = set_least
         self._least_changes_at = math.inf
-        self._is_weighed = True  # nothing was measured since the break-even lengths were computed
         self._await_fetch: set[RequestId] = set()
         self._unpriced_tokens = 0
         self.saved_s = 0.0
@@ -262,15 +261,11 @@ class NetBenefit:
         self.saved_s += self._unpriced_tokens * rate
         if rate:
             self._unpriced_tokens = 0
-        self._is_weighed = False
         if self._set_least is not None:
             self._least_changes_at = -math.inf
 
     def _weigh(self) -> None:
-        """Compute the break-even lengths if they are out of date. Loads only mark them so: a step weighs all that have ended."""
-        if self._is_weighed:
-            return
-        self._is_weighed = True
+        """Compute the break-even lengths. A step or a reader does, for all loads that have ended."""
         rate = self._rate.seconds_per_token
         load = self._break_even[Tier.HOST]
         load.weigh(rate)

@@ -15,7 +15,7 @@ from kvoffload.core.offload_core import OffloadCore
 from kvoffload.logs import get_logger
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.engine import AuditsLeases, BlockPool
-from kvoffload.model.events import Event, OffloadingDegraded
+from kvoffload.model.events import OffloadingDegraded
 from kvoffload.model.facts import InvariantBroken
 from kvoffload.model.ids import SlotId
 from kvoffload.runtime.copies import OpenCopies
@@ -107,7 +107,7 @@ class Faults:
         cause, detail = DegradeCause.HANDLER_RAISED, self.error or ""
         self._bus.publish(InvariantBroken(cause, detail))
         self._bus.drop_handlers()
-        for event in self._left_events():
+        for event in _try(lambda: self._core.state.tally.take(everything=True)) or []:
             self._bus.publish(event)
         if not self._observation.saw_degradation:
             self._bus.publish(OffloadingDegraded(cause, detail))
@@ -115,14 +115,11 @@ class Faults:
         self._copies.forget_events()
         self.release_loose()
 
-    def _left_events(self) -> list[Event]:
-        return _try(lambda: self._core.state.tally.take(everything=True)) or []
-
     # -- audits -------------------------------------------------------------------------------------------------
 
     def audit(self) -> list[str]:
         """Return every violated invariant, at any time between two hooks. Costs time in the size of the pool."""
-        problems: list[str] = self.ask("audit", self._all_problems, [])
+        problems: list[str] = self.ask("audit", lambda: [*self._core.audit(), *self._engine_problems()], [])
         return self._judge(problems) if self.error is None else self._problems_of_a_broken_core()
 
     def audit_at_rest(self) -> None:
@@ -139,9 +136,6 @@ class Faults:
         if problems:
             self._bus.publish(InvariantBroken(DegradeCause.LAW_BROKEN, "; ".join(problems)))
         return problems
-
-    def _all_problems(self) -> list[str]:
-        return [*self._core.audit(), *self._engine_problems()]
 
     def _engine_problems(self) -> list[str]:
         return self._device.lease_problems(self._core.state.leases.counts) if self._device else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from functools import partial
@@ -19,7 +18,7 @@ from kvoffload.model.errors import KVOffloadError
 from kvoffload.model.events import OffloadingDegraded
 from kvoffload.model.facts import TransferReported
 from kvoffload.model.ids import Rank
-from kvoffload.runtime.copies import HookTime, OpenCopies
+from kvoffload.runtime.copies import Clocks, HookTime, OpenCopies
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.step_times import FirstTokens
 from kvoffload.telemetry.catalogue import Hook
@@ -86,43 +85,36 @@ class Watchdog:
     Args:
         copies: whose oldest pin and job are watched.
         timeout_s: `transfer_timeout_s`.
-        monotonic: seconds for ages.
-        unix: seconds since 1970, for people.
-        sleep: waits for seconds.
+        clocks: give ages, and times for people.
     """
 
-    def __init__(
-        self,
-        copies: OpenCopies,
-        timeout_s: float,
-        monotonic: Callable[[], float],
-        unix: Callable[[], float],
-        sleep: Callable[[float], Awaitable[None]],
-    ) -> None:
+    def __init__(self, copies: OpenCopies, timeout_s: float, clocks: Clocks) -> None:
         self._copies = copies
         self._allowed_s = {"pin": 2.5 * timeout_s, "job": 1.5 * timeout_s}
         self._period_s = min(timeout_s / 2, _LONGEST_PERIOD_S)
-        self._monotonic = monotonic
-        self._unix = unix
-        self._sleep = sleep
-        self._due = AtMostEvery(_QUIET_S, monotonic)
+        self._clocks = clocks
+        self._due = AtMostEvery(_QUIET_S, clocks.monotonic)
 
     async def run(self) -> None:
         """Look until cancelled."""
         while True:
-            await self._sleep(self._period_s)
+            await self._clocks.sleep(self._period_s)
             self.look()
 
     def look(self) -> None:
         """Warn of what is too old, at most once a minute for each kind."""
-        now = self._monotonic()
+        now = self._clocks.monotonic()
         oldest = {"pin": self._copies.oldest_pin, "job": self._copies.oldest}
         for kind, since in oldest.items():
             allowed_s = self._allowed_s[kind]
             if since is None or now - since <= allowed_s or self._due.due(kind) is None:
                 continue
             age_s = now - since
-            keys = {"age_s": round(age_s, 1), "allowed_s": allowed_s, "since": round(self._unix() - age_s)}
+            keys = {
+                "age_s": round(age_s, 1),
+                "allowed_s": allowed_s,
+                "since": round(self._clocks.unix() - age_s),
+            }
             log_watchdog.warning("held_too_long", what=kind, **keys)
 
 
@@ -135,8 +127,7 @@ class Observation:
         config: the operator's settings.
         identity: of the engine.
         hook: the time, in hooks.
-        monotonic: seconds, which space repeated warnings.
-        unix: seconds since 1970.
+        clocks: space repeated warnings, and give times for people.
 
     Raises:
         ConfigError: the journal's file cannot be written, or what spans need is not installed.
@@ -149,19 +140,17 @@ class Observation:
         config: OffloadConfig,
         identity: EngineIdentity,
         hook: HookTime,
-        *,
-        monotonic: Callable[[], float],
-        unix: Callable[[], float],
+        clocks: Clocks,
     ) -> None:
         self._bus = bus
-        self._now = monotonic
+        self._now = clocks.monotonic
         self.info = info_labels(identity, config)
-        self.spans = make_spans(config, shape, unix)
+        self.spans = make_spans(config, shape, clocks.unix)
         self.journal = Journal(
-            unix,
+            clocks.unix,
             path=config.journal_path,
             max_bytes=config.journal_max_bytes,
-            provenance=describe_run(identity, shape, config, unix()),
+            provenance=describe_run(identity, shape, config, clocks.unix()),
             on_failure=self._journal_failed,
         )
         self.counters = Counters()

@@ -104,12 +104,10 @@ class Portal:
 
     Args:
         name: of the threads.
-        copy_threads: threads of `executor`.
     """
 
-    def __init__(self, name: str, *, copy_threads: int = _COPY_THREADS) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._copy_threads = copy_threads
         self._is_closed = False
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -135,7 +133,7 @@ class Portal:
         with self._lock:
             self._check_open()
             if self._executor is None:
-                self._executor = DaemonExecutor(f"{self.name}-copy", self._copy_threads)
+                self._executor = DaemonExecutor(f"{self.name}-copy", _COPY_THREADS)
             return self._executor
 
     def new_executor(self, purpose: str, threads: int = 1) -> Executor:

@@ -75,10 +75,9 @@ class RemoteIndex:
         executor = portal.new_executor("remote-index", threads=2)
         connect = partial(open_store, place.address, timeout_s)
         self._calls = remote_calls(connect, executor, monotonic, timeout_s, side="scheduler")
-        self.due: list[facts.Fact] = []
-        """What the core must learn."""
+        self._due: list[facts.Fact] = []
         self.ended = self._calls.ended
-        """While it has something, `poll` is due."""
+        """While it has something, `take_facts` is due."""
         self._fingerprint: str | None = None
         self._generation: str | None = None
         self._made_ms = 0  # when the generation last taken from the store was made
@@ -94,12 +93,6 @@ class RemoteIndex:
 
     def take_facts(self) -> list[facts.Fact]:
         """Do what is due, and return what the core must learn since the last call. Never waits."""
-        self.poll()
-        due, self.due = self.due, []
-        return due
-
-    def poll(self) -> None:
-        """Do what is due, and take what has come. Never waits."""
         self._calls.poll()
         if self._fingerprint is None and self._identified.done() and not self._is_refused:
             self._take_identity()
@@ -115,7 +108,9 @@ class RemoteIndex:
         if usable != self._opened:
             self._opened = usable
             self._looks_at = float("-inf")  # a store that was lost may have lost the generation
-            self.due.append(facts.RemoteLost() if usable is None else facts.RemoteOpened(usable))
+            self._due.append(facts.RemoteLost() if usable is None else facts.RemoteOpened(usable))
+        due, self._due = self._due, []
+        return due
 
     @property
     def opening(self) -> str | None:
@@ -134,14 +129,14 @@ class RemoteIndex:
             has = tuple([key for key, is_there in answers if is_there])
             lacks = tuple([key for key, is_there in answers if not is_there])
             unanswered = len(keys) - len(answers)
-            self.due.append(facts.RemoteAnswered(request, namespace, has, lacks, unanswered, call.took))
+            self._due.append(facts.RemoteAnswered(request, namespace, has, lacks, unanswered, call.took))
 
         self._calls.submit(lambda _, store: store.ask(shard, keys), answered)
 
     def reset(self) -> bool:
         """Find nothing from before again, in this process; return whether that holds for later ones, too.
 
-        Waits for the store no longer than a call may take. Where it does not hold yet, `poll` sees to it.
+        Waits for the store no longer than a call may take. Where it does not hold yet, `take_facts` sees to it.
         """
         self._generation = secrets.token_hex(16)
         self._is_fixed = True

@@ -96,9 +96,7 @@ class SchedulerSide:
         self._jobs = self.core.state.jobs
         self._live = self.core.state.requests.live
         self.bus = Bus(self.core.state.tally)
-        self.observation = Observation(
-            self.bus, shape, config, identity, self._hook, monotonic=self._now, unix=self._clocks.unix
-        )
+        self.observation = Observation(self.bus, shape, config, identity, self._hook, self._clocks)
         self.counters = self.observation.counters
         self.ranks = self.observation.ranks
         self.info = self.observation.info
@@ -115,10 +113,7 @@ class SchedulerSide:
             )
         self._handle_facts()
         if portal is not None:
-            watchdog = Watchdog(
-                self.copies, self._timeout_s, self._now, self._clocks.unix, self._clocks.sleep
-            )
-            self.observation.start(portal, watchdog)
+            self.observation.start(portal, Watchdog(self.copies, self._timeout_s, self._clocks))
 
     def _handle_facts(self) -> None:
         bus, core = self.bus, self.core

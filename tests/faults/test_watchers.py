@@ -203,5 +203,4 @@ def watchdog_of(made: Rig) -> Any:  # noqa: ANN401
     from kvoffload.runtime.observers import Watchdog
 
     side = made.offload
-    clocks = side._clocks
-    return Watchdog(side.copies, TIMEOUT_S, clocks.monotonic, clocks.unix, clocks.sleep)
+    return Watchdog(side.copies, TIMEOUT_S, side._clocks)

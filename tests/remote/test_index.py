@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
@@ -31,18 +32,26 @@ class InlinePortal(Portal):
         return ManualExecutor(held=False)
 
 
+class Engine(RemoteIndex):
+    """Keeps what its core learns."""
+
+    def __init__(self, *args: Any) -> None:  # noqa: ANN401
+        super().__init__(*args)
+        self.told: list[facts.Fact] = []
+
+
 class World:
     """One store, and engines that share it."""
 
     def __init__(self) -> None:
         self.key: TierKey | None = None
         self.clock, self.store = FakeClock(), FakeStore()
-        self.engines: list[RemoteIndex] = []
+        self.engines: list[Engine] = []
 
-    def start(self, identity: Future[str] | None = None) -> RemoteIndex:
+    def start(self, identity: Future[str] | None = None) -> Engine:
         """An engine; with an identity, one that does not know yet what it serves."""
         place = RemotePlace(BucketAddress("blocks"), lambda: "print")
-        engine = RemoteIndex(place, 1, InlinePortal("inline"), self.clock.monotonic, 2.0, self.key)
+        engine = Engine(place, 1, InlinePortal("inline"), self.clock.monotonic, 2.0, self.key)
         if identity is not None:
             engine._identified = identity
         self.engines.append(engine)
@@ -53,12 +62,12 @@ class World:
         self.clock.jump(seconds)
         for engine in self.engines:
             for _ in range(3):  # a probe, what was waiting for it, its end
-                engine.poll()
+                engine.told += engine.take_facts()
 
 
-def generation(engine: RemoteIndex) -> str:
+def generation(engine: Engine) -> str:
     """Return what the core was last told to use, "" for nothing."""
-    changes = [each for each in engine.due if not isinstance(each, facts.RemoteAnswered)]
+    changes = [each for each in engine.told if not isinstance(each, facts.RemoteAnswered)]
     return changes[-1].namespace if changes and isinstance(changes[-1], facts.RemoteOpened) else ""
 
 
@@ -179,7 +188,7 @@ def keyed(world: World) -> World:
     return world
 
 
-def read(engine: RemoteIndex) -> str:
+def read(engine: Engine) -> str:
     return generation(engine).removeprefix("print/")
 
 

@@ -17,7 +17,7 @@ from kvoffload.model.causes import DegradeCause
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import BlockKey, DeviceBlockId, SlotId
 from kvoffload.runtime import faults
-from kvoffload.runtime.copies import HookTime, OpenCopies
+from kvoffload.runtime.copies import Clocks, HookTime, OpenCopies
 from kvoffload.runtime.observers import Watchdog
 from kvoffload.runtime.portal import Portal
 from kvoffload.telemetry.journal import JournalFile
@@ -235,7 +235,7 @@ def test_the_watchdog_warns_of_what_outlives_its_time_seldom(caplog: pytest.LogC
     clock = FakeClock()
     copies = OpenCopies(1, 10.0, Jobs(1), HookTime(), Bus())
     copies.oldest_pin = copies.oldest = 0.0
-    dog = Watchdog(copies, 10.0, clock.monotonic, lambda: 1000 + clock.monotonic(), clock.sleep)
+    dog = Watchdog(copies, 10.0, Clocks(clock.monotonic, lambda: 1000 + clock.monotonic(), clock.sleep))
     said = []
     for seconds in (15, 1, 9, 1, 40):
         clock.jump(seconds)

@@ -16,6 +16,7 @@ from unittest import mock
 from kvoffload.core import tiers
 from kvoffload.model.errors import RemoteError
 from kvoffload.model.ids import BlockKey
+from kvoffload.remote import values
 from kvoffload.remote.store import FAILED, MISSING
 from kvoffload.remote.values import Shard
 from kvoffload.runtime import remote_index, worker_side
@@ -276,6 +277,7 @@ def in_place_of_clients(store: SimStore) -> Iterator[None]:
         for module in (remote_index, worker_side):
             stack.enter_context(mock.patch.object(module, "open_store", store.connect))
         stack.enter_context(mock.patch.object(tiers, "MOST_HINTS", _HINTS))  # audits look at each
-        stack.enter_context(mock.patch.object(remote_index, "secrets", store))
+        for module in (remote_index, values):
+            stack.enter_context(mock.patch.object(module, "secrets", store))
         stack.enter_context(mock.patch.object(remote_index, "Future", Awaited))
         yield

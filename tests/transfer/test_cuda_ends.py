@@ -120,7 +120,7 @@ def test_a_fork_with_copies_running_touches_nothing_in_the_child_and_ends_both(
     emulator = Emulator(cuda_library_path)
     emulator.reset(delay_us=3000)
     engine = Engine(emulator, blocks=BLOCKS, pages=(PAGE,))
-    portal = Portal("kvoffload-fork", copy_threads=1)
+    portal = Portal("kvoffload-fork")
     monkeypatch.setattr(factory, "current_stream", lambda device: lambda: engine.stream)
     config = OffloadConfig(host_bytes=BLOCKS * PAGE, transfer_timeout_s=1.0)
     side = WorkerSide(Rank(0), 1, config, portal)
