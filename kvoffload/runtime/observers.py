@@ -165,9 +165,7 @@ class Observation:
         self._running: list[Future[None]] = []
         self._watching: Future[None] | None = None
         self._log_removed = log_removed()
-        self._ring_path: Path | None = None
-        if config.journal_path is not None:
-            self._ring_path = config.journal_path.with_name(f"{config.journal_path.name}.degraded")
+        self._journal_path = config.journal_path
         self.saw_degradation = False
         """Whether an event said that offloading went off."""
         bus.count(OffloadingDegraded, self._degraded)
@@ -218,12 +216,12 @@ class Observation:
         With a `journal_path`, the journal's whole ring goes to a file beside it that only its owner can read. A thread of the
         portal's writes it, so the engine does not wait for the disk.
         """
-        path = self._ring_path
-        whole = {} if path is None else {"journal_file": str(path)}
-        last = self.journal.tail(_TAIL)
-        log.error("offloading_off", cause=event.cause.value, detail=event.detail, journal=last, **whole)
-        if path is None:
+        keys = {"cause": event.cause.value, "detail": event.detail, "journal": self.journal.tail(_TAIL)}
+        if self._journal_path is None:
+            log.error("offloading_off", **keys)
             return
+        path = self._journal_path.with_name(f"{self._journal_path.name}.degraded")
+        log.error("offloading_off", **keys, journal_file=str(path))
         try:
             if self._portal is not None:
                 self._portal.executor.submit(self._save_ring, path)

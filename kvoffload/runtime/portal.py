@@ -112,7 +112,7 @@ class Portal:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._loop_thread: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
-        self._executor: DaemonExecutor | None = None
+        self._executor = DaemonExecutor(f"{self.name}-copy", _COPY_THREADS)
         # A loop knows its tasks only weakly: one that sleeps could be collected.
         self._running: set[Future[Any]] = set()
 
@@ -124,7 +124,7 @@ class Portal:
 
     @property
     def executor(self) -> Executor:
-        """Threads for calls that block, made at first use.
+        """Threads for calls that block.
 
         Raises:
             PortalClosed: after `close`.
@@ -132,8 +132,6 @@ class Portal:
         self._leave_parent()
         with self._lock:
             self._check_open()
-            if self._executor is None:
-                self._executor = DaemonExecutor(f"{self.name}-copy", _COPY_THREADS)
             return self._executor
 
     def new_executor(self, purpose: str, threads: int = 1) -> Executor:
@@ -178,8 +176,7 @@ class Portal:
             if thread is not threading.current_thread():
                 thread.join(timeout)
             ended = not thread.is_alive()
-        if executor is not None:
-            executor.shutdown(wait=False)
+        executor.shutdown(wait=False)
         return ended
 
     def _started_loop(self) -> asyncio.AbstractEventLoop:
@@ -202,7 +199,8 @@ class Portal:
             _FROM_PARENT.append((self._loop_thread, self._executor, self._running))
             self._pid = os.getpid()
             self._lock = threading.Lock()
-            self._loop_thread = self._executor = None
+            self._loop_thread = None
+            self._executor = DaemonExecutor(f"{self.name}-copy", _COPY_THREADS)
             self._running = set()
 
 

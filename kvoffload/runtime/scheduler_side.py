@@ -21,7 +21,6 @@ from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.config import AUTO, OffloadConfig, check_promises
 from kvoffload.model.engine import BlockPool, EngineIdentity, EngineShape
-from kvoffload.model.errors import ConfigError
 from kvoffload.model.events import Event
 from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.model.transfer import NOTHING, TransferPlan, TransferReport
@@ -422,17 +421,9 @@ def _policy(
     """Return what the operator chose, as the core wants it.
 
     Raises:
-        ConfigError: the engine promises too little for it, or its adapter has no such tier.
+        ConfigError: the engine promises too little for it.
     """
     check_promises(config, shape.promises)
-    tiers = {
-        "disk_path": (config.disk_path, disk, "disk"),
-        "remote_url": (config.remote_url, remote, "remote store"),
-    }
-    for name, (setting, place, tier) in tiers.items():
-        if setting is not None and place is None:
-            problem = f"{name} is set, but this engine's adapter has no {tier} below the host; leave it out"
-            raise ConfigError([problem])
     return Policy(
         config.store_policy,
         config.min_load_tokens if isinstance(config.min_load_tokens, int) else shape.alignment,
