@@ -100,7 +100,8 @@ class BreakEven:
         return self.tokens if now <= self.stale_at else 0
 
 
-_WAYS = Direction.STORE, Direction.LOAD
+_STORING: Copies = (Direction.STORE,)
+_LOADING: Copies = (Direction.LOAD,)
 _SOURCES = Tier.HOST, Tier.DISK, Tier.REMOTE  # of loads, and of fetches
 
 
@@ -244,15 +245,16 @@ class NetBenefit:
         copy.planned = None
         if isinstance(event, events.LoadEnded):
             self.waited_s[LoadWait.OWN_LOAD] += waited_s
-            if event.outcome is LoadOutcome.LOADED:
-                self._unpriced_tokens += copy.tokens
-                self._measured(Tier.HOST, copy.tokens, waited_s, copy.copy_s / self._ranks)
+            if event.outcome is not LoadOutcome.LOADED:
+                return
+            self._unpriced_tokens += copy.tokens
+            tier, copy_s = Tier.HOST, copy.copy_s / self._ranks
         elif event.outcome is TierOutcome.DONE:
             # Threads that copy side by side may add up to more than the wait.
-            self._measured(event.tier, copy.tokens, waited_s, min(event.copy_s, waited_s))
-
-    def _measured(self, tier: Tier, tokens: int, waited_s: float, copy_s: float) -> None:
-        self._break_even[tier].loaded(self._hook.now, tokens, waited_s, copy_s)
+            tier, copy_s = event.tier, min(event.copy_s, waited_s)
+        else:
+            return
+        self._break_even[tier].loaded(self._hook.now, copy.tokens, waited_s, copy_s)
         self._price()
 
     def _price(self) -> None:
@@ -275,7 +277,8 @@ class NetBenefit:
 
     def _copying(self) -> Copies:
         """Return the directions of the open copies."""
-        return tuple([way for way in _WAYS if self._open.count(way, is_overdue=False)])
+        stores = _STORING if self._open.count(Direction.STORE, is_overdue=False) else ()
+        return stores + (_LOADING if self._open.count(Direction.LOAD, is_overdue=False) else ())
 
     # -- the sign ---------------------------------------------------------------------------------------------------
 

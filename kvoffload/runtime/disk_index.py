@@ -94,7 +94,7 @@ class DiskIndex:
         self._is_closed = self._was_reset = self._has_failed = False
         self._files: dict[Rank, DiskFile] = {}
         self._folder: TierFolder | None = None
-        self._index: IndexLog | None = None  # also after a reset
+        self._index: IndexLog | None = None  # before it is open, and after a reset
         self._entries = 0  # that it has
         self._is_dirty = False
         self._writing: Future[None] | None = None
@@ -201,6 +201,8 @@ class DiskIndex:
         return self._executor.submit(careful)
 
     def _lock(self) -> None:
+        if self._has_failed:
+            return
         identity = self._place.identify()
         self.opening = "lock of the folder"
         try:

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from kvoffload.disk.folder import lock_folder, make_folder
+from kvoffload.disk.open_folder import LOCK_PAUSE_S
+from kvoffload.model.ids import Rank
+from kvoffload.model.transfer import TransferReport
 from kvoffload.remote.address import MooncakeAddress, RemotePlace
 from kvoffload.runtime.lower_tiers_side import OPENING_S
 from kvoffload.testing import FakeClock
@@ -121,3 +124,16 @@ def test_a_disk_that_opened_or_failed_is_not_warned_of(
     steps(failed, 500)
     failed.close()
     assert warnings(logged) == []
+
+
+def test_a_disk_that_failed_while_its_folder_was_locked_is_not_warned_of(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    holder = lock_folder(make_folder(tmp_path, IDENTITY, 0))
+    side = Side(portal=True, disk=tmp_path, opens_files=False)
+    side.side.reported([TransferReport(Rank(0), (), 8, disk_works=False)])
+    holder.close()
+    side.portal.advance(LOCK_PAUSE_S)
+    steps(side, 200)
+    assert warnings(logged) == []
+    side.close()
