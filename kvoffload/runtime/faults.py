@@ -19,7 +19,7 @@ from kvoffload.model.events import OffloadingDegraded
 from kvoffload.model.facts import InvariantBroken
 from kvoffload.model.ids import SlotId
 from kvoffload.runtime.copies import OpenCopies
-from kvoffload.runtime.observers import Observation
+from kvoffload.runtime.observation import Observation
 
 Result = TypeVar("Result")
 

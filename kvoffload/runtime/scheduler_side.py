@@ -28,10 +28,10 @@ from kvoffload.remote.address import RemotePlace
 from kvoffload.runtime.benefit import NetBenefit
 from kvoffload.runtime.copies import NO_ANSWERS, Clocks, HookTime, LoadAnswers, OpenCopies
 from kvoffload.runtime.faults import Faults
-from kvoffload.runtime.lower_tiers_side import LowerTiersSide
-from kvoffload.runtime.observers import Observation, Watchdog
+from kvoffload.runtime.observation import Observation, Watchdog
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.step_times import HasToken
+from kvoffload.runtime.tiers_side import TiersSide
 from kvoffload.telemetry.catalogue import Hook, Series, read_all
 
 _UNKNOWN = EngineIdentity()
@@ -104,10 +104,10 @@ class SchedulerSide:
         set_least = self.core.set_least if config.min_load_tokens == AUTO else None
         self.benefit = NetBenefit(shape.alignment, shape.ranks, self.copies, self._hook, self.bus, set_least)
         self.faults = Faults(self.core, self.bus, self.copies, device, self.observation)
-        self._below: LowerTiersSide | None = None
+        self._tiers_side: TiersSide | None = None
         if self.core.state.tiers:
             assert portal is not None, "a tier below the host needs a portal"
-            self._below = LowerTiersSide(
+            self._tiers_side = TiersSide(
                 self.core, self.faults, config, portal, self._clocks, disk, remote, tier_key
             )
         self._handle_facts()
@@ -148,8 +148,8 @@ class SchedulerSide:
         if watch.spans is not None:
             watch.spans.expect(trace_parent)
         self.bus.dispatch([fact])
-        if self._below is not None and self._below.asks:
-            self._below.ask()
+        if self._tiers_side is not None and self._tiers_side.asks:
+            self._tiers_side.ask()
         self._spent[_SEEN] += self._now() - began
 
     def lookup(
@@ -244,8 +244,8 @@ class SchedulerSide:
             batch += first_tokens.ended(request)
         self.bus.dispatch(batch)
         if not self._live:
-            if self._below is not None:
-                self._below.rest(began)
+            if self._tiers_side is not None:
+                self._tiers_side.rest(began)
             self.benefit.idle()
             if not self._jobs.pending:
                 self.faults.ask("audit", self.faults.audit_at_rest, None)
@@ -267,20 +267,20 @@ class SchedulerSide:
         batch: list[object] = [fact]
         if watch.first_tokens.admitted:
             batch[:0] = watch.first_tokens.look()
-        below = self._below
-        if below is not None and (
-            below.is_opening
-            or below.ended
-            or below.due
-            or below.polls_at <= began
-            or below.overdue_at <= began
+        tiers = self._tiers_side
+        if tiers is not None and (
+            tiers.is_opening
+            or tiers.ended
+            or tiers.due
+            or tiers.polls_at <= began
+            or tiers.overdue_at <= began
         ):
-            batch += below.take_facts(began)
+            batch += tiers.take_facts(began)
         self.bus.dispatch(batch)
         jobs = self._jobs
         plan = self._plan(began) if (jobs.planned or jobs.cancelled) and faults.error is None else NOTHING
-        if below is not None and below.records:
-            below.record()
+        if tiers is not None and tiers.records:
+            tiers.record()
         self._spent[_STEP] += self._now() - began
         self.counters.hooks(self._spent)
         self._spent.clear()
@@ -298,8 +298,8 @@ class SchedulerSide:
             self.faults.raised(error, "plan")
             return NOTHING
         self.copies.submitted((*plan.loads, *plan.stores))
-        if self._below is not None and (plan.disk or plan.remote):
-            self._below.moved(began)
+        if self._tiers_side is not None and (plan.disk or plan.remote):
+            self._tiers_side.moved(began)
         if events:
             self.bus.dispatch(events)
         return plan
@@ -317,9 +317,9 @@ class SchedulerSide:
             if report.lost is not None:
                 self.bus.dispatch([facts.InvariantBroken(DegradeCause.TRANSFER_DEAD, report.lost)])
         if reports:
-            below, has_moved = self._below, self._jobs.open_on_tiers != open_before
-            if below is not None and (has_moved or below.records or below.awaits_files):
-                below.reported(reports, began, has_moved=has_moved)
+            tiers, has_moved = self._tiers_side, self._jobs.open_on_tiers != open_before
+            if tiers is not None and (has_moved or tiers.records or tiers.awaits_files):
+                tiers.reported(reports, began, has_moved=has_moved)
             self._look_after_reports()
         answers = self.take_answers() if self.copies.awaited or self.faults.cause else NO_ANSWERS
         self._spent[_REPORT] += self._now() - began
@@ -342,9 +342,11 @@ class SchedulerSide:
             return True
         if self.faults.error is not None:
             return self.copies.oldest is not None
-        if self._below is None or self._live:
+        if self._tiers_side is None or self._live:
             return self.faults.ask("has_work", lambda: self.core.has_work, False)
-        return self.faults.ask("has_work", lambda: self.core.has_host_work, False) or self._below.has_work
+        return (
+            self.faults.ask("has_work", lambda: self.core.has_host_work, False) or self._tiers_side.has_work
+        )
 
     @property
     def watches_blocks(self) -> bool:
@@ -359,7 +361,8 @@ class SchedulerSide:
     @property
     def disk_identity(self) -> KVIdentity | None:
         """What the KV in the disk's folder depends on; None before this process has locked the folder."""
-        return self._below.disk.identity if self._below is not None and self._below.disk is not None else None
+        tiers = self._tiers_side
+        return tiers.disk.identity if tiers is not None and tiers.disk is not None else None
 
     # -- what operators ask -------------------------------------------------------------------------------------
 
@@ -372,7 +375,7 @@ class SchedulerSide:
         """
         began = self._hook.now = self._now()
         self.bus.dispatch([facts.CacheReset()])
-        is_forgotten = self._below is None or self._below.reset()
+        is_forgotten = self._tiers_side is None or self._tiers_side.reset()
         self._spent[_RESET] += self._now() - began
         has_ended = self.copies.oldest is None if self.faults.error is not None else not self._jobs.pending
         return has_ended and is_forgotten
@@ -400,8 +403,8 @@ class SchedulerSide:
         """Stop the observers. Open jobs are the workers' to drain."""
         self.bus.close()
         self.observation.wait()
-        if self._below is not None:
-            self._below.close()
+        if self._tiers_side is not None:
+            self._tiers_side.close()
 
     # -- inside -------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from kvoffload.model.facts import DiskRestored
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import GroupId, Rank
 from kvoffload.model.transfer import TransferReport
-from kvoffload.runtime.disk_index import DiskIndex
+from kvoffload.runtime.disk_catalog import DiskCatalog
 from kvoffload.runtime.portal import Portal
 from tests.bench.engineless import CountedBlocks
 from tests.bench.lines import Line, line
@@ -83,7 +83,7 @@ def _open(folder: Path, identity: KVIdentity, blocks: int) -> tuple[float, list[
     shape = EngineShape((group,), ranks=_RANKS, device_blocks=64, step_tokens=64)
     core = OffloadCore(shape, Policy(spill_after_hits=1), CountedBlocks(64))
     portal = Portal("kvoffload-bench")
-    index = DiskIndex(
+    index = DiskCatalog(
         DiskPlace(folder, lambda: identity), _RANKS, portal, asyncio.sleep, closes_in_s=_TIMEOUT_S
     )
     files = [DiskFile(_file_id(rank), blocks, blocks) for rank in range(_RANKS)]
@@ -102,7 +102,7 @@ def _open(folder: Path, identity: KVIdentity, blocks: int) -> tuple[float, list[
     return took, steps
 
 
-def _steps(core: OffloadCore, index: DiskIndex) -> Iterator[float]:
+def _steps(core: OffloadCore, index: DiskCatalog) -> Iterator[float]:
     """Let the core take over the index, and yield the processor time of each of its steps: other work on the machine adds to the rest."""
     while index.is_opening:
         if not index.due:

@@ -200,7 +200,7 @@ def test_a_wall_clock_that_is_set_changes_only_what_people_read(
 
 def watchdog_of(made: Rig) -> Any:  # noqa: ANN401
     """The side's own, with the parts that it watches."""
-    from kvoffload.runtime.observers import Watchdog
+    from kvoffload.runtime.observation import Watchdog
 
     side = made.offload
     return Watchdog(side.copies, TIMEOUT_S, side._clocks)

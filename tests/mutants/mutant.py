@@ -20,7 +20,7 @@ REMOTE = (
     "tests/core/test_remote.py",
     "tests/transfer/test_blocking_calls.py",
     "tests/transfer/test_remote.py",
-    "tests/remote/test_index.py",
+    "tests/remote/test_catalog.py",
 )
 CUDA = ("tests/transfer/test_cuda_life.py", "tests/transfer/test_cuda_driver.py")
 TRANSFER = ("tests/transfer/test_pump.py", "tests/transfer/test_pump_cancellation.py")

@@ -21,14 +21,14 @@ _CUDA_COPIER = "kvoffload/transfer/cuda/copier.py"
 _CUDA_DRIVER = "kvoffload/transfer/cuda/driver.py"
 _TIERS = "kvoffload/core/tiers.py"
 _TIER_COPIES = "kvoffload/core/tier_copies.py"
-_INDEX = "kvoffload/runtime/disk_index.py"
+_INDEX = "kvoffload/runtime/disk_catalog.py"
 _CALLS = "kvoffload/transfer/blocking_calls.py"
 _TIER_JOBS = "kvoffload/transfer/tier_jobs.py"
 _DISK = "kvoffload/transfer/disk.py"
 _FORMAT = "kvoffload/disk/index_format.py"
 _WEIGHTS = "kvoffload/disk/weights.py"
 _VLLM_IDENTITY = "plugins/kvoffload_vllm/kv_identity.py"
-_REMOTE_INDEX = "kvoffload/runtime/remote_index.py"
+_REMOTE_CATALOG = "kvoffload/runtime/remote_catalog.py"
 _REMOTE = "kvoffload/transfer/remote.py"
 
 _PROGRESS = "plugins/kvoffload_vllm/progress.py"
@@ -437,7 +437,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(17, _TIERS, "in tier_slots if self.has_block[slot]]", "in tier_slots]", _FOUND),
     Mutant(15, _TIER_COPIES, " or key in self._left", "", DISK),
     Mutant(17, _TIER_COPIES, "state.pool.count(SlotState.EMPTY)", "state.pool.room", DISK),
-    Mutant(16, "kvoffload/runtime/lower_tiers_side.py", "< self._drain_s", "< 1e9", DISK),
+    Mutant(16, "kvoffload/runtime/tiers_side.py", "< self._drain_s", "< 1e9", DISK),
     Mutant(18, "kvoffload/disk/index_format.py", ".newest(capacity)", "", DISK),
     Mutant(18, _VLLM_IDENTITY, "request.lora_request is None and named", "named", _OPENING),
     Mutant(
@@ -483,31 +483,31 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(17, _TIER_COPIES, "not (remote.is_usable and ", "not (", REMOTE),
     Mutant(18, _TIERS, 'self.namespace = ""  #', "pass  #", REMOTE),
     Mutant(
-        18, _REMOTE_INDEX, "if self._generation is not None and found.is_after_reset:", "if False:", REMOTE
+        18, _REMOTE_CATALOG, "if self._generation is not None and found.is_after_reset:", "if False:", REMOTE
     ),
     Mutant(
         18,
-        _REMOTE_INDEX,
+        _REMOTE_CATALOG,
         "self._generation = secrets.token_hex(16)\n        self._is_fixed = True",
         "pass",
         REMOTE,
     ),
-    Mutant(18, _REMOTE_INDEX, "return not self._has_shared", "return True", REMOTE),
+    Mutant(18, _REMOTE_CATALOG, "return not self._has_shared", "return True", REMOTE),
     Mutant(
         18,
-        _REMOTE_INDEX,
+        _REMOTE_CATALOG,
         "            self._made_ms = found.made_ms\n            self._has_shared = True\n",
         "",
         REMOTE,
     ),
     Mutant(
         18,
-        _REMOTE_INDEX,
+        _REMOTE_CATALOG,
         "data = new_generation(name, self._key, self._made_ms, is_after_reset=True)",
         "data = b'0' * 32",
         REMOTE,
     ),
-    Mutant(18, _REMOTE_INDEX, "if found.made_ms < self._made_ms:", "if False:", REMOTE),
+    Mutant(18, _REMOTE_CATALOG, "if found.made_ms < self._made_ms:", "if False:", REMOTE),
     Mutant(
         17,
         "kvoffload/remote/values.py",

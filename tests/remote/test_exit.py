@@ -67,7 +67,7 @@ def server(tmp_path: Path) -> Iterator[Mooncake]:
 
 def calls_of(engine: Served) -> list[BlockingCalls[Any]]:
     """Return the scheduler's, and the rank's."""
-    below, (worker,) = engine.offload._below, engine.plugin.workers
+    below, (worker,) = engine.offload._tiers_side, engine.plugin.workers
     assert below is not None
     assert below._remote is not None
     assert worker._remote is not None

@@ -25,7 +25,7 @@ from kvoffload.model.ids import BlockKey
 from kvoffload.model.transfer import Direction, Tier
 from kvoffload.remote.local import Server
 from kvoffload.remote.values import TRAILER_BYTES, Shard
-from kvoffload.runtime import remote_index
+from kvoffload.runtime import remote_catalog
 from kvoffload.telemetry.catalogue import TierState, tier_state
 from kvoffload.testing import ThreadGate
 from kvoffload.testing.logs import capture_logs
@@ -49,7 +49,7 @@ PROMPTS = [text(seed, 10 * BLOCK) for seed in range(10, 14)]
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that is gone is noticed without a request, and what was written to a bucket is seen at once."""
-    monkeypatch.setattr(remote_index, "LOOK_PERIOD_S", 0.05)
+    monkeypatch.setattr(remote_catalog, "LOOK_PERIOD_S", 0.05)
     monkeypatch.setattr("kvoffload.remote.bucket.LOOK_PERIOD_S", 0.0)
 
 
@@ -371,9 +371,9 @@ def test_r17_a_store_that_is_dead_for_good_is_called_by_probes_alone(
     proxy.refuse = lambda _: 503
     until(engine, TierState.FAILING)
     engine.run(PROMPTS[0])
-    assert engine.offload._below is not None
-    assert engine.offload._below._remote is not None
-    calls = engine.offload._below._remote._calls
+    assert engine.offload._tiers_side is not None
+    assert engine.offload._tiers_side._remote is not None
+    calls = engine.offload._tiers_side._remote._calls
     engine.step_until(lambda: not calls._active)  # those that began before the breaker opened
     began, before = time.monotonic(), len(proxy.requests)
     for seed in range(100, 108):

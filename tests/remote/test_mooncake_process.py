@@ -21,7 +21,7 @@ import pytest
 from kvoffload.model.causes import TierOutcome
 from kvoffload.model.transfer import Direction, Tier
 from kvoffload.remote import mooncake
-from kvoffload.runtime import remote_index
+from kvoffload.runtime import remote_catalog
 from kvoffload.telemetry.catalogue import TierState, tier_state
 from kvoffload.testing.logs import capture_logs
 from tests.reference.rig import BLOCK, text
@@ -92,7 +92,7 @@ def master() -> Iterator[Master]:
 @pytest.fixture
 def fake(tmp_path: Path, master: Master, monkeypatch: pytest.MonkeyPatch) -> Fake:
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(remote_index, "LOOK_PERIOD_S", 0.05)
+    monkeypatch.setattr(remote_catalog, "LOOK_PERIOD_S", 0.05)
     return Fake(tmp_path, master.url)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvoffload.model.transfer import Direction, Tier
-from kvoffload.runtime import remote_index
+from kvoffload.runtime import remote_catalog
 from kvoffload.telemetry.catalogue import TierState, tier_state
 from kvoffload.testing.logs import capture_logs
 from tests.reference.rig import BLOCK, text
@@ -78,7 +78,7 @@ def keeping(lines: Sequence[dict[str, Any]]) -> int:
 def test_r18_a_reset_of_one_engine_costs_the_others_nothing_and_nothing_of_before_comes_back_to_it(
     start: StartEngine, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_index, "LOOK_PERIOD_S", 0.01)
+    monkeypatch.setattr(remote_catalog, "LOOK_PERIOD_S", 0.01)
     first, second, third = (start(url, disk_identity="others").opened() for _ in range(3))
     first.share()
     shared = first.namespace

@@ -40,7 +40,7 @@ class ManualPortal(Portal):
         return self._manual_executor
 
     def new_executor(self, purpose: str, threads: int = 1) -> ManualExecutor:
-        if purpose in ("spans", "disk-index"):
+        if purpose in ("spans", "disk-catalog"):
             return self.extra if purpose == "spans" else self.index
         made = ManualExecutor(held=False)
         if purpose == "disk":

@@ -18,7 +18,7 @@ from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import BlockKey, DeviceBlockId, SlotId
 from kvoffload.runtime import faults
 from kvoffload.runtime.copies import Clocks, HookTime, OpenCopies
-from kvoffload.runtime.observers import Watchdog
+from kvoffload.runtime.observation import Watchdog
 from kvoffload.runtime.portal import Portal
 from kvoffload.telemetry.journal import JournalFile
 from kvoffload.telemetry.records import read_journal

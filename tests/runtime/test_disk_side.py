@@ -17,7 +17,7 @@ from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import AUTO, OffloadConfig
 from kvoffload.model.ids import RequestId
 from kvoffload.model.transfer import Direction, JobReport, TransferPlan
-from kvoffload.runtime import disk_index
+from kvoffload.runtime import disk_catalog
 from kvoffload.testing.logs import capture_logs
 from tests.operations import calls
 from tests.runtime.parts import BLOCK, IDENTITY, RELOAD, TIMEOUT_S, Side, loading
@@ -135,7 +135,7 @@ def test_no_hook_wakes_the_index_thread_for_what_it_records(tmp_path: Path) -> N
     side.portal.index.hold()
     leave_on_disk(side, "a")
     assert side.portal.index.waiting == 0
-    side.portal.advance(disk_index.WRITE_PERIOD_S)
+    side.portal.advance(disk_catalog.WRITE_PERIOD_S)
     assert side.portal.index.waiting == 1
     side.portal.index.release()
     (file,) = tmp_path.glob("**/index")
@@ -298,7 +298,7 @@ def test_any_exception_on_its_thread_closes_the_tier(
     def fail(*_: object) -> None:
         raise RecursionError("too deep")
 
-    monkeypatch.setattr("kvoffload.runtime.disk_index.make_folder", fail)
+    monkeypatch.setattr("kvoffload.runtime.disk_catalog.make_folder", fail)
     side = Side(portal=True, disk=tmp_path)
     side.step()
     assert side.side.core.state.disk is not None

@@ -13,7 +13,7 @@ from kvoffload.disk.open_folder import LOCK_PAUSE_S
 from kvoffload.model.ids import Rank
 from kvoffload.model.transfer import TransferReport
 from kvoffload.remote.address import MooncakeAddress, RemotePlace
-from kvoffload.runtime.lower_tiers_side import OPENING_S
+from kvoffload.runtime.tiers_side import OPENING_S
 from kvoffload.testing import FakeClock
 from kvoffload.testing.logs import capture_logs
 from tests.remote.fake_store import FakeStore
@@ -75,7 +75,7 @@ def test_a_disk_whose_index_is_being_read(
 ) -> None:
     portal = held()
     side = Side(portal=portal, disk=tmp_path)
-    monkeypatch.setattr("kvoffload.runtime.disk_index.load_index", lambda *_: steps(side, 200))
+    monkeypatch.setattr("kvoffload.runtime.disk_catalog.load_index", lambda *_: steps(side, 200))
     portal.index.release()
     assert warnings(logged) == [("disk", "index")]
     side.close()
@@ -84,7 +84,7 @@ def test_a_disk_whose_index_is_being_read(
 def test_a_store_that_is_not_reached(logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     store = FakeStore()
     store.fails = True
-    monkeypatch.setattr("kvoffload.runtime.remote_index.open_store", lambda *_: store)
+    monkeypatch.setattr("kvoffload.runtime.remote_catalog.open_store", lambda *_: store)
     check(Side(portal=True, remote=RemotePlace(NOWHERE, lambda: "print")), logged, "remote", "connection")
 
 
@@ -93,7 +93,7 @@ def test_both_are_named(
 ) -> None:
     store = FakeStore()
     store.fails = True
-    monkeypatch.setattr("kvoffload.runtime.remote_index.open_store", lambda *_: store)
+    monkeypatch.setattr("kvoffload.runtime.remote_catalog.open_store", lambda *_: store)
     place = RemotePlace(NOWHERE, lambda: "print")
     side = Side(portal=held(), disk=tmp_path, remote=place)
     steps(side, 200)
@@ -119,7 +119,7 @@ def test_a_disk_that_opened_or_failed_is_not_warned_of(
     def fail(*_: object) -> None:
         raise OSError("gone")
 
-    monkeypatch.setattr("kvoffload.runtime.disk_index.make_folder", fail)
+    monkeypatch.setattr("kvoffload.runtime.disk_catalog.make_folder", fail)
     failed = Side(portal=True, disk=tmp_path)
     steps(failed, 500)
     failed.close()

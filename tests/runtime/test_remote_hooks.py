@@ -22,7 +22,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartSide]:
     sides: list[Side] = []
 
     def begin(store: FakeStore | None) -> Side:
-        monkeypatch.setattr("kvoffload.runtime.remote_index.open_store", lambda *_: store)
+        monkeypatch.setattr("kvoffload.runtime.remote_catalog.open_store", lambda *_: store)
         place = None if store is None else RemotePlace(MooncakeAddress("nowhere", 1), lambda: "print")
         side = Side(portal=True, remote=place)
         sides.append(side)

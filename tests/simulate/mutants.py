@@ -21,8 +21,8 @@ from kvoffload.model.facts import StepScheduled
 from kvoffload.model.ids import BlockKey, Rank, SlotId
 from kvoffload.remote.values import Shard
 from kvoffload.runtime.copies import LoadAnswers, OpenCopies
-from kvoffload.runtime.disk_index import DiskIndex
-from kvoffload.runtime.remote_index import RemoteIndex
+from kvoffload.runtime.disk_catalog import DiskCatalog
+from kvoffload.runtime.remote_catalog import RemoteCatalog
 from kvoffload.transfer import disk, remote
 from kvoffload.transfer.blocking_calls import Breaker, Call
 from kvoffload.transfer.lanes import Lane
@@ -167,7 +167,7 @@ def _disk_is_not_compared() -> list[Patch]:
 
 
 def _reset_leaves_the_index() -> list[Patch]:
-    return [(DiskIndex, "_reset", lambda self: True)]
+    return [(DiskCatalog, "_reset", lambda self: True)]
 
 
 def _store_is_not_compared() -> list[Patch]:
@@ -189,7 +189,7 @@ def _generation_is_not_in_the_name() -> list[Patch]:
 
 
 def _generation_stays_at_a_reset() -> list[Patch]:
-    return [(RemoteIndex, "reset", _nothing)]
+    return [(RemoteCatalog, "reset", _nothing)]
 
 
 def _dead_store_is_called_on() -> list[Patch]:

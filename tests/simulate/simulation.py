@@ -184,7 +184,7 @@ class Simulation:
     def reset(self) -> None:
         """Reset the caches; once the answer is yes, no engine finds anything from before."""
         self.engine.reset_prefix_cache()
-        below = self.offload._below
+        below = self.offload._tiers_side
         replaced = self._store.replaced if self._store is not None else 0
         self._was_reset |= below is not None and below.reset() and self.offload.disk_identity is not None
         self._reset_namespaces |= dict.fromkeys(self._namespaces, replaced)

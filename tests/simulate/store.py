@@ -19,7 +19,7 @@ from kvoffload.model.ids import BlockKey
 from kvoffload.remote import values
 from kvoffload.remote.store import FAILED, MISSING
 from kvoffload.remote.values import Shard
-from kvoffload.runtime import remote_index, worker_side
+from kvoffload.runtime import remote_catalog, worker_side
 from tests.simulate.disk import DiskPortal, SimThread
 
 if TYPE_CHECKING:
@@ -274,10 +274,10 @@ class Awaited(Future[Any]):
 def in_place_of_clients(store: SimStore) -> Iterator[None]:
     """Run with a simulated store at every address."""
     with ExitStack() as stack:
-        for module in (remote_index, worker_side):
+        for module in (remote_catalog, worker_side):
             stack.enter_context(mock.patch.object(module, "open_store", store.connect))
         stack.enter_context(mock.patch.object(tiers, "MOST_HINTS", _HINTS))  # audits look at each
-        for module in (remote_index, values):
+        for module in (remote_catalog, values):
             stack.enter_context(mock.patch.object(module, "secrets", store))
-        stack.enter_context(mock.patch.object(remote_index, "Future", Awaited))
+        stack.enter_context(mock.patch.object(remote_catalog, "Future", Awaited))
         yield

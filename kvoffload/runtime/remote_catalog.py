@@ -49,7 +49,7 @@ LOOK_PERIOD_S = 30.0
 log = get_logger("remote")
 
 
-class RemoteIndex:
+class RemoteCatalog:
     """What one engine's scheduler knows from a remote store.
 
     Args:
@@ -72,7 +72,7 @@ class RemoteIndex:
     ) -> None:
         self._ranks, self._monotonic, self._timeout_s = ranks, monotonic, timeout_s
         self._key = key
-        executor = portal.new_executor("remote-index", threads=2)
+        executor = portal.new_executor("remote-catalog", threads=2)
         connect = partial(open_store, place.address, timeout_s)
         self._calls = remote_calls(connect, executor, monotonic, timeout_s, side="scheduler")
         self._due: list[facts.Fact] = []

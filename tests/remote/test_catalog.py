@@ -15,9 +15,9 @@ from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.remote import values
 from kvoffload.remote.address import BucketAddress, RemotePlace
 from kvoffload.remote.values import generation_name
-from kvoffload.runtime import remote_index
+from kvoffload.runtime import remote_catalog
 from kvoffload.runtime.portal import Portal
-from kvoffload.runtime.remote_index import LOOK_PERIOD_S, RemoteIndex
+from kvoffload.runtime.remote_catalog import LOOK_PERIOD_S, RemoteCatalog
 from kvoffload.testing import FakeClock, ManualExecutor
 from kvoffload.testing.logs import capture_logs
 from tests.remote.fake_store import FakeStore
@@ -32,7 +32,7 @@ class InlinePortal(Portal):
         return ManualExecutor(held=False)
 
 
-class Engine(RemoteIndex):
+class Engine(RemoteCatalog):
     """Keeps what its core learns."""
 
     def __init__(self, *args: Any) -> None:  # noqa: ANN401
@@ -74,7 +74,7 @@ def generation(engine: Engine) -> str:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     made = World()
-    monkeypatch.setattr(remote_index, "open_store", lambda *_: made.store)
+    monkeypatch.setattr(remote_catalog, "open_store", lambda *_: made.store)
     return made
 
 

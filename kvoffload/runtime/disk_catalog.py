@@ -53,8 +53,8 @@ _GROWTH = 2**16  # slots that it makes in a step
 log = get_logger("disk")
 
 
-class DiskIndex:
-    """The index of one engine's disk.
+class DiskCatalog:
+    """What one engine's scheduler knows from its disk: the slots, and the index of the blocks in them.
 
     Args:
         place: where it lies.
@@ -86,7 +86,7 @@ class DiskIndex:
         self._sleep = sleep
         self._closes_in_s = closes_in_s
         self._key = key
-        self._executor = portal.new_executor("disk-index")
+        self._executor = portal.new_executor("disk-catalog")
         self._unwritten: deque[DiskRecord] = deque()
         self.due: deque[Callable[[], facts.Fact]] = deque()
         self.opening: str | None = "identity of the weights"

@@ -1,4 +1,4 @@
-"""The tiers below the host on the scheduler's side: their indexes, and the steps that an engine makes for them alone.
+"""The tiers below the host on the scheduler's side: their catalogs, and the steps that an engine makes for them alone.
 
     step ─▶ what the core must learn: of an index, of the store, of jobs that nothing moves ─▶ records for the disk's index
     report ─▶ slot files that were opened, records
@@ -26,10 +26,10 @@ from kvoffload.model.disk import DiskRecord
 from kvoffload.model.transfer import TransferReport
 from kvoffload.remote.address import RemotePlace
 from kvoffload.runtime.copies import Clocks
-from kvoffload.runtime.disk_index import DiskIndex
+from kvoffload.runtime.disk_catalog import DiskCatalog
 from kvoffload.runtime.faults import Faults
 from kvoffload.runtime.portal import Portal
-from kvoffload.runtime.remote_index import RemoteIndex
+from kvoffload.runtime.remote_catalog import RemoteCatalog
 
 log = get_logger("tiers")
 
@@ -47,7 +47,7 @@ _LATE_STEPS = 4
 """In which what ended while no step was made is reported, also where steps are scheduled ahead of reports."""
 
 
-class LowerTiersSide:
+class TiersSide:
     """What `SchedulerSide` knows of the tiers below the host.
 
     Args:
@@ -84,15 +84,15 @@ class LowerTiersSide:
     ) -> None:
         state, now = core.state, clocks.monotonic
         ranks = state.shape.ranks
-        self.disk: DiskIndex | None = None
-        self._remote: RemoteIndex | None = None
-        self._indexes: dict[str, DiskIndex | RemoteIndex] = {}
+        self.disk: DiskCatalog | None = None
+        self._remote: RemoteCatalog | None = None
+        self._catalogs: dict[str, DiskCatalog | RemoteCatalog] = {}
         if disk is not None:
-            self.disk = DiskIndex(disk, ranks, portal, clocks.sleep, closes_in_s=config.drain_s, key=key)
-            self._indexes["disk"] = self.disk
+            self.disk = DiskCatalog(disk, ranks, portal, clocks.sleep, closes_in_s=config.drain_s, key=key)
+            self._catalogs["disk"] = self.disk
         if remote is not None:
-            self._remote = RemoteIndex(remote, ranks, portal, now, config.remote_timeout_s, key)
-            self._indexes["remote"] = self._remote
+            self._remote = RemoteCatalog(remote, ranks, portal, now, config.remote_timeout_s, key)
+            self._catalogs["remote"] = self._remote
         self._tiers = core.lower_tiers
         self._core = state
         self._jobs = state.jobs
@@ -129,8 +129,8 @@ class LowerTiersSide:
         elif self.overdue_at <= now:
             self.overdue_at = inf
             found += map(facts.JobOverdue, self._jobs.on_tiers())
-        for index in self._indexes.values():
-            found += index.take_facts()
+        for catalog in self._catalogs.values():
+            found += catalog.take_facts()
         if self._remote is not None:
             self.polls_at = now + _POLL_S if self._remote.opening is None else -inf
         return found
@@ -139,7 +139,7 @@ class LowerTiersSide:
         """Warn once if a tier opens for longer than a minute in which the engine makes steps."""
         self._opening_s += min(now - self._stepped_at, _LONGEST_STEP_S)
         self._stepped_at = now
-        stages = {name: index.opening for name, index in self._indexes.items() if index.opening}
+        stages = {name: catalog.opening for name, catalog in self._catalogs.items() if catalog.opening}
         self.is_opening = bool(stages) and self._opening_s < OPENING_S
         if not self.is_opening:
             for name, stage in stages.items():
@@ -188,14 +188,14 @@ class LowerTiersSide:
         """Invalidate what these tiers have; return whether that holds for later processes too."""
         if self._remote is not None:
             self.polls_at = -inf
-        are_done = [index.reset() for index in self._indexes.values()]  # also behind one that is not
+        are_done = [catalog.reset() for catalog in self._catalogs.values()]  # also behind one that is not
         return all(are_done)
 
     def close(self) -> None:
         """Write what is to be recorded, and wait for no tier that hangs."""
         self.record()
-        for index in self._indexes.values():
-            index.close()
+        for catalog in self._catalogs.values():
+            catalog.close()
 
     def _is_due(self) -> bool:
         return self._tiers.is_due
