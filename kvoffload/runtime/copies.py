@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from kvoffload.bus.bus import Bus
 from kvoffload.core.jobs import Jobs
@@ -24,6 +24,7 @@ from kvoffload.model import events
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import DeviceBlockId, JobId, Rank, RequestId
 from kvoffload.model.transfer import DeviceJob, Direction, TransferReport
+from kvoffload.telemetry.catalogue import Hook
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,11 @@ class HookTime(Struct):
 
     Args:
         now: when it began, in monotonic seconds.
+        spent: seconds that each hook took in this step.
     """
 
     now: float = -math.inf
+    spent: defaultdict[Hook, float] = field(default_factory=lambda: defaultdict(float))
 
 
 CopyEnded: TypeAlias = events.LoadEnded | events.TierCopyEnded
@@ -119,7 +122,7 @@ class OpenCopies:
 
     def __init__(self, ranks: int, timeout_s: float, jobs: Jobs, hook: HookTime, bus: Bus) -> None:
         self._ranks = frozenset(map(Rank, range(ranks)))
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._jobs = jobs
         self._bus = bus
         self._hook = hook
@@ -193,7 +196,7 @@ class OpenCopies:
     def overdue(self) -> list[JobId]:
         """Hand over the jobs whose time is up, each once."""
         jobs, now = [], self._hook.now
-        while self._due and self._due[0][0] + self._timeout_s <= now:
+        while self._due and self._due[0][0] + self.timeout_s <= now:
             job = self._due.popleft()[1]
             copy = self.by_job.get(job)
             if copy is not None and copy.given is not None and copy.running:

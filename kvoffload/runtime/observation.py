@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from functools import partial
@@ -21,7 +20,6 @@ from kvoffload.model.ids import Rank
 from kvoffload.runtime.copies import Clocks, HookTime, OpenCopies
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.step_times import FirstTokens
-from kvoffload.telemetry.catalogue import Hook
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.journal import Journal, JournalFile
 from kvoffload.telemetry.logging import AtMostEvery, LogObserver, log_removed, log_spans_failed
@@ -158,8 +156,6 @@ class Observation:
         self.ranks = RankReports(shape.ranks, bus)
         self.journal.subscribe(bus)
         self.first_tokens = FirstTokens(hook, bus)
-        self.spent = defaultdict[Hook, float](float)
-        """Seconds that each hook took in this step."""
         self._executor: Executor | None = None
         self._portal: Portal | None = None
         self._running: list[Future[None]] = []

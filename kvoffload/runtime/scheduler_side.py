@@ -88,7 +88,6 @@ class SchedulerSide:
         self._clocks = clocks or Clocks()
         self._now = self._clocks.monotonic
         self._hook = HookTime()
-        self._timeout_s = config.transfer_timeout_s
         self._deferred: dict[RequestId, _Deferral] = {}
         self.shape = shape
         self.core = OffloadCore(shape, _policy(config, shape, disk, remote), device)
@@ -97,10 +96,7 @@ class SchedulerSide:
         self.bus = Bus(self.core.state.tally)
         self.observation = Observation(self.bus, shape, config, identity, self._hook, self._clocks)
         self.counters = self.observation.counters
-        self.ranks = self.observation.ranks
-        self.info = self.observation.info
-        self._spent = self.observation.spent
-        self.copies = OpenCopies(shape.ranks, self._timeout_s, self._jobs, self._hook, self.bus)
+        self.copies = OpenCopies(shape.ranks, config.transfer_timeout_s, self._jobs, self._hook, self.bus)
         set_least = self.core.set_least if config.min_load_tokens == AUTO else None
         self.benefit = NetBenefit(shape.alignment, shape.ranks, self.copies, self._hook, self.bus, set_least)
         self.faults = Faults(self.core, self.bus, self.copies, device, self.observation)
@@ -112,7 +108,7 @@ class SchedulerSide:
             )
         self._handle_facts()
         if portal is not None:
-            self.observation.start(portal, Watchdog(self.copies, self._timeout_s, self._clocks))
+            self.observation.start(portal, Watchdog(self.copies, config.transfer_timeout_s, self._clocks))
 
     def _handle_facts(self) -> None:
         bus, core = self.bus, self.core
@@ -150,7 +146,7 @@ class SchedulerSide:
         self.bus.dispatch([fact])
         if self._tiers_side is not None and self._tiers_side.asks:
             self._tiers_side.ask()
-        self._spent[_SEEN] += self._now() - began
+        self._hook.spent[_SEEN] += self._now() - began
 
     def lookup(
         self,
@@ -193,13 +189,13 @@ class SchedulerSide:
             self._stop_waiting(request, deferral, began)
         if events:
             self.bus.dispatch(events)
-        self._spent[_LOOKUP] += self._now() - began
+        self._hook.spent[_LOOKUP] += self._now() - began
         return answer
 
     def _may_wait(self, request: RequestId, now: float) -> bool:
         """Whether a request may be answered "not yet" again."""
         deferral = self._deferred.get(request)
-        return deferral is None or now - deferral.first < self._timeout_s
+        return deferral is None or now - deferral.first < self.copies.timeout_s
 
     def _defer(self, request: RequestId, now: float) -> None:
         deferral = self._deferred.setdefault(request, _Deferral(now, now))
@@ -229,7 +225,7 @@ class SchedulerSide:
         if fact.external_tokens:
             self.copies.awaits(fact.request)
         self.bus.dispatch([fact])
-        self._spent[_ALLOCATED] += self._now() - began
+        self._hook.spent[_ALLOCATED] += self._now() - began
 
     def ended(self, fact: facts.RequestEnded) -> None:
         """A request finished or was aborted, and still has its blocks."""
@@ -249,7 +245,7 @@ class SchedulerSide:
             self.benefit.idle()
             if not self._jobs.pending:
                 self.faults.ask("audit", self.faults.audit_at_rest, None)
-        self._spent[_ENDED] += self._now() - began
+        self._hook.spent[_ENDED] += self._now() - began
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -281,9 +277,9 @@ class SchedulerSide:
         plan = self._plan(began) if (jobs.planned or jobs.cancelled) and faults.error is None else NOTHING
         if tiers is not None and tiers.records:
             tiers.record()
-        self._spent[_STEP] += self._now() - began
-        self.counters.hooks(self._spent)
-        self._spent.clear()
+        self._hook.spent[_STEP] += self._now() - began
+        self.counters.hooks(self._hook.spent)
+        self._hook.spent.clear()
         return plan
 
     def _plan(self, began: float) -> TransferPlan:
@@ -322,7 +318,7 @@ class SchedulerSide:
                 tiers.reported(reports, began, has_moved=has_moved)
             self._look_after_reports()
         answers = self.take_answers() if self.copies.awaited or self.faults.cause else NO_ANSWERS
-        self._spent[_REPORT] += self._now() - began
+        self._hook.spent[_REPORT] += self._now() - began
         return answers
 
     def take_answers(self) -> LoadAnswers:
@@ -376,7 +372,7 @@ class SchedulerSide:
         began = self._hook.now = self._now()
         self.bus.dispatch([facts.CacheReset()])
         is_forgotten = self._tiers_side is None or self._tiers_side.reset()
-        self._spent[_RESET] += self._now() - began
+        self._hook.spent[_RESET] += self._now() - began
         has_ended = self.copies.oldest is None if self.faults.error is not None else not self._jobs.pending
         return has_ended and is_forgotten
 

@@ -156,6 +156,16 @@ class Benefit(Protocol):
     def break_even(self) -> Mapping[Tier, int]: ...
 
 
+class Observed(Protocol):
+    """What only watches."""
+
+    @property
+    def info(self) -> Labels: ...
+
+    @property
+    def ranks(self) -> RankReports: ...
+
+
 class Side(Protocol):
     """The scheduler's side. Readers read single numbers only, so any thread may call them."""
 
@@ -163,13 +173,10 @@ class Side(Protocol):
     bus: Bus
 
     @property
-    def info(self) -> Labels: ...
+    def observation(self) -> Observed: ...
 
     @property
     def copies(self) -> OpenCopies: ...
-
-    @property
-    def ranks(self) -> RankReports: ...
 
     def unix(self, since: float | None) -> float: ...
 
@@ -325,12 +332,12 @@ def _capacities(side: Side) -> Series:
 
 
 def _slot_bytes(side: Side) -> Series:
-    disk = side.ranks.disk_block_bytes if side.core.state.disk is not None else 0
-    return {(Tier.HOST.value,): side.ranks.block_bytes, (Tier.DISK.value,): disk}
+    disk = side.observation.ranks.disk_block_bytes if side.core.state.disk is not None else 0
+    return {(Tier.HOST.value,): side.observation.ranks.block_bytes, (Tier.DISK.value,): disk}
 
 
 def _host_bytes(side: Side) -> Series:
-    memory, pool = side.ranks, side.core.state.pool
+    memory, pool = side.observation.ranks, side.core.state.pool
     return {
         (HostBytes.WANTED.value,): memory.wanted_bytes,
         (HostBytes.RESERVED.value,): memory.reserved_bytes,
@@ -407,7 +414,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_transfer_queue_seconds", "Time from a job's submission to its copy's start, per rank and successful job.", Kind.HISTOGRAM, (_COPY_TIERS, _DIRECTION), "seconds", _COPY_BUCKETS, counts={events.RankReported: "queue_s"}, where=_SUCCEEDED),
     Metric("kvoffload_open_jobs", "Jobs that have not ended on every rank.", Kind.GAUGE, (_TIER, _DIRECTION, _OPEN_JOB), "jobs", read=_open_jobs),
     Metric("kvoffload_oldest_job_timestamp_seconds", "Unix time at which the oldest open job was submitted, abandoned jobs excluded; 0 without one.", Kind.GAUGE, (), "seconds", read=lambda side: {(): side.unix(side.copies.oldest)}),
-    Metric("kvoffload_store_bound_ratio", "Current limit on store bytes in flight as a share of its maximum, on the slowest rank. Halved when stores are slow or run beside loads, then recovers.", Kind.GAUGE, (), "ratio", read=lambda side: {(): min(side.ranks.store_shares.values())}),
+    Metric("kvoffload_store_bound_ratio", "Current limit on store bytes in flight as a share of its maximum, on the slowest rank. Halved when stores are slow or run beside loads, then recovers.", Kind.GAUGE, (), "ratio", read=lambda side: {(): min(side.observation.ranks.store_shares.values())}),
     Metric("kvoffload_abandoned_jobs_total", "Jobs abandoned because a copy did not end within transfer_timeout_s.", Kind.COUNTER, (_DIRECTION,), "jobs", counts={events.JobAbandoned: None}),
     Metric("kvoffload_abandoned_device_blocks", "Device blocks that abandoned copies still hold; the engine cannot use them until these copies end.", Kind.GAUGE, (), "blocks", read=lambda side: {(): side.core.state.stall.blocks}),
     Metric("kvoffload_copies_stalled", "1 while no new copy starts because copies do not end: abandoned copies hold over an eighth of the device pool (and belong to more than one job), or three jobs in a row were abandoned.", Kind.GAUGE, (), "flag", read=lambda side: {(): int(side.core.state.stall.is_on)}),
@@ -430,7 +437,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_fetch_break_even_tokens", "What a tier below the host adds to a hit is faster to fetch and load than to compute from this many tokens on; 0 until measured, 1000000 if no length is.", Kind.GAUGE, (_LOWER_TIERS,), "tokens", read=_fetch_break_even),
     Metric("kvoffload_net_benefit_negative", "1 after a minute in which waiting and interference cost over 1 % more than was saved, until a minute with a gain.", Kind.GAUGE, (), "flag", read=lambda side: {(): int(side.benefit.is_negative)}),
     # --- health ---
-    Metric("kvoffload_info", "1; its labels are the versions and settings of the engine.", Kind.GAUGE, _INFO, "flag", read=lambda side: {side.info: 1}),
+    Metric("kvoffload_info", "1; its labels are the versions and settings of the engine.", Kind.GAUGE, _INFO, "flag", read=lambda side: {side.observation.info: 1}),
     Metric("kvoffload_stale_blocks_zeroed_total", "Positions removed from requests' records because the engine handed their blocks out again.", Kind.COUNTER, (), "blocks", counts={events.BlocksZeroed: "blocks"}),
     Metric("kvoffload_resets_total", "Resets of the cache: nothing computed before one is found after it.", Kind.COUNTER, (), "resets", counts={events.ResetStarted: None}),
     Metric("kvoffload_reset_draining_jobs", "Jobs from before the last reset that have not ended; their results are dropped.", Kind.GAUGE, (), "jobs", read=lambda side: {(): side.copies.draining}),

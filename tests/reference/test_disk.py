@@ -391,7 +391,7 @@ def test_r16_a_rank_that_never_reports_a_job_on_the_disk_costs_its_places_and_no
     monkeypatch.setattr(disk, "take", lambda: None)
     made.run(PROMPT)
     made.step()
-    made.clock.jump(10 * made.offload._timeout_s)
+    made.clock.jump(10 * made.offload.copies.timeout_s)
     made.run(text(99, 10 * BLOCK))
     assert copied(made, Direction.STORE, TierOutcome.ABANDONED) > 0
     monkeypatch.undo()
