@@ -323,7 +323,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(16, _CORE, "self._has_work(self.state.jobs.pending)", "self._has_work(len(self.state.jobs.open))"),
     Mutant(16, _CORE, "record.has_timed_out = True"),
     Mutant(16, _CORE, "if job is None or job.state is not JobState.SUBMITTED:", "if job is None:"),
-    Mutant(16, _COPIES, "+ self._timeout_s <= now:", "+ 1e9 <= now:", RUNTIME),
+    Mutant(16, _COPIES, "+ self.timeout_s <= now:", "+ 1e9 <= now:", RUNTIME),
     Mutant(16, _CORE, "if state.stall.blocks and", "if state.stall.jobs_in_a_row and"),
     Mutant(16, _JOBS, "self.blocks > self.limit or ", ""),
     Mutant(16, _JOBS, " or self.jobs_in_a_row > _MOST_IN_A_ROW", ""),
