@@ -11,7 +11,7 @@ With a key, the checksums of header, batches and ranks' shards are MACs, so an i
 Reading stops at the first incomplete batch. What is lost with it costs hits, never correctness: a slot whose strike is lost is still
 indexed under its old block, but its bytes do not have that block's checksums.
 
-Records of one kind lie side by side, so that a million of them are read by a few thousand calls and sorted by numpy.
+Records of one kind lie side by side, so that numpy reads a million of them in a few thousand calls.
 """
 
 from __future__ import annotations
@@ -76,31 +76,27 @@ class Entries:
     """The blocks in some slots, the least recently used first.
 
     Args:
-        slots: [entries].
-        keys: [entries], as raw bytes.
-        sums: [entries, ranks].
+        records: [entries], each with `slot`, `key` and `sums` as in the file.
     """
 
-    slots: NDArray[np.uint32]
-    keys: NDArray[np.void]
-    sums: NDArray[np.uint64]
+    records: NDArray[np.void]
 
     @classmethod
     def none(cls, ranks: int) -> Entries:
         """Return no entries."""
-        return cls(np.empty(0, np.uint32), np.empty(0, "V1"), np.empty((0, ranks), np.uint64))
+        return cls(np.empty(0, put_type(ranks, 1)))
 
     def __len__(self) -> int:
-        return len(self.slots)
+        return len(self.records)
 
     def puts(self, start: int = 0, end: int | None = None) -> list[Put]:
         """Return entries as records."""
-        part, size = slice(start, end), self.keys.dtype.itemsize
-        raw = self.keys[part].tobytes()  # entry by entry it takes ten times as long
+        part = self.records[start:end]
+        size = part["key"].dtype.itemsize
+        raw = part["key"].tobytes()  # entry by entry it takes ten times as long
         keys: list[Any] = [raw[place : place + size] for place in range(0, len(raw), size)]
-        slots = cast("list[SlotId]", self.slots[part].tolist())
-        sums: Iterable[tuple[int, ...]] = zip(*self.sums[part].T.tolist(), strict=True)
-        return list(map(Put, slots, keys, sums))
+        sums: Iterable[tuple[int, ...]] = zip(*part["sums"].T.tolist(), strict=True)
+        return list(map(Put, part["slot"].tolist(), keys, sums))
 
     def fit(self, capacity: int, slots: int) -> tuple[Entries, list[SlotId]]:
         """Return the most recently used entries that `capacity` slots can hold, and the free ones of these slots.
@@ -111,20 +107,12 @@ class Entries:
             capacity: slots that may hold a block.
             slots: slots of the file.
         """
-        there = self.slots < slots
-        kept = Entries(self.slots[there], self.keys[there], self.sums[there]).newest(capacity)
-        return kept, kept.free(slots)[: capacity - len(kept)]
-
-    def free(self, slots: int) -> list[SlotId]:
-        """Return the slots up to a number that hold nothing."""
-        held = np.zeros(slots, np.bool_)
-        held[self.slots] = True
-        return cast("list[SlotId]", np.flatnonzero(~held).tolist())
-
-    def newest(self, count: int) -> Entries:
-        """Return the most recently used entries."""
-        first = max(len(self) - count, 0)
-        return Entries(self.slots[first:], self.keys[first:], self.sums[first:])
+        there = self.records[self.records["slot"] < slots]
+        kept = there[max(len(there) - capacity, 0) :]
+        is_free = np.ones(slots, np.bool_)
+        is_free[kept["slot"]] = False
+        free = cast("list[SlotId]", np.flatnonzero(is_free).tolist())
+        return Entries(kept), free[: capacity - len(kept)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,17 +122,13 @@ class IndexContents:
     Args:
         header: what it is about.
         entries: the blocks that can be found.
-        records: records read; they show how much it has grown.
         end: bytes up to the end of the last complete batch.
-        batches: complete batches.
         is_cut: whether an incomplete batch follows.
     """
 
     header: IndexHeader
     entries: Entries
-    records: int
     end: int
-    batches: int
     is_cut: bool
 
 
@@ -163,18 +147,16 @@ def encode_batch(header: IndexHeader, number: int, records: Iterable[DiskRecord]
 
 def encode_index(header: IndexHeader, entries: Entries) -> tuple[bytes, int]:
     """Return an index of these contents with the fewest records, and the number of its batches."""
-    parts, key_bytes = [encode_header(header)], entries.keys.dtype.itemsize
-    records = np.empty(len(entries), _put_type(len(header.files), key_bytes))
-    records["slot"], records["key"], records["sums"] = entries.slots, entries.keys, entries.sums
+    parts, key_bytes = [encode_header(header)], entries.records["key"].dtype.itemsize
     for number, start in enumerate(range(0, len(entries), _MOST_RECORDS)):
-        some = records[start : start + _MOST_RECORDS]
+        some = entries.records[start : start + _MOST_RECORDS]
         parts.append(_batch(header, number, _RUN.pack(_PUT, key_bytes, len(some)) + some.tobytes()))
     return b"".join(parts), len(parts) - 1
 
 
 def most_bytes(header: IndexHeader, most_records: int) -> int:
     """Return the most bytes of an index with so many records: each in a batch of its own, with the longest key."""
-    put = _record_size(_PUT, len(header.files), _LONGEST_KEY)
+    put = put_type(len(header.files), _LONGEST_KEY).itemsize
     return len(encode_header(header)) + most_records * (_BATCH.size + _RUN.size + put)
 
 
@@ -220,12 +202,11 @@ def read_index(data: bytes, most_slots: int, key: TierKey | None = None) -> Inde
         NotAnIndex: it has another format, is damaged, or has more slots than the files.
     """
     header = read_header(data, most_slots, key)
-    found = _Collector(header)
+    slots = _Slots(header)
     end, number = len(encode_header(header)), 0
-    while (runs := _read_batch(header, number, data, end)) is not None and found.take(runs):
+    while (runs := _read_batch(header, number, data, end)) is not None and slots.take(runs):
         end, number = end + _BATCH.size + len(runs), number + 1
-    entries = found.entries()
-    return IndexContents(header, entries, found.records, end, number, end < len(data))
+    return IndexContents(header, slots.entries(), end, end < len(data))
 
 
 def _batch(header: IndexHeader, number: int, runs: bytes) -> bytes:
@@ -272,70 +253,68 @@ def _read_batch(header: IndexHeader, number: int, data: bytes, start: int) -> me
     return runs if are_equal(_checksum(header, number, runs), checksum) else None
 
 
-class _Collector:
-    """Takes the runs of an index in order, and keeps the blocks that remain."""
+class _Slots:
+    """What each slot holds after the batches taken so far."""
 
     def __init__(self, header: IndexHeader) -> None:
         self._ranks = len(header.files)
-        self._slots = header.slots
-        self._key_bytes = 0
-        self._runs: dict[int, list[tuple[int, int, memoryview]]] = {_PUT: [], _STRIKE: [], _USE: []}
-        self.records = 0
+        self._puts: NDArray[np.void] | None = None  # the last put of each slot
+        self._used = np.full(header.slots, -1, np.int64)  # the last put or use is which record, -1: no block
+        self._records = 0
 
     def take(self, data: memoryview) -> bool:
-        """Take the runs of a batch; if they are inconsistent, take nothing and return False."""
-        taken, records, key_bytes, start = [], self.records, self._key_bytes, 0
+        """Apply the runs of a batch; if they are inconsistent, apply none and return False."""
+        runs: list[tuple[int, NDArray[np.void]]] = []
+        start = 0
         while start < len(data):
             if start + _RUN.size > len(data):
                 return False
-            kind, key_size, count = _RUN.unpack_from(data, start)
+            kind, key_bytes, count = _RUN.unpack_from(data, start)
             start += _RUN.size
-            if kind == _PUT:
-                key_bytes = key_bytes or key_size
-            size = _record_size(kind, self._ranks, key_bytes) * count
-            if not size or key_size != (key_bytes if kind == _PUT else 0) or start + size > len(data):
+            one = self._type(kind, key_bytes)
+            if one is None or not count or start + count * one.itemsize > len(data):
                 return False
-            taken.append((kind, records, count, data[start : start + size]))
-            start, records = start + size, records + count
-        for kind, first, count, run in taken:
-            self._runs[kind].append((first, count, run))
-        self.records, self._key_bytes = records, key_bytes
+            runs.append((kind, np.frombuffer(data, one, count, start)))
+            start += count * one.itemsize
+        for kind, run in runs:
+            self._apply(kind, run)
         return True
 
     def entries(self) -> Entries:
         """Return the blocks that are left, the least recently used first."""
-        puts, put_places = self._joined(_PUT, _put_type(self._ranks, self._key_bytes or 1))
-        strikes, strike_places = self._joined(_STRIKE, _SLOT_TYPE)
-        uses, use_places = self._joined(_USE, _SLOT_TYPE)
-        changed, used = np.full(self._slots, -1, np.int64), np.full(self._slots, -1, np.int64)
-        np.maximum.at(changed, puts["slot"], put_places)
-        np.maximum.at(changed, strikes["slot"], strike_places)
-        np.maximum.at(used, uses["slot"], use_places)
-        is_last = changed[puts["slot"]] == put_places
-        puts, put_places = puts[is_last], put_places[is_last]
-        puts = puts[np.argsort(np.maximum(used[puts["slot"]], put_places), kind="stable")]
-        return Entries(puts["slot"].copy(), puts["key"].copy(), puts["sums"].copy())
+        if self._puts is None:
+            return Entries.none(self._ranks)
+        held = np.flatnonzero(self._used >= 0)
+        return Entries(self._puts[held[np.argsort(self._used[held])]])
 
-    def _joined(self, kind: int, one: np.dtype[np.void]) -> tuple[NDArray[np.void], NDArray[np.int64]]:
-        """Return all records of a kind, and their places among all records. Slots that no file has are left out."""
-        runs = self._runs[kind]
-        records = np.frombuffer(b"".join([run for _, _, run in runs]), one)
-        counts = np.array([count for _, count, _ in runs], np.int64)
-        firsts = np.array([first for first, _, _ in runs], np.int64)
-        places = np.repeat(firsts - (np.cumsum(counts) - counts), counts) + np.arange(len(records))
-        is_there = records["slot"] < self._slots
-        return records[is_there], places[is_there]
+    def _type(self, kind: int, key_bytes: int) -> np.dtype[np.void] | None:
+        """Return the type of a run's records; None for a kind that does not exist, or keys not as long as the first."""
+        if kind in (_STRIKE, _USE):
+            return None if key_bytes else _SLOT_TYPE
+        if kind != _PUT or not key_bytes:
+            return None
+        if self._puts is None:
+            self._puts = np.zeros(len(self._used), put_type(self._ranks, key_bytes))
+        return self._puts.dtype if self._puts.dtype["key"].itemsize == key_bytes else None
+
+    def _apply(self, kind: int, run: NDArray[np.void]) -> None:
+        """Apply records in order: of those with one slot numpy assigns the last. Slots that no file has are left out."""
+        places = np.arange(self._records, self._records + len(run))
+        self._records += len(run)
+        is_there = run["slot"] < len(self._used)
+        slots, places = run["slot"][is_there], places[is_there]
+        if kind == _STRIKE:
+            self._used[slots] = -1
+        elif kind == _USE:
+            self._used[slots] = np.where(self._used[slots] < 0, -1, places)
+        elif self._puts is not None:
+            self._used[slots] = places
+            self._puts[slots] = run[is_there]
 
 
 _SLOT_TYPE: np.dtype[np.void] = np.dtype([("slot", "<u4")])
 
 
-def _put_type(ranks: int, key_bytes: int) -> np.dtype[np.void]:
+def put_type(ranks: int, key_bytes: int) -> np.dtype[np.void]:
+    """Return the type of a put in the file."""
     return np.dtype([("slot", "<u4"), ("key", f"V{key_bytes}"), ("sums", "<u8", (ranks,))])
-
-
-def _record_size(kind: int, ranks: int, key_bytes: int) -> int:
-    """Return the bytes of a record; 0 for a kind that there is not."""
-    if kind == _PUT:
-        return 4 + key_bytes + 8 * ranks if key_bytes else 0
-    return 4 if kind in (_STRIKE, _USE) else 0

@@ -336,7 +336,7 @@ class FileOpening:
             is_ours = found is not None and found.header.files[rank : rank + 1] == (file.id,)
             entries = found.entries if found is not None and is_ours else Entries.none(self.shape.ranks)
             kept, free = entries.fit(self.slots, file.slots)
-            file.keep_space([*kept.slots.tolist(), *free])
+            file.keep_space([*kept.records["slot"].tolist(), *free])
         except (OSError, DiskError) as error:
             self._log.warning("disk_space_not_fitted", slots=self.slots, reason=str(error))
 

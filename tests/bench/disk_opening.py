@@ -15,7 +15,7 @@ from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.state import Policy
 from kvoffload.disk.folder import DiskPlace, make_folder
 from kvoffload.disk.identity import KVIdentity
-from kvoffload.disk.index_format import Entries, IndexHeader
+from kvoffload.disk.index_format import Entries, IndexHeader, put_type
 from kvoffload.disk.index_log import new_generation, start_index
 from kvoffload.model.disk import DiskFile
 from kvoffload.model.engine import EngineShape
@@ -66,14 +66,13 @@ def _write(folder: Path, blocks: int) -> KVIdentity:
     identity = KVIdentity("bench", "bench", "bench", {})
     random = np.random.default_rng(0)
     keys = random.bytes(blocks * _KEY_BYTES)
-    entries = Entries(
-        random.permutation(blocks).astype(np.uint32),
-        np.frombuffer(keys, f"V{_KEY_BYTES}"),
-        random.integers(0, 2**63, (blocks, _RANKS), np.uint64),
-    )
+    puts = np.empty(blocks, put_type(_RANKS, _KEY_BYTES))
+    puts["slot"] = random.permutation(blocks)
+    puts["key"] = np.frombuffer(keys, f"V{_KEY_BYTES}")
+    puts["sums"] = random.integers(0, 2**63, (blocks, _RANKS), np.uint64)
     header = IndexHeader(new_generation(), tuple(map(_file_id, range(_RANKS))), blocks)
     with make_folder(folder, identity, 0) as opened:
-        start_index(opened, header, entries).close()
+        start_index(opened, header, Entries(puts)).close()
     return identity
 
 

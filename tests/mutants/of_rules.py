@@ -438,7 +438,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(15, _TIER_COPIES, " or key in self._left", "", DISK),
     Mutant(17, _TIER_COPIES, "state.pool.count(SlotState.EMPTY)", "state.pool.room", DISK),
     Mutant(16, "kvoffload/runtime/tiers_side.py", "< self._drain_s", "< 1e9", DISK),
-    Mutant(18, "kvoffload/disk/index_format.py", ".newest(capacity)", "", DISK),
+    Mutant(18, "kvoffload/disk/index_format.py", "[max(len(there) - capacity, 0) :]", "", DISK),
     Mutant(18, _VLLM_IDENTITY, "request.lora_request is None and named", "named", _OPENING),
     Mutant(
         18, _VLLM_IDENTITY, "request.lora_request is None and named", "request.lora_request is None", _OPENING
