@@ -63,6 +63,9 @@ from kvoffload.model.errors import KVOffloadError, RemoteGone
 if TYPE_CHECKING:
     from structlog.stdlib import BoundLogger
 
+_CONNECT_S = 30.0
+"""What a probe that connects may take beyond its own time; no client takes longer."""
+_PROBE = "kvo1/probe"  # need not be there
 _EXIT_S = 1.0
 """How long the exit of the process may wait for all calls; those of one machine take milliseconds."""
 _EXIT_PAUSE_S = 0.001
@@ -147,13 +150,16 @@ class Policy(Protocol):
 
     Attributes:
         is_closed: calls are made, as current flows through a closed breaker.
-        waits_for_stuck: no call is made while one hangs.
+        is_file: calls are to a file. Opening it and waiting in a queue may take any time, no call begins while one hangs,
+            and closing does not block. Connections are limited in both, and closed on a thread.
         late: the log's event for a call that returned after all.
+        log: has the fields that say whose calls they are.
     """
 
     is_closed: bool
-    waits_for_stuck: bool
+    is_file: bool
     late: str
+    log: BoundLogger
 
     def worked(self, call: Call) -> None:
         """A call was made, and answered."""
@@ -164,6 +170,9 @@ class Policy(Protocol):
     def takes_probe(self, now: float) -> bool:
         """Whether a probe is due; if so, the caller must make it."""
 
+    def probe(self, resource: Any) -> None:  # noqa: ANN401
+        """Make the call of a probe, on a thread that may wait."""
+
 
 class BlockingCalls(Generic[ResourceT]):
     """The calls of one owner to one resource.
@@ -173,12 +182,8 @@ class BlockingCalls(Generic[ResourceT]):
         executor: its threads make the calls, and may wait for any time; `close` shuts it down.
         monotonic: time in seconds, on any thread.
         policy: decides whether calls are made.
-        log: has the fields that say whose calls they are.
-        timeout_s: seconds after which a call counts as hanging.
-        connect_s: seconds beyond that after which connecting counts as hanging; if it never does, a probe never does.
-        close_blocks: a thread closes the resource, since that may block.
-        queue_s: seconds after which a call that has not begun is ended; the policy does not count it.
-        probe: what a probe does once there is a connection.
+        timeout_s: seconds after which a call counts as hanging. A call to a connection that has not begun after as many is
+            ended; the policy does not count it.
     """
 
     def __init__(
@@ -187,25 +192,15 @@ class BlockingCalls(Generic[ResourceT]):
         executor: Executor,
         monotonic: Callable[[], float],
         policy: Policy,
-        log: BoundLogger,
-        *,
         timeout_s: float,
-        connect_s: float,
-        close_blocks: bool,
-        queue_s: float = inf,
-        probe: Callable[[ResourceT], object] = lambda _: None,
     ) -> None:
         self._connect = connect
         self._executor = executor
         self._monotonic = monotonic
         self._policy = policy
-        self._log = log
         self._timeout_s = timeout_s
-        self._connect_s = connect_s
-        self._probe_s = timeout_s if connect_s < inf else inf
-        self._close_blocks = close_blocks
-        self._queue_s = queue_s
-        self._probe = probe
+        self._probe_s = inf if policy.is_file else timeout_s
+        self._queue_s = inf if policy.is_file else timeout_s
         self.resource: ResourceT | None = None
         """What calls are made to, while it is open."""
         self._reads: deque[Call] = deque()
@@ -227,7 +222,7 @@ class BlockingCalls(Generic[ResourceT]):
 
     @property
     def _waits(self) -> bool:
-        return self._policy.waits_for_stuck and any(call.is_stuck for call in tuple(self._active.values()))
+        return self._policy.is_file and any(call.is_stuck for call in tuple(self._active.values()))
 
     def submit(
         self,
@@ -273,8 +268,8 @@ class BlockingCalls(Generic[ResourceT]):
         if not self.works:
             self._fail_queued()
             if not self._is_closed and self._policy.takes_probe(now):
-                limit_s = self._probe_s + (self._connect_s if self.resource is None else 0.0)
-                probe = Call(self._answered, None, _ignore, now, limit_s, is_probe=True)
+                limit_s = self._probe_s + (_CONNECT_S if self.resource is None else 0.0)
+                probe = Call(self._probe, None, _ignore, now, limit_s, is_probe=True)
                 self._execute(partial(self._run, probe))
 
     def close(self) -> None:
@@ -285,10 +280,10 @@ class BlockingCalls(Generic[ResourceT]):
         self._fail_queued()
         for call in tuple(self._active.values()):
             call.claim()  # what returns later may find the host's memory gone
-        if self._close_blocks:
-            self._execute(self._disconnect)
-        else:
+        if self._policy.is_file:
             self._disconnect()
+        else:
+            self._execute(self._disconnect)
         self._executor.shutdown(wait=False)
 
     def _execute(self, work: Callable[[], None]) -> None:
@@ -342,7 +337,7 @@ class BlockingCalls(Generic[ResourceT]):
             call.is_gone = is_gone
             self._use(call, result, error)
         elif call.is_stuck and not is_gone:
-            self._log.warning(self._policy.late, after_s=round(self._monotonic() - call.began, 1))
+            self._policy.log.warning(self._policy.late, after_s=round(self._monotonic() - call.began, 1))
         del self._active[thread]  # last: while it is there, the resource stays open
         if self._is_closed:
             self._disconnect()
@@ -369,8 +364,8 @@ class BlockingCalls(Generic[ResourceT]):
             call.limit_s = self._probe_s
         return resource
 
-    def _answered(self, _: Call, resource: ResourceT) -> None:
-        self._probe(resource)
+    def _probe(self, _: Call, resource: ResourceT) -> None:
+        self._policy.probe(resource)
 
     def _leave(self, resource: ResourceT | None) -> None:
         """Forget a connection that has ended; another thread may have done so, and a probe have made the next one."""
@@ -401,7 +396,7 @@ class Breaker:
         log: of the calls.
     """
 
-    waits_for_stuck = False
+    is_file = False
     late = "remote_call_returned"
 
     _MOST_FAILURES = 3  # in a row
@@ -411,7 +406,7 @@ class Breaker:
 
     def __init__(self, log: BoundLogger) -> None:
         self.is_closed = False  # a store that was never reached begins with a probe
-        self._log = log
+        self.log = log
         self._was_logged: bool | None = None  # as working, or as failing
         self._failures = [0, 0]  # of reads since one worked, and of writes
         self._pause_s = self._FIRST_PAUSE_S
@@ -451,15 +446,19 @@ class Breaker:
         self._is_probing = True
         return True
 
+    def probe(self, resource: Any) -> None:  # noqa: ANN401
+        """Read from the store."""
+        resource.read(_PROBE)
+
     def _log_change(self, call: Call) -> None:
         """The breaker has opened or closed, or a store was not reached at the start."""
         if self.is_closed is self._was_logged:
             return
         self._was_logged = self.is_closed
         if self.is_closed:
-            self._log.info("remote_works")
+            self.log.info("remote_works")
         else:
-            self._log.error(
+            self.log.error(
                 "remote_fails", reason=call.error, note="the engine goes on without the remote store"
             )
 
@@ -473,7 +472,7 @@ class ErrorRow:
         log: of the calls.
     """
 
-    waits_for_stuck = True
+    is_file = True
     late = "disk_call_returned"
 
     _MOST_ERRORS = 8  # in a row
@@ -483,7 +482,7 @@ class ErrorRow:
         self.is_opening = True
         """It is not yet known whether the file can be opened."""
         self._was_probed = False
-        self._log = log
+        self.log = log
         self._errors = 0
 
     def worked(self, call: Call) -> None:
@@ -496,23 +495,26 @@ class ErrorRow:
     def failed(self, call: Call, now: float) -> None:
         """Count an error; a call that hangs is none."""
         if call.is_stuck:
-            self._log.error("disk_call_hangs", job=call.job, timeout_s=call.limit_s)
+            self.log.error("disk_call_hangs", job=call.job, timeout_s=call.limit_s)
             return
         if call.is_probe:
             self.is_opening = False
             return
         self._errors += 1
-        self._log.error("disk_call_failed", error=call.error, in_a_row=self._errors)
+        self.log.error("disk_call_failed", error=call.error, in_a_row=self._errors)
         if self._errors == self._MOST_ERRORS:
             self.is_closed = False
             reason = f"{self._errors} calls failed in a row: {call.error}"
-            self._log.error("disk_stopped", reason=reason, note="the engine goes on without it")
+            self.log.error("disk_stopped", reason=reason, note="the engine goes on without it")
 
     def takes_probe(self, now: float) -> bool:
         """Whether the file was not opened yet: it is opened once."""
         is_first = not self._was_probed
         self._was_probed = True
         return is_first
+
+    def probe(self, resource: Any) -> None:  # noqa: ANN401
+        """Do nothing: the file is open."""
 
 
 _MADE: weakref.WeakSet[BlockingCalls[Any]] = weakref.WeakSet()

@@ -96,20 +96,10 @@ class RankDisk(TierJobs):
         key: TierKey | None = None,
     ) -> None:
         shape = opening.shape
-        bound = log.bind(rank=shape.rank)
         self._opening = opening
-        self._policy = ErrorRow(bound)
+        self._policy = ErrorRow(log.bind(rank=shape.rank))
         self._copies = mover = DiskMover(shape, arena, checksums, key)
-        calls = BlockingCalls(
-            opening.open,
-            executor,
-            clock.monotonic,
-            self._policy,
-            bound,
-            timeout_s=timeout_s,
-            connect_s=inf,
-            close_blocks=False,
-        )
+        calls = BlockingCalls(opening.open, executor, clock.monotonic, self._policy, timeout_s)
         super().__init__(calls, mover, shape.slot_bytes, clock.monotonic)
         self._is_syncing = False
         self._synced_at = clock.monotonic()

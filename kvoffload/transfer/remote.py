@@ -35,9 +35,6 @@ MOST_BLOCKS = 64
 """Of a batch: more gain nothing."""
 _MOST_BYTES = 32 * 2**20  # of a batch: the buffer of a thread
 _LINE = 64
-_PROBE = "kvo1/probe"  # need not be there
-_CONNECT_S = 30.0
-"""What a call that connects may take beyond its own time; no client takes longer."""
 
 log = get_logger("remote")
 
@@ -63,19 +60,7 @@ def remote_calls(
         timeout_s: seconds that a call may wait in a queue, and as many that it may take.
         who: fields for the log.
     """
-    bound = log.bind(**who)
-    return BlockingCalls(
-        connect,
-        executor,
-        monotonic,
-        Breaker(bound),
-        bound,
-        timeout_s=timeout_s,
-        connect_s=_CONNECT_S,
-        queue_s=timeout_s,
-        close_blocks=True,
-        probe=lambda store: store.read(_PROBE),
-    )
+    return BlockingCalls(connect, executor, monotonic, Breaker(log.bind(**who)), timeout_s)
 
 
 class RemoteMover:

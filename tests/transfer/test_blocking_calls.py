@@ -5,7 +5,6 @@ from __future__ import annotations
 import _thread
 import os
 from collections.abc import Callable
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 from kvoffload.disk.open_folder import open_folder
@@ -388,17 +387,9 @@ class DiskRig:
         self.executor = executor or ManualExecutor(held=False)
         self.opening: list[Exception] = []
         self.closed = 0
-        log = get_logger("disk")
-        self.policy = ErrorRow(log)
+        self.policy = ErrorRow(get_logger("disk"))
         self.calls: BlockingCalls[DiskRig] = BlockingCalls(
-            self._open,
-            self.executor,
-            self.clock.monotonic,
-            self.policy,
-            log,
-            timeout_s=TIMEOUT_S,
-            connect_s=inf,
-            close_blocks=False,
+            self._open, self.executor, self.clock.monotonic, self.policy, TIMEOUT_S
         )
         self.ended: list[Call] = []
 
@@ -524,16 +515,13 @@ def test_pages_are_stored_and_read_by_blocking_calls_without_an_event_loop(
     monkeypatch.setattr("asyncio.new_event_loop", no_loop)
     page = memoryview(bytes(range(256)) * 16)
     shape = SlotShape(0, 1, len(page), bytes(16))
-    log, clock, store, shard = get_logger("disk"), FakeClock(), FakeStore(), Shard("print/one", 0, 1)
+    clock, store, shard = FakeClock(), FakeStore(), Shard("print/one", 0, 1)
     disk = BlockingCalls(
         lambda: open_slot_file(open_folder(tmp_path), shape, 4),
         DaemonExecutor("disk", 2),
         clock.monotonic,
-        ErrorRow(log),
-        log,
-        timeout_s=TIMEOUT_S,
-        connect_s=inf,
-        close_blocks=False,
+        ErrorRow(get_logger("disk")),
+        TIMEOUT_S,
     )
     remote = remote_calls(lambda: store, DaemonExecutor("remote", 2), clock.monotonic, TIMEOUT_S)
     while not (disk.works and remote.works):
