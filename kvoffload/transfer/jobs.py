@@ -11,7 +11,7 @@ import numpy as np
 
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import CopyError, IllegalTransition
-from kvoffload.model.transfer import Direction, JobReport
+from kvoffload.model.transfer import JobReport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,12 +96,7 @@ class JobLedger:
     """Accepts jobs and returns reports; each accepted job is reported exactly once.
 
     The hook's thread accepts and reports; either thread may end a job. Containers are touched only by single
-    operations that Python makes whole, and the counts only by the hook's thread.
-
-    Attributes:
-        done: jobs reported as done.
-        failed: jobs reported as failed or corrupt.
-        done_bytes: bytes of the jobs reported as done, for each direction.
+    operations that Python makes whole.
     """
 
     def __init__(self) -> None:
@@ -109,17 +104,10 @@ class JobLedger:
         self._ended: deque[JobReport] = deque()
         self._remembered: deque[JobId] = deque()
         self._remembered_ids: set[JobId] = set()
-        self.done = 0
-        self.failed = 0
-        self.done_bytes = dict.fromkeys(Direction, 0)
 
     def __len__(self) -> int:
         """Jobs that have not ended."""
         return len(self._open)
-
-    @property
-    def has_reports(self) -> bool:
-        return bool(self._ended)
 
     def accept(self, jobs: Sequence[DeviceJob], now: float) -> list[OpenJob]:
         """Take `jobs` in, all or none.
@@ -162,12 +150,7 @@ class JobLedger:
 
     def take_reports(self) -> tuple[JobReport, ...]:
         """Return the jobs that ended since the last call, in the order in which they did."""
-        reports = tuple(self._ended.popleft() for _ in range(len(self._ended)))
-        for report in reports:
-            self.done += report.outcome is CopyOutcome.DONE
-            self.failed += report.outcome is not CopyOutcome.DONE
-            self.done_bytes[report.direction] += report.copied_bytes
-        return reports
+        return tuple(self._ended.popleft() for _ in range(len(self._ended)))
 
     def _remember(self, job: JobId) -> None:
         self._remembered.append(job)

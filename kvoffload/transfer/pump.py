@@ -41,7 +41,7 @@ import anyio
 import numpy as np
 
 from kvoffload.logs import get_logger
-from kvoffload.model.errors import DeviceLost, IllegalTransition
+from kvoffload.model.errors import DeviceLost
 from kvoffload.model.transfer import Direction, TransferReport
 from kvoffload.transfer.checksums import ChecksumTicket
 from kvoffload.transfer.jobs import JobLedger, Part
@@ -65,20 +65,8 @@ log = get_logger("transfer")
 
 _CLOSING = "the pump is closing"
 _FIRST_PAUSE_S = 0.0002  # shorter than a job of a few blocks takes
-_LONGEST_PAUSE_S = 0.005
+LONGEST_PAUSE_S = 0.005
 """The interpreter's own switch interval: asking more often gains nothing while the engine computes."""
-
-
-class Backoff:
-    """Intervals that double while nothing happens and start again when something does."""
-
-    def __init__(self) -> None:
-        self.next_s = _FIRST_PAUSE_S
-        """Seconds to wait before the next look."""
-
-    def note(self, *, progress: bool) -> None:
-        """Take note of a poll's result."""
-        self.next_s = _FIRST_PAUSE_S if progress else min(2 * self.next_s, _LONGEST_PAUSE_S)
 
 
 class Wakeup:
@@ -158,8 +146,7 @@ class TransferPump:
         self._admission = Lock()
         self._reaping = Lock()
         self._wakeup = Wakeup()
-        self._backoff = Backoff()
-        self._was_started = False
+        self._pause_s = _FIRST_PAUSE_S
         self._is_closing = False
         self._gone: str | None = None  # why the coroutine will start nothing more
         self._reported: tuple[int, bool, str | None] = (0, True, None)
@@ -266,11 +253,6 @@ class TransferPump:
         self.poll()
 
     @property
-    def has_work(self) -> bool:
-        """Whether copies are queued or pending, or a report waits to be taken. Written-off copies are no work."""
-        return self._lanes.is_pending or bool(self._queue) or self._ledger.has_reports
-
-    @property
     def is_alive(self) -> bool:
         """Whether the coroutine may still start stores."""
         return self._gone is None
@@ -278,14 +260,7 @@ class TransferPump:
     # --- the coroutine ---
 
     async def run(self) -> None:
-        """Start stores and notice ends until cancelled; then drain.
-
-        Raises:
-            IllegalTransition: it was started before.
-        """
-        if self._was_started:
-            raise IllegalTransition("transfer coroutine", self._gone or "running", "run")
-        self._was_started = True
+        """Start stores and notice ends until cancelled; then drain. Called once."""
         reason = "the transfer coroutine was stopped"
         try:
             await self._turns()
@@ -317,7 +292,7 @@ class TransferPump:
         with anyio.CancelScope(shield=True):
             while self._turn():  # the queue is empty and stays so
                 try:
-                    await self._clock.sleep(self._backoff.next_s)
+                    await self._clock.sleep(self._pause_s)
                 except asyncio.CancelledError:
                     was_cancelled = True
         if was_cancelled:
@@ -341,7 +316,7 @@ class TransferPump:
             if not self._turn():
                 await self._wakeup.wait()
             elif self._copier.slices == slices:
-                await self._clock.sleep(self._backoff.next_s)
+                await self._clock.sleep(self._pause_s)
             else:  # there may be room for more
                 await anyio.lowlevel.checkpoint()
 
@@ -352,7 +327,7 @@ class TransferPump:
             progress |= self._start_stores()
             # Asked before the hook may look: with nothing pending the coroutine sleeps, also beside a queue.
             is_pending = self._lanes.is_pending
-        self._backoff.note(progress=progress)
+        self._pause_s = _FIRST_PAUSE_S if progress else min(2 * self._pause_s, LONGEST_PAUSE_S)
         return is_pending
 
     # --- a job, from acceptance to report ---

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvoffload.model.transfer import Direction
-
 if TYPE_CHECKING:
     from kvoffload.transfer.pump import TransferPump
 
@@ -20,10 +18,6 @@ class TransferStatistics:
         queries: questions put to tickets.
         batches: submissions to the copier.
         copies: contiguous copies in them.
-        jobs_done: jobs reported as done.
-        jobs_failed: jobs reported as failed.
-        loaded_bytes: bytes of the loads among the done.
-        stored_bytes: bytes of the stores among the done.
         open_jobs: jobs that have not ended.
         queued_stores: stores of which a part has not been started.
         pending_batches: batches that have not ended, those written off apart.
@@ -36,10 +30,6 @@ class TransferStatistics:
     queries: int
     batches: int
     copies: int
-    jobs_done: int
-    jobs_failed: int
-    loaded_bytes: int
-    stored_bytes: int
     open_jobs: int
     queued_stores: int
     pending_batches: int
@@ -56,10 +46,6 @@ def statistics_of(pump: TransferPump) -> TransferStatistics:
         queries=sum(lane.queries for lane in lanes.all),
         batches=sum(lane.batches for lane in lanes.copies),
         copies=sum(lane.copies for lane in lanes.copies),
-        jobs_done=ledger.done,
-        jobs_failed=ledger.failed,
-        loaded_bytes=ledger.done_bytes[Direction.LOAD],
-        stored_bytes=ledger.done_bytes[Direction.STORE],
         open_jobs=len(ledger),
         queued_stores=len(pump._queue),
         pending_batches=sum(map(len, lanes.all)),

@@ -90,7 +90,12 @@ class Rig:
         held = (now.open_jobs, now.queued_stores, now.pending_batches, now.written_off_batches)
         assert held == (0, 0, 0, 0)
         assert now.store_bytes_in_flight == 0
-        assert not self.pump.has_work
+        assert not self.has_work
+
+    @property
+    def has_work(self) -> bool:
+        """Whether copies are queued or pending, or a report waits to be taken. Written-off copies are no work."""
+        return self.pump._lanes.is_pending or bool(self.pump._queue) or bool(self.pump._ledger._ended)
 
 
 @asynccontextmanager

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+from threading import Lock
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -13,6 +15,9 @@ from kvoffload.testing import ManualExecutor, wait_all_blocked
 from kvoffload.transfer.ports import TicketState
 from tests.transfer.counts import statistics_of
 from tests.transfer.rig import DONE, Rig, load, running, store
+
+if TYPE_CHECKING:
+    from kvoffload.transfer.pump import TransferPump
 
 pytestmark = pytest.mark.asyncio
 
@@ -186,14 +191,14 @@ async def test_a_report_has_what_is_new_and_nothing_else() -> None:
         assert (report.jobs, report.ready_slots) == ((), 16)
         assert rig.pump.take_report() is None
         rig.pump.submit_loads([load(1, [1], [1])])
-        assert rig.pump.has_work
+        assert rig.has_work
         rig.copier.tickets[0].finish()
         rig.pump.poll()
-        assert rig.pump.has_work  # someone must still take the report
+        assert rig.has_work  # someone must still take the report
         report = rig.pump.take_report()
         assert report is not None
         assert [job.job for job in report.jobs] == [1]
-        assert not rig.pump.has_work
+        assert not rig.has_work
 
 
 async def test_seconds_and_bytes_of_a_job() -> None:
@@ -207,8 +212,7 @@ async def test_seconds_and_bytes_of_a_job() -> None:
         (report,) = rig.reports()
         assert (report.copied_bytes, report.copy_s) == (192, 0.125)
         assert report.queue_s == pytest.approx(0.875)
-        now = statistics_of(rig.pump)
-        assert (now.stored_bytes, now.loaded_bytes, now.jobs_done, now.copies) == (192, 0, 1, 2)
+        assert statistics_of(rig.pump).copies == 2
 
 
 async def test_a_job_is_taken_in_once() -> None:
@@ -238,14 +242,6 @@ async def test_no_jobs_at_all() -> None:
         await wait_all_blocked()
         assert statistics_of(rig.pump).wake_ups == turns
         assert rig.copier.fences == 0
-
-
-async def test_a_coroutine_runs_once() -> None:
-    rig = Rig()
-    async with running(rig):
-        with pytest.raises(IllegalTransition):
-            await rig.pump.run()
-        assert rig.pump.is_alive
 
 
 async def test_ready_slots_are_reported_as_they_grow() -> None:
@@ -284,18 +280,27 @@ async def test_reports_say_whether_more_slots_are_on_their_way(monkeypatch: pyte
     await rig.pump.close()
 
 
+class PolledLock:
+    """A pump's lock. When the coroutine has released it the hook polls, as it may at that moment."""
+
+    def __init__(self, pump: TransferPump) -> None:
+        self._pump, self._lock = pump, Lock()
+        self.acquire, self.release = self._lock.acquire, self._lock.release
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+        self._pump.poll()
+
+
 async def test_an_end_that_the_hook_notices_just_after_a_turn_leaves_no_store_behind() -> None:
     """The coroutine once asked whether to go on only after it had let the hook look, and went to sleep beside a queue."""
     rig = Rig(blocks_in_flight=4)
     rig.copier.release()
     async with running(rig):
-        note = rig.pump._backoff.note
-
-        def note_and_poll(*, progress: bool) -> None:
-            rig.pump.poll()  # as the hook's thread may at this moment
-            note(progress=progress)
-
-        rig.pump._backoff.note = note_and_poll  # type: ignore[method-assign]
+        rig.pump._reaping = cast("Any", PolledLock(rig.pump))
         rig.pump.submit_stores([store(1, range(8), range(8))])
         await rig.clock.advance(0.1)
         assert rig.outcomes() == {1: DONE}

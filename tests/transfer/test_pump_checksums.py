@@ -38,7 +38,7 @@ async def test_a_job_is_reported_when_its_checksums_were_read(hand_in: str, veri
             rig.pump.submit_loads([load(2, [2, 1], [5, 6])])
         await rig.clock.advance(0.01)
         assert not rig.copier.open_tickets
-        assert (rig.reports(), rig.pump.has_work, rig.reader.waiting) == ([], True, 1)
+        assert (rig.reports(), rig.has_work, rig.reader.waiting) == ([], True, 1)
         rig.reader.run_next()
         assert rig.outcomes() == {2: DONE}
         rig.assert_nothing_held()
@@ -179,7 +179,7 @@ async def test_a_reading_that_never_ends_is_written_off_with_the_time_of_its_cop
         with capture_logs() as logs:
             await rig.clock.advance(TIMEOUT_S * 0.5)
         assert [entry["event"] for entry in logs] == ["checksum_written_off"]
-        assert (rig.reports(), rig.pump.has_work) == ([], False)
+        assert (rig.reports(), rig.has_work) == ([], False)
         assert statistics_of(rig.pump).written_off_batches == 1
         rig.reader.release()
         with capture_logs() as logs:

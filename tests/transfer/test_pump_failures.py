@@ -144,7 +144,7 @@ async def test_a_copy_that_never_ends_is_written_off_and_blocks_nothing() -> Non
         assert rig.outcomes() == {2: DONE}
         now = statistics_of(rig.pump)
         assert (now.written_off_batches, now.open_jobs, now.store_bytes_in_flight) == (2, 2, 0)
-        assert not rig.pump.has_work
+        assert not rig.has_work
         await rig.clock.advance(3600)
         assert statistics_of(rig.pump).wake_ups == now.wake_ups  # not even polled for
 
