@@ -144,16 +144,20 @@ class Arena:
             pages[:] = part
 
     @contextmanager
-    def held(self) -> Iterator[bool]:
-        """Keep all memory within the context, even if `close` is called; yield False if it was called before. For any thread."""
+    def held(self) -> Iterator[None]:
+        """Keep all memory within the context, even if `close` is called. For any thread.
+
+        Raises:
+            HostMemoryError: `close` was called before.
+        """
         with self._lock:
-            is_open = not self._closed
-            self._holders += is_open
+            if self._closed:
+                raise HostMemoryError("the host's memory is gone")
+            self._holders += 1
         try:
-            yield is_open
+            yield
         finally:
-            if is_open:
-                self._let_go()
+            self._let_go()
 
     def close(self) -> None:
         """Release all memory, or leave that to its last holder. None of the caller's copies may be running.

@@ -119,10 +119,6 @@ class Checksums:
         """Take the checksums of slots that a fetch has filled. The calling thread reads them."""
         self._take(np.array(slots))
 
-    def is_as_stored(self, slot: int) -> bool:
-        """Whether a slot still holds the bytes that arrived. The calling thread reads them."""
-        return not self.changed((slot,))
-
     def changed(self, slots: Sequence[int]) -> Positions:
         """Return the positions in `slots` of those that no longer hold the bytes that arrived. The calling thread reads them."""
         return self._compare(np.array(slots))

@@ -36,8 +36,8 @@ from kvoffload.disk.tier_key import are_equal
 from kvoffload.logs import get_logger
 from kvoffload.model.disk import DiskFile
 from kvoffload.model.errors import DiskError, reason_of
-from kvoffload.transfer.blocking_calls import BlockingCalls, CallEnded, ErrorRow
-from kvoffload.transfer.tier_jobs import TierJobs, TierReport
+from kvoffload.transfer.blocking_calls import BlockingCalls, ErrorRow
+from kvoffload.transfer.tier_jobs import TierJobs, TierReport, find_corrupt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -164,39 +164,29 @@ class DiskMover:
     def put(self, part: Part, call: Call, file: SlotFile) -> Part:
         """Write host slots to their places, but for those that do not hold what was stored there."""
         job, positions = part.job, part.positions
-        slots = [job.slots[position] for position in positions]
-        with self._arena.held() as is_open:  # the disk may take the bytes from where they lie
-            _check_open(is_open=is_open)
-            data = self._buffers.gather(slots)
-            sums = [
-                self._sum(file, job.targets[position], each)
-                for position, each in zip(positions, data, strict=True)
-            ]
-            # After both: what the slots hold now they held when the bytes were copied, or the checksum was taken.
-            wrong = () if self._checksums is None else self._checksums.changed(slots)
-            if wrong:
-                part.corrupt = [positions[index] for index in wrong]
-                bad = [slots[index] for index in wrong]
-                log.error("blocks_corrupt", job=job.id, blocks=len(wrong), slots=bad)
-            right: Sequence[int] = range(len(slots))
-            if wrong:
-                right = [index for index in right if index not in wrong]
-            self._call(part, call, file.write, right, data, may_change=True)
+        with self._arena.held():  # the disk may take the bytes from where they lie
+            gathered = self._buffers.gather([job.slots[position] for position in positions])
+            data = dict(zip(positions, gathered, strict=True))
+            sums = {
+                position: self._sum(file, job.targets[position], pieces) for position, pieces in data.items()
+            }
+            find_corrupt(part, self._checksums, log)
+            for position in part.corrupt:
+                del data[position], sums[position]
+            self._call(part, call, file.write, data, may_change=True)
         self.is_synced = False
-        part.whole = [positions[index] for index in right]
-        part.sums = {positions[index]: sums[index] for index in right}
+        part.whole = list(data)
+        part.sums = sums
         return part
 
     def get(self, part: Part, call: Call, file: SlotFile) -> Part:
         """Read places into the thread's buffer, or their host slots, and see which are right."""
         job, positions = part.job, part.positions
-        with self._arena.held() as is_open:  # the disk may put the bytes where they belong
-            _check_open(is_open=is_open)
-            data = self._buffers.room([job.slots[position] for position in positions])
-            self._call(
-                part, call, file.read, range(len(positions)), data, may_change=self._buffers.are_in_place
-            )
-            for position, pieces in zip(positions, data, strict=True):
+        with self._arena.held():  # the disk may put the bytes where they belong
+            room = self._buffers.room([job.slots[position] for position in positions])
+            data = dict(zip(positions, room, strict=True))
+            self._call(part, call, file.read, data, may_change=self._buffers.are_in_place)
+            for position, pieces in data.items():
                 known = job.extra[position][self._shape.rank]
                 is_right = are_equal(self._sum(file, job.targets[position], pieces), known)
                 (part.whole if is_right else part.corrupt).append(position)
@@ -205,8 +195,7 @@ class DiskMover:
     def fill(self, part: Part) -> Part:
         """Copy the blocks that are right from the thread's buffer into their host slots, if they are not there."""
         slots = part.job.slots
-        with self._arena.held() as is_open:
-            _check_open(is_open=is_open)
+        with self._arena.held():
             right = set(part.whole)
             self._buffers.scatter(
                 {slots[position]: index for index, position in enumerate(part.positions) if position in right}
@@ -220,8 +209,7 @@ class DiskMover:
         part: Part,
         call: Call,
         copy: Callable[[int, Sequence[memoryview]], None],
-        indexes: Sequence[int],
-        data: Sequence[Pieces],
+        data: Mapping[int, Pieces],
         *,
         may_change: bool,
     ) -> None:
@@ -231,21 +219,21 @@ class DiskMover:
             part: whose.
             call: as a part of which.
             copy: what to call.
-            indexes: of the slots, in the part.
-            data: the bytes of all slots of the part.
+            data: the bytes of these slots by position, in the order of the part.
             may_change: one that hangs may change what the job names.
 
         Raises:
             CallEnded: the call was ended meanwhile.
         """
-        positions = [part.positions[index] for index in indexes]
+        positions = list(data)
         places = [part.job.targets[position] for position in positions]
         for first, end in _runs(places):
+            run = positions[first:end]
             if may_change:
-                part.under_call = positions[first:end]
+                part.under_call = run
             # After the note: the owner's thread takes the token before it reads which positions the call may change.
             call.check()
-            copy(places[first], [piece for index in indexes[first:end] for piece in data[index]])
+            copy(places[first], [piece for position in run for piece in data[position]])
 
     def _sum(self, file: SlotFile, place: int, pieces: Pieces) -> int:
         """Return the checksum or MAC of the bytes at a place. The index, which has a MAC too, says which block they are."""
@@ -389,11 +377,6 @@ class _SlotBuffers:
         if buffer is None:
             buffer = self._threads.buffer = _Buffer(self._arena, self._pitch, self.at_once)
         return buffer
-
-
-def _check_open(*, is_open: bool) -> None:
-    if not is_open:
-        raise CallEnded("the host's memory is gone")
 
 
 def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -18,8 +18,9 @@ from kvoffload.disk.system import aligned_buffer
 from kvoffload.logs import get_logger
 from kvoffload.remote.store import SharedMemory
 from kvoffload.remote.values import TRAILER_BYTES, Shard, is_whole, seal
-from kvoffload.transfer.blocking_calls import BlockingCalls, Breaker, CallEnded
+from kvoffload.transfer.blocking_calls import BlockingCalls, Breaker
 from kvoffload.transfer.layout import digest_of
+from kvoffload.transfer.tier_jobs import find_corrupt
 
 if TYPE_CHECKING:
     from kvoffload.disk.tier_key import TierKey
@@ -103,34 +104,23 @@ class RemoteMover:
         shard = self._shard(job)
         buffers = self._values(store, len(batch))
         own = self._own(len(batch))
-        wrong = self._gather(job, batch, own)
+        with self._arena.held():
+            for position, value in zip(batch, own, strict=True):
+                self._arena.read(job.slots[position], self._arena.views(value))
+                seal(value, shard.name(job.targets[position]), self._layout, self._key)
+            find_corrupt(part, self._checksums, log)
         self._copy(own, buffers)
         # After the copies: the slots were not other blocks' meanwhile, whose bytes would get these blocks' names.
         call.check()
-        right = [position for position in batch if position not in wrong]
-        values = [value for position, value in zip(batch, buffers, strict=True) if position not in wrong]
-        taken = store.put(shard, [job.targets[position] for position in right], values) if right else []
-        part.whole = [position for position, is_taken in zip(right, taken, strict=True) if is_taken]
-        part.corrupt = wrong
+        values = {
+            position: value
+            for position, value in zip(batch, buffers, strict=True)
+            if position not in part.corrupt
+        }
+        keys = [job.targets[position] for position in values]
+        taken = store.put(shard, keys, list(values.values())) if values else []
+        part.whole = [position for position, is_taken in zip(values, taken, strict=True) if is_taken]
         return part
-
-    def _gather(self, job: AnyJob, batch: Sequence[int], buffers: Sequence[memoryview]) -> list[int]:
-        """Make values of host slots; return the positions of those that do not hold what was stored there."""
-        shard, wrong = self._shard(job), list[int]()
-        with self._arena.held() as is_open:
-            if not is_open:
-                raise CallEnded("the host's memory is gone")
-            for position, value in zip(batch, buffers, strict=True):
-                slot = job.slots[position]
-                self._arena.read(slot, self._arena.views(value))
-                # After the copy: what the slot holds now it held during the copy too.
-                if self._checksums is not None and not self._checksums.is_as_stored(slot):
-                    wrong.append(position)
-                seal(value, shard.name(job.targets[position]), self._layout, self._key)
-        if wrong:
-            bad = [job.slots[position] for position in wrong]
-            log.error("blocks_corrupt", job=job.id, blocks=len(wrong), slots=bad)
-        return wrong
 
     def get(self, part: Part, _: Call, store: RemoteStore) -> Part:
         """Read values into the thread's buffer, and see which are right."""
@@ -150,15 +140,13 @@ class RemoteMover:
 
     def fill(self, part: Part) -> Part:
         """Copy the values that are right from the thread's memory into their host slots."""
-        buffers = self._own(len(part.positions))
-        with self._arena.held() as is_open:
-            if not is_open:
-                raise CallEnded("the host's memory is gone")
+        buffers, slots = self._own(len(part.positions)), part.job.slots
+        with self._arena.held():
             for position in part.whole:
-                slot = part.job.slots[position]
-                self._arena.write(slot, self._arena.views(buffers[position - part.positions[0]]))
-                if self._checksums is not None:
-                    self._checksums.take(slot)
+                value = buffers[position - part.positions[0]]
+                self._arena.write(slots[position], self._arena.views(value))
+            if part.whole and self._checksums is not None:
+                self._checksums.take(*[slots[position] for position in part.whole])
         return part
 
     def _values(self, store: RemoteStore | None, count: int) -> list[memoryview]:

@@ -13,9 +13,12 @@ from kvoffload.model.transfer import AnyJob, Direction, JobReport, Tier
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
+    from structlog.stdlib import BoundLogger
+
     from kvoffload.model.disk import DiskFile
     from kvoffload.model.ids import JobId
     from kvoffload.transfer.blocking_calls import BlockingCalls, Call
+    from kvoffload.transfer.checksums import Checksums
 
 
 class TierReport(NamedTuple):
@@ -53,6 +56,21 @@ class Part:
     corrupt: list[int] = field(default_factory=list)
     under_call: Sequence[int] = ()
     sums: dict[int, int] = field(default_factory=dict)
+
+
+def find_corrupt(part: Part, checksums: Checksums | None, log: BoundLogger) -> None:
+    """Note and log which host slots of a part do not hold what was stored there. Called after their bytes were copied.
+
+    What a slot holds then it held when it was copied, unless it had become another block's: `Call.check` finds that.
+    """
+    if checksums is None:
+        return
+    slots = [part.job.slots[position] for position in part.positions]
+    wrong = checksums.changed(slots)
+    if wrong:
+        part.corrupt = [part.positions[index] for index in wrong]
+        bad = [slots[index] for index in wrong]
+        log.error("blocks_corrupt", job=part.job.id, blocks=len(wrong), slots=bad)
 
 
 class Mover(Protocol):

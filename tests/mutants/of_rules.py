@@ -404,7 +404,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "        pass\n",
         DISK,
     ),
-    Mutant(17, _DISK, "self._checksums.changed(slots)", "()", DISK),
+    Mutant(17, _TIER_JOBS, "checksums.changed(slots)", "()", DISK),
     Mutant(17, _DISK, "self._checksums.take(*[slots[position] for position in part.whole])", "pass", DISK),
     Mutant(16, _CALLS, "call.claim()  # what returns later", "pass  #", _ENGINE_OF_CALLS),
     Mutant(
@@ -449,8 +449,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         17,
         _REMOTE,
-        "if self._checksums is not None:\n                    self._checksums.take(slot)",
-        "",
+        "self._checksums.take(*[slots[position] for position in part.whole])",
+        "pass",
         REMOTE,
     ),
     Mutant(
