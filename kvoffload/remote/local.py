@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,11 +20,12 @@ from functools import partial
 from pathlib import Path
 
 from kvoffload.model.errors import RemoteError
-from kvoffload.remote.local_node import READY
 from kvoffload.remote.mooncake_child import load_client
 
 _START_S = 20.0
 _POLL_S = 0.02
+_NODE_READY = "the node is ready"
+_NODE_BUFFER = 2**24  # of the node's own client
 _LOG_LINES = 3  # shown of a server that does not start
 # On Linux the kernel kills the server when the thread that started it ends (PR_SET_PDEATHSIG); exec keeps the setting.
 _EXEC = """
@@ -129,9 +131,12 @@ class LocalMooncake:
     def start_node(self) -> None:
         """Start an empty store node."""
         log = self._folder / "node.log"
-        command = sys.executable, "-m", "kvoffload.remote.local_node", f"127.0.0.1:{self.port}"
+        command = sys.executable, "-m", __name__, f"127.0.0.1:{self.port}"
         self.node = Server(
-            *command, self._node_bytes, log=log, is_ready=lambda: READY in log.read_text(errors="replace")
+            *command,
+            self._node_bytes,
+            log=log,
+            is_ready=lambda: _NODE_READY in log.read_text(errors="replace"),
         )
 
     def close(self) -> None:
@@ -202,3 +207,18 @@ def _program(name: str, package: str) -> str:
     if (found := shutil.which(name, path=folders)) is None:
         raise RemoteError(f"the program {name} is not installed; pip install '{package}'")
     return found
+
+
+def run_node(master: str, node_bytes: int) -> None:
+    """Be a Mooncake store node on the loopback, until this process is killed."""
+    store = load_client().MooncakeDistributedStore()
+    code = store.setup("127.0.0.1", "P2PHANDSHAKE", node_bytes, _NODE_BUFFER, "tcp", "", master)
+    if code:
+        sys.exit(f"the master at {master} refuses the node (code {code})")
+    sys.stdout.write(f"{_NODE_READY}\n")
+    sys.stdout.flush()
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    run_node(sys.argv[1], int(sys.argv[2]))

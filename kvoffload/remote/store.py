@@ -1,4 +1,4 @@
-"""The port behind which a remote store is reached."""
+"""The port behind which a remote store is reached, and `open_store`, which opens the one that an address names."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Protocol, Self
 
 from kvoffload.logs import get_logger
 from kvoffload.model.ids import BlockKey
+from kvoffload.remote.address import MooncakeAddress, RemoteAddress
 from kvoffload.remote.values import Shard
 
 MISSING = -1
@@ -89,3 +90,22 @@ class RemoteStore(Protocol):
 
     def close(self) -> None:
         """End the connection. No other call may be running."""
+
+
+def open_store(address: RemoteAddress, timeout_s: float) -> RemoteStore:
+    """Connect to a store. Blocks. The store's client is imported only then.
+
+    Args:
+        address: of it.
+        timeout_s: seconds that a store may take to accept the connection.
+
+    Raises:
+        RemoteError: it does not answer, refuses, or its client is not installed.
+    """
+    if isinstance(address, MooncakeAddress):
+        from kvoffload.remote.mooncake import MooncakeStore
+
+        return MooncakeStore(address, timeout_s)
+    from kvoffload.remote.bucket import BucketStore
+
+    return BucketStore(address, timeout_s)

@@ -36,8 +36,7 @@ from kvoffload.model import facts
 from kvoffload.model.errors import RemoteError, reason_of
 from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.remote.address import RemotePlace
-from kvoffload.remote.connect import open_store
-from kvoffload.remote.store import RemoteStore
+from kvoffload.remote.store import RemoteStore, open_store
 from kvoffload.remote.values import Generation, Shard, generation_name, new_generation, read_generation
 from kvoffload.runtime.portal import Portal
 from kvoffload.transfer.blocking_calls import Call

@@ -13,7 +13,7 @@ from kvoffload.logs import get_logger
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import Rank
 from kvoffload.model.transfer import TransferPlan, TransferReport
-from kvoffload.remote.connect import open_store
+from kvoffload.remote.store import open_store
 from kvoffload.runtime.portal import Portal
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.disk import THREADS as DISK_THREADS

@@ -26,9 +26,9 @@ from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import BlockKey, JobId, SlotId
 from kvoffload.model.transfer import CopyJob, Direction, Tier
 from kvoffload.remote.address import parse_address
-from kvoffload.remote.connect import open_store
 from kvoffload.remote.local import LocalMooncake
 from kvoffload.remote.mooncake_child import load_client
+from kvoffload.remote.store import open_store
 from kvoffload.remote.values import TRAILER_BYTES
 from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.runtime.worker_side import REMOTE_THREADS

@@ -24,7 +24,7 @@ IN_CALLS = """
 import secrets, sys, time
 from kvoffload.model.ids import BlockKey
 from kvoffload.remote.address import parse_address
-from kvoffload.remote.connect import open_store
+from kvoffload.remote.store import open_store
 from kvoffload.remote.values import Shard
 from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.transfer.remote import remote_calls

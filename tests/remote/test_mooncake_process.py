@@ -259,7 +259,7 @@ def test_r17_a_master_that_closes_connections_or_goes_deaf_does_not_hold_up_the_
 IN_A_CALL = """
 import sys, time
 from kvoffload.remote.address import parse_address
-from kvoffload.remote.connect import open_store
+from kvoffload.remote.store import open_store
 from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.transfer.remote import remote_calls
 

@@ -16,8 +16,7 @@ from kvoffload.model.errors import RemoteError
 from kvoffload.model.ids import BlockKey
 from kvoffload.remote.address import parse_address
 from kvoffload.remote.bucket import BucketStore
-from kvoffload.remote.connect import open_store
-from kvoffload.remote.store import FAILED, MISSING, RemoteStore, SharedMemory
+from kvoffload.remote.store import FAILED, MISSING, RemoteStore, SharedMemory, open_store
 from kvoffload.remote.values import TRAILER_BYTES, Shard, generation_name, is_whole, seal
 from tests.remote.servers import Bucket, Mooncake
 
