@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -83,11 +83,16 @@ def weights_identity(
     """
     if (commit := snapshot_commit(folder)) is not None:
         return f"commit {commit}"
-    with _place_of(memory) as place, _locked(place, memory.name, pause):
+    try:
+        place = open_root(memory.parent)
+    except OSError:  # without a memory the next start only takes longer
+        return _digest_of(folder, _Reader({}, loaded_ns, now_ns))
+    with place, _locked(place, f"{memory.name}.lock", pause):
         reader = _Reader(_recall(place, memory.name, key), loaded_ns, now_ns)
         digest = _digest_of(folder, reader)
-        _remember(place, memory.name, reader.known, key)
-    return f"digest {digest}"
+        with suppress(OSError):  # as above
+            _remember(place, memory.name, reader.known, key)
+    return digest
 
 
 def _digest_of(folder: Path, reader: _Reader) -> str:
@@ -99,21 +104,19 @@ def _digest_of(folder: Path, reader: _Reader) -> str:
         raise DiskError(
             f"the weights in {folder} cannot be distinguished from others: the folder has no files"
         )
-    return xxh3_128(json.dumps(digests).encode()).hexdigest()
-
-
-def _place_of(memory: Path) -> AbstractContextManager[OpenFolder | None]:
-    """Return the folder of the memory; None if there can be none, which only costs time."""
-    try:
-        return open_root(memory.parent)
-    except OSError:
-        return nullcontext()
+    return f"digest {xxh3_128(json.dumps(digests).encode()).hexdigest()}"
 
 
 @contextmanager
-def _locked(place: OpenFolder | None, name: str, pause: Callable[[float], object]) -> Iterator[None]:
-    """Let one process at a time compute digests: the engines of a server start together and read the same files."""
-    descriptor = None if place is None else _lock(place, f"{name}.lock", pause)
+def _locked(place: OpenFolder, name: str, pause: Callable[[float], object]) -> Iterator[None]:
+    """Let one process at a time compute digests: the engines of a server start together and read the same files.
+
+    After a minute, or if the file cannot be locked, go on without: then the files are read twice.
+    """
+    descriptor = None
+    with suppress(OSError):
+        descriptor = place.open(name, os.O_RDWR | os.O_CREAT)
+        _lock(descriptor, place.path / name, pause)
     try:
         yield
     finally:
@@ -121,29 +124,17 @@ def _locked(place: OpenFolder | None, name: str, pause: Callable[[float], object
             close_locked(descriptor)
 
 
-def _lock(place: OpenFolder, name: str, pause: Callable[[float], object]) -> int | None:
-    """Return a locked file; None after a minute, or if it cannot be locked: then the files are read twice."""
-    try:
-        descriptor = place.open(name, os.O_RDWR | os.O_CREAT)
-    except OSError:
-        return None
+def _lock(descriptor: int, path: Path, pause: Callable[[float], object]) -> None:
     for number in range(LOCK_TRIES):
         try:
             lock(descriptor)
         except BlockingIOError:
             if not number:
-                log.info(
-                    "weights_wait",
-                    lock=str(place.path / name),
-                    note="another engine reads weights; this one waits a minute",
-                )
+                note = "another engine reads weights; this one waits a minute"
+                log.info("weights_wait", lock=str(path), note=note)
             pause(LOCK_PAUSE_S)
-        except OSError:
-            break
         else:
-            return descriptor
-    os.close(descriptor)
-    return None
+            return
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -192,10 +183,8 @@ class _Reader:
         return state.hexdigest()
 
 
-def _recall(place: OpenFolder | None, name: str, key: TierKey | None) -> _Known:
+def _recall(place: OpenFolder, name: str, key: TierKey | None) -> _Known:
     """Return remembered digests by device and inode; what cannot be read is computed again."""
-    if place is None:
-        return {}
     try:
         with os.fdopen(place.open(name, os.O_RDONLY), "rb") as file:
             data, mac = file.read(_MOST_MEMORY), b""
@@ -206,17 +195,12 @@ def _recall(place: OpenFolder | None, name: str, key: TierKey | None) -> _Known:
         return {}
 
 
-def _remember(place: OpenFolder | None, name: str, known: _Known, key: TierKey | None) -> None:
-    """Replace the memory at once; without it the next start only takes longer."""
-    if place is None:
-        return
+def _remember(place: OpenFolder, name: str, known: _Known, key: TierKey | None) -> None:
+    """Replace the memory at once."""
     beside, data = f"{name}.{os.getpid()}", json.dumps(known).encode()
-    try:
-        with os.fdopen(place.make_file(beside), "wb") as file:
-            file.write(data + _mac(data, key))
-        place.rename(beside, name)
-    except OSError:
-        return
+    with os.fdopen(place.make_file(beside), "wb") as file:
+        file.write(data + _mac(data, key))
+    place.rename(beside, name)
 
 
 def _mac(data: bytes, key: TierKey | None) -> bytes:
