@@ -20,6 +20,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -204,27 +205,21 @@ def open_slot_file(folder: OpenFolder, shape: SlotShape, slots: int) -> SlotFile
         SlotFileInUse: another process uses it.
         DiskError: it is not a plain file of this user, there is too little space, or the disk fails.
     """
-    path = folder.path / _name(shape)
+    path = folder.path / f"slots{shape.rank}"
     try:
         descriptor, is_new = _opened(folder, path.name)
     except OSError as error:
         raise DiskError(f"the slot file {path} cannot be opened: {error.strerror}") from error
     try:
         lock(descriptor)
-        return _prepare(descriptor, folder, shape, slots, is_new=is_new)
-    except BlockingIOError as error:
+        return _prepare(descriptor, folder, path, shape, slots, is_new=is_new)
+    except BaseException as error:
         close_locked(descriptor)
-        raise SlotFileInUse(f"the slot file {path} is in use by another process") from error
-    except OSError as error:
-        close_locked(descriptor)
-        raise DiskError(f"the slot file {path} cannot be used: {error.strerror}") from error
-    except BaseException:
-        close_locked(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise SlotFileInUse(f"the slot file {path} is in use by another process") from error
+        if isinstance(error, OSError):
+            raise DiskError(f"the slot file {path} cannot be used: {error.strerror}") from error
         raise
-
-
-def _name(shape: SlotShape) -> str:
-    return f"slots{shape.rank}"
 
 
 def _opened(folder: OpenFolder, name: str) -> tuple[int, bool]:
@@ -235,11 +230,13 @@ def _opened(folder: OpenFolder, name: str) -> tuple[int, bool]:
         return folder.open(name, os.O_RDWR | os.O_CREAT), True
 
 
-def _prepare(descriptor: int, folder: OpenFolder, shape: SlotShape, slots: int, *, is_new: bool) -> SlotFile:
+def _prepare(
+    descriptor: int, folder: OpenFolder, path: Path, shape: SlotShape, slots: int, *, is_new: bool
+) -> SlotFile:
     buffer = aligned_buffer(PAGE)
     found = _read_header(descriptor, shape, buffer)
     if found is None and not is_new:
-        path, reason = folder.path / _name(shape), _difference(buffer, shape, os.fstat(descriptor).st_size)
+        reason = _difference(buffer, shape, os.fstat(descriptor).st_size)
         log.warning("slot_file_replaced", file=str(path), reason=reason, note="the blocks in it are lost")
     file_id, had = found or (secrets.token_bytes(ID_BYTES), 0)
     if slots >= had:
