@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvoffload.model.ids import DeviceBlockId, JobId, RequestId, SlotId
-from kvoffload.model.transfer import CopyJob, DeviceJob, Direction, Tier
+from kvoffload.model.wire import CopyJob, DeviceJob, Direction, Tier
 
 
 def device_job(

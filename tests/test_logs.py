@@ -28,7 +28,7 @@ from kvoffload.model.events import (
     StoreEnded,
 )
 from kvoffload.model.ids import JobId, RequestId
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.telemetry.logging import LogObserver, log_removed
 
 A, JOB = RequestId("a"), JobId(1)

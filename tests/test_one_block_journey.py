@@ -19,7 +19,7 @@ from kvoffload.model.engine import EngineShape
 from kvoffload.model.facts import BlocksAllocated, Progress, RequestEnded, RequestSeen, StepScheduled
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import DeviceBlockId, GroupId, Rank, RequestId, SlotId
-from kvoffload.model.transfer import TransferPlan
+from kvoffload.model.wire import TransferPlan
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.testing import FakeClock, FakeDevice, GatedCopier, ManualExecutor, wait_all_blocked
 from kvoffload.transfer.arena import Arena

@@ -15,7 +15,7 @@ from kvoffload.bus.bus import Bus
 from kvoffload.cli.exits import CommandError
 from kvoffload.model import events
 from kvoffload.model.causes import Found, MissCause, StoreOutcome
-from kvoffload.model.transfer import Direction, Tier
+from kvoffload.model.wire import Direction, Tier
 from kvoffload.telemetry.counters import Counters, Snapshot
 from kvoffload.telemetry.records import Record
 

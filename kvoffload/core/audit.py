@@ -13,7 +13,7 @@ from kvoffload.core.request import RequestRecord
 from kvoffload.core.state import CoreState
 from kvoffload.core.stores import Stores
 from kvoffload.model.ids import SlotId
-from kvoffload.model.transfer import Direction, Tier
+from kvoffload.model.wire import Direction, Tier
 
 _CAN_HIT = (SlotState.READY, SlotState.PINNED)
 _WITHOUT_KEY = (SlotState.EMPTY, SlotState.QUARANTINED)

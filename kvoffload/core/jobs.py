@@ -28,7 +28,7 @@ from kvoffload.core.slots import count, uncount
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.engine import BlockPool
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, Rank, SlotId
-from kvoffload.model.transfer import AnyJob, CopyJob, Direction, JobReport, Tier, TransferPlan
+from kvoffload.model.wire import AnyJob, CopyJob, Direction, JobReport, Tier, TransferPlan
 
 _PLANNED, _SUBMITTED, _ABANDONED = JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED
 _SUBMIT, _FINISH, _FAIL = JobEvent.SUBMIT, JobEvent.FINISH, JobEvent.FAIL

@@ -38,7 +38,7 @@ from kvoffload.model.causes import (
 )
 from kvoffload.model.facts import BlocksAllocated
 from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, JobId, Rank, RequestId, SlotId
-from kvoffload.model.transfer import Direction, JobReport, Tier
+from kvoffload.model.wire import Direction, JobReport, Tier
 
 _LOADING, _RUNNING, _FINISHING = RequestState.LOADING, RequestState.RUNNING, RequestState.FINISHING
 _Copies = tuple[list[SlotId], list[DeviceBlockId]]

@@ -22,7 +22,7 @@ from kvoffload.model import events, facts
 from kvoffload.model.causes import DegradeCause, EvictionCause, PinDropCause, RejectionCause, StoreOutcome
 from kvoffload.model.engine import BlockPool, EngineShape
 from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, RequestId, SlotId
-from kvoffload.model.transfer import NOTHING, Tier, TransferPlan, TransferReport
+from kvoffload.model.wire import NOTHING, Tier, TransferPlan, TransferReport
 
 _SEEN, _LOADING, _RUNNING = RequestState.SEEN, RequestState.LOADING, RequestState.RUNNING
 

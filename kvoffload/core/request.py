@@ -11,7 +11,7 @@ from msgspec import Struct
 from kvoffload.core.machine import REQUEST, RequestEvent, RequestState
 from kvoffload.model.causes import MissCause
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, RequestId, SlotId
-from kvoffload.model.transfer import Tier
+from kvoffload.model.wire import Tier
 
 _FINISHING = RequestState.FINISHING
 _END, _LAST_JOB = RequestEvent.END, RequestEvent.LAST_JOB

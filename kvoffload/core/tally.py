@@ -16,7 +16,7 @@ from kvoffload.model.events import (
     StoreEnded,
 )
 from kvoffload.model.ids import BlockKey, RequestId
-from kvoffload.model.transfer import Tier
+from kvoffload.model.wire import Tier
 
 _PARTS = 64
 _LEAST_PART = 64  # keys

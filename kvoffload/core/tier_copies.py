@@ -47,7 +47,7 @@ from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome, EvictionCause, MissCause, TierOutcome
 from kvoffload.model.events import DiskClosed, DiskOpened, TierCopyEnded, TierCopyScheduled
 from kvoffload.model.ids import BlockKey, Rank, RequestId, SlotId
-from kvoffload.model.transfer import JobReport, Tier, TransferReport
+from kvoffload.model.wire import JobReport, Tier, TransferReport
 
 JobT = TypeVar("JobT", Fetch, Spill)
 

@@ -20,11 +20,10 @@ from kvoffload.core.key_index import KeyIndex
 from kvoffload.core.machine import SlotState
 from kvoffload.core.match import PartOfKeys
 from kvoffload.core.slots import HostPool
-from kvoffload.model.disk import DiskRecord, Put, Strike, Use
 from kvoffload.model.engine import BlockPool
 from kvoffload.model.ids import BlockKey, JobId, Rank, RequestId, SlotId
 from kvoffload.model.limit import AdaptiveLimit
-from kvoffload.model.transfer import Tier
+from kvoffload.model.wire import DiskRecord, Put, Strike, Tier, Use
 
 Item = TypeVar("Item")
 Ask = tuple[RequestId, tuple[BlockKey, ...]]

@@ -27,9 +27,9 @@ import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvoffload.disk.tier_key import TierKey, are_equal
-from kvoffload.model.disk import DiskRecord, Put, Strike
 from kvoffload.model.errors import DiskError
 from kvoffload.model.ids import SlotId
+from kvoffload.model.wire import DiskRecord, Put, Strike
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

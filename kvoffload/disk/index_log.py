@@ -26,8 +26,8 @@ from kvoffload.disk.index_format import (
 )
 from kvoffload.disk.open_folder import OpenFolder
 from kvoffload.disk.tier_key import TierKey
-from kvoffload.model.disk import DiskRecord
 from kvoffload.model.errors import DiskError
+from kvoffload.model.wire import DiskRecord
 
 INDEX_NAME, _NEW = "index", "index.new"
 _LEAST_GARBAGE = 2**16  # records

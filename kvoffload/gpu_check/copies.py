@@ -14,7 +14,7 @@ from kvoffload.gpu_check.decode import measure_steps
 from kvoffload.gpu_check.parts import Line, NotHere, Options, asked, measured, ratios
 from kvoffload.gpu_check.rig import Rig
 from kvoffload.model.errors import CopyError
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.transfer.cuda.copier import ENGINE_ONLY, GpuProfile, profile_path, read_profile
 from kvoffload.transfer.cuda.crossover import Trial, learn
 from kvoffload.transfer.cuda.driver import CudaScratch, NvidiaDriver

@@ -18,7 +18,7 @@ from kvoffload.gpu_check.parts import Line, Options, measured, ratios
 from kvoffload.gpu_check.rig import Rig
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import DeviceBlockId, JobId, Rank, SlotId
-from kvoffload.model.transfer import CopyJob, DeviceJob, Direction, Tier, TransferPlan
+from kvoffload.model.wire import CopyJob, DeviceJob, Direction, Tier, TransferPlan
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.transfer.cuda.driver import NvidiaDriver

@@ -18,7 +18,7 @@ from kvoffload.gpu_check.decode import Decode, Kernels
 from kvoffload.gpu_check.latencies import repeated
 from kvoffload.gpu_check.parts import Line, NotHere, Options, asked, in_words, measured
 from kvoffload.gpu_check.rig import Rig, code_of
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.transfer.cuda import driver as driver_module
 from kvoffload.transfer.cuda.library import RELAXED
 from kvoffload.transfer.runs import CopyRuns

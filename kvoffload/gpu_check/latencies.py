@@ -13,7 +13,7 @@ import numpy as np
 
 from kvoffload.gpu_check.parts import Line, Options, asked, in_words, measured
 from kvoffload.gpu_check.rig import Rig, code_of
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.transfer.layout import DeviceLayout, DeviceRegion
 from kvoffload.transfer.runs import geometry_of, merge_runs
 

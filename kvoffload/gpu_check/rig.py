@@ -13,7 +13,7 @@ import numpy as np
 
 from kvoffload.gpu_check.parts import NotHere, Options
 from kvoffload.model.errors import CopyError
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.transfer.cuda.copier import CudaCopier, GpuProfile
 from kvoffload.transfer.cuda.driver import CudaPin, NvidiaDriver

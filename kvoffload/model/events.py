@@ -21,7 +21,7 @@ from kvoffload.model.causes import (
 )
 from kvoffload.model.ids import JobId, Rank, RequestId, SlotId
 from kvoffload.model.message import Message
-from kvoffload.model.transfer import Direction, Tier
+from kvoffload.model.wire import Direction, Tier
 
 
 class Event(Message, frozen=True, forbid_unknown_fields=True):

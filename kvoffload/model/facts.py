@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvoffload.model.causes import DegradeCause
-from kvoffload.model.disk import Put
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, RequestId, SlotId
 from kvoffload.model.message import Message
-from kvoffload.model.transfer import TransferReport
+from kvoffload.model.wire import Put, TransferReport
 
 
 class Fact(Message, frozen=True):

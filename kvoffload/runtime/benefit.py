@@ -22,7 +22,7 @@ from kvoffload.bus.bus import Bus
 from kvoffload.model import events, facts
 from kvoffload.model.causes import LoadOutcome, TierOutcome
 from kvoffload.model.ids import RequestId
-from kvoffload.model.transfer import Direction, Tier
+from kvoffload.model.wire import Direction, Tier
 from kvoffload.runtime.copies import CopyEnded, HookTime, OpenCopies, OpenCopy
 from kvoffload.runtime.step_times import Copies, PrefillRate, StepTimes
 from kvoffload.telemetry.catalogue import LoadWait

@@ -23,7 +23,7 @@ from kvoffload.core.state import LoadResults
 from kvoffload.model import events
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import DeviceBlockId, JobId, Rank, RequestId
-from kvoffload.model.transfer import DeviceJob, Direction, TransferReport
+from kvoffload.model.wire import DeviceJob, Direction, TransferReport
 from kvoffload.telemetry.catalogue import Hook
 
 

@@ -37,10 +37,9 @@ from kvoffload.disk.open_folder import LOCK_PAUSE_S, LOCK_TRIES, OpenFolder
 from kvoffload.disk.tier_key import TierKey
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
-from kvoffload.model.disk import DiskFile, DiskRecord, Put, Strike
 from kvoffload.model.errors import reason_of
 from kvoffload.model.ids import Rank, SlotId
-from kvoffload.model.transfer import TransferReport
+from kvoffload.model.wire import DiskFile, DiskRecord, Put, Strike, TransferReport
 from kvoffload.runtime.portal import Portal
 
 RESET_S = 5.0

@@ -23,7 +23,7 @@ from kvoffload.model.config import AUTO, OffloadConfig, check_promises
 from kvoffload.model.engine import BlockPool, EngineIdentity, EngineShape
 from kvoffload.model.events import Event
 from kvoffload.model.ids import BlockKey, RequestId
-from kvoffload.model.transfer import NOTHING, TransferPlan, TransferReport
+from kvoffload.model.wire import NOTHING, TransferPlan, TransferReport
 from kvoffload.remote.address import RemotePlace
 from kvoffload.runtime.benefit import NetBenefit
 from kvoffload.runtime.copies import NO_ANSWERS, Clocks, HookTime, LoadAnswers, OpenCopies

@@ -12,7 +12,7 @@ from kvoffload.bus.bus import Bus
 from kvoffload.model.causes import Found
 from kvoffload.model.events import FirstTokenReached, LookupAnswered
 from kvoffload.model.ids import RequestId
-from kvoffload.model.transfer import Direction, Tier
+from kvoffload.model.wire import Direction, Tier
 from kvoffload.runtime.copies import HookTime
 
 _SIZES = 24  # powers of two by which a step's decoded tokens are counted

@@ -22,8 +22,7 @@ from kvoffload.disk.tier_key import TierKey
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
 from kvoffload.model.config import OffloadConfig
-from kvoffload.model.disk import DiskRecord
-from kvoffload.model.transfer import TransferReport
+from kvoffload.model.wire import DiskRecord, TransferReport
 from kvoffload.remote.address import RemotePlace
 from kvoffload.runtime.copies import Clocks
 from kvoffload.runtime.disk_catalog import DiskCatalog

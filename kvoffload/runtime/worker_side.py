@@ -12,7 +12,7 @@ from kvoffload.disk.slot_file import SlotShape
 from kvoffload.logs import get_logger
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import Rank
-from kvoffload.model.transfer import TransferPlan, TransferReport
+from kvoffload.model.wire import TransferPlan, TransferReport
 from kvoffload.remote.store import open_store
 from kvoffload.runtime.portal import Portal
 from kvoffload.transfer.arena import Arena

@@ -25,7 +25,7 @@ from kvoffload.model.causes import (
     StoreOutcome,
     TierOutcome,
 )
-from kvoffload.model.transfer import Direction, Tier
+from kvoffload.model.wire import Direction, Tier
 
 if TYPE_CHECKING:
     from kvoffload.bus.bus import Bus

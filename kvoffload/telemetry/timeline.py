@@ -17,7 +17,7 @@ from typing import Any, Protocol, TextIO, cast
 
 from kvoffload.model import events
 from kvoffload.model.ids import JobId, RequestId
-from kvoffload.model.transfer import Direction, Tier
+from kvoffload.model.wire import Direction, Tier
 from kvoffload.telemetry.records import Record, Summary, summary_of
 
 Args = Mapping[str, object]

@@ -13,7 +13,7 @@ from kvoffload.transfer.runs import CopyRuns
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvoffload.model.transfer import Direction
+    from kvoffload.model.wire import Direction
     from kvoffload.transfer.ports import Fence
 
 

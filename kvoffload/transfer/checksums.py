@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from xxhash import xxh3_64
 
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.transfer.host_copier import choose_copy
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns, pieces_at

@@ -34,8 +34,8 @@ from kvoffload.disk.slot_file import PIECE_BYTES, SlotFile, SlotFileInUse, SlotS
 from kvoffload.disk.system import PAGE, aligned_buffer
 from kvoffload.disk.tier_key import are_equal
 from kvoffload.logs import get_logger
-from kvoffload.model.disk import DiskFile
 from kvoffload.model.errors import DiskError, reason_of
+from kvoffload.model.wire import DiskFile
 from kvoffload.transfer.blocking_calls import BlockingCalls, ErrorRow
 from kvoffload.transfer.tier_jobs import TierJobs, TierReport, find_corrupt
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from kvoffload.disk.folder import DiskPlace
     from kvoffload.disk.open_folder import OpenFolder
     from kvoffload.disk.tier_key import TierKey
-    from kvoffload.model.transfer import AnyJob
+    from kvoffload.model.wire import AnyJob
     from kvoffload.transfer.arena import Arena, Pages
     from kvoffload.transfer.blocking_calls import Call
     from kvoffload.transfer.checksums import Checksums

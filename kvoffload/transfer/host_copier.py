@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from kvoffload.model.errors import CopyError
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns, pieces_at
 

@@ -11,13 +11,13 @@ import numpy as np
 
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import CopyError, IllegalTransition
-from kvoffload.model.transfer import JobReport
+from kvoffload.model.wire import JobReport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvoffload.model.ids import JobId
-    from kvoffload.model.transfer import DeviceJob
+    from kvoffload.model.wire import DeviceJob
     from kvoffload.transfer.ports import Fence
     from kvoffload.transfer.runs import Numbers
 

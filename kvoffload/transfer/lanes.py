@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import DeviceLost
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.transfer.ports import TicketState
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvoffload.model.transfer import Direction
+    from kvoffload.model.wire import Direction
     from kvoffload.transfer.runs import CopyRuns
 
 HELD_COPIES = 256

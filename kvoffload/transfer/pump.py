@@ -42,7 +42,7 @@ import numpy as np
 
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import DeviceLost
-from kvoffload.model.transfer import Direction, TransferReport
+from kvoffload.model.wire import Direction, TransferReport
 from kvoffload.transfer.checksums import ChecksumTicket
 from kvoffload.transfer.jobs import JobLedger, Part
 from kvoffload.transfer.lanes import Batch, Lanes
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvoffload.model.ids import Rank
-    from kvoffload.model.transfer import DeviceJob
+    from kvoffload.model.wire import DeviceJob
     from kvoffload.transfer.arena import Arena
     from kvoffload.transfer.checksums import Checksums
     from kvoffload.transfer.jobs import OpenJob

@@ -24,7 +24,7 @@ from kvoffload.transfer.tier_jobs import find_corrupt
 
 if TYPE_CHECKING:
     from kvoffload.disk.tier_key import TierKey
-    from kvoffload.model.transfer import AnyJob
+    from kvoffload.model.wire import AnyJob
     from kvoffload.remote.store import RemoteStore
     from kvoffload.transfer.arena import Arena
     from kvoffload.transfer.blocking_calls import Call

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

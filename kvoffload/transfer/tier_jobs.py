@@ -8,15 +8,15 @@ from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvoffload.model.causes import CopyOutcome
-from kvoffload.model.transfer import AnyJob, Direction, JobReport, Tier
+from kvoffload.model.wire import AnyJob, Direction, JobReport, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
     from structlog.stdlib import BoundLogger
 
-    from kvoffload.model.disk import DiskFile
     from kvoffload.model.ids import JobId
+    from kvoffload.model.wire import DiskFile
     from kvoffload.transfer.blocking_calls import BlockingCalls, Call
     from kvoffload.transfer.checksums import Checksums
 

@@ -16,7 +16,7 @@ from kvoffload.model.config import OffloadConfig, parse_config
 from kvoffload.model.engine import EngineIdentity, EngineShape, Promises
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import GroupId, Rank
-from kvoffload.model.transfer import TransferPlan
+from kvoffload.model.wire import TransferPlan
 from kvoffload.remote.address import RemotePlace, parse_address
 from kvoffload.runtime.copies import Clocks
 from kvoffload.runtime.portal import Portal

@@ -10,7 +10,7 @@ from kvoffload.engine.plugin import BlockTables, LoadResults, Progress, RequestV
 from kvoffload.model import facts
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, RequestId
-from kvoffload.model.transfer import TransferReport
+from kvoffload.model.wire import TransferReport
 from kvoffload.runtime.scheduler_side import SchedulerSide
 
 

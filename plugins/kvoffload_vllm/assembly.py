@@ -18,7 +18,7 @@ from kvoffload.model.config import OffloadConfig, check_promises, parse_config
 from kvoffload.model.engine import EngineIdentity
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.ids import Rank
-from kvoffload.model.transfer import Tier
+from kvoffload.model.wire import Tier
 from kvoffload.remote.address import RemotePlace, parse_address
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import SchedulerSide

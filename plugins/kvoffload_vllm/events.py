@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvoffload.model.ids import BlockKey
-from kvoffload.model.transfer import Tier
+from kvoffload.model.wire import Tier
 from kvoffload_vllm.groups import VllmGroups
 from kvoffload_vllm.pool_device import GROUP_BYTES, group_suffix, split_key
 from kvoffload_vllm.progress import RequestLike

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvoffload.model.ids import JobId
-from kvoffload.model.transfer import NOTHING, TransferPlan, TransferReport
+from kvoffload.model.wire import NOTHING, TransferPlan, TransferReport
 from kvoffload.runtime.copies import LoadAnswers
 
 if TYPE_CHECKING:

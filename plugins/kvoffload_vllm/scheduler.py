@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvoffload.model import facts
 from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId
-from kvoffload.model.transfer import NOTHING
+from kvoffload.model.wire import NOTHING
 from kvoffload_vllm.kv_identity import persists
 from kvoffload_vllm.metadata import NO_PLAN, NONE_ENDED, KVOffloadMetadata, KVOffloadWorkerMetadata
 from kvoffload_vllm.progress import KeyMaker, ProgressReports, Tracked

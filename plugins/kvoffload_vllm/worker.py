@@ -11,14 +11,14 @@ from msgspec.structs import replace
 
 from kvoffload.checks.startup import log_warnings
 from kvoffload.model.causes import CopyOutcome
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload_vllm.metadata import KVOffloadMetadata, KVOffloadWorkerMetadata
 
 if TYPE_CHECKING:
     from kvoffload.checks.check import Finding
     from kvoffload.disk.identity import KVIdentity
     from kvoffload.model.ids import DeviceBlockId, JobId
-    from kvoffload.model.transfer import TransferReport
+    from kvoffload.model.wire import TransferReport
     from kvoffload.runtime.worker_side import WorkerSide
     from kvoffload.transfer.layout import DeviceLayout
 

@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Iterator
 
 from kvoffload.cli.parser import positive
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from tests.bench import copy_lanes
 from tests.bench.copy_rig import Rig
 from tests.bench.lines import Line, line

@@ -17,7 +17,7 @@ import torch
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import DeviceBlockId, JobId, Rank, SlotId
-from kvoffload.model.transfer import CopyJob, DeviceJob, Direction, Tier, TransferPlan
+from kvoffload.model.wire import CopyJob, DeviceJob, Direction, Tier, TransferPlan
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.transfer.layout import layout_of

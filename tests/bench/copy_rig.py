@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kvoffload.model.errors import KVOffloadError
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.testing import ManualExecutor
 from kvoffload.transfer.arena import CHUNK_BYTES, Arena

@@ -30,7 +30,7 @@ from kvoffload.disk.open_folder import open_folder
 from kvoffload.disk.slot_file import SlotFile, SlotShape, open_slot_file
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import JobId, SlotId
-from kvoffload.model.transfer import CopyJob, Direction, Tier
+from kvoffload.model.wire import CopyJob, Direction, Tier
 from kvoffload.transfer.disk import THREADS, FileOpening, RankDisk
 from kvoffload.transfer.ports import SystemClock
 from tests.bench.copy_rig import Rig, WatchedExecutor

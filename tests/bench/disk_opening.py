@@ -17,12 +17,11 @@ from kvoffload.disk.folder import DiskPlace, make_folder
 from kvoffload.disk.identity import KVIdentity
 from kvoffload.disk.index_format import Entries, IndexHeader, put_type
 from kvoffload.disk.index_log import new_generation, start_index
-from kvoffload.model.disk import DiskFile
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.facts import DiskRestored
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import GroupId, Rank
-from kvoffload.model.transfer import TransferReport
+from kvoffload.model.wire import DiskFile, TransferReport
 from kvoffload.runtime.disk_catalog import DiskCatalog
 from kvoffload.runtime.portal import Portal
 from tests.bench.engineless import CountedBlocks

@@ -12,7 +12,7 @@ from kvoffload.model.config import OffloadConfig
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, Rank, RequestId
-from kvoffload.model.transfer import TransferReport
+from kvoffload.model.wire import TransferReport
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from tests.keys import block_key
 

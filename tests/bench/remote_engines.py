@@ -24,7 +24,7 @@ from kvoffload.cli.demo.options import LOCAL_STORES, DemoOptions
 from kvoffload.cli.demo.play import idle
 from kvoffload.cli.exits import CommandError
 from kvoffload.engine import Engine, SamplingParams
-from kvoffload.model.transfer import Tier
+from kvoffload.model.wire import Tier
 from kvoffload.remote.local import LocalBucket, LocalMooncake
 from kvoffload.telemetry.catalogue import TierState, tier_state
 from tests.bench.lines import Line, line, ratios

@@ -24,7 +24,7 @@ from kvoffload.cli.exits import CommandError
 from kvoffload.disk.system import aligned_buffer
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import BlockKey, JobId, SlotId
-from kvoffload.model.transfer import CopyJob, Direction, Tier
+from kvoffload.model.wire import CopyJob, Direction, Tier
 from kvoffload.remote.address import parse_address
 from kvoffload.remote.local import LocalMooncake
 from kvoffload.remote.mooncake_child import load_client

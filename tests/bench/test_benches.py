@@ -14,7 +14,7 @@ import pytest
 
 from kvoffload.cli.exits import Exit
 from kvoffload.disk.slot_file import SlotFile
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.transfer import host_copier
 from kvoffload.transfer.runs import CopyRuns
 from tests.bench import copy_lanes

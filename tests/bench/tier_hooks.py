@@ -13,7 +13,7 @@ from kvoffload.cli.demo.play import Player, make_conversations, warm_up
 from kvoffload.cli.exits import CommandError
 from kvoffload.engine import Engine
 from kvoffload.engine.plugin import load_plugin
-from kvoffload.model.transfer import Tier
+from kvoffload.model.wire import Tier
 from kvoffload.telemetry.catalogue import TierState, tier_state
 
 if TYPE_CHECKING:

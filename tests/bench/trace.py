@@ -27,7 +27,7 @@ from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, GroupId, Rank, RequestId, SlotId
-from kvoffload.model.transfer import AnyJob, Direction, JobReport, Tier, TransferReport
+from kvoffload.model.wire import AnyJob, Direction, JobReport, Tier, TransferReport
 from tests.bench.engineless import CountedBlocks
 from tests.bench.lines import Line
 from tests.bench.results import add_output_arguments, give_out

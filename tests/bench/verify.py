@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 
 from kvoffload.cli.parser import positive
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.transfer.factory import make_checksums
 from kvoffload.transfer.ports import TicketState
 from tests.bench.copy_rig import Rig

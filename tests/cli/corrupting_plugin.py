@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvoffload.engine.plugin import EngineFacts, EnginePlugin, SchedulerPlugin, WorkerPlugin
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import JobId
-from kvoffload.model.transfer import Direction, TransferPlan, TransferReport
+from kvoffload.model.wire import Direction, TransferPlan, TransferReport
 
 if TYPE_CHECKING:
     import torch

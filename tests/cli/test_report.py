@@ -20,7 +20,7 @@ from kvoffload.cli.figures import COLOURS, Account, add_up
 from kvoffload.cli.journal_lines import Lines
 from kvoffload.cli.main import main
 from kvoffload.cli.report import render
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.telemetry.records import BEGUN
 
 # Long enough that the host has memory before it is over, on a busy machine too; the host evicts.

@@ -16,7 +16,7 @@ from kvoffload.cli.demo import session
 from kvoffload.cli.demo.engines import audit
 from kvoffload.cli.main import main
 from kvoffload.model import events
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.telemetry.catalogue import BY_NAME, CATALOGUE, Kind
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.exporter import KVOffloadCollector

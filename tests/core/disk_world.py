@@ -15,10 +15,9 @@ from kvoffload.core.state import Policy
 from kvoffload.core.tiers import DiskTier
 from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome, TierOutcome
-from kvoffload.model.disk import Put, Strike
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import BlockKey, JobId, Rank, SlotId
-from kvoffload.model.transfer import Direction, DiskJob, JobReport, Tier
+from kvoffload.model.wire import Direction, DiskJob, JobReport, Put, Strike, Tier
 from tests.core.lower_world import LowerWorld
 from tests.core.world import CORRUPT, DONE, FAILED, GARBAGE, keys_of
 

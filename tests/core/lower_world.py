@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvoffload.model.causes import TierOutcome
 from kvoffload.model.events import TierCopyEnded
 from kvoffload.model.ids import JobId
-from kvoffload.model.transfer import Direction, Tier
+from kvoffload.model.wire import Direction, Tier
 from tests.core.world import Req, World
 
 

@@ -13,7 +13,7 @@ from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome, TierOutcome
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import BlockKey, JobId, Rank, RequestId
-from kvoffload.model.transfer import Direction, JobReport, RemoteJob, Tier
+from kvoffload.model.wire import Direction, JobReport, RemoteJob, Tier
 from tests.core.disk_world import DiskWorld
 from tests.core.lower_world import LowerWorld
 from tests.core.world import CORRUPT, DONE, FAILED, GARBAGE, Req, keys_of

@@ -19,7 +19,7 @@ from kvoffload.core.tally import MissMemory, Tally
 from kvoffload.model.causes import DegradeCause, MissCause
 from kvoffload.model.events import BlocksOffered, OffloadingDegraded
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, RequestId, SlotId
-from kvoffload.model.transfer import Direction, Tier
+from kvoffload.model.wire import Direction, Tier
 from tests.core.disk_world import DiskWorld
 from tests.core.world import DevicePool, World, full, window
 

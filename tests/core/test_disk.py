@@ -23,7 +23,7 @@ from kvoffload.model.events import (
     TierCopyScheduled,
 )
 from kvoffload.model.ids import JobId
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from tests.core.disk_world import DiskWorld
 from tests.core.world import CORRUPT, DONE, FAILED, full, keys_of, window
 

@@ -17,7 +17,7 @@ from kvoffload.core.machine import SlotState
 from kvoffload.model.causes import CopyOutcome, StoreOutcome
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import JobId
-from kvoffload.model.transfer import Direction, Tier
+from kvoffload.model.wire import Direction, Tier
 from tests.core.disk_world import DiskWorld
 from tests.core.test_everything import RARELY, SHAPES, Everything
 from tests.core.world import CORRUPT, DONE, FAILED, Req

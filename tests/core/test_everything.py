@@ -18,7 +18,7 @@ from kvoffload.model.causes import CopyOutcome, StoreOutcome
 from kvoffload.model.events import LoadEnded, LoadScheduled, LookupAnswered
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import BlockKey, JobId, SlotId
-from kvoffload.model.transfer import Direction, TransferPlan
+from kvoffload.model.wire import Direction, TransferPlan
 from kvoffload.telemetry.counters import Counters, conservation
 from tests.core.world import CORRUPT, DONE, FAILED, Req, World, chunked, full, key_at, left_behind, window
 

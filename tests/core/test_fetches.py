@@ -10,7 +10,7 @@ from kvoffload.core.tiers import LowerTier
 from kvoffload.model.causes import MissCause, TierOutcome
 from kvoffload.model.events import LookupDeferred, TierCopyScheduled
 from kvoffload.model.ids import JobId, SlotId
-from kvoffload.model.transfer import Direction, Tier
+from kvoffload.model.wire import Direction, Tier
 from tests.core.disk_world import DiskWorld
 from tests.core.world import full, key_at, recurrent, window
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvoffload.model.causes import MissCause, StoreOutcome
 from kvoffload.model.facts import TransferReported
-from kvoffload.model.transfer import Direction, TransferReport
+from kvoffload.model.wire import Direction, TransferReport
 from tests.core.world import Req, World, full, window
 
 TEXT = "abcdefghijklm"  # three whole blocks and a token to compute

@@ -10,7 +10,7 @@ from kvoffload.model.causes import MissCause, StoreOutcome
 from kvoffload.model.engine import EngineShape, Promises
 from kvoffload.model.events import JunctionAsked, JunctionMade, LookupAnswered
 from kvoffload.model.ids import GroupId, JobId, RequestId
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from tests.core.disk_world import DiskWorld
 from tests.core.world import FAILED, Req, World, full, key_at, keys_of, recurrent, window
 

@@ -11,7 +11,7 @@ from kvoffload.model import facts
 from kvoffload.model.causes import MissCause, TierOutcome
 from kvoffload.model.events import LookupDeferred
 from kvoffload.model.ids import BlockKey, JobId
-from kvoffload.model.transfer import Direction, Tier
+from kvoffload.model.wire import Direction, Tier
 from tests.core.remote_world import RemoteWorld
 from tests.core.world import FAILED, Req, World, full, keys_of, window
 

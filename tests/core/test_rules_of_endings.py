@@ -22,7 +22,7 @@ from kvoffload.model.events import (
     OffloadingDegraded,
     ResetStarted,
 )
-from kvoffload.model.transfer import DeviceJob, Direction, TransferPlan
+from kvoffload.model.wire import DeviceJob, Direction, TransferPlan
 from tests.core.fingerprint import fingerprint
 from tests.core.world import FAILED, Req, World, full, key_at, left_behind, window
 

@@ -10,7 +10,7 @@ from kvoffload.model.causes import LoadOutcome, MissCause, PinDropCause, Rejecti
 from kvoffload.model.engine import Promises
 from kvoffload.model.events import FactRejected, HitDropped, LoadScheduled, LookupAnswered, LookupDeferred
 from kvoffload.model.ids import DeviceBlockId, Rank, RequestId
-from kvoffload.model.transfer import Direction, TransferReport
+from kvoffload.model.wire import Direction, TransferReport
 from tests.core.fingerprint import fingerprint
 from tests.core.world import CORRUPT, DONE, FAILED, Req, World, full, handle, key_at, window
 

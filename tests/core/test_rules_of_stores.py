@@ -10,7 +10,7 @@ from kvoffload.model import facts
 from kvoffload.model.causes import MissCause, StoreOutcome
 from kvoffload.model.events import BlocksZeroed
 from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId
-from kvoffload.model.transfer import Direction, TransferReport
+from kvoffload.model.wire import Direction, TransferReport
 from tests.core.world import DONE, FAILED, Req, World, full, key_at, window
 
 TEXT = "abcdefghijklm"  # three whole blocks and a token to compute

@@ -7,7 +7,7 @@ import pytest
 from kvoffload.model.causes import MissCause, StoreOutcome
 from kvoffload.model.events import CopiesResumed, CopiesStalled
 from kvoffload.model.ids import JobId
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from tests.core.world import DONE, FAILED, Req, World
 
 BLOCK = 4

@@ -26,7 +26,7 @@ from kvoffload.core.slots import HostPool
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import IllegalTransition
 from kvoffload.model.ids import BlockKey, Rank, RequestId, SlotId
-from kvoffload.model.transfer import Direction, JobReport
+from kvoffload.model.wire import Direction, JobReport
 
 
 def members(enum: type[IntEnum]) -> list[IntEnum]:

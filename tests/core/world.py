@@ -39,7 +39,7 @@ from kvoffload.model.ids import (
     RequestId,
     SlotId,
 )
-from kvoffload.model.transfer import (
+from kvoffload.model.wire import (
     AnyJob,
     DeviceJob,
     Direction,

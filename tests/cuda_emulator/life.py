@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import Rank
-from kvoffload.model.transfer import DeviceJob, Direction, TransferPlan
+from kvoffload.model.wire import DeviceJob, Direction, TransferPlan
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.testing import FakeClock
 from kvoffload.transfer import factory

@@ -13,8 +13,8 @@ from kvoffload.disk.index_log import IndexLog, load_index, new_generation, start
 from kvoffload.disk.open_folder import open_folder
 from kvoffload.disk.slot_file import SlotFile, SlotShape, open_slot_file
 from kvoffload.disk.system import aligned_buffer
-from kvoffload.model.disk import DiskRecord, Put, Strike
 from kvoffload.model.ids import BlockKey, SlotId
+from kvoffload.model.wire import DiskRecord, Put, Strike
 
 RANKS = 2
 SLOT_BYTES = 6000  # no multiple of a sector

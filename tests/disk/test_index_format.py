@@ -19,8 +19,8 @@ from kvoffload.disk.index_format import (
     read_index,
 )
 from kvoffload.disk.tier_key import TierKey
-from kvoffload.model.disk import DiskRecord, Put, Strike, Use
 from kvoffload.model.ids import BlockKey, SlotId
+from kvoffload.model.wire import DiskRecord, Put, Strike, Use
 
 SLOTS = 8
 HEADER = IndexHeader(b"g" * 16, (b"first file's id.", b"other file's id."), SLOTS)

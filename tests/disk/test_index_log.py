@@ -11,9 +11,9 @@ import pytest
 from kvoffload.disk.index_format import IndexHeader, NotAnIndex
 from kvoffload.disk.index_log import IndexLog, load_index, new_generation, start_index
 from kvoffload.disk.open_folder import open_folder
-from kvoffload.model.disk import Put, Strike, Use
 from kvoffload.model.errors import DiskError
 from kvoffload.model.ids import BlockKey, SlotId
+from kvoffload.model.wire import Put, Strike, Use
 
 HEADER = IndexHeader(b"g" * 16, (b"the file's ident",), 1000)
 

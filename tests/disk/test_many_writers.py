@@ -16,8 +16,8 @@ from kvoffload.disk.index_format import IndexHeader
 from kvoffload.disk.index_log import new_generation, start_index
 from kvoffload.disk.open_folder import open_folder
 from kvoffload.disk.system import aligned_buffer
-from kvoffload.model.disk import Put, Strike
 from kvoffload.model.ids import SlotId
+from kvoffload.model.wire import Put, Strike
 from tests.disk.blocks import found_blocks, key_of, open_files, shard
 from tests.disk.fork_server import forking
 

@@ -15,7 +15,7 @@ from kvoffload.core.machine import JobState, SlotState
 from kvoffload.model import facts
 from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import NULL_BLOCK, BlockKey, JobId, Rank, RequestId, SlotId
-from kvoffload.model.transfer import Direction, Tier, TransferPlan
+from kvoffload.model.wire import Direction, Tier, TransferPlan
 from tests.core.world import key_at, left_behind
 
 if TYPE_CHECKING:

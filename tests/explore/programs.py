@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvoffload.model import facts
 from kvoffload.model.ids import JobId, Rank, SlotId
-from kvoffload.model.transfer import Direction, Tier
+from kvoffload.model.wire import Direction, Tier
 from tests.core.disk_world import DiskWorld
 from tests.core.remote_world import RemoteWorld, Value
 from tests.core.world import CORRUPT, DONE, FAILED, GARBAGE, Copy, Req

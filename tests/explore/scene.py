@@ -18,7 +18,7 @@ from kvoffload.core.state import Policy
 from kvoffload.core.tally import MissMemory
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.ids import BlockKey, JobId, RequestId, SlotId
-from kvoffload.model.transfer import Tier
+from kvoffload.model.wire import Tier
 from tests.core.disk_world import DiskWorld
 from tests.core.fingerprint import fingerprint
 from tests.core.remote_world import RemoteWorld

@@ -13,7 +13,7 @@ import pytest
 
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import Rank
-from kvoffload.model.transfer import TransferPlan
+from kvoffload.model.wire import TransferPlan
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.transfer.cuda import crossover

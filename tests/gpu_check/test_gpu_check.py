@@ -17,7 +17,7 @@ from kvoffload.cli.main import main
 from kvoffload.gpu_check import command, copies, decode, hazards, latencies
 from kvoffload.gpu_check.parts import Line, Options, Part, asked, measured
 from kvoffload.gpu_check.rig import Rig
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer import factory
 from kvoffload.transfer.cuda import crossover, driver

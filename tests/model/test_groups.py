@@ -12,7 +12,7 @@ from kvoffload.model.engine import EngineShape
 from kvoffload.model.errors import ConfigError, EngineContractError
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import GroupId
-from kvoffload.model.transfer import Direction, TransferPlan
+from kvoffload.model.wire import Direction, TransferPlan
 from tests.copy_jobs import device_job
 from tests.core.world import needed_blocks
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from kvoffload.engine import Engine, EngineConfig, SamplingParams, Token, TokenStream
 from kvoffload.model.engine import Promises
 from kvoffload.model.ids import Rank
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.runtime.copies import Clocks
 from kvoffload.telemetry.counters import Snapshot, conservation, slot_problems
 from kvoffload.testing import FakeClock, GatedCopier, GatedTicket

@@ -19,7 +19,7 @@ from kvoffload.disk.slot_file import SlotFile, SlotFileInUse, open_slot_file
 from kvoffload.disk.tier_key import TierKey
 from kvoffload.model.causes import EvictionCause, MissCause, TierOutcome
 from kvoffload.model.events import Event, TierCopyEnded
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer import disk
 from tests.reference.rig import BLOCK, KINDS, Options, Rig, rig, slot_bytes, text

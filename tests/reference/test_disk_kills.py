@@ -24,9 +24,8 @@ from kvoffload.disk.index_log import IndexLog
 from kvoffload.engine import Engine, SamplingParams
 from kvoffload.engine.runner import Runner
 from kvoffload.model.causes import TierOutcome
-from kvoffload.model.disk import DiskRecord, Put, Strike
 from kvoffload.model.events import TierCopyEnded
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction, DiskRecord, Put, Strike
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.disk.fork_server import forking
 from tests.engine.tiny import assert_same, taken

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.model.transfer import Direction, Tier
+from kvoffload.model.wire import Direction, Tier
 from kvoffload.telemetry.catalogue import TierState, tier_state
 from kvoffload.telemetry.counters import conservation, slot_problems
 from tests.reference.rig import rig, slot_bytes

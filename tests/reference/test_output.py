@@ -13,7 +13,7 @@ import pytest
 
 from kvoffload.engine import Engine, SamplingParams, Token, TokenStream
 from kvoffload.engine.plugin import EnginePlugin
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.telemetry.counters import conservation
 from kvoffload.testing import GatedCopier, GatedTicket
 from kvoffload.transfer.runs import CopyRuns

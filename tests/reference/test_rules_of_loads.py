@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from tests.engine.tiny import assert_same, taken
 from tests.reference.rig import (
     KINDS,

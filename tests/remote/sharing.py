@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from kvoffload.engine import Engine, SamplingParams
 from kvoffload.model.causes import TierOutcome
 from kvoffload.model.events import TierCopyEnded
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.engine.tiny import assert_same, taken

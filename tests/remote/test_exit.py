@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvoffload.model.errors import RemoteError
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.remote.address import MooncakeAddress
 from kvoffload.remote.mooncake import own_address
 from kvoffload.testing import ThreadGate

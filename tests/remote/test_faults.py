@@ -22,7 +22,7 @@ from obstore.store import S3Store
 
 from kvoffload.model.causes import TierOutcome
 from kvoffload.model.ids import BlockKey
-from kvoffload.model.transfer import Direction, Tier
+from kvoffload.model.wire import Direction, Tier
 from kvoffload.remote.local import Server
 from kvoffload.remote.values import TRAILER_BYTES, Shard
 from kvoffload.runtime import remote_catalog

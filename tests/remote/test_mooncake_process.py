@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from kvoffload.model.causes import TierOutcome
-from kvoffload.model.transfer import Direction, Tier
+from kvoffload.model.wire import Direction, Tier
 from kvoffload.remote import mooncake
 from kvoffload.runtime import remote_catalog
 from kvoffload.telemetry.catalogue import TierState, tier_state

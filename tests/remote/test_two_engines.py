@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.model.transfer import Direction, Tier
+from kvoffload.model.wire import Direction, Tier
 from kvoffload.runtime import remote_catalog
 from kvoffload.telemetry.catalogue import TierState, tier_state
 from kvoffload.testing.logs import capture_logs

@@ -12,11 +12,10 @@ from kvoffload.disk.identity import KVIdentity
 from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import OffloadConfig
-from kvoffload.model.disk import DiskFile
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, Rank, RequestId
-from kvoffload.model.transfer import JobReport, TransferPlan, TransferReport
+from kvoffload.model.wire import DiskFile, JobReport, TransferPlan, TransferReport
 from kvoffload.remote.address import RemotePlace
 from kvoffload.runtime.copies import Clocks
 from kvoffload.runtime.portal import Portal

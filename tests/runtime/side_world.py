@@ -10,7 +10,7 @@ from kvoffload.model import facts
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import JobId, RequestId
-from kvoffload.model.transfer import NOTHING, Direction, TransferPlan
+from kvoffload.model.wire import NOTHING, Direction, TransferPlan
 from kvoffload.runtime.copies import NO_ANSWERS, Clocks
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.testing import FakeClock

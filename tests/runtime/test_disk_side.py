@@ -16,7 +16,7 @@ from kvoffload.disk.open_folder import LOCK_PAUSE_S, LOCK_TRIES, open_folder
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import AUTO, OffloadConfig
 from kvoffload.model.ids import RequestId
-from kvoffload.model.transfer import Direction, JobReport, TransferPlan
+from kvoffload.model.wire import Direction, JobReport, TransferPlan
 from kvoffload.runtime import disk_catalog
 from kvoffload.testing.logs import capture_logs
 from tests.operations import calls

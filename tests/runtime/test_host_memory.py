@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import BlockKey, Rank
-from kvoffload.model.transfer import TransferReport
+from kvoffload.model.wire import TransferReport
 from tests.runtime.parts import Side
 
 

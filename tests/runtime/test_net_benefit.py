@@ -11,7 +11,7 @@ from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import AUTO, OffloadConfig
 from kvoffload.model.events import NetBenefitTurned
 from kvoffload.model.ids import BlockKey
-from kvoffload.model.transfer import JobReport, TransferPlan
+from kvoffload.model.wire import JobReport, TransferPlan
 from kvoffload.telemetry.counters import conservation
 from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading
 

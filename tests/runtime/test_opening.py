@@ -11,7 +11,7 @@ import pytest
 from kvoffload.disk.folder import lock_folder, make_folder
 from kvoffload.disk.open_folder import LOCK_PAUSE_S
 from kvoffload.model.ids import Rank
-from kvoffload.model.transfer import TransferReport
+from kvoffload.model.wire import TransferReport
 from kvoffload.remote.address import MooncakeAddress, RemotePlace
 from kvoffload.runtime.tiers_side import OPENING_S
 from kvoffload.testing import FakeClock

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvoffload.model.ids import RequestId
-from kvoffload.model.transfer import Tier
+from kvoffload.model.wire import Tier
 from kvoffload.remote.address import MooncakeAddress, RemotePlace
 from kvoffload.telemetry.catalogue import TierState, tier_state
 from tests.operations import calls

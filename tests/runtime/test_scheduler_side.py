@@ -14,7 +14,7 @@ from kvoffload.model.engine import Promises
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.events import Event
 from kvoffload.model.ids import RequestId
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.telemetry.catalogue import Hook
 from kvoffload.telemetry.counters import conservation, slot_problems

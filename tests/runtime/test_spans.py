@@ -20,7 +20,7 @@ from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.ids import BlockKey, RequestId
-from kvoffload.model.transfer import JobReport
+from kvoffload.model.wire import JobReport
 from kvoffload.telemetry import otel, spans, timeline
 from kvoffload.testing import ManualExecutor
 from tests.runtime.manual_portal import ManualPortal
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from opentelemetry.sdk.trace import ReadableSpan
 
-    from kvoffload.model.transfer import TransferPlan
+    from kvoffload.model.wire import TransferPlan
 
 URL = "http://127.0.0.1:9/v1/traces"
 TRACE, PARENT = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.runtime.step_times import Copies, StepTimes
 
 STORES, LOADS = (Direction.STORE,), (Direction.LOAD,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvoffload.model.ids import Rank
-from kvoffload.model.transfer import TransferReport
+from kvoffload.model.wire import TransferReport
 from tests.runtime.parts import Side
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvoffload.model.causes import CopyOutcome, DegradeCause
 from kvoffload.model.config import OffloadConfig
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from tests.core.world import CORRUPT, FAILED, full, window
 from tests.runtime.side_world import TIMEOUT_S, SideWorld
 from tests.sweep import Place, chosen, places, raising

@@ -12,7 +12,7 @@ from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.ids import Rank
-from kvoffload.model.transfer import Direction, TransferPlan
+from kvoffload.model.wire import Direction, TransferPlan
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.testing import FakeClock, FakeDevice, GatedCopier

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvoffload.model.errors import CopyError
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.transfer.host_copier import copy_by_memmove
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns

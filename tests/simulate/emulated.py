@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Sequence
 
-    from kvoffload.model.transfer import Direction
+    from kvoffload.model.wire import Direction
     from kvoffload.transfer.ports import Fence, Ticket
     from kvoffload.transfer.runs import CopyRuns
     from tests.simulate.loop import SimLoop

@@ -24,7 +24,7 @@ from kvoffload.logs import ROOT
 from kvoffload.model.causes import StoreOutcome
 from kvoffload.model.events import DiskOpened, Event, TierCopyEnded
 from kvoffload.model.facts import Fact, JobOverdue, RemoteOpened
-from kvoffload.model.transfer import Tier
+from kvoffload.model.wire import Tier
 from kvoffload.runtime.copies import Clocks
 from kvoffload.telemetry.counters import conservation, slot_problems
 from kvoffload.telemetry.journal import line_of

@@ -10,7 +10,7 @@ from mmap import mmap
 import numpy as np
 import pytest
 
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.transfer.cuda.copier import CudaCopier, CudaTicket
 from kvoffload.transfer.cuda.driver import NvidiaDriver
 from kvoffload.transfer.runs import CopyRuns

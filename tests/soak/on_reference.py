@@ -14,7 +14,7 @@ from typing import Any
 from kvoffload.core.tally import MissMemory
 from kvoffload.engine import SamplingParams, TokenStream
 from kvoffload.model.ids import Rank
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.testing import FakeClock
 from kvoffload.transfer.host_copier import copy_by_memmove
 from kvoffload.transfer.ports import Fence, TicketState

@@ -44,7 +44,7 @@ from kvoffload.model.events import (
 )
 from kvoffload.model.facts import Fact, RemoteAnswered
 from kvoffload.model.ids import BlockKey, JobId, Rank, RequestId
-from kvoffload.model.transfer import Direction, Tier
+from kvoffload.model.wire import Direction, Tier
 from kvoffload.telemetry import counters as counters_module
 from kvoffload.telemetry.catalogue import BY_NAME, Hook
 from kvoffload.telemetry.counters import Counters, Snapshot, conservation

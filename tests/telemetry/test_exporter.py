@@ -22,7 +22,7 @@ from kvoffload.model.causes import CopyOutcome, MissCause
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.events import LookupAnswered, RankReported
 from kvoffload.model.ids import JobId, Rank, RequestId
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.telemetry.catalogue import CATALOGUE, Kind, Series
 from kvoffload.telemetry.counters import slot_problems
 from kvoffload.telemetry.exporter import KVOffloadCollector, serve

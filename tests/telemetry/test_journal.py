@@ -39,7 +39,7 @@ from kvoffload.model.facts import (
     TransferReported,
 )
 from kvoffload.model.ids import BlockKey, DeviceBlockId, JobId, Rank, RequestId
-from kvoffload.model.transfer import Direction, JobReport, TransferReport
+from kvoffload.model.wire import Direction, JobReport, TransferReport
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.journal import Journal, JournalFile
 from kvoffload.telemetry.records import JournalError, Record, Summary, compact, read_journal, to_plain

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from kvoffload.model import events
 from kvoffload.model.causes import CopyOutcome, EvictionCause, LoadOutcome, PinDropCause
 from kvoffload.model.ids import JobId, Rank, RequestId
-from kvoffload.model.transfer import Direction, Tier
+from kvoffload.model.wire import Direction, Tier
 from kvoffload.telemetry.records import Record, Summary
 from kvoffload.telemetry.timeline import Rows, write_trace
 

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.testing import (
     FakeClock,
     FakeDevice,

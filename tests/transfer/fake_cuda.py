@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvoffload.model.errors import CopyError, DeviceLost
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.transfer.host_copier import copy_by_memmove
 from kvoffload.transfer.runs import CopyRuns
 

@@ -23,7 +23,7 @@ import numpy as np  # noqa: E402
 
 from kvoffload.gpu_check import copies, decode  # noqa: E402
 from kvoffload.gpu_check.parts import Options  # noqa: E402
-from kvoffload.model.transfer import Direction  # noqa: E402
+from kvoffload.model.wire import Direction  # noqa: E402
 from kvoffload.transfer.cuda import crossover  # noqa: E402
 from kvoffload.transfer.cuda.copier import (  # noqa: E402
     CudaCopier,

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import Rank
-from kvoffload.model.transfer import DeviceJob, Direction, JobReport
+from kvoffload.model.wire import DeviceJob, Direction, JobReport
 from kvoffload.testing import FakeClock, FakeDevice, GatedCopier, ManualExecutor, wait_all_blocked
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.factory import make_checksums

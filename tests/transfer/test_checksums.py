@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvoffload.model.errors import CopyError
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.testing import FakeDevice, ManualExecutor
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.checksums import (

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer.cuda import crossover, driver
 from kvoffload.transfer.cuda.copier import ENGINE_ONLY, CudaCopier, GpuProfile, split

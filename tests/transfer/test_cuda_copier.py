@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvoffload.model.errors import DeviceLost
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer.cuda.copier import CudaCopier
 from kvoffload.transfer.ports import TicketState

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.testing import ManualExecutor
 from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer.arena import Arena

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvoffload.model.errors import CopyError, DeviceLost, HostMemoryBusy, HostMemoryError
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.testing import ManualExecutor
 from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer import host_memory

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.transfer.cuda.driver import NvidiaDriver
 from kvoffload.transfer.runs import CopyRuns
 from tests.cuda_emulator import CAPTURE_GLOBAL, CAPTURE_THREAD_LOCAL, RELAXED, Emulator, Engine

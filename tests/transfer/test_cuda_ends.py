@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import Rank
-from kvoffload.model.transfer import Direction, TransferPlan
+from kvoffload.model.wire import Direction, TransferPlan
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.transfer import factory

@@ -11,7 +11,7 @@ import pytest
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import DeviceBlockId, Rank, SlotId
-from kvoffload.model.transfer import Direction, TransferPlan
+from kvoffload.model.wire import Direction, TransferPlan
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.testing import FakeClock
 from kvoffload.transfer import factory

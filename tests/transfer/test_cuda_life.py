@@ -14,7 +14,7 @@ import pytest
 from kvoffload.checks.machine import can_register
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import HostMemoryBusy
-from kvoffload.model.transfer import Direction, TransferPlan
+from kvoffload.model.wire import Direction, TransferPlan
 from kvoffload.runtime import worker_side
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.testing.logs import capture_logs

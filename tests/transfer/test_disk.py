@@ -22,7 +22,7 @@ from kvoffload.disk.tier_key import TierKey
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import DiskError
 from kvoffload.model.ids import JobId, SlotId
-from kvoffload.model.transfer import CopyJob, Direction, JobReport, Tier
+from kvoffload.model.wire import CopyJob, Direction, JobReport, Tier
 from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.testing import FakeClock, FakeDevice, ManualExecutor, ThreadGate
 from kvoffload.transfer.arena import Arena

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvoffload.model.errors import CopyError
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.testing import FakeClock, ManualExecutor
 from kvoffload.transfer.host_copier import HostCopier, WatchfulCopy, choose_copy, copy_by_memmove
 from kvoffload.transfer.ports import TicketState

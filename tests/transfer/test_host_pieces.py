@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.testing import FakeClock, ManualExecutor, ThreadGate
 from kvoffload.transfer.host_copier import HostCopier, HostTicket, cut

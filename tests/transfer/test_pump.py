@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from kvoffload.model.errors import IllegalTransition
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.testing import ManualExecutor, wait_all_blocked
 from kvoffload.transfer.ports import TicketState
 from tests.transfer.counts import statistics_of

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvoffload.model.errors import CopyError
 from kvoffload.model.ids import Rank
-from kvoffload.model.transfer import DeviceJob, Direction
+from kvoffload.model.wire import DeviceJob, Direction
 from kvoffload.runtime.portal import Portal
 from kvoffload.testing import FakeDevice, GatedTicket, wait_all_blocked
 from kvoffload.testing.logs import capture_logs

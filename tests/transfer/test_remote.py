@@ -10,7 +10,7 @@ import pytest
 from kvoffload.disk.tier_key import TierKey
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import BlockKey, JobId, SlotId
-from kvoffload.model.transfer import CopyJob, Direction, JobReport, Tier
+from kvoffload.model.wire import CopyJob, Direction, JobReport, Tier
 from kvoffload.remote.values import TRAILER_BYTES, Shard, seal
 from kvoffload.testing import FakeClock, FakeDevice, ManualExecutor
 from kvoffload.transfer import remote

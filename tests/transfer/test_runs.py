@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.testing import FakeDevice, ManualExecutor
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.host_copier import HostCopier, choose_copy, copy_by_memmove

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.testing import GatedCopier, wait_all_blocked
 from kvoffload.transfer.lanes import Batch
 from kvoffload.transfer.runs import CopyRuns

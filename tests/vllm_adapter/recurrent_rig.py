@@ -20,7 +20,7 @@ import pytest
 from kvoffload.core.jobs import Load
 from kvoffload.core.planners import LazyPlanner
 from kvoffload.model.groups import AttentionKind
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.testing import GatedCopier
 from kvoffload.testing.copier import GatedTicket
 from tests.vllm_adapter.engine_rig import DEVICE_BLOCKS, Asked, Held, Reported, Rig, offloading

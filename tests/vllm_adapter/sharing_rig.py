@@ -17,7 +17,7 @@ import pytest
 
 from kvoffload.model.causes import TierOutcome
 from kvoffload.model.events import TierCopyEnded
-from kvoffload.model.transfer import Direction, Tier
+from kvoffload.model.wire import Direction, Tier
 from tests.vllm_adapter.engine_rig import Asked, Reported, Rig, offloading, plain
 from tests.vllm_stock import checkpoints
 

@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.remote.local import LocalBucket, LocalMooncake
 from tests.vllm_adapter.disk_traffic import conversations
 from tests.vllm_adapter.engine_rig import Asked, check_same

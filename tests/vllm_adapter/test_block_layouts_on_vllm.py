@@ -17,7 +17,7 @@ import pytest
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.ids import RequestId
-from kvoffload.model.transfer import Direction, TransferPlan, TransferReport
+from kvoffload.model.wire import Direction, TransferPlan, TransferReport
 from tests.copy_jobs import device_job
 from tests.vllm_adapter.engine_rig import (
     MARKS,

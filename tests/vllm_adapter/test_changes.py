@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.events import BlocksOffered, Event, RankReported
 from kvoffload.model.ids import JobId, Rank
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.telemetry import counters as counters_module
 from kvoffload.telemetry.catalogue import BY_NAME, Hook, Kind, Series
 from kvoffload_vllm.payload import Changes, Payload, split_labels

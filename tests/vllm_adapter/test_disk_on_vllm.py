@@ -22,7 +22,7 @@ from kvoffload.disk.tier_key import TierKey
 from kvoffload.logs import ROOT
 from kvoffload.model.causes import TierOutcome
 from kvoffload.model.events import TierCopyEnded
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from tests.vllm_adapter.engine_rig import MARKS, Asked, Reported, Rig, check_same, offloading
 from tests.vllm_stock import checkpoints, engines
 

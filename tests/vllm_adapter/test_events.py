@@ -8,7 +8,7 @@ from typing import Any
 
 from kvoffload.core.key_index import KeyIndex
 from kvoffload.model.ids import BlockKey, SlotId
-from kvoffload.model.transfer import Tier
+from kvoffload.model.wire import Tier
 from kvoffload_vllm.events import EventMaker, NoteTaker, TierEvents, Wire, publishes_events
 from kvoffload_vllm.groups import VllmGroups, vllm_groups
 from kvoffload_vllm.pool_device import split_key

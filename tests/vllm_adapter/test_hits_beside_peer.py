@@ -25,7 +25,7 @@ from unittest.mock import patch
 
 import pytest
 
-from kvoffload.model.transfer import DeviceJob
+from kvoffload.model.wire import DeviceJob
 from kvoffload.transfer.ports import Fence
 from kvoffload.transfer.pump import TransferPump
 from tests.vllm_adapter.engine_rig import DEVICE_BLOCKS, MARKS, SLOT_BYTES, Held, offloading

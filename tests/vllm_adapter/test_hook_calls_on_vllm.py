@@ -17,7 +17,7 @@ import pytest
 
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import Rank
-from kvoffload.model.transfer import JobReport, TransferReport
+from kvoffload.model.wire import JobReport, TransferReport
 from tests.vllm_adapter.engine_rig import MARKS
 from tests.vllm_adapter.scheduler_rig import BLOCKS, adapter
 

@@ -14,7 +14,7 @@ from kvoffload.disk.folder import DiskPlace
 from kvoffload.disk.identity import KVIdentity
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import DeviceBlockId, JobId, Rank, RequestId
-from kvoffload.model.transfer import Direction, JobReport, TransferPlan, TransferReport
+from kvoffload.model.wire import Direction, JobReport, TransferPlan, TransferReport
 from tests.copy_jobs import device_job
 from tests.vllm_adapter.engine_rig import MARKS
 

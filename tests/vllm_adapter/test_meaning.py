@@ -15,7 +15,7 @@ from kvoffload.disk.folder import DiskPlace
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import BlockKey, JobId, Rank, SlotId
-from kvoffload.model.transfer import CopyJob, Direction, Tier, TransferPlan, TransferReport
+from kvoffload.model.wire import CopyJob, Direction, Tier, TransferPlan, TransferReport
 from kvoffload.remote.address import MooncakeAddress
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.testing import FakeClock

@@ -10,7 +10,7 @@ import pytest
 from kvoffload.model import facts
 from kvoffload.model.engine import AuditsLeases
 from kvoffload.model.ids import BlockKey, DeviceBlockId, Rank
-from kvoffload.model.transfer import TransferReport
+from kvoffload.model.wire import TransferReport
 from kvoffload_vllm.pool_device import VllmDevice
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from tests.remote.servers import Bucket, Mooncake
 from tests.vllm_adapter.engine_rig import MARKS, Asked, Reported, check_same
 from tests.vllm_adapter.sharing_rig import Apart, apart, sharing

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from tests.vllm_adapter.conftest import bucket, mooncake  # noqa: F401  # fixtures
 from tests.vllm_adapter.engine_rig import MARKS, check_same
 from tests.vllm_adapter.sharing_rig import sharing

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import pytest
 
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.testing import GatedCopier
 from kvoffload.testing.copier import GatedTicket
 from tests.vllm_adapter.engine_rig import (

@@ -12,7 +12,7 @@ from kvoffload.cli.demo.options import DemoOptions
 from kvoffload.cli.demo.play import Player, Turn
 from kvoffload.model.causes import MissCause
 from kvoffload.model.config import size_text
-from kvoffload.model.transfer import Tier
+from kvoffload.model.wire import Tier
 from kvoffload.telemetry.counters import Snapshot
 
 _LOGPROB_LIMIT = 1e-3

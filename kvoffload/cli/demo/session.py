@@ -27,7 +27,7 @@ from kvoffload.cli.demo.options import DemoOptions
 from kvoffload.cli.demo.play import Answers, Player, Turn, TurnId, make_conversations, warm_up
 from kvoffload.cli.demo.results import Numbers
 from kvoffload.cli.exits import CommandError, Exit
-from kvoffload.model.transfer import Tier
+from kvoffload.model.wire import Tier
 from kvoffload.telemetry.catalogue import TierState, tier_state
 from kvoffload.telemetry.exporter import KVOffloadCollector, serve
 

@@ -43,7 +43,7 @@ import msgspec
 
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import DeviceLost
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.transfer.cuda.driver import KERNEL_COPIES
 from kvoffload.transfer.ports import TicketState
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import CopyError
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.transfer.cuda.driver import passes_soon
 from kvoffload.transfer.runs import CopyRuns
 

@@ -30,7 +30,7 @@ import numpy as np
 
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import DeviceLost, EngineContractError, HostMemoryBusy, HostMemoryError
-from kvoffload.model.transfer import Direction
+from kvoffload.model.wire import Direction
 from kvoffload.transfer.cuda.library import CAPTURE, NOT_READY, RELAXED, UNSUPPORTED, CudaError, cuda_library
 from kvoffload.transfer.ports import HELD_COPIES
 

@@ -1,4 +1,4 @@
-"""The messages between the scheduler's process and the workers: small and picklable."""
+"""The messages between the scheduler's process and the workers, small and picklable, and the records of the disk tier's index."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from enum import Enum
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from kvoffload.model.causes import CopyOutcome
-from kvoffload.model.disk import DiskFile
 from kvoffload.model.ids import BlockKey, DeviceBlockId, JobId, Rank, RequestId, SlotId
 from kvoffload.model.message import Message
 
@@ -128,6 +127,20 @@ class JobReport(Message, frozen=True):
     missing: tuple[int, ...] = ()
 
 
+class DiskFile(Message, frozen=True):
+    """A rank's slot file.
+
+    Args:
+        file_id: random bytes, of the file and not of its name.
+        slots: that it has numbers for.
+        capacity: how many of them may hold a block; fewer than `slots` after `disk_bytes` was lowered.
+    """
+
+    file_id: bytes
+    slots: int
+    capacity: int
+
+
 class TransferReport(Message, frozen=True):
     """What one rank reports after a step. A duplicate report changes nothing.
 
@@ -156,3 +169,35 @@ class TransferReport(Message, frozen=True):
     disk_works: bool = True
     disk_file: DiskFile | None = None
     remote_works: bool = False
+
+
+# -- the index of the disk tier: which block each slot holds ------------------------------------------------------
+
+
+class Put(Message, frozen=True):
+    """Every rank has written a block into a slot of its file.
+
+    Args:
+        slot: which.
+        key: of the block.
+        sums: a checksum of each rank's shard.
+    """
+
+    slot: SlotId
+    key: BlockKey
+    sums: tuple[int, ...]
+
+
+class Strike(Message, frozen=True):
+    """A slot's block is not to be found any more."""
+
+    slot: SlotId
+
+
+class Use(Message, frozen=True):
+    """A slot's block was read, and is the most recently used."""
+
+    slot: SlotId
+
+
+DiskRecord: TypeAlias = Put | Strike | Use
