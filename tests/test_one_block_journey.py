@@ -141,7 +141,7 @@ async def test_one_block_goes_to_the_host_and_comes_back(story: Story) -> None:
     assert story.memory.read(target) == computed
     assert story.slot() is SlotState.READY
 
-    # And afterwards nothing is left: no pin, no lease, no record; every law holds.
+    # And afterwards nothing is left: no pin, no lease, no record; every invariant holds.
     scheduler.ended(RequestEnded(SECOND, confirmed_tokens=16))
     pool.release([target, tail])
     assert pool.free_blocks == 4

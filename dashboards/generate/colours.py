@@ -24,7 +24,7 @@ COLOURS: dict[str, str] = {
     "request_gone": "#b8b8b8", "before_reset": "#a06bc9", "failed": RED, "abandoned": "#f2a499",
     "cancelled": "#c9a0dc", "open offers": "#7fb3ea",
     "open loads": "#8fce7f", "states stored": "#2f5f9e", "states loaded": "#2e6e2a",
-    "junctions asked for": YELLOW, "junctions made": "#9fd08f", "avoidable": ORANGE, "declined": "#b8c9dd", "own_load": GREEN, "others_load": "#7fb3ea", "fetch": "#2f8f8f",
+    "prefix boundaries asked for": YELLOW, "prefix boundaries made": "#9fd08f", "avoidable": ORANGE, "declined": "#b8c9dd", "own_load": GREEN, "others_load": "#7fb3ea", "fetch": "#2f8f8f",
     # what a remote tier answers, and the states of a lower tier
     "found": GREEN, "missing": GREY, "none": RED, "ask p50": "#7fb3ea", "ask p99": BLUE,
     "off": GREY, "opening": YELLOW, "open": GREEN, "failing": ORANGE, "closed": RED,
@@ -44,7 +44,7 @@ COLOURS: dict[str, str] = {
     "saved": GREEN, "waited": YELLOW, "interference": ORANGE, "net": BLUE, "break-even": GREY, "prefill": "#7fb3ea",
     # health
     "tokens_without_pin": RED, "unknown_request": YELLOW, "unknown_job": "#a06bc9",
-    "handler_raised": RED, "law_broken": "#8b0000", "transfer_dead": ORANGE, "resets": "#a06bc9",
+    "handler_raised": RED, "invariant_broken": "#8b0000", "transfer_dead": ORANGE, "resets": "#a06bc9",
     "loads failed": RED, "oldest pin": GREEN, "oldest job": BLUE, "audits": GREEN, "stale positions": "#d8b98a",
     # hooks, in the order of a step
     "seen": "#c9d9ee", "lookup": GREEN, "allocated": "#9fd08f", "step": BLUE, "ended": GREY,

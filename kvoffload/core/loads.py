@@ -104,7 +104,7 @@ class PendingHits:
 
     def boundary_stored(self, record: RequestRecord) -> None:
         """Note that the engine handed off the state that a request was to leave at its shared-prefix boundary."""
-        self._state.tally.events.append(events.JunctionMade(record.request, record.boundary))
+        self._state.tally.events.append(events.BoundaryMade(record.request, record.boundary))
         record.boundary = 0
 
     def take(self, record: RequestRecord, accepted_tokens: int) -> PendingHit | None:
@@ -117,7 +117,7 @@ class PendingHits:
         if hit is None:
             return None
         if record.boundary:
-            self._state.tally.events.append(events.JunctionAsked(record.request, record.boundary))
+            self._state.tally.events.append(events.BoundaryAsked(record.request, record.boundary))
         device_tokens, reached, slots, cause, _ = hit
         alignment = self._state.shape.alignment
         end = max(record.prompt_tokens, reached)

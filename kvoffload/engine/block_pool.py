@@ -127,7 +127,7 @@ class BlockPool:
         return True
 
     def audit(self, held: Mapping[int, int]) -> list[str]:
-        """Every broken conservation law as text; `held` has the references of all requests' tables."""
+        """Every broken invariant as text; `held` has the references of all requests' tables."""
         found = [
             f"block {block} has {count} request references, the tables have {held.get(block, 0)}"
             for block, count in enumerate(self._held)

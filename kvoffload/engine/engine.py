@@ -169,7 +169,7 @@ class Engine:
         return device and plugin
 
     def audit(self) -> list[str]:
-        """Every broken conservation law as text; empty for a sound engine. For use between steps."""
+        """Every broken invariant as text; empty for a sound engine. For use between steps."""
         return self._scheduler.audit(self.pool)
 
     def statistics(self) -> EngineStatistics:

@@ -155,7 +155,7 @@ class SchedulerPlugin(Protocol):
         and always leaves at least one token of the request to compute.
         """
 
-    def junction(self, request: RequestView) -> int:
+    def prefix_boundary(self, request: RequestView) -> int:
         """After how many tokens a recurrent state of this request is wanted; 0 for nowhere.
 
         Asked after a lookup, of models with recurrent groups only. The request's prefill ends a step there.
@@ -203,7 +203,7 @@ class NoPlugin(SchedulerPlugin):
     def lookup(self, request: RequestView, device_tokens: int) -> int | None:
         return 0
 
-    def junction(self, request: RequestView) -> int:
+    def prefix_boundary(self, request: RequestView) -> int:
         return 0
 
     def allocated(

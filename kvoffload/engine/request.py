@@ -108,7 +108,7 @@ class Request:
     tables: list[list[int]] = field(init=False)
     recycled_blocks: list[int] = field(init=False)  # per group: positions below have been given back
     shared_tokens: int = 0  # of the device's blocks of full attention, where it lacks a recurrent state
-    junction: int = 0  # a recurrent state is kept after this many tokens
+    prefix_boundary: int = 0  # a recurrent state is kept after this many tokens
     indexed_blocks: int = 0  # positions below can be found by key
     held_blocks: int = 0
 

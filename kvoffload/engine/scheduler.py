@@ -141,7 +141,7 @@ class Scheduler:
             self._load_ended(request_id, self._retry)
 
     def audit(self, pool: BlockPool) -> list[str]:
-        """Every broken conservation law as text; none for a sound engine, at any time between two steps."""
+        """Every broken invariant as text; none for a sound engine, at any time between two steps."""
         holders = (*self.running, *self.loading.values())
         held = Counter(block for request in holders for table in request.tables for block in table if block)
         found = pool.audit(held)
@@ -163,7 +163,7 @@ class Scheduler:
         if not self._has_states:
             return end
         last = request.num_tokens - 1
-        ends = (request.junction, last - last % self._capacity.block_tokens)
+        ends = (request.prefix_boundary, last - last % self._capacity.block_tokens)
         return min([kept for kept in ends if start < kept < end], default=end)
 
     def _states_made(self, chunks: Sequence[Chunk]) -> tuple[StateMade, ...]:
@@ -255,7 +255,7 @@ class Scheduler:
         if answer is None:
             return None
         if self._has_states:
-            request.junction = max(request.shared_tokens, self._plugin.junction(request))
+            request.prefix_boundary = max(request.shared_tokens, self._plugin.prefix_boundary(request))
         most = min(answer, request.num_tokens - 1 - device_tokens)
         return most - most % self._capacity.block_tokens
 

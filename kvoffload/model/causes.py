@@ -134,5 +134,5 @@ class DegradeCause(Cause):
     """Why offloading was switched off for good."""
 
     HANDLER_RAISED = "handler_raised"
-    LAW_BROKEN = "law_broken"
+    INVARIANT_BROKEN = "invariant_broken"
     TRANSFER_DEAD = "transfer_dead"

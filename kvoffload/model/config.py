@@ -138,7 +138,7 @@ class OffloadConfig:
             part ("sample") or all of it ("full"). Needs an engine that recomputes failed loads.
         transfer_timeout_s: seconds after submission at which a copy is abandoned.
         layout: of the engine's KV cache on the device: the engine's own ("engine"), or each block in one piece ("blocks").
-        prefix_junctions: where only a recurrent state is missing for a longer hit, ask the engine to keep that state.
+        recurrent_prefix_boundaries: where only a recurrent state is missing for a longer hit, ask the engine to keep that state.
         batch_copies: on CUDA, enqueue copies in batches where the driver can ("auto") or one by one ("off").
         journal_path: file for the events, None for a ring in memory.
         journal_max_bytes: of that file and the one that was rotated away before it.
@@ -160,7 +160,7 @@ class OffloadConfig:
     verify: Annotated[str, _one_of("off", "sample", "full")] = "off"
     transfer_timeout_s: Seconds = 30.0
     layout: Annotated[str, _one_of("engine", "blocks")] = "engine"
-    prefix_junctions: Switch = True
+    recurrent_prefix_boundaries: Switch = True
     batch_copies: Annotated[str, _one_of("auto", "off")] = "auto"
     journal_path: File | None = None
     journal_max_bytes: Bytes = 2**30

@@ -83,14 +83,14 @@ class LookupAnswered(Event, frozen=True):
     fetched_from: Tier = Tier.DISK
 
 
-class JunctionAsked(Event, frozen=True):
+class BoundaryAsked(Event, frozen=True):
     """A request was admitted whose prefix lacks a recurrent state alone: the engine is asked for the one after `tokens`."""
 
     request: RequestId
     tokens: int
 
 
-class JunctionMade(Event, frozen=True):
+class BoundaryMade(Event, frozen=True):
     """The engine handed off the recurrent state that it was asked for."""
 
     request: RequestId
@@ -269,13 +269,13 @@ class ResetStarted(Event, frozen=True):
     """Nothing computed so far can be found any more.
 
     Args:
-        generation: number of resets so far.
+        epoch: number of resets so far.
         dropped_blocks: blocks removed from the index.
         draining_blocks: slots still under a running copy.
         open_jobs: jobs that still run and were not abandoned; if there are any, the reset call returned False.
     """
 
-    generation: int
+    epoch: int
     dropped_blocks: int
     draining_blocks: int
     open_jobs: int
@@ -285,11 +285,11 @@ class ResetEnded(Event, frozen=True):
     """The last job that ran at a reset has ended or was abandoned. Resets in quick succession share one event.
 
     Args:
-        generation: that of the last reset.
+        epoch: that of the last reset.
         abandoned_jobs: jobs whose copies did not end in time; their memory stays written off.
     """
 
-    generation: int
+    epoch: int
     abandoned_jobs: int
 
 

@@ -204,7 +204,7 @@ class CacheReset(Fact, frozen=True):
 
 
 class InvariantBroken(Fact, frozen=True):
-    """A conservation law does not hold, or a state handler raised."""
+    """An invariant does not hold, or a state handler raised."""
 
     cause: DegradeCause
     detail: str

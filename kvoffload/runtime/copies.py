@@ -140,7 +140,7 @@ class OpenCopies:
         """When the oldest pin began, None without one."""
         self.draining = 0
         """How many jobs from before the last reset have not ended. What they bring is not found."""
-        self._generation = 0
+        self._epoch = 0
         self._reset_before = JobId(0)  # later jobs have larger numbers
         self._abandoned_before = 0
         bus.count(events.HitPinned, self._hit_pinned)
@@ -231,7 +231,7 @@ class OpenCopies:
         """Jobs from before the last reset may have ended. Abandoned jobs are not waited for."""
         abandoned = self._count_from_before_reset()
         if not self.draining:
-            self._bus.publish(events.ResetEnded(self._generation, max(abandoned - self._abandoned_before, 0)))
+            self._bus.publish(events.ResetEnded(self._epoch, max(abandoned - self._abandoned_before, 0)))
 
     def forget_events(self) -> None:
         """No event will come any more: only what workers copy and what the engine waits for is kept."""
@@ -308,11 +308,11 @@ class OpenCopies:
             self.on_end(fetch, event)
 
     def _reset_started(self, event: events.ResetStarted) -> None:
-        self._generation = event.generation
+        self._epoch = event.epoch
         self._reset_before = JobId(max(self._jobs.open, default=-1) + 1)
         self._abandoned_before = self._count_from_before_reset()
         if not self.draining:
-            self._bus.publish(events.ResetEnded(self._generation, 0))
+            self._bus.publish(events.ResetEnded(self._epoch, 0))
 
     # -- inside -------------------------------------------------------------------------------------------------
 

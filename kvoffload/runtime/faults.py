@@ -134,7 +134,7 @@ class Faults:
     def _judge(self, problems: list[str]) -> list[str]:
         self._observation.counters.audited()
         if problems:
-            self._bus.publish(InvariantBroken(DegradeCause.LAW_BROKEN, "; ".join(problems)))
+            self._bus.publish(InvariantBroken(DegradeCause.INVARIANT_BROKEN, "; ".join(problems)))
         return problems
 
     def _engine_problems(self) -> list[str]:

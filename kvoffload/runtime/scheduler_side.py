@@ -213,7 +213,7 @@ class SchedulerSide:
         if deferral is not None:
             self._stop_waiting(request, deferral, now)
 
-    def junction(self, request: RequestId) -> int:
+    def prefix_boundary(self, request: RequestId) -> int:
         """Return the tokens after which a looked-up request should hand its recurrent states off; 0 for nowhere."""
         return self.faults.ask("boundary", lambda: self.core.boundary(request), 0)
 
@@ -377,7 +377,7 @@ class SchedulerSide:
         return has_ended and is_forgotten
 
     def audit(self) -> list[str]:
-        """Return every violated conservation law; a violation switches offloading off (R12).
+        """Return every violated invariant; a violation switches offloading off (R12).
 
         On the engine's thread, between two hooks. Costs time in the size of the pool; at rest a cheaper one is made
         each time without being asked for.
@@ -426,7 +426,7 @@ def _policy(
     return Policy(
         config.store_policy,
         config.min_load_tokens if isinstance(config.min_load_tokens, int) else shape.alignment,
-        config.prefix_junctions,
+        config.recurrent_prefix_boundaries,
         None if disk is None else config.spill_after_hits,
         None if remote is None else config.share_after_hits,
     )

@@ -405,8 +405,8 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_remote_ask_seconds", "Time of a call that asks the store that engines share for one request's blocks, if it was answered; the request waits for it.", Kind.HISTOGRAM, (), "seconds", _COPY_BUCKETS),
     # --- recurrent states, of models that have them ---
     Metric("kvoffload_state_blocks_total", "Blocks of recurrent states among those stored and loaded.", Kind.COUNTER, (_DIRECTION,), "blocks", counts={events.StatesCopied: "blocks"}),
-    Metric("kvoffload_junctions_asked_total", "Requests admitted whose prefix was on device and host but for a recurrent state at its end, which the engine was asked to keep.", Kind.COUNTER, (), "junctions", counts={events.JunctionAsked: None}),
-    Metric("kvoffload_junctions_made_total", "Of the groups' recurrent states that were asked for, those that the engine kept and offered, one a request.", Kind.COUNTER, (), "junctions", counts={events.JunctionMade: None}),
+    Metric("kvoffload_prefix_boundaries_asked_total", "Requests admitted whose prefix was on device and host but for a recurrent state at its end, which the engine was asked to keep.", Kind.COUNTER, (), "boundaries", counts={events.BoundaryAsked: None}),
+    Metric("kvoffload_prefix_boundaries_made_total", "Of the groups' recurrent states that were asked for, those that the engine kept and offered, one a request.", Kind.COUNTER, (), "boundaries", counts={events.BoundaryMade: None}),
     # --- copies, per rank ---
     Metric("kvoffload_transfers_total", "Copies of single ranks that ended, by outcome.", Kind.COUNTER, (_COPY_TIERS, _DIRECTION, Label("outcome", CopyOutcome)), "copies", counts={events.RankReported: None}),
     Metric("kvoffload_transfer_bytes_total", "Bytes copied between the tier and the one above it, all ranks together.", Kind.COUNTER, (_COPY_TIERS, _DIRECTION), "bytes", counts={events.RankReported: "copied_bytes"}),
@@ -441,8 +441,8 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_stale_blocks_zeroed_total", "Positions removed from requests' records because the engine handed their blocks out again.", Kind.COUNTER, (), "blocks", counts={events.BlocksZeroed: "blocks"}),
     Metric("kvoffload_resets_total", "Resets of the cache: nothing computed before one is found after it.", Kind.COUNTER, (), "resets", counts={events.ResetStarted: None}),
     Metric("kvoffload_reset_draining_jobs", "Jobs from before the last reset that have not ended; their results are dropped.", Kind.GAUGE, (), "jobs", read=lambda side: {(): side.copies.draining}),
-    Metric("kvoffload_engine_surprises_total", "Calls of the engine that its contract does not allow; each was survived.", Kind.COUNTER, (Label("cause", RejectionCause),), "surprises", counts={events.FactRejected: None}),
-    Metric("kvoffload_audits_total", "Audits of the conservation laws: whenever the engine is idle, and on request.", Kind.COUNTER, (), "audits"),
+    Metric("kvoffload_contract_violations_total", "Calls of the engine that its contract does not allow; each was survived.", Kind.COUNTER, (Label("cause", RejectionCause),), "violations", counts={events.FactRejected: None}),
+    Metric("kvoffload_audits_total", "Audits of the invariants: whenever the engine is idle, and on request.", Kind.COUNTER, (), "audits"),
     Metric("kvoffload_degraded", "1 while offloading is off by this cause; it stays off until the engine restarts.", Kind.GAUGE, (Label("cause", DegradeCause),), "flag", read=_degraded),
     Metric("kvoffload_hook_seconds", "Time that a step spent in one of offloading's hooks.", Kind.HISTOGRAM, (Label("hook", Hook),), "seconds", _HOOK_BUCKETS),
     Metric("kvoffload_bus_dropped_total", "Events that an observer missed, because its feed was full or it was removed.", Kind.COUNTER, (_SUBSCRIBER,), "events", read=_dropped),

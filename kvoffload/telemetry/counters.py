@@ -189,7 +189,7 @@ class Counters:
         self._counts["kvoffload_journal_write_errors_total"][()] += 1
 
     def audited(self) -> None:
-        """Count an audit of the conservation laws."""
+        """Count an audit of the invariants."""
         self.changes += 1
         self._counts["kvoffload_audits_total"][()] += 1
 
@@ -369,7 +369,7 @@ def slot_problems(gauges: Mapping[str, Series]) -> list[str]:
 
 
 def conservation(snapshot: Snapshot, *, drained: bool = False) -> list[str]:
-    """Return every conservation law that the numbers break, as text.
+    """Return every invariant that the numbers break, as text.
 
     Args:
         snapshot: everything since the start.

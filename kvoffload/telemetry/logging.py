@@ -81,7 +81,7 @@ class LogObserver:
 
     def __init__(self, now: Callable[[], float], logger: structlog.stdlib.BoundLogger | None = None) -> None:
         self._log = logger or get_logger("events")
-        self._surprises = AtMostEvery(math.inf, now)
+        self._violations = AtMostEvery(math.inf, now)
         self._warnings = AtMostEvery(_QUIET_S, now)
 
     def subscribe(self, bus: Bus, capacity: int = 256) -> Feed[Event]:
@@ -110,7 +110,7 @@ class LogObserver:
                     return
                 keys |= {"held_back": held_back} if held_back else {}
             case FactRejected():
-                if self._surprises.due(event.cause) is None:
+                if self._violations.due(event.cause) is None:
                     return
                 keys["note"] = "further ones are only counted"
             case CopiesStalled():

@@ -102,8 +102,8 @@ class ReferenceScheduler:
         name = RequestId(request.request_id)
         return self._offload.lookup(name, device_tokens, request.num_tokens, new_keys, request.shared_tokens)
 
-    def junction(self, request: RequestView) -> int:
-        return self._offload.junction(RequestId(request.request_id))
+    def prefix_boundary(self, request: RequestView) -> int:
+        return self._offload.prefix_boundary(RequestId(request.request_id))
 
     def allocated(
         self, request: RequestView, tables: BlockTables, device_tokens: int, external_tokens: int

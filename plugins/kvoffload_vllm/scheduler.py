@@ -114,7 +114,7 @@ class VllmScheduler:
         kept = getattr(request, "shared_prefix_boundary", None)
         found = self.offload.lookup(name, device_tokens, request.num_tokens, new_keys, kept or 0)
         if kept is not None and found is not None:
-            request.shared_prefix_boundary = max(kept, self.offload.junction(name))
+            request.shared_prefix_boundary = max(kept, self.offload.prefix_boundary(name))
         return found
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:

@@ -35,7 +35,7 @@ _GOAL_S, _GOAL_STEP_MS = 5.0, 10.0
 def opening(folder: Path, blocks: int, repeats: int) -> Iterator[Line]:
     """Write an index of `blocks` blocks, and open it as an engine does.
 
-    What is alive before is hidden from the collector of garbage, as vLLM does when it has started.
+    What is alive before is hidden from the garbage collector, as vLLM does when it has started.
 
     Raises:
         CommandError: it could not be opened.

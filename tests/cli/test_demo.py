@@ -209,7 +209,7 @@ def test_what_is_left_at_the_end_fails_the_audit(
         ({"slots": {("host", "pinned"): 2}}, ["2 slots of the host are still pinned"]),
         ({"open_jobs": {("host", "load", "submitted"): 1}}, ["1 load jobs of the host are still submitted"]),
         ({"slots": {("disk", "filling"): 2}}, ["2 slots of the disk are still filling"]),
-        ({"degraded": {("law_broken",): 1}}, ["it was switched off: law_broken"]),
+        ({"degraded": {("invariant_broken",): 1}}, ["it was switched off: invariant_broken"]),
     ],
 )
 def test_offloading_that_is_not_at_rest_fails_the_audit(state: dict[str, Any], problems: list[str]) -> None:

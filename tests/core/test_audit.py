@@ -187,7 +187,7 @@ INVARIANTS: dict[str, tuple[Callable[[Broken], object], str]] = {
 def test_what_was_taken_of_the_events_gets_none_of_the_next() -> None:
     tally = Tally(planned=())
     taken = tally.take()
-    tally.events.append(OffloadingDegraded(DegradeCause.LAW_BROKEN, "a test"))
+    tally.events.append(OffloadingDegraded(DegradeCause.INVARIANT_BROKEN, "a test"))
     assert taken == []
     assert tally.events
     assert len(tally.take()) == 1
@@ -199,7 +199,7 @@ def test_sums_wait_while_jobs_are_planned() -> None:
     planned: list[int] = [1]
     tally = Tally(planned)
     tally.offered(2)
-    event = OffloadingDegraded(DegradeCause.LAW_BROKEN, "a test")
+    event = OffloadingDegraded(DegradeCause.INVARIANT_BROKEN, "a test")
     tally.events.append(event)
     assert tally.take() == [event]
     assert (tally.events, tally.has_sums) == ([], False)

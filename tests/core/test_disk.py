@@ -695,7 +695,7 @@ def test_until_the_index_is_read_misses_say_so() -> None:
     assert second.miss() is MissCause.TIER_OPENING
 
 
-def test_with_a_law_broken_the_disk_is_left_alone() -> None:
+def test_with_an_invariant_broken_the_disk_is_left_alone() -> None:
     world = DiskWorld()
     job = spilling(world)
     world.degrade()

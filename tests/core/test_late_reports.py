@@ -55,7 +55,7 @@ def test_what_was_not_reported_is_lost_with_a_preemption() -> None:
     assert world.stores() == {}
 
 
-def test_progress_of_a_request_without_a_table_is_a_surprise_and_no_more() -> None:
+def test_progress_of_a_request_without_a_table_is_a_contract_violation_and_no_more() -> None:
     world = World()
     request = world.add("a", "abcde")
     world.tell(facts.StepScheduled(0, (facts.Progress(request.name, 4),)))

@@ -8,7 +8,7 @@ from kvoffload.core.planners import LazyPlanner
 from kvoffload.model import facts
 from kvoffload.model.causes import MissCause, StoreOutcome
 from kvoffload.model.engine import EngineShape, Promises
-from kvoffload.model.events import JunctionAsked, JunctionMade, LookupAnswered
+from kvoffload.model.events import BoundaryAsked, BoundaryMade, LookupAnswered
 from kvoffload.model.ids import GroupId, JobId, RequestId
 from kvoffload.model.wire import Direction
 from tests.core.disk_world import DiskWorld
@@ -243,13 +243,13 @@ def test_lazy_stores_the_states_of_an_ending_request_where_little_is_free() -> N
     assert world.on_host(TEXT) == "xxx"
 
 
-# -- junctions ----------------------------------------------------------------------------------------------------
+# -- prefix boundaries ----------------------------------------------------------------------------------------------------
 
 SHARED = "abcdefghnopqr"
 """Shares two blocks with the text."""
 
 
-def junction(world: World, name: str) -> int:
+def boundary(world: World, name: str) -> int:
     return world.core.state.requests.live[RequestId(name)].boundary
 
 
@@ -259,37 +259,37 @@ def test_where_only_a_state_is_missing_the_engine_is_asked_for_it_and_the_next_r
     for name, found in (("second", 0), ("third", 8)):
         request = world.add(name, SHARED)
         assert world.lookup(request) == found
-        assert junction(world, name) == (0 if found else 8)
+        assert boundary(world, name) == (0 if found else 8)
         world.allocate(request, found)
         if found:
             assert world.miss() is MissCause.NEVER_SEEN
             break
         assert world.miss() is MissCause.NO_STATE
-        assert world.reported(JunctionAsked) == [JunctionAsked(request.name, 8)]
+        assert world.reported(BoundaryAsked) == [BoundaryAsked(request.name, 8)]
         compute(world, request, 8)
-        assert world.reported(JunctionMade) == [JunctionMade(request.name, 8)]
+        assert world.reported(BoundaryMade) == [BoundaryMade(request.name, 8)]
         world.finish()
         world.end(request)
         world.device.forget_keys()
 
 
-def test_no_junction_is_asked_for_where_they_are_off() -> None:
-    world = with_states(12, junctions=False)
+def test_no_boundary_is_asked_for_where_they_are_off() -> None:
+    world = with_states(12, boundaries=False)
     request = world.add("second", SHARED)
     assert world.admit(request) == 0
     assert world.miss() is MissCause.NO_STATE
-    assert not world.reported(JunctionAsked)
+    assert not world.reported(BoundaryAsked)
 
 
-def test_no_junction_is_asked_for_within_what_is_found() -> None:
+def test_no_boundary_is_asked_for_within_what_is_found() -> None:
     world = with_states(4, 8, 12)
     request = world.add("second", SHARED)
     assert world.admit(request) == 8
-    assert not world.reported(JunctionAsked)
-    assert not junction(world, "second")
+    assert not world.reported(BoundaryAsked)
+    assert not boundary(world, "second")
 
 
-def test_a_junction_lies_where_device_and_host_together_end() -> None:
+def test_a_boundary_lies_where_device_and_host_together_end() -> None:
     """The device has the first block of full attention without a state, the host only the second."""
     world = with_states(12)
     pool = world.core.state.pool
@@ -298,7 +298,7 @@ def test_a_junction_lies_where_device_and_host_together_end() -> None:
     for full_tokens, wanted in ((0, 0), (4, 8)):
         found = world.core.lookup(RequestId("second"), 0, may_wait=True, full_tokens=full_tokens)
         assert found == 0
-        assert junction(world, "second") == wanted
+        assert boundary(world, "second") == wanted
 
 
 def test_a_state_that_left_the_host_is_not_called_never_kept() -> None:
@@ -320,7 +320,7 @@ def test_a_missing_block_of_a_window_is_no_missing_state() -> None:
     request = world.add("a", TEXT)
     world.admit(request)
     assert world.miss() is not MissCause.NO_STATE
-    assert not world.reported(JunctionAsked)
+    assert not world.reported(BoundaryAsked)
 
 
 def test_a_failed_store_of_a_state_costs_its_prefix_only() -> None:

@@ -222,7 +222,7 @@ def test_r10_what_was_dropped_and_stored_again_can_be_found() -> None:
     assert world.admit(world.add("a", TEXT)) == 12
     world.reset()
     world.reset()
-    assert world.reported(ResetStarted)[-1].generation == 3
+    assert world.reported(ResetStarted)[-1].epoch == 3
 
 
 def test_r10_what_was_watched_before_a_reset_is_not_offered_again_after_it() -> None:
@@ -332,7 +332,7 @@ def test_r12_nothing_new_starts_and_what_runs_drains() -> None:
     pinned = world.add("pinned", TEXT)
     assert world.lookup(pinned, may_wait=False) == 12
     world.degrade()
-    assert world.reported(OffloadingDegraded) == [OffloadingDegraded(DegradeCause.LAW_BROKEN, "a test")]
+    assert world.reported(OffloadingDegraded) == [OffloadingDegraded(DegradeCause.INVARIANT_BROKEN, "a test")]
     world.allocate(pinned, 12)
     assert world.results == [("pinned", False)]
     world.run(stores)

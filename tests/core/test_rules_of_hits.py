@@ -25,7 +25,7 @@ def cached(text: str = TEXT, **options: object) -> World:
     return world
 
 
-def surprises(world: World) -> list[RejectionCause]:
+def violations(world: World) -> list[RejectionCause]:
     return [event.cause for event in world.reported(FactRejected)]
 
 
@@ -48,7 +48,7 @@ def test_r1_many_requests_fill_the_host_between_a_lookup_and_its_allocation() ->
     world.step()
     world.finish()
     assert world.results == [("late", True)]
-    assert surprises(world) == []
+    assert violations(world) == []
 
 
 def test_r1_an_unpinned_hit_is_evicted_by_the_same_requests() -> None:
@@ -84,7 +84,7 @@ def test_r1_a_reset_drops_the_pins_and_the_allocation_survives_it() -> None:
     assert drops(world) == [(PinDropCause.RESET, 3)]
     assert world.count(SlotState.EMPTY) == world.ready
     world.allocate(late, 12)  # the engine still goes by the answer from before
-    assert surprises(world) == [RejectionCause.TOKENS_WITHOUT_PIN]
+    assert violations(world) == [RejectionCause.TOKENS_WITHOUT_PIN]
     assert world.results == [("late", False)]
 
 
@@ -118,7 +118,7 @@ def test_r2_tokens_without_a_pin_are_counted_and_survived() -> None:
     world = World()
     request = world.add("a", TEXT)
     world.allocate(request, 8)
-    assert surprises(world) == [RejectionCause.TOKENS_WITHOUT_PIN]
+    assert violations(world) == [RejectionCause.TOKENS_WITHOUT_PIN]
     assert world.results == [("a", False)]
     assert world.admit(request) == 0
     world.run(request)
@@ -129,7 +129,7 @@ def test_r2_more_tokens_than_were_found_fail_the_load() -> None:
     request = world.add("a", TEXT)
     assert world.lookup(request) == 8
     world.allocate(request, 12)
-    assert surprises(world) == [RejectionCause.TOKENS_WITHOUT_PIN]
+    assert violations(world) == [RejectionCause.TOKENS_WITHOUT_PIN]
     assert drops(world) == [(PinDropCause.NOT_ACCEPTED, 2)]
     assert world.results == [("a", False)]
 
@@ -138,14 +138,14 @@ def test_r2_more_tokens_than_were_found_are_loaded_where_the_host_has_them_by_no
     world = cached()
     request = world.add("a", TEXT)
     world.allocate(request, 12)  # it never asked
-    assert surprises(world) == [RejectionCause.TOKENS_WITHOUT_PIN]
+    assert violations(world) == [RejectionCause.TOKENS_WITHOUT_PIN]
     world.step()
     world.finish()
     assert world.results == [("a", True)]
 
 
-def test_r2_a_hit_that_the_engine_declines_is_a_miss_and_no_surprise() -> None:
-    # Second in a MultiConnector, every hit of the first counted as a surprise, and as a hit of ours.
+def test_r2_a_hit_that_the_engine_declines_is_a_miss_and_no_contract_violation() -> None:
+    # Second in a MultiConnector, every hit of the first counted as a contract violation, and as a hit of ours.
     world = cached()
     request = world.add("a", TEXT)
     assert world.lookup(request) == 12
@@ -153,7 +153,7 @@ def test_r2_a_hit_that_the_engine_declines_is_a_miss_and_no_surprise() -> None:
     assert world.reported(LookupAnswered)[-1] == LookupAnswered(
         request.name, 0, 0, 4, 0, 13, MissCause.NOT_ACCEPTED
     )
-    assert surprises(world) == []
+    assert violations(world) == []
     assert drops(world) == [(PinDropCause.NOT_ACCEPTED, 3)]
     assert world.count(SlotState.PINNED) == 0
     world.run(request)
@@ -179,7 +179,7 @@ def test_r2_fewer_tokens_accepted_than_found() -> None:
     world.finish()
     assert world.loads() == {LoadOutcome.LOADED: 1}
     world.run(request)
-    assert surprises(world) == []
+    assert violations(world) == []
 
 
 def test_r2_fewer_tokens_than_found_need_other_blocks_of_a_window() -> None:
@@ -244,7 +244,7 @@ def test_r2_a_draft_that_reads_ahead_costs_the_last_matched_block() -> None:
 def test_r2_a_fact_of_an_unknown_request_is_survived(fact: facts.Fact) -> None:
     world = World()
     world.tell(fact)
-    assert surprises(world) == [RejectionCause.UNKNOWN_REQUEST]
+    assert violations(world) == [RejectionCause.UNKNOWN_REQUEST]
 
 
 def test_r2_a_lookup_for_an_unknown_request_finds_nothing() -> None:
@@ -263,7 +263,7 @@ def test_r2_a_request_that_is_seen_twice_stays_what_it_is() -> None:
     request = world.add("a", TEXT)
     world.admit(request)
     world.tell(facts.RequestSeen(request.name, 1, ((),)))
-    assert surprises(world) == [RejectionCause.UNKNOWN_REQUEST]
+    assert violations(world) == [RejectionCause.UNKNOWN_REQUEST]
     world.run(request)
 
 
@@ -278,7 +278,7 @@ def test_r2_a_running_request_that_is_allocated_again_stays_what_it_is() -> None
     world.end(request)
     world.drain()
     assert world.on_host(TEXT) == "xxx"
-    assert surprises(world) == []
+    assert violations(world) == []
 
 
 def test_r2_a_loading_request_that_is_allocated_or_looked_up_again_goes_on_loading() -> None:
@@ -311,7 +311,7 @@ def test_r2_a_report_of_an_unknown_rank_or_job_is_survived() -> None:
     before = fingerprint(world.core)
     report = TransferReport(Rank(7), (), 1_000)
     world.tell(facts.TransferReported(report))
-    assert surprises(world) == [RejectionCause.UNKNOWN_JOB]
+    assert violations(world) == [RejectionCause.UNKNOWN_JOB]
     assert fingerprint(world.core) == before
 
 
@@ -685,4 +685,4 @@ def test_a_preemption_of_a_request_without_a_running_table_changes_nothing(state
     world.step()
     world.finish()
     assert world.results == [("a", True)]
-    assert surprises(world) == []
+    assert violations(world) == []

@@ -3,7 +3,7 @@
 A prompt is a text, a token is one character, and what a block holds is the text up to its last token: so a block is
 right when it holds its own key, and every wrong copy, reuse or hit shows as another text. Nothing happens by itself.
 The test says when a request is admitted, when a step runs, and when which rank's copy ends; a copy moves bytes only
-then. After every fact the core's audit and the world's own laws are checked.
+then. After every fact the core's audit and the world's own invariants are checked.
 """
 
 from __future__ import annotations
@@ -285,14 +285,14 @@ class World:
         step_tokens: int = 8,
         promises: Promises | None = None,
         is_growing: bool = False,
-        junctions: bool = True,
+        boundaries: bool = True,
     ) -> None:
         self.groups = groups or (full(),)
         self.ranks = [Rank(rank) for rank in range(ranks)]
         shape = EngineShape(self.groups, ranks, device, step_tokens, promises=promises or Promises())
         self.shape = shape
         self.device = DevicePool(device, ranks)
-        self.core = self._make_core(Policy(policy, least, junctions))
+        self.core = self._make_core(Policy(policy, least, boundaries))
         self.host: list[dict[SlotId, BlockKey]] = [{} for _ in self.ranks]
         self.rotten: set[tuple[int, SlotId]] = set()  # rank and slot, corrupted behind everybody's back
         self.resets = 0
@@ -324,7 +324,7 @@ class World:
     # -- telling and checking -----------------------------------------------------------------------------------
 
     def tell(self, fact: facts.Fact) -> None:
-        """Tell the core, as the runtime does, and check every law."""
+        """Tell the core, as the runtime does, and check every invariant."""
         handle(self.core, fact)
         self._settle()
 
@@ -571,7 +571,7 @@ class World:
         self.tell(facts.CacheReset())
 
     def degrade(self) -> None:
-        self.tell(facts.InvariantBroken(DegradeCause.LAW_BROKEN, "a test"))
+        self.tell(facts.InvariantBroken(DegradeCause.INVARIANT_BROKEN, "a test"))
 
     def drain(self) -> None:
         """Empty steps until nothing is pending; what was abandoned stays so."""

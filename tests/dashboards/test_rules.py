@@ -89,19 +89,19 @@ def test_every_rule_keeps_the_labels_of_its_engine() -> None:
 @pytest.mark.slow
 @pytest.mark.tools("promtool")
 def test_an_alert_links_to_the_runbook_and_to_the_engines_dashboard(tmp_path: Path) -> None:
-    series = 'kvoffload_degraded{namespace="blue", pod="llm-0", instance="10.0.0.1:8000", engine="3", cause="law_broken"}'
+    series = 'kvoffload_degraded{namespace="blue", pod="llm-0", instance="10.0.0.1:8000", engine="3", cause="invariant_broken"}'
     (degraded,) = [alert for alert in ALERTS if alert.full_name == "KVOffloadDegraded"]
     labels = {"namespace": "blue", "pod": "llm-0", "instance": "10.0.0.1:8000", "engine": "3"}
     annotations = {
         "summary": degraded.summary,
-        "description": "llm-0, engine 3: offloading switched itself off (law_broken); the engine recomputes every prompt.",
+        "description": "llm-0, engine 3: offloading switched itself off (invariant_broken); the engine recomputes every prompt.",
         "runbook": degraded.runbook,
         "runbook_url": "https://wiki/runbook.md#kvoffloaddegraded",
         "dashboard_url": "http://127.0.0.1:3000/d/kvoffload-overview?var-namespace=blue&var-pod=llm-0"
         "&var-instance=10.0.0.1%3A8000&var-engine=3",
     }
     expected = {
-        "exp_labels": {**labels, "cause": "law_broken", "severity": "critical"},
+        "exp_labels": {**labels, "cause": "invariant_broken", "severity": "critical"},
         "exp_annotations": annotations,
     }
     test = {

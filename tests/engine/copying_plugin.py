@@ -85,7 +85,7 @@ class CopyingScheduler:
         self.is_resettable = True
         self.fails: set[str] = set()
         self.asks_later: set[str] = set()
-        self.junctions: dict[str, int] = {}
+        self.boundaries: dict[str, int] = {}
         self.stored: set[bytes] = set()
         self.outputs: list[Sequence[object]] = []
         self.counts: Counter[str] = Counter()
@@ -131,8 +131,8 @@ class CopyingScheduler:
             0,
         )
 
-    def junction(self, request: RequestView) -> int:
-        return self.junctions.get(request.request_id, 0)
+    def prefix_boundary(self, request: RequestView) -> int:
+        return self.boundaries.get(request.request_id, 0)
 
     def allocated(
         self, request: RequestView, tables: BlockTables, device_tokens: int, external_tokens: int

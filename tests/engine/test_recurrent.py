@@ -73,7 +73,7 @@ def test_a_shared_prefix_is_found_from_the_third_request_on() -> None:
 def test_a_plugin_may_ask_for_a_state() -> None:
     engine, plugin = engine_with_plugin("recurrent", step_tokens=64)
     stream = engine.submit(tokens(30), SamplingParams(1))
-    plugin.scheduler.junctions[stream.request_id] = 12
+    plugin.scheduler.boundaries[stream.request_id] = 12
     drain(engine)
     positions = [{state.position for state in step.states} for step in plugin.scheduler.steps if step.states]
     assert positions == [{2}, {6}]

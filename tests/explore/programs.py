@@ -10,7 +10,7 @@ from kvoffload.model.wire import Direction, Tier
 from tests.core.disk_world import DiskWorld
 from tests.core.remote_world import RemoteWorld, Value
 from tests.core.world import CORRUPT, DONE, FAILED, GARBAGE, Copy, Req
-from tests.explore import laws
+from tests.explore import invariants
 from tests.explore.scene import Scene
 
 Action = tuple[str | int, ...]
@@ -64,8 +64,8 @@ def _of_waiting(scene: Scene, name: str, request: Req) -> Iterator[Action]:
             yield ("allocate", name, "nothing")
         if host > scene.world.shape.alignment:
             yield ("allocate", name, "less")
-    if scene.left.get("surprise"):
-        yield ("surprise", name)
+    if scene.left.get("violation"):
+        yield ("violation", name)
 
 
 def _of_copies(scene: Scene) -> Iterator[Action]:
@@ -129,15 +129,15 @@ def _of_store(scene: Scene, world: RemoteWorld) -> Iterator[Action]:
 
 
 def act(scene: Scene, action: Action) -> None:
-    """Do one action, check every law, and tidy up.
+    """Do one action, check every invariant, and tidy up.
 
     Raises:
         Exception: whatever shows that a rule is broken.
     """
     kind, *words = action
-    before = laws.Before.of(scene)
+    before = invariants.Before.of(scene)
     _ACTS[str(kind)](scene, *words)
-    laws.check(scene, before if kind != "restart" else laws.Before.of(scene))
+    invariants.check(scene, before if kind != "restart" else invariants.Before.of(scene))
     scene.tidy()
 
 
@@ -166,7 +166,7 @@ def _lookup(scene: Scene, name: str, patience: str) -> None:
     request = world.requests[name]
     device = world.device_hit(request)
     answer = world.lookup(request, may_wait=patience == "patient")
-    laws.check_lookup(scene, name, answer, is_patient=patience == "patient")
+    invariants.check_lookup(scene, name, answer, is_patient=patience == "patient")
     scene.found.pop(name, None)
     if answer is not None:
         scene.found[name] = (device, answer)
@@ -180,9 +180,9 @@ def _allocate(scene: Scene, name: str, how_much: str) -> None:
         del scene.found[name]  # else the engine has no room, and may ask again or try later
 
 
-def _surprise(scene: Scene, name: str) -> None:
+def _violation(scene: Scene, name: str) -> None:
     """The engine expects tokens that were not promised, or none after no lookup (R2)."""
-    scene.spend("surprise")
+    scene.spend("violation")
     scene.found.pop(name, None)
     request = scene.world.requests[name]
     room = len(request.text) - 1 - scene.world.device_hit(request)
@@ -193,7 +193,7 @@ def _step(scene: Scene, *names: str) -> None:
     world = scene.world
     known = set(world.copies)
     plan = world.step(*[world.requests[name] for name in names]) if names else world.idle_step()
-    laws.note_plan(scene, plan, known)
+    invariants.note_plan(scene, plan, known)
 
 
 def _preempt(scene: Scene, name: str) -> None:
@@ -216,7 +216,7 @@ def _report(scene: Scene, rank: int, job: int, outcome: str) -> None:
         scene.world.report(rank, JobId(job), takes=len(scene.world.copies[JobId(job)].job.slots) - 1)
     else:
         scene.world.report(rank, JobId(job), _OUTCOMES[outcome], (0,) if outcome == "corrupt" else ())
-    laws.check_repeated(scene, Rank(rank))
+    invariants.check_repeated(scene, Rank(rank))
 
 
 def _hang(scene: Scene, rank: int, job: JobId) -> None:
@@ -246,7 +246,7 @@ def _late(scene: Scene, job: int) -> None:
 def _reset(scene: Scene) -> None:
     scene.spend("reset")
     scene.world.reset()
-    laws.check_reset(scene)
+    invariants.check_reset(scene)
 
 
 def _forget(scene: Scene) -> None:
@@ -346,7 +346,7 @@ _ACTS: dict[str, Callable[..., None]] = {
     "again": _again,
     "lookup": _lookup,
     "allocate": _allocate,
-    "surprise": _surprise,
+    "violation": _violation,
     "step": _step,
     "preempt": _preempt,
     "end": _end,

@@ -13,7 +13,7 @@ def as_test(world: str, violation: Violation) -> str:
     program = f"[\n{steps}    ]" if steps else "[]"
     replayed = f"replay(Scene.first(WORLDS[{world!r}]), program)"
     return (
-        "from tests.explore.laws import check_end\n"
+        "from tests.explore.invariants import check_end\n"
         "from tests.explore.programs import replay\n"
         "from tests.explore.scene import Scene\n"
         "from tests.explore.worlds import WORLDS\n"

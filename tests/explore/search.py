@@ -6,7 +6,7 @@ import pickle
 from collections import deque
 from dataclasses import dataclass
 
-from tests.explore import laws
+from tests.explore import invariants
 from tests.explore.programs import Action, act, actions
 from tests.explore.scene import Scene
 from tests.explore.worlds import SmallWorld
@@ -95,7 +95,7 @@ class _Search:
 
     def _survives_end(self, digest: bytes, scene: Scene) -> bool:
         try:
-            laws.check_end(scene)
+            invariants.check_end(scene)
         except Exception as problem:
             self._found.violation = Violation(self._program(digest), _said(problem), True)
             return False

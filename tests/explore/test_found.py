@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.explore.laws import check_end
+from tests.explore.invariants import check_end
 from tests.explore.programs import Action, replay
 from tests.explore.scene import Scene
 from tests.explore.worlds import WORLDS
@@ -53,7 +53,7 @@ FOUND: dict[str, tuple[str, list[Action]]] = {
         ],
     ),
     "R14 an owner that was given blocks anew, and not run, kept another waiting": (
-        "surprises",
+        "violations",
         [
             ("add", "a"),
             ("add", "b"),
@@ -64,7 +64,7 @@ FOUND: dict[str, tuple[str, list[Action]]] = {
             ("step",),
             ("forget",),
             ("preempt", "b"),
-            ("surprise", "b"),
+            ("violation", "b"),
         ],
     ),
     "R15 a tail that was looked up and not taken was younger than the head that the device had": (

@@ -280,5 +280,5 @@ WORLDS: Mapping[str, SmallWorld] = {
     ),
     # The engine and the operator do what they should not.
     "switched off": SmallWorld(served=(LONG,), often={"degrade": 1, "fail": 1}, ranks=2),
-    "surprises": SmallWorld(served=(LONG,), often={"surprise": 1, "preempt": 1, "forget": 1}),
+    "violations": SmallWorld(served=(LONG,), often={"violation": 1, "preempt": 1, "forget": 1}),
 }

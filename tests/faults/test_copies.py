@@ -120,7 +120,7 @@ def test_an_engine_that_takes_a_leased_block_back_is_noticed(caplog: pytest.LogC
         made.engine.pool.free([block])
         problems = made.offload.audit()
         assert problems == [f"block {block} is leased 1 times, the engine counts 0"]
-        assert made.offload.degraded is DegradeCause.LAW_BROKEN
+        assert made.offload.degraded is DegradeCause.INVARIANT_BROKEN
         assert f"detail='{problems[0]}'" in caplog.text
         made.engine.pool.touch([block])
         made.release()
@@ -186,7 +186,7 @@ def spans(ticket: GatedTicket) -> Iterator[Span]:
 @pytest.mark.parametrize("kind", KINDS[:2])
 @pytest.mark.parametrize("direction", ["load", "store"])
 def test_memory_under_a_copy_that_never_ends_is_never_handed_out_again(kind: str, direction: str) -> None:
-    """Whatever follows: floods that turn both pools over, a reset, aborts, preemptions, a broken law, a close."""
+    """Whatever follows: floods that turn both pools over, a reset, aborts, preemptions, a broken invariant, a close."""
     made = Rig(kind, host_blocks=40, num_blocks=70)
     stuck = never_ending(made, direction)
     pool, before = made.engine.pool, len(made.copiers[0].tickets)
@@ -209,7 +209,7 @@ def test_memory_under_a_copy_that_never_ends_is_never_handed_out_again(kind: str
     assert lost == set(pool.leases())
     assert lost.isdisjoint(block for block in range(pool.num_blocks) if pool.is_free(block))
     made.assert_clean(lost_blocks=len(lost))
-    made.offload.core.state.pool._counts[0] += 1  # a law of ours breaks
+    made.offload.core.state.pool._counts[0] += 1  # an invariant of ours breaks
     assert made.offload.audit()
     made.run_plain(text(95, 60), 3)
     assert lost == set(pool.leases())

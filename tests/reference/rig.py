@@ -192,7 +192,7 @@ class Rig:
     # -- what must hold -----------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """The laws that hold between any two steps."""
+        """The invariants that hold between any two steps."""
         assert self.engine.audit() == []
         assert self.offload.core.audit() == []
         assert conservation(self.counts()) == []

@@ -1,4 +1,4 @@
-"""What an operator sees of the disk: each number has its tier, and the laws hold for each of them."""
+"""What an operator sees of the disk: each number has its tier, and the invariants hold for each of them."""
 
 from __future__ import annotations
 

@@ -106,13 +106,13 @@ def test_the_engine_goes_on_when_the_core_raises(
 
 
 def tick(made: Rig, seconds: float = STEP_S) -> None:
-    """As `step`, but our own laws are broken here."""
+    """As `step`, but our own invariants are broken here."""
     made.engine.step()
     made.pass_time(seconds)
     assert made.engine.audit() == []
 
 
-def test_a_broken_law_switches_offloading_off_and_open_copies_drain() -> None:
+def test_a_broken_invariant_switches_offloading_off_and_open_copies_drain() -> None:
     with rig() as made:
         made.run(text(1, 25), 6)
         made.forget_device()
@@ -123,7 +123,7 @@ def test_a_broken_law_switches_offloading_off_and_open_copies_drain() -> None:
             tick(made)
         made.offload.core.state.pool._counts[0] += 1
         assert made.offload.audit()
-        assert made.offload.core.state.degraded is DegradeCause.LAW_BROKEN
+        assert made.offload.core.state.degraded is DegradeCause.INVARIANT_BROKEN
         made.offload.core.state.pool._counts[0] -= 1
         made.release()
         made.drain()

@@ -130,7 +130,7 @@ def test_numbers_agree_with_the_engines_own(kind: str, policy: str) -> None:
         loaded, stored = made.count("load_blocks", "loaded"), made.count("store_blocks", "stored")
         assert made.count("transfer_bytes", "host", "load") == loaded * size
         assert made.count("transfer_bytes", "host", "store") == stored * size
-        assert made.counts().total("kvoffload_engine_surprises_total") == 0
+        assert made.counts().total("kvoffload_contract_violations_total") == 0
 
 
 async def _answer(engine: Engine, prompt: Sequence[int]) -> list[Token]:

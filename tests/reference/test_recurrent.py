@@ -34,10 +34,10 @@ def found_one_by_one(made: Rig, prompts: Sequence[tuple[int, ...]]) -> list[int]
 @pytest.mark.parametrize(("are_on", "found"), [(True, PREFIX), (False, 0)])
 def test_a_shared_prefix_is_found_from_the_third_request_on(are_on: bool, found: int) -> None:
     """The host has its blocks of attention from the first on; only the engine can make the state at its end."""
-    with rig("recurrent", step_tokens=64, extra={"prefix_junctions": are_on}) as made:
+    with rig("recurrent", step_tokens=64, extra={"recurrent_prefix_boundaries": are_on}) as made:
         assert found_one_by_one(made, sharers(6)) == [0, 0, *[found] * 4]
-        assert made.counts().total("kvoffload_junctions_asked_total") == int(are_on)
-        assert made.counts().total("kvoffload_junctions_made_total") == int(are_on)
+        assert made.counts().total("kvoffload_prefix_boundaries_asked_total") == int(are_on)
+        assert made.counts().total("kvoffload_prefix_boundaries_made_total") == int(are_on)
         assert made.count("miss_blocks", "no_state") > 0
         made.assert_clean()
 
@@ -50,11 +50,11 @@ def steps_with_tokens(made: Rig, prompt: tuple[int, ...]) -> int:
     return launch.call_count
 
 
-def test_a_junction_costs_one_step_once_and_nothing_where_no_prefix_is_shared() -> None:
+def test_a_boundary_costs_one_step_once_and_nothing_where_no_prefix_is_shared() -> None:
     costs = {}
     prompts = [*sharers(2), *[text(seed, 8 * BLOCK + 1) for seed in range(20, 26)]]
     for are_on in (False, True):
-        with rig("recurrent", step_tokens=64, extra={"prefix_junctions": are_on}) as made:
+        with rig("recurrent", step_tokens=64, extra={"recurrent_prefix_boundaries": are_on}) as made:
             costs[are_on] = [steps_with_tokens(made, prompt) for prompt in prompts]
     assert costs[False] == [2] * 8  # up to the last whole block, and the rest
     assert costs[True] == [2, 3, *[2] * 6]

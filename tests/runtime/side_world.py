@@ -23,7 +23,7 @@ _TURNS = 60  # of an engine; nothing in here takes half as many
 class SideWorld(World):
     """A world behind a scheduler's side.
 
-    Bytes, reference counts and the answers to loads are checked as in any world; the core's laws only on demand, as
+    Bytes, reference counts and the answers to loads are checked as in any world; the core's invariants only on demand, as
     what is tried here breaks them.
 
     Args:

@@ -216,6 +216,6 @@ def test_an_audit_that_finds_something_switches_offloading_off() -> None:
     assert side.side.audit() == []
     side.side.core.state.pool._counts[SlotState.EMPTY] -= 1
     assert side.side.audit()
-    assert side.side.degraded is DegradeCause.LAW_BROKEN
+    assert side.side.degraded is DegradeCause.INVARIANT_BROKEN
     off = {labels for labels, is_off in side.side.gauges()["kvoffload_degraded"].items() if is_off}
-    assert off == {("law_broken",)}
+    assert off == {("invariant_broken",)}

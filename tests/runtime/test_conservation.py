@@ -1,4 +1,4 @@
-"""The laws are checked at rest and on request; the oldest pin and job are reported and watched."""
+"""The invariants are checked at rest and on request; the oldest pin and job are reported and watched."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_is_found_at_rest_switches_offloading_off_at_once(caplog: pytest.Lo
     side.seen("a")
     assert side.side.degraded is None
     side.ended("a")
-    assert side.side.degraded is DegradeCause.LAW_BROKEN
+    assert side.side.degraded is DegradeCause.INVARIANT_BROKEN
     (line,) = logged(caplog, "offloading_off")
     assert "slots in all states: 49 counted" in str(line["detail"])
     before = audits(side)
@@ -128,7 +128,7 @@ def test_the_engines_own_counts_are_compared(asked: bool, monkeypatch: pytest.Mo
         side.pool.leased += [block, block]  # one too many of them is left in the end
         side.done(plan)
         side.ended("a")
-    assert side.side.degraded is DegradeCause.LAW_BROKEN
+    assert side.side.degraded is DegradeCause.INVARIANT_BROKEN
 
 
 # -- the journal goes with it -------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def test_a_hit_that_the_engine_declines_is_no_hit_and_saves_nothing() -> None:
     assert (
         gained.count("kvoffload_miss_blocks_total", "behind_miss") == 3
     )  # two that were found, and the rest
-    assert gained.total("kvoffload_engine_surprises_total") == 0
+    assert gained.total("kvoffload_contract_violations_total") == 0
     assert (saved(side), waited(side)) == (0, 0)
     assert conservation(side.side.counters.snapshot()) == []
 

@@ -21,7 +21,7 @@ def test_the_log_observer_writes_what_deserves_a_line(caplog: pytest.LogCaptureF
     side = Side(portal=True, slots=9)
     side.side.reset()
     side.close()
-    assert "reset_started generation=1" in caplog.text
+    assert "reset_started epoch=1" in caplog.text
 
 
 def test_one_that_raises_is_removed_counted_and_said(

@@ -193,7 +193,7 @@ class Reference:
     SCHEDULER: tuple[str, ...] = (
         "request_added",
         "lookup",
-        "junction",
+        "prefix_boundary",
         "allocated",
         "plan",
         "request_ended",

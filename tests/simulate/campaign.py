@@ -88,7 +88,7 @@ def _numbers(world: Simulation) -> Counter[str]:
         stored=counts.count("kvoffload_store_blocks_total", "stored"),
         loaded=counts.count("kvoffload_load_blocks_total", "loaded"),
         states=counts.count("kvoffload_state_blocks_total", "load"),
-        junctions=counts.count("kvoffload_junctions_made_total"),
+        boundaries=counts.count("kvoffload_prefix_boundaries_made_total"),
         requests=world.requests,
     )
 

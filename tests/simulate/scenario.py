@@ -222,7 +222,7 @@ def _with_recurrence(scenario: Scenario) -> Scenario:
     shape = replace(config, model=model, num_blocks=None)
     capacity = Capacity(make_groups(shape), shape.step_tokens, LONGEST)
     sized = replace(shape, num_blocks=capacity.pool_blocks(1) + draws.choice([0, 2, 4, 12, 20, 60]))
-    engine = with_plugin(sized, {"prefix_junctions": draws.random() < 0.8})
+    engine = with_plugin(sized, {"recurrent_prefix_boundaries": draws.random() < 0.8})
     return replace(scenario, engine=engine, cold=draws.choice([0.5, 0.9]), forgets=0.9)
 
 

@@ -42,7 +42,7 @@ def test_more_seeds_end_well_and_have_seen_something(emulator: Emulator) -> None
         result = play(seed, partial(simulate_on, emulator))
         assert result.problem is None, f"seed {seed}\n{result.trace}\n{emulator.report}"
         total += result.numbers
-    assert min(total.pop("states"), total.pop("junctions")) > 10
+    assert min(total.pop("states"), total.pop("boundaries")) > 10
     assert min(total.values()) > SEEDS
     assert emulator.calls("cuMemcpyBatchAsync") > 0
 

@@ -28,7 +28,7 @@ def test_the_first_seeds_end_well_and_have_seen_something() -> None:
         result = play(seed)
         assert result.problem is None, f'make simulate ARGS="--seed {seed}"\n{result.trace}'
         total += result.numbers
-    assert min(total.pop("states"), total.pop("junctions")) > 10  # in one seed of four
+    assert min(total.pop("states"), total.pop("boundaries")) > 10  # in one seed of four
     assert min(total.values()) > SEEDS
     assert total.keys() == {"steps", "copies", "stored", "loaded", "requests"}
 

@@ -59,7 +59,7 @@ STATE: dict[str, Series] = {
     "kvoffload_slots": {("host", "empty"): 3, ("host", "ready"): 2, ("disk", "ready"): 7},
     "kvoffload_capacity_slots": {("host",): 5, ("disk",): 7},
     "kvoffload_oldest_pin_timestamp_seconds": {(): 1700000000.5},
-    "kvoffload_degraded": {("law_broken",): 1},
+    "kvoffload_degraded": {("invariant_broken",): 1},
     "kvoffload_bus_dropped_total": {("journal",): 6},
     "kvoffload_info": {("0", "e", "1", "eager", "lru", "off", "auto"): 1},
 }
@@ -119,7 +119,7 @@ def test_counted_and_asked_numbers_are_served() -> None:
         'kvoffload_slots{state="ready",tier="disk"} 7.0',
         'kvoffload_capacity_slots{tier="disk"} 7.0',
         "kvoffload_oldest_pin_timestamp_seconds 1.7000000005e+09",
-        'kvoffload_degraded{cause="law_broken"} 1.0',
+        'kvoffload_degraded{cause="invariant_broken"} 1.0',
         'kvoffload_degraded{cause="handler_raised"} 0.0',
         'kvoffload_bus_dropped_total{subscriber="journal"} 6.0',
         'kvoffload_bus_dropped_total{subscriber="other"} 0.0',

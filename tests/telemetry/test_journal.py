@@ -186,7 +186,7 @@ def test_the_ring_holds_no_key_while_it_waits_to_be_read() -> None:
 
 def test_bytes_in_free_text_are_struck_out() -> None:
     detail = "no slot for b'secret' or b\"it's secret\" or b'cut off sec"
-    (line,) = lines(OffloadingDegraded(DegradeCause.LAW_BROKEN, detail + "x" * 1000))
+    (line,) = lines(OffloadingDegraded(DegradeCause.INVARIANT_BROKEN, detail + "x" * 1000))
     assert "secret" not in str(line["detail"])
     assert str(line["detail"]).startswith("no slot for b'...' or b'...' or b'...'")
 

@@ -190,7 +190,7 @@ class Rig:
         assert self.scheduler.reset_prefix_cache(reset_connector=True)
 
     def check_clean(self, *, degraded: bool = False) -> None:
-        """With all done: every device block is free, no record is left, every law holds, bytes are the same on both sides."""
+        """With all done: every device block is free, no record is left, every invariant holds, bytes are the same on both sides."""
         self.check_scheduler_clean(degraded=degraded)
         assert not self.worker_connector._worker._loading
         self.check_bytes()

@@ -46,7 +46,7 @@ def settings(kind: checkpoints.Kind) -> Iterator[tuple[str, int, dict[str, Any],
     yield "lazy", HOST, {"store_policy": "lazy"}, {}
     yield "12 blocks on the host", 12, {}, {}
     yield "48 blocks on the host", 48, {}, {}
-    yield "no junctions", HOST, {"prefix_junctions": False}, {}
+    yield "no boundaries", HOST, {"recurrent_prefix_boundaries": False}, {}
     yield "states every 2 blocks", HOST, {}, {"prefix_cache_retention_interval": 2 * block}
     yield "all states", HOST, {}, {"prefix_cache_retention_interval": None}
     if kind != "lfm2":  # whose answers are others then on a stock 0.32 without a connector, too

@@ -245,8 +245,8 @@ SHARED_BLOCKS = 6
 
 
 @contextmanager
-def junctions(on: Stage, *, are_on: bool) -> Iterator[None]:
-    """As the setting `prefix_junctions` has it."""
+def boundaries(on: Stage, *, are_on: bool) -> Iterator[None]:
+    """As the setting `recurrent_prefix_boundaries` has it."""
     state = on.rig.side.core.state
     before, state.policy = state.policy, dataclasses.replace(state.policy, prefix_boundaries=are_on)
     yield

@@ -123,7 +123,7 @@ class _Host:
         return str(self._sharing.remote.namespace)
 
     def check(self) -> None:
-        """With all done, nothing is held and every law holds; the workers' side too, where it is in this process."""
+        """With all done, nothing is held and every invariant holds; the workers' side too, where it is in this process."""
         assert self._sharing is not None
         rig = self._sharing.rig
         rig.finish()

@@ -95,18 +95,18 @@ def test_gauges_are_sent_when_they_change_also_back_to_nothing() -> None:
         "kvoffload_slots": {("host", "ready"): 2},
         "kvoffload_capacity_slots": {("host",): 2},
     }
-    engine.state = {**host, "kvoffload_degraded": {("law_broken",): 1}}
+    engine.state = {**host, "kvoffload_degraded": {("invariant_broken",): 1}}
     change = engine.step(BlocksOffered(1))
     assert change is not None
     assert of(change, Kind.GAUGE) == {
         "kvoffload_slots": {"host,ready": 2},
         "kvoffload_capacity_slots": {"host": 2},
-        "kvoffload_degraded": {"law_broken": 1},
+        "kvoffload_degraded": {"invariant_broken": 1},
     }
     engine.state = host
     change = engine.step(BlocksOffered(1))
     assert change is not None
-    assert of(change, Kind.GAUGE) == {"kvoffload_degraded": {"law_broken": 0}}
+    assert of(change, Kind.GAUGE) == {"kvoffload_degraded": {"invariant_broken": 0}}
 
 
 def test_what_cannot_be_read_is_0_if_it_is_a_gauge_and_unchanged_if_it_is_a_counter(

@@ -190,7 +190,7 @@ def test_r2_no_tokens_accepted_with_real_blocks(hands: Hands) -> None:
     with answer(rig, lambda tokens: 0):
         assert same(rig.run({"a": asked})["a"], expected)
     gained = rig.counts.minus(before)
-    assert gained.total("kvoffload_engine_surprises_total") == 0
+    assert gained.total("kvoffload_contract_violations_total") == 0
     assert gained.count("kvoffload_lookup_blocks_total", "hit") == 0
     assert gained.count("kvoffload_miss_blocks_total", "not_accepted") == 1
     assert gained.count("kvoffload_pin_dropped_blocks_total", "not_accepted") > 0
@@ -213,7 +213,7 @@ def test_r2_fewer_tokens_accepted(hands: Hands) -> None:
         assert gained.count("kvoffload_load_blocks_total", "loaded") == 6
     else:  # an earlier end needs other window blocks, which vLLM had not kept
         assert reported.cached == 0
-        assert gained.count("kvoffload_engine_surprises_total", "tokens_without_pin") == 0
+        assert gained.count("kvoffload_contract_violations_total", "tokens_without_pin") == 0
 
 
 def test_r2_tokens_that_no_lookup_found(hands: Hands) -> None:
@@ -228,7 +228,7 @@ def test_r2_tokens_that_no_lookup_found(hands: Hands) -> None:
     with answer(rig, once), Reports(rig) as reports:
         assert same(rig.run({"a": asked})["a"], expected)
     assert (reports.received, reports.failed) == (["a"], ["a"])
-    assert rig.counts.minus(before).count("kvoffload_engine_surprises_total", "tokens_without_pin") > 0
+    assert rig.counts.minus(before).count("kvoffload_contract_violations_total", "tokens_without_pin") > 0
 
 
 def test_r1_a_lookup_without_an_allocation_keeps_nothing(hands: Hands) -> None:

@@ -74,7 +74,7 @@ def test_r1_the_host_turns_over_between_lookup_and_allocation(folder: Path) -> N
         check_same({name: rig.reported[name] for name in asked}, expected)
         gained = rig.counts.minus(before)
         assert gained.count("kvoffload_load_blocks_total", "loaded") == 8
-        assert gained.total("kvoffload_engine_surprises_total") == 0
+        assert gained.total("kvoffload_contract_violations_total") == 0
         rig.check_clean()
 
 
@@ -174,7 +174,7 @@ def test_beside_another_connector(order: Sequence[str], folder: Path) -> None:
         # Only the other has it: ours hears of real blocks and no tokens, and stores what the other has loaded.
         check_same(rig.run({"a": asked["a"]}), expected)
         assert shelf.loaded == 8
-        assert rig.counts.total("kvoffload_engine_surprises_total") == 0
+        assert rig.counts.total("kvoffload_contract_violations_total") == 0
         assert rig.slots(SlotState.READY) >= 8
 
         # Only ours has it.

@@ -17,10 +17,10 @@ from tests.vllm_adapter.recurrent_rig import (
     SCENES,
     SHARED_BLOCKS,
     Stage,
+    boundaries,
     chunks,
     failed,
     found_one_by_one,
-    junctions,
     lazily,
     reloaded,
     shared_prefix,
@@ -118,25 +118,25 @@ def test_a_shared_prefix_is_found_from_the_third_request_on(on: Stage) -> None:
     assert found == [0, prefix if keeps_all else 0, *[prefix] * 4]
     gained = on.rig.counts.minus(before)
     asked = 0 if keeps_all else 1
-    assert gained.count("kvoffload_junctions_asked_total") == asked
-    assert gained.count("kvoffload_junctions_made_total") == asked
+    assert gained.count("kvoffload_prefix_boundaries_asked_total") == asked
+    assert gained.count("kvoffload_prefix_boundaries_made_total") == asked
     assert gained.count("kvoffload_miss_blocks_total", "no_state") == asked
 
 
 @pytest.mark.parametrize("on", SPARSE, indirect=True)
-def test_without_junctions_a_shared_prefix_is_never_found(on: Stage) -> None:
+def test_without_boundary_a_shared_prefix_is_never_found(on: Stage) -> None:
     before = on.rig.counts
-    with junctions(on, are_on=False):
+    with boundaries(on, are_on=False):
         assert found_one_by_one(on, shared_prefix(on, 4, seed=2)) == [0] * 4
-    assert on.rig.counts.minus(before).total("kvoffload_junctions_asked_total") == 0
+    assert on.rig.counts.minus(before).total("kvoffload_prefix_boundaries_asked_total") == 0
 
 
 @pytest.mark.parametrize("on", SPARSE, indirect=True)
-def test_a_junction_costs_one_chunk_once_and_nothing_where_no_prefix_is_shared(on: Stage) -> None:
+def test_a_boundary_costs_one_chunk_once_and_nothing_where_no_prefix_is_shared(on: Stage) -> None:
     costs: dict[bool, list[int]] = {}
     for are_on in (False, True):
         on.rig.forget()
-        with junctions(on, are_on=are_on):
+        with boundaries(on, are_on=are_on):
             one, two, alone = *shared_prefix(on, 2, seed=3), *shared_prefix(on, 1, seed=4)
             costs[are_on] = []
             for asked in (one, alone, two):

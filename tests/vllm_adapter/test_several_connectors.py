@@ -133,7 +133,7 @@ def test_both_store_and_the_first_one_loads(both: Both) -> None:
     declined = 0 if both.is_ours_first else len(ASKED)
     assert gained.count("kvoffload_miss_blocks_total", "not_accepted") == declined
     assert gained.count("kvoffload_pin_dropped_blocks_total", "not_accepted") == FOUND - ours
-    assert gained.total("kvoffload_engine_surprises_total") == 0
+    assert gained.total("kvoffload_contract_violations_total") == 0
     assert all(reported.cached == BLOCKS * 32 for reported in both.rig.reported.values())
 
 
@@ -144,7 +144,7 @@ def test_what_only_ours_has_is_ours(both: Both) -> None:
     gained = both.run()
     assert gained.count("kvoffload_load_blocks_total", "loaded") == FOUND
     assert gained.count("kvoffload_lookup_blocks_total", "hit") == FOUND
-    assert gained.total("kvoffload_engine_surprises_total") == 0
+    assert gained.total("kvoffload_contract_violations_total") == 0
 
 
 def test_what_the_other_has_loaded_is_stored_by_ours(both: Both) -> None:
@@ -154,7 +154,7 @@ def test_what_the_other_has_loaded_is_stored_by_ours(both: Both) -> None:
     assert both.rig.connector.reset_cache()
     gained = both.run()
     assert gained.count("kvoffload_lookup_blocks_total", "hit") == 0
-    assert gained.total("kvoffload_engine_surprises_total") == 0
+    assert gained.total("kvoffload_contract_violations_total") == 0
     assert all(reported.cached == BLOCKS * 32 for reported in both.rig.reported.values())
     assert both.rig.slots(SlotState.READY) >= FOUND
     both.empty_shelf()

@@ -81,7 +81,7 @@ def test_answers_are_those_of_an_engine_without_it(served: Served) -> None:
     hits = after("vllm:external_prefix_cache_hits_total")
     assert 0 < hits <= found
     assert after("kvoffload_load_blocks_total", "loaded") == after("kvoffload_load_scheduled_blocks_total")
-    assert after("kvoffload_degraded") == after("kvoffload_engine_surprises_total") == 0
+    assert after("kvoffload_degraded") == after("kvoffload_contract_violations_total") == 0
     assert not {at for at, value in after.series.items() if at[0].startswith("vllm:") and value < 0}
 
 

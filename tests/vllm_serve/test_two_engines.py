@@ -97,7 +97,7 @@ def test_two_engines_behind_two_api_servers_and_a_restart(tmp_path: Path) -> Non
             assert metrics("kvoffload_load_blocks_total", "loaded") == sum(loaded)
             assert metrics("kvoffload_lookup_tokens_total", "hit") == sum(loaded) * BLOCK
             assert by_engine(server, "kvoffload_capacity_slots", "host") == [SLOTS, SLOTS]
-            assert metrics("kvoffload_degraded") == metrics("kvoffload_engine_surprises_total") == 0
+            assert metrics("kvoffload_degraded") == metrics("kvoffload_contract_violations_total") == 0
         assert found >= sum(loaded) * BLOCK > 0
         spilled = by_engine(server, "kvoffload_tier_blocks_total", "disk", "store", "done")
         assert len(spilled) == 2

@@ -113,7 +113,7 @@ def test_metrics_agree_with_what_was_sent(server: Server, expected: Expected) ->
     assert grown("kvoffload_transfer_bytes_total", "load") == (found - on_device) // BLOCK * SLOT_BYTES
     assert grown("kvoffload_store_blocks_total", "stored") >= sum(len(prompt) // BLOCK for prompt in LONE)
     assert after("kvoffload_slots") == after("kvoffload_capacity_slots") == 512
-    assert after("kvoffload_degraded") == after("kvoffload_engine_surprises_total") == 0
+    assert after("kvoffload_degraded") == after("kvoffload_contract_violations_total") == 0
     assert grown("kvoffload_transfer_seconds_count", "load") == 2 * len(LONE)  # of each rank
     assert grown("kvoffload_first_token_seconds_count") == len(replies)
     assert grown("kvoffload_first_token_seconds_count", "host") == len(LONE)

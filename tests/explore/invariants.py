@@ -31,7 +31,7 @@ _OPEN_LOAD = (JobState.PLANNED, JobState.SUBMITTED)
 
 @dataclass(frozen=True)
 class Before:
-    """What the laws compare with.
+    """What the invariants compare with.
 
     Args:
         evictable: slots that may be evicted, with their keys.
