@@ -170,7 +170,8 @@ class OpenCopies:
             if copy is None:  # a store, or a load whose event was lost: no event tells its end
                 load = None if job.extra is None else self.by_request.get(job.extra)
                 copy = self.by_job[job.id] = load or OpenCopy()
-                copy.job, copy.has_ended = job.id, True
+                copy.job = job.id
+                copy.has_ended = True
             copy.given = job
             copy.running = set(self._ranks)
             self._due.append((now, job.id))
@@ -279,7 +280,9 @@ class OpenCopies:
         copy = self.by_request.get(event.request)
         if copy is None or copy.job is not None:
             copy = OpenCopy(event.request)
-        copy.job, copy.tokens, copy.planned = event.job, event.tokens, self._hook.now
+        copy.job = event.job
+        copy.tokens = event.tokens
+        copy.planned = self._hook.now
         self._pin(copy)
         self.by_job[event.job] = copy
 
