@@ -95,6 +95,21 @@ def test_r3_a_block_stays_off_limits_until_the_last_rank_of_a_failed_store_has_e
     assert world.stores()[StoreOutcome.FAILED] == 3
 
 
+def test_r3_a_block_that_an_abandoned_load_may_still_write_is_not_stored() -> None:
+    world = World()
+    world.serve("a", TEXT)
+    world.device.forget_keys()
+    world.admit(world.add("b", TEXT))
+    world.idle_step()
+    (load,) = world.open_jobs(Direction.LOAD)
+    block, key = world.copies[load].blocks[0], BlockKey(b"computed again")
+    world.overdue(load)
+    world.device.name(block, key)
+    offer(world, (key, block))
+    world.idle_step()
+    assert stored_blocks(world) == []
+
+
 def test_r3_what_waits_for_a_copy_is_stored_at_the_end_of_its_request() -> None:
     world = World(ranks=2)
     computed(world)
