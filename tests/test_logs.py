@@ -80,9 +80,9 @@ def reported(
         (StoreEnded(StoreOutcome.FAILED, 2), "WARNING store_failed outcome=failed blocks=2"),
         (
             ResetStarted(1, 2, 3, 4),
-            "INFO reset_started generation=1 dropped_blocks=2 draining_blocks=3 open_jobs=4",
+            "INFO reset_started epoch=1 dropped_blocks=2 draining_blocks=3 open_jobs=4",
         ),
-        (ResetEnded(1, 2), "INFO reset_ended generation=1 abandoned_jobs=2"),
+        (ResetEnded(1, 2), "INFO reset_ended epoch=1 abandoned_jobs=2"),
         (
             FactRejected(RejectionCause.UNKNOWN_JOB, A),
             "WARNING fact_rejected cause=unknown_job request=a note='further ones are only counted'",

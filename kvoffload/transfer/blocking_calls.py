@@ -531,14 +531,13 @@ def _exit() -> None:
         if not any(call.is_stuck for call in tuple(calls._active.values())):
             running += tuple(calls._submitted)
     wait(running, _EXIT_S)
-    while _has_foreign_thread() and time.monotonic() < until:
+    while _foreign_threads() and time.monotonic() < until:
         time.sleep(_EXIT_PAUSE_S)
 
 
-def _has_foreign_thread() -> bool:
-    """Whether a thread that Python did not start runs Python code, as the S3 client's do to wake an event loop."""
-    ours = {thread.ident for thread in threading.enumerate()}
-    return not ours.issuperset(sys._current_frames())
+def _foreign_threads() -> set[int]:
+    """Return the threads that Python did not start and that run Python code, as the S3 client's do to wake an event loop."""
+    return set(sys._current_frames()).difference(thread.ident for thread in threading.enumerate())
 
 
 def _ignore(_: Call) -> None:
