@@ -149,10 +149,7 @@ class Portal:
         self._leave_parent()
         with self._lock:  # so that what got in before `close` is seen, and cancelled, by it
             self._check_open()
-            future = asyncio.run_coroutine_threadsafe(async_fn(*args, **kwargs), self._started_loop())
-            self._running.add(future)
-            future.add_done_callback(self._running.discard)
-            return future
+            return self._begin(async_fn(*args, **kwargs), self._started_loop())
 
     def close(self, timeout: float = 10.0) -> bool:
         """Cancel what runs on the loop, wait for its end, and stop. Closing again only waits.
@@ -171,22 +168,26 @@ class Portal:
         ended = True
         if started is not None:
             loop, thread = started
-            if is_first and thread.is_alive():  # a second stop would interrupt the tasks' cleanup
-                loop.call_soon_threadsafe(loop.stop)
+            if is_first and thread.is_alive():  # twice, and the second would cancel the end of the first
+                self._begin(_cancel_all(), loop).add_done_callback(lambda _: _stop(loop))
             if thread is not threading.current_thread():
                 thread.join(timeout)
             ended = not thread.is_alive()
         executor.shutdown(wait=False)
         return ended
 
+    def _begin(self, coroutine: Coroutine[object, object, T], loop: asyncio.AbstractEventLoop) -> Future[T]:
+        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return future
+
     def _started_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop_thread is None:
-            runner = asyncio.Runner(
-                loop_factory=asyncio.new_event_loop
-            )  # which leaves the caller's loop alone
-            thread = threading.Thread(target=_run, args=(runner,), name=self.name, daemon=True)
-            self._loop_thread = (runner.get_loop(), thread)
+            loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=_run, args=(loop,), name=self.name, daemon=True)
             thread.start()
+            self._loop_thread = (loop, thread)
         return self._loop_thread[0]
 
     def _check_open(self) -> None:
@@ -204,6 +205,23 @@ class Portal:
             self._running = set()
 
 
-def _run(runner: asyncio.Runner) -> None:
-    with runner:  # at the end it cancels all tasks and waits for them: a task may take its time to clean up
-        runner.get_loop().run_forever()
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+async def _cancel_all() -> None:
+    """Cancel every other task and wait until all have ended; a task may take its time to clean up."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _stop(loop: asyncio.AbstractEventLoop) -> None:
+    loop.call_soon_threadsafe(loop.stop)
