@@ -49,7 +49,6 @@ COLOURS: dict[str, str] = {
     # hooks, in the order of a step
     "seen": "#c9d9ee", "lookup": GREEN, "allocated": "#9fd08f", "step": BLUE, "ended": GREY,
     "report": YELLOW,
-    "other": "#8c8c8c",
     # vLLM's own numbers
     "first token p50": "#7fb3ea", "first token p99": "#2f5f9e", "end to end p50": "#8fce7f", "end to end p99": "#2e6e2a",
     "running": GREEN, "waiting": YELLOW, "prompt": "#7fb3ea", "generated": GREEN, "preemptions": ORANGE, "device blocks in use": BLUE,

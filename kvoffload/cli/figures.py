@@ -90,12 +90,6 @@ def add_up(records: Iterable[Record]) -> Account:
     return account
 
 
-def by_label(counted: Snapshot, name: str) -> dict[str, int]:
-    """Return the series that are not 0, largest first, of a metric with one label."""
-    ordered = sorted(counted.counts.get(name, {}).items(), key=lambda item: -item[1])
-    return {labels[0]: number for labels, number in ordered if number}
-
-
 def _count_slots(slots: Counter[str], event: object) -> bool:
     """Apply an event to the host's slots, and return whether it may have changed them."""
     match event:
@@ -142,7 +136,7 @@ def draw(account: Account) -> list[Figure]:
     """Return the figures; lower tiers have one each if there are copies."""
     waits = account.samples[events.FirstTokenReached]
     lookups = account.samples[events.LookupAnswered]
-    causes = by_label(account.counted, "kvoffload_miss_blocks_total")
+    causes = account.counted.by_label("kvoffload_miss_blocks_total")
     behind = causes.pop(MissCause.BEHIND_MISS.value, 0)
     lower = [_transfers(account, tier) for tier in (Tier.DISK, Tier.REMOTE)]
     return [
@@ -175,7 +169,7 @@ def draw(account: Account) -> list[Figure]:
         _bars(
             "Offered blocks, by outcome",
             "Computed blocks that were offered to the host; each gets one outcome in the end.",
-            by_label(account.counted, "kvoffload_store_blocks_total"),
+            account.counted.by_label("kvoffload_store_blocks_total"),
         ),
     ]
 

@@ -87,7 +87,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return Exit.OUTPUT
 
 
-script = main
 """What the installed command calls."""
 
 

@@ -31,7 +31,8 @@ class Machine(Generic[S, E]):
 
     def __init__(self, name: str, states: type[S], events: type[E], table: Mapping[tuple[S, E], S]) -> None:
         self.name = name
-        self.states, self.events = states, events
+        self.states = states
+        self.events = events
         self.table = table
         self.steps = tuple(_Steps(self, event) for event in events)
         self.only = {event: (bytes((before,)), int(after)) for (before, event), after in table.items()}
@@ -43,7 +44,8 @@ class _Steps(dict[int, S]):
 
     def __init__(self, machine: Machine[S, E], event: E) -> None:
         super().__init__({before: after for (before, on), after in machine.table.items() if on is event})
-        self._machine, self._event = machine, event
+        self._machine = machine
+        self._event = event
 
     def __missing__(self, state: int) -> S:
         raise IllegalTransition(self._machine.name, self._machine.states(state), self._event)

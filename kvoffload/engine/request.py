@@ -57,7 +57,8 @@ class RequestStats:
         if self.generated_tokens:
             self.resumed_tokens += device_tokens + external_tokens
         else:
-            self.device_hit_tokens, self.external_tokens = device_tokens, external_tokens
+            self.device_hit_tokens = device_tokens
+            self.external_tokens = external_tokens
 
 
 class KeyChain:

@@ -268,7 +268,8 @@ class Scheduler:
 
     def _load(self, request: Request, device_tokens: int, external_tokens: int) -> None:
         request.state = RequestState.LOADING
-        request.load_device_tokens, request.load_external_tokens = device_tokens, external_tokens
+        request.load_device_tokens = device_tokens
+        request.load_external_tokens = external_tokens
         self.loading[request.request_id] = request
 
     def _run(self, request: Request, device_tokens: int, external_tokens: int) -> None:

@@ -100,7 +100,9 @@ class BucketStore:
         except ImportError as error:
             raise RemoteError(_INSTALL.format(error)) from error
         self._obstore = obstore
-        self._failure, self._exists, self._bad_name = BaseError, AlreadyExistsError, InvalidPathError
+        self._failure = BaseError
+        self._exists = AlreadyExistsError
+        self._bad_name = InvalidPathError
         self._address = address
         self._timeout_s = timeout_s
         self._listing_s = timeout_s / 2  # after which no more indexes are read

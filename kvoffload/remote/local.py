@@ -110,7 +110,9 @@ class LocalMooncake:
     def __init__(self, folder: Path, node_bytes: int = 2**28, options: Sequence[object] = ()) -> None:
         load_client()
         self._program = _program("mooncake_master", "kvoffload[mooncake]")
-        self._folder, self._node_bytes, self._options = folder, node_bytes, options
+        self._folder = folder
+        self._node_bytes = node_bytes
+        self._options = options
         self.port = free_port()
         self.url = f"mooncake://127.0.0.1:{self.port}"
         self.start_master()

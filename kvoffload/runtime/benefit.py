@@ -192,7 +192,9 @@ class NetBenefit:
             usual_s = self._times.usual_s(decode) if prefill or decode else 0.0
             self._rate.step(now, prefill, usual_s)
         self._is_steady = is_calm and self._is_calm and copies == self._copies
-        self._is_calm, self._copies, self._decoded = is_calm, copies, decode
+        self._is_calm = is_calm
+        self._copies = copies
+        self._decoded = decode
         self._ran = is_calm or prefill > 0
         self._last_s = now
         if now > self._least_changes_at:

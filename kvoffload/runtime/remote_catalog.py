@@ -69,7 +69,9 @@ class RemoteCatalog:
         timeout_s: float,
         key: TierKey | None = None,
     ) -> None:
-        self._ranks, self._monotonic, self._timeout_s = ranks, monotonic, timeout_s
+        self._ranks = ranks
+        self._monotonic = monotonic
+        self._timeout_s = timeout_s
         self._key = key
         executor = portal.new_executor("remote-catalog", threads=2)
         connect = partial(open_store, place.address, timeout_s)

@@ -95,7 +95,6 @@ class Hook(StrEnum):
     ENDED = "ended"
     REPORT = "report"
     RESET = "reset"
-    OTHER = "other"
 
 
 class Subscriber(StrEnum):

@@ -89,6 +89,11 @@ class Snapshot:
         """Return the sum of a counter over all its labels."""
         return sum(self.counts.get(name, {}).values())
 
+    def by_label(self, name: str, *leading: str) -> dict[str, int]:
+        """Return the series of a counter that are not 0, largest first, by their last label; `leading` are those before it."""
+        ordered = sorted(self.counts.get(name, {}).items(), key=lambda item: -item[1])
+        return {labels[-1]: number for labels, number in ordered if number and labels[:-1] == leading}
+
     def samples(self, name: str, *labels: str) -> int:
         """Return the number of samples of one series of a histogram."""
         series = self.distributions.get(name, {}).get(labels)

@@ -222,7 +222,9 @@ class JournalError(KVOffloadError):
     """
 
     def __init__(self, path: Path, line: int, problem: str) -> None:
-        self.path, self.line, self.problem = path, line, problem
+        self.path = path
+        self.line = line
+        self.problem = problem
         super().__init__(f"{path}, line {line}: {problem}" if line else f"{path}: {problem}")
 
 

@@ -10,7 +10,7 @@ takes the token ends the call, and it is taken once:
   of its job may be other blocks' while it runs. It writes only its thread's memory, or memory that the caller keeps
   out of use after a call that hangs. It may read host slots, but calls `Call.check` before those bytes leave the
   process; `check` raises if the token is gone.
-* `use` runs on the same thread, after that thread has taken the token. The owner has not been told of an end, so the
+* `use` runs on the same thread, after that thread has taken the token. The owner has not seen an end, so the
   host slots are still the job's: only `use` may write them. There are two exceptions on the disk: a read straight into
   host slots and a write straight from them. If one hangs, its report names these slots, or the places in the file
   that it writes, and they are never used again.
@@ -526,12 +526,14 @@ def _exit() -> None:
     """The interpreter ends: begin no call, and wait until none runs and no thread of a client is left inside."""
     until = time.monotonic() + _EXIT_S
     running: list[Future[None]] = []
+    has_client = False
     for calls in tuple(_MADE):
+        has_client |= not calls._policy.is_file
         calls._is_closed = True
         if not any(call.is_stuck for call in tuple(calls._active.values())):
             running += tuple(calls._submitted)
     wait(running, _EXIT_S)
-    while _foreign_threads() and time.monotonic() < until:
+    while has_client and _foreign_threads() and time.monotonic() < until:
         time.sleep(_EXIT_PAUSE_S)
 
 

@@ -76,7 +76,8 @@ class OpenJob:
         slots, targets = _numbers(job.slots), _numbers(job.targets)
         _check_range("slot", slots, ready_slots)
         _check_range("block", targets, blocks)
-        self.slots, self.blocks = slots, targets
+        self.slots = slots
+        self.blocks = targets
 
 
 class Part(NamedTuple):

@@ -374,7 +374,7 @@ def test_the_exit_waits_until_threads_of_a_client_have_left_python(monkeypatch: 
         gate.open()
 
     monkeypatch.setattr("time.sleep", pause)
-    monkeypatch.setattr(blocking_calls, "_MADE", [])
+    monkeypatch.setattr(blocking_calls, "_MADE", [Rig().calls])
     _thread.start_new_thread(gate.arrive, ())  # as a client does, it tells `threading` nothing
     gate.wait_for_arrivals(1)
     blocking_calls._exit()

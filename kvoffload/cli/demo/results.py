@@ -62,10 +62,10 @@ def offload_numbers(counted: Snapshot) -> Numbers:
     return {
         "stored_bytes": counted.count("kvoffload_transfer_bytes_total", host, "store"),
         "loaded_bytes": counted.count("kvoffload_transfer_bytes_total", host, "load"),
-        "stored_blocks": _by_label(counted, "kvoffload_store_blocks_total"),
-        "loaded_blocks": _by_label(counted, "kvoffload_load_blocks_total"),
-        "missed_blocks": _by_label(counted, "kvoffload_miss_blocks_total"),
-        "evicted_blocks": _by_label(counted, "kvoffload_evicted_blocks_total", host),
+        "stored_blocks": counted.by_label("kvoffload_store_blocks_total"),
+        "loaded_blocks": counted.by_label("kvoffload_load_blocks_total"),
+        "missed_blocks": counted.by_label("kvoffload_miss_blocks_total"),
+        "evicted_blocks": counted.by_label("kvoffload_evicted_blocks_total", host),
     }
 
 
@@ -107,12 +107,6 @@ def _mismatches(one: Turn, other: Turn) -> Iterator[str]:
             return
     if len(one.answer) != len(other.answer):
         yield f"{where}: {len(one.answer)} tokens without offloading, {len(other.answer)} with it"
-
-
-def _by_label(counted: Snapshot, name: str, *leading: str) -> dict[str, int]:
-    """Return the series that are not 0, largest first, by their last label; `leading` are the labels before it."""
-    ordered = sorted(counted.counts.get(name, {}).items(), key=lambda item: -item[1])
-    return {labels[-1]: number for labels, number in ordered if number and labels[:-1] == leading}
 
 
 def render(result: Numbers) -> str:
