@@ -97,7 +97,7 @@ class Call:
         ended: receives it.
         accepted_at: when it was submitted.
         limit_s: seconds after which it counts as hanging.
-        is_write, is_probe: what it is to the policy.
+        is_write, is_probe: how the policy counts it.
         job: for whom it is made.
         began, took: when `work` began, and the seconds until the end or the time limit; 0 if it was never made.
         result: None if it failed.
@@ -384,12 +384,12 @@ class BlockingCalls(Generic[ResourceT]):
 
 
 class Breaker:
-    """Leaves a store that fails alone, and tries it again by single calls.
+    """Stops calling a store that fails, and tries it again with single calls.
 
     A connection that has ended counts as a hang. The pause doubles each time until a read other than a probe is
     answered, and is at least four times what the failed call took: requests wait for such calls, so a store that fails
     takes at most a fifth of their time. A read that is answered ends the row of failed reads, a write that of failed
-    writes. A probe or a write that is answered shows little: a store's master alone may answer both, and name values
+    writes. A probe or a write that is answered shows little: a store's master may answer both by itself, and name values
     that its dead nodes do not deliver.
 
     Args:
