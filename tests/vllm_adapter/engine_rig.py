@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -316,6 +317,7 @@ def offloading(
         model = checkpoint or checkpoints.make(kind, folder / kind)
         with engines.in_process(model, **options) as llm:
             assert not two_steps or llm.llm_engine.vllm_config.max_concurrent_batches == 2
+            _wait_for_host_memory()
             yield Rig(llm)
     check_threads_gone()
 
@@ -357,6 +359,17 @@ def same(reported: Reported, expected: Reported) -> bool:
 def check_same(reported: Mapping[str, Reported], expected: Mapping[str, Reported]) -> None:
     different = [name for name, one in reported.items() if not same(one, expected[name])]
     assert not different, {name: (reported[name], expected[name]) for name in different}
+
+
+def _wait_for_host_memory() -> None:
+    """Wait until a worker in this process has its host memory, or was refused it: otherwise the first blocks find no room."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    group = get_kv_transfer_group() if has_kv_transfer_group() else None
+    for one in getattr(group, "_connectors", [group]):
+        if type(one).__name__ == "KVOffloadConnector":
+            preparing = one._worker._offload._tasks[0]
+            assert not wait([preparing], _PATIENCE_S).not_done
 
 
 def _ours(connector: Any) -> Any:
