@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import wait
 from pathlib import Path
+from threading import Barrier
 from typing import TYPE_CHECKING
 
 from kvoffload.model.causes import CopyOutcome
@@ -134,7 +136,8 @@ def test_a_fork_with_copies_running_touches_nothing_in_the_child_and_ends_both(
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert outcomes == [CopyOutcome.DONE]
     side.close()
-    portal.executor.submit(int).result()  # behind what unpins
+    both = Barrier(2)  # of the portal's copy threads: when they meet, what unpins has ended
+    wait([portal.executor.submit(both.wait) for _ in range(2)])
     portal.close()
     assert (emulator.registrations, emulator.races, emulator.faults) == (0, 0, 0), emulator.report
     emulator.reset(stepped=True)
