@@ -94,7 +94,7 @@ async def test_one_block_goes_to_the_host_and_comes_back(story: Story) -> None:
     scheduler.seen(RequestSeen(FIRST, prompt_tokens=20, keys=((KEY,),)))
     assert scheduler.lookup(FIRST, 0) == 0
 
-    # 2. The engine hands out a device block and computes into it.
+    # 2. The engine allocates a device block and computes into it.
     block, tail = map(DeviceBlockId, pool.allocate(2))
     scheduler.allocated(BlocksAllocated(FIRST, ((block, tail),), device_tokens=0, external_tokens=0))
     assert scheduler.counters.snapshot().count("kvoffload_miss_blocks_total", "never_seen") == 1

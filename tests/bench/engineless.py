@@ -24,7 +24,7 @@ _AT_ONCE = 64
 
 
 class CountedBlocks:
-    """Device blocks by number, handed out in the order in which they were given back."""
+    """Device blocks by number, allocated in the order in which they were given back."""
 
     def __init__(self, blocks: int) -> None:
         self._free = deque(map(DeviceBlockId, range(1, blocks + 1)))

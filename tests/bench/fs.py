@@ -129,7 +129,7 @@ class Side:
 
     @contextmanager
     def _living(self) -> Iterator[Any]:
-        """An engine that serves; a disk of ours is open."""
+        """An engine that serves; our disk is open."""
         room = (self.size.blocks + 2) * engines.BLOCK
         options = {
             "num_gpu_blocks_override": 3 * self.size.blocks,

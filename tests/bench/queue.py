@@ -3,7 +3,7 @@
 Some requests decode, many wait behind them and do nothing. This connector rides an engine of its own. Of the peer only
 the scheduler's side runs without a GPU: it follows an engine without a connector, gets each request and asked for
 a plan in each step, and its stores end at once. The model has sliding windows, so both must notice blocks that left a
-window and were handed out again; the peer looks for them in all requests that it knows.
+window and were allocated again; the peer looks for them in all requests that it knows.
 """
 
 from __future__ import annotations

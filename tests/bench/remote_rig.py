@@ -1,4 +1,4 @@
-"""Two ways to the same bytes: through the tier, and by the remote store's own client.
+"""Two ways to the same bytes: through the tier, and by the remote tier's own client.
 
 The tier is what an engine uses: `BlockingCalls` and `RemoteMover` between scattered host slots and the store, checksums included. The
 client is called from as many threads with values of the same sizes in batches of the same length, from and to memory that it

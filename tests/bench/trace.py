@@ -57,7 +57,7 @@ class Prompt(NamedTuple):
 
 
 class Tiers(NamedTuple):
-    """What lies below an engine's device, in blocks. `share_after` finds a block goes to the store; None without one."""
+    """The tiers below an engine's device, in blocks. After `share_after` hits a block goes to the remote tier; None without one."""
 
     name: str
     host: int

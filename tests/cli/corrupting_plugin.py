@@ -1,4 +1,4 @@
-"""A control: one block is spoilt after it was loaded, so that a demo that does not notice is seen to be worthless."""
+"""A control: one block is damaged after it was loaded; a demo that does not notice proves nothing."""
 
 from __future__ import annotations
 

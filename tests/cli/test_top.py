@@ -39,7 +39,7 @@ A = RequestId("a")
 
 
 class Engine(FakeSource):
-    """Counts what a test tells it, and knows a state."""
+    """Counters that a test sets, and one state."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ class LowerWorld(World):
         return sum(each.blocks for each in ended if (each.tier, each.direction, each.outcome) == wanted)
 
     def serve(self, name: str, text: str, *, drains: bool = True) -> Req:
-        """As of any world; what a tier has of the text is waited for. Unless it `drains`, what is to be spilled waits."""
+        """As of any world; what a tier has of the text is waited for. Unless it `drains`, spills wait."""
         request = self.add(name, text)
         while self.admit(request) is None:
             self.idle_step()

@@ -1,4 +1,4 @@
-"""The small engine with a remote store below its host, and the store: what every rank wrote into it, by namespace."""
+"""The small engine with a remote tier below its host, and the store: what every rank wrote into it, by namespace."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class RemoteWorld(LowerWorld):
         self.namespace = f"print/own {self.resets}"
 
     def add(self, name: str, text: str, *, reads_cache: bool = True, answers: bool = True) -> Req:
-        """As of any world; the store answers at once, or when the test says so."""
+        """As for any world; the store answers at once, or when the test says so."""
         request = super().add(name, text, reads_cache=reads_cache)
         asks = self.remote.take_asks()
         self.asked += [Ask(*ask, self.namespace) for ask in asks]

@@ -340,7 +340,7 @@ def test_at_rest_the_disks_slots_are_not_gone_through() -> None:
     assert disk is not None
     disk.has_block[next(iter(disk.pool.index.values()))] = 0
     assert world.core.audit() == ["2 slots of the disk have checksums, 3 can be found"]
-    disk.has_block = None  # type: ignore[assignment]  # whoever goes through them raises
+    disk.has_block = None  # type: ignore[assignment]  # code that walks through them raises
     assert world.core.audit_at_rest([]) == []
 
 

@@ -123,7 +123,7 @@ def test_lookups_that_wait_for_a_fetch_search_nothing_until_it_has_ended(
     assert [world.lookup(shares) for _ in range(5)] == [None] * 5  # it began no fetch of its own
     assert len(searches) == 1
     assert len(world.reported(LookupDeferred)) == 2  # each waits once
-    assert world.lookup(request, may_wait=False) == 0  # its patience has ended
+    assert world.lookup(request, may_wait=False) == 0  # its waiting time has ended
     assert world.lookup(request) is None
     assert len(world.reported(LookupDeferred)) == 3  # after an answer it is another wait
     world.idle_step()

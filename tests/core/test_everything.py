@@ -305,7 +305,7 @@ class Everything(RuleBasedStateMachine):
 
 
 def _has(index: Mapping[BlockKey, SlotId], text: str, group: GroupSpec, device: int, length: int) -> bool:
-    """Whether a group finds all that the token at `length` reads, and what a draft reads ahead of it."""
+    """Whether a group finds all that the token at `length` reads, and the draft's lookahead."""
     size = group.block_tokens
     ahead = size if group.reads_ahead else 0
     return all(

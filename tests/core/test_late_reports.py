@@ -1,4 +1,4 @@
-"""An engine may report some steps late what a request gained; only that blocks were handed out it must report at once."""
+"""An engine may report some steps late what a request gained; only that blocks were allocated it must report at once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_blocks_of_a_few_steps_share_a_job() -> None:
 
 def test_what_was_not_reported_is_stored_at_the_end_of_its_request() -> None:
     world = World(report_every=100, step_tokens=1)
-    request = world.add("a", "abcdefghijklmnopq")  # its last blocks were handed out since its allocation
+    request = world.add("a", "abcdefghijklmnopq")  # its last blocks were allocated after the first allocation
     world.admit(request)
     world.run(request)
     assert world.open_jobs() == []

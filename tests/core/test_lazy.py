@@ -1,4 +1,4 @@
-"""The lazy planner: what the device is about to evict is stored, no sooner, and nothing takes turns for ever."""
+"""The lazy planner: what the device is about to evict is stored, no sooner, and nothing takes turns forever."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def test_what_is_next_in_line_is_stored_before_it_is_handed_out() -> None:
 
 
 def test_a_device_that_steps_turn_over_is_eager() -> None:
-    assert isinstance(lazy(device=12, step_tokens=8).core._planner, EagerPlanner)  # a step hands out 3
+    assert isinstance(lazy(device=12, step_tokens=8).core._planner, EagerPlanner)  # a step allocates 3
     assert isinstance(lazy(device=13, step_tokens=8).core._planner, LazyPlanner)
 
 
 @pytest.mark.parametrize("slots", [3, 8, 20, 39, 60])
 def test_an_engine_without_requests_comes_to_rest_whatever_the_host_holds(slots: int) -> None:
-    # Each look stored what lies in front, which then joined the queue's end: with a host smaller than the queue it went
-    # round for ever, and an engine that waits for its plugin's copies never came to rest.
+    # Each look stored the blocks in front, which then joined the queue's end: with a host smaller than the queue it went
+    # round forever, and an engine that waits for its plugin's copies never came to rest.
     world = lazy(device=40, host=slots)
     for number in range(20):
         world.serve(f"r{number}", f"{number}bcdefghijklm")
@@ -67,7 +67,7 @@ def test_an_engine_without_requests_comes_to_rest_whatever_the_host_holds(slots:
 def test_at_its_end_a_request_stores_what_the_next_steps_may_evict() -> None:
     world = lazy(device=16)
     request = computed(world, text="0123456789" * 5)
-    assert world.device.free_blocks() == 3  # of the 6 that two steps may hand out
+    assert world.device.free_blocks() == 3  # of the 6 that two steps may allocate
     assert world.offered() == 0
     world.end(request)
     assert world.offered() == 3
@@ -136,7 +136,7 @@ def test_a_look_skips_what_a_reset_made_worthless() -> None:
 
 
 def test_what_a_load_fills_was_handed_out_when_it_was_allocated() -> None:
-    # Blocks handed out for a load were not counted until it ended, and what they left at the head was not looked at.
+    # Blocks allocated for a load were not counted until it ended, and what they left at the head was not looked at.
     world = lazy(device=24)
     for number in range(12):
         world.serve(f"r{number}", f"{number:02}cdefghijklm")

@@ -177,7 +177,7 @@ def test_each_block_is_looked_up_once() -> None:
 
 
 def test_a_group_is_not_asked_about_a_length_that_another_has_made_useless() -> None:
-    # One that reads ahead would look up the block behind what the device holds, and be named as the one that lacks it.
+    # A group with lookahead would look up the block behind what the device holds, and be named as the one that lacks it.
     shape = EngineShape((window(5), window(5, group=1, reads_ahead=True)), 1, 8, 8)
     keys = [[block_key(b"%d" % at, GroupId(group)) for at in range(3)] for group in range(2)]
     index, part = recording({})

@@ -64,7 +64,7 @@ def test_a_hit_ends_at_the_last_state() -> None:
 
 
 def test_r10_a_state_is_offered_after_what_the_step_hands_out_is_known() -> None:
-    """Its block is handed out in the step that completes it: only then it counts as computed since the reset."""
+    """Its block is allocated in the step that completes it: only then it counts as computed since the reset."""
     world = make()
     world.reset()
     request = world.add("a", TEXT)

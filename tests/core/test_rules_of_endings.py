@@ -147,7 +147,7 @@ def test_r10_a_device_hit_from_before_the_reset_taints_what_builds_on_it(groups:
     world.end(computed(world))
     world.finish()
     world.reset()
-    tainted = computed(world, "b", TEXT + "nopqrst")  # goes on from blocks of before
+    tainted = computed(world, "b", TEXT + "nopqrst")  # continues blocks from before the reset
     assert tainted.brought == (12, 0)
     world.end(tainted)
     world.drain()

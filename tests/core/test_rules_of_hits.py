@@ -145,7 +145,7 @@ def test_r2_more_tokens_than_were_found_are_loaded_where_the_host_has_them_by_no
 
 
 def test_r2_a_hit_that_the_engine_declines_is_a_miss_and_no_contract_violation() -> None:
-    # Second in a MultiConnector, every hit of the first counted as a contract violation, and as a hit of ours.
+    # Second in a MultiConnector, every hit of the first counted as a contract violation, and as one of our hits.
     world = cached()
     request = world.add("a", TEXT)
     assert world.lookup(request) == 12
@@ -302,7 +302,7 @@ def test_r2_a_step_that_knows_of_fewer_tokens_and_nothing_new_takes_nothing_back
     world.idle_step()
     before = fingerprint(world.core)
     world.tell(facts.StepScheduled(world.steps, (facts.Progress(request.name, 4),)))
-    world.core.state.steps -= 1  # only that there was a step can be told
+    world.core.state.steps -= 1  # only that there was a step can be seen
     assert fingerprint(world.core) == before
 
 

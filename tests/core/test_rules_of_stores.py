@@ -375,7 +375,7 @@ def test_r5_what_waits_for_room_at_the_end_of_its_request_is_declined() -> None:
 
 
 def test_r5_a_request_that_ends_leaves_nothing_waiting_for_room() -> None:
-    # With copies that never end, what waited for room was kept for ever, also of requests that were gone.
+    # With copies that never end, what waited for room was kept forever, also of requests that were gone.
     world = World(device=32)
     for number in range(5):
         world.end(computed(world, f"r{number}", f"{number}bcdefghi" * 4))
@@ -503,7 +503,7 @@ def test_r5_blocks_are_given_back_deepest_first() -> None:
     assert [block for block in world.device.free if block in blocks] == blocks[::-1]
 
 
-# -- R7: window blocks that are handed out again ----------------------------------------------------------------
+# -- R7: window blocks that are allocated again ----------------------------------------------------------------
 
 
 def reused(world: World, request: Req) -> list[int]:
@@ -518,7 +518,7 @@ def test_r7_a_declined_window_block_is_freed_handed_to_another_position_and_offe
     request = computed(world, text="abcdefghijklmnopqrstuvwxyz")  # goes round the device more than once
     assert reused(world, request) == [0, 1, 2]
     world.ready_up_to(8)
-    world.end(request)  # whatever was declined for want of a slot is offered again
+    world.end(request)  # a block that found no free slot is offered again
     world.drain()  # the world compares the bytes
     assert world.on_host("abcdefghijklmnopqrstuvwx") == "...x.."
     assert world.stores() == {StoreOutcome.STALE: 3, StoreOutcome.STORED: 1, StoreOutcome.LEASE_LIMIT: 2}
@@ -612,7 +612,7 @@ def test_r7_striking_costs_the_ids_and_not_the_tables() -> None:
     assert tables.handed_out([DeviceBlockId(63)]) == 0
 
 
-# -- R8: eviction is news ---------------------------------------------------------------------------------------
+# -- R8: evictions are reported ---------------------------------------------------------------------------------------
 
 
 def evict(world: World, name: str, text: str) -> None:
@@ -869,7 +869,7 @@ def tail_looked_up(world: World) -> Req:
 
 @pytest.mark.parametrize("how", ["takes nothing", "takes less", "ends", "is looked up again"])
 def test_r15_a_tail_behind_the_devices_own_hit_is_released_before_its_head(how: str) -> None:
-    # The lookup pinned the tail alone; let go of, it was younger than the head that only the device had been asked for.
+    # The lookup pinned only the tail; once released, it was younger than the head that only the device had been asked for.
     world = World()
     request = tail_looked_up(world)
     if how == "takes nothing":
@@ -925,7 +925,7 @@ def test_r15_slots_that_went_bad_meanwhile_are_released_too() -> None:
 
 
 def test_r15_a_tail_that_arrives_after_a_preemption_is_not_used_later_than_its_head() -> None:
-    # The head was let go at the preemption, and the tail became evictable behind it.
+    # The head was released at the preemption, and the tail became evictable behind it.
     world = World()
     request = computed(world, text=LONG)
     head, *_ = world.open_jobs()

@@ -639,7 +639,7 @@ class World:
         first = group.first_needed_token(seen) // size
         table: list[DeviceBlockId | None] = []
         if group.kind is AttentionKind.RECURRENT:
-            end = seen  # the block to go on in is handed out with the step
+            end = seen  # the block to go on in is allocated with the step
         for position in range(-(-end // size)):
             if position < first:
                 table.append(NULL_BLOCK)
@@ -652,7 +652,7 @@ class World:
         return table
 
     def _grow(self, request: Req, end: int) -> tuple[tuple[DeviceBlockId, ...], ...] | None:
-        """Give back what left the window, then hand out what the tokens up to `end` need."""
+        """Give back what left the window, then allocate what the tokens up to `end` need."""
         for group, table in zip(self.groups, request.tables, strict=True):
             first = group.first_needed_token(request.computed) // group.block_tokens
             gone = [place for place in range(min(first, len(table))) if table[place] != NULL_BLOCK]

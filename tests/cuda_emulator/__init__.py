@@ -68,7 +68,7 @@ def build() -> Path:
 
 @cache
 def load(library: Path) -> ctypes.CDLL:
-    """Load it; from then on whoever asks this process for `libcuda.so.1` gets it."""
+    """Load it; from then on this process gets it when it asks for `libcuda.so.1`."""
     loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     for name, (result, arguments) in _INTERFACE.items():
         function = getattr(loaded, name)
@@ -178,7 +178,7 @@ class Emulator:
         self.lib.emu_adopt(address, size)
 
     def advance(self, seconds: float = 0.0) -> float:
-        """Let time pass on the host; return what it is."""
+        """Let time pass on the host; return the new time."""
         return float(self.lib.emu_time(seconds))
 
     @property

@@ -57,7 +57,7 @@ class Steps:
         self.engine: KernelEngine = engine
         self.side, self.blocks, self.slots, self.most = side, blocks, slots, most
         self.draws = random.Random(seed)
-        self.contents: dict[int, int] = {}  # what a block that nobody copies into holds, by its number
+        self.contents: dict[int, int] = {}  # what a block that no copy writes to holds, by its number
         self.stored: dict[int, int] = {}  # what a slot holds whose store was reported
         self.open: dict[int, tuple[DeviceJob, tuple[int, ...]]] = {}
         self.outcomes: list[tuple[int, CopyOutcome]] = []

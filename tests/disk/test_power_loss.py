@@ -25,7 +25,7 @@ class Life:
         self.random = Random(seed)
         self.disk = Disk()
         self.durable: set[bytes] = set()  # put, synced with their data, and not struck
-        self.gone: set[bytes] = set()  # of before a reset that was answered
+        self.gone: set[bytes] = set()  # from before a reset that was answered
         self.pictures: list[tuple[Disk, set[bytes], set[bytes]]] = []
         recorded = RecordedOs(self.disk, self.happened)
         for module in (index_log, open_folder, slot_file):

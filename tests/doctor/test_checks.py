@@ -34,7 +34,7 @@ IN_V1 = {
 
 
 class Recorder:
-    """Hands out nothing, and remembers what was asked for."""
+    """Allocates nothing, and remembers what was asked for."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []

@@ -243,7 +243,7 @@ class CopyingScheduler:
         }
 
     def _forget(self, block: int) -> None:
-        """A block that is handed out again is no one's any more (the window of its owner has moved on)."""
+        """A block that is allocated again is no one's any more (the window of its owner has moved on)."""
         for tables in self._tables.values():
             for table in tables:
                 for position in [p for p, held in table.items() if held == block]:

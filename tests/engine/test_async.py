@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """A loop whose clock jumps to the next timer whenever nothing else is to do."""
+    """A loop whose clock jumps to the next timer whenever nothing else can run."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which requests compute, wait and lose their blocks; and that none waits for ever."""
+"""Which requests compute, wait and lose their blocks; and that none waits forever."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def _check_eviction_order(scene: Scene, before: Before) -> None:
 
 
 def _check_written_off(scene: Scene) -> None:
-    """R16: memory under an abandoned copy is never handed out again."""
+    """R16: memory under an abandoned copy is never allocated again."""
     pool = scene.world.core.state.pool
     for slot in scene.written_off:
         assert pool.state(slot) is SlotState.QUARANTINED, f"R16: slot {slot} is {pool.state(slot).name} again"
@@ -169,7 +169,7 @@ def _check_store(world: RemoteWorld) -> None:
         is_there = job.tier is not Tier.REMOTE or job.settled or job.extra == remote.namespace != ""
         assert is_there, f"R18: job {job.id} is of the generation {job.extra!r}, not {remote.namespace!r}"
     assert not remote.pool.index or remote.namespace, "R18: blocks are known of no generation"
-    assert not remote.asks, "what the store is to be asked was not taken"
+    assert not remote.asks, "what the remote tier must be asked was not taken"
 
 
 def _check_disk(scene: Scene, world: DiskWorld) -> None:
@@ -180,7 +180,7 @@ def _check_disk(scene: Scene, world: DiskWorld) -> None:
     assert written.isdisjoint(world.index), f"places {written} are written, and in the index {world.index}"
     for place in scene.places_written_off:
         is_off = disk.pool.state(place) in (SlotState.DRAINING, SlotState.QUARANTINED)
-        assert is_off, f"R16: place {place} is handed out again"
+        assert is_off, f"R16: place {place} is allocated again"
     for put in world.index.values():
         assert len(put.sums) == len(world.ranks), f"R4: {put} is not of every rank"
 
@@ -247,7 +247,7 @@ def _note_store(scene: Scene, entry: tuple[RequestId, int, BlockKey]) -> None:
 
 
 def check_end(scene: Scene) -> None:
-    """From here, copies end and no request comes: none waits for ever, and nothing is left. Uses the scene up.
+    """From here, copies end and no request comes: none waits forever, and nothing is left. Uses the scene up.
 
     R9, R14: with nothing under way a lookup has an answer, and no request is still loading. R16: abandoned copies are
     no work. R11: when the last copy has ended too, everything was released.

@@ -316,7 +316,7 @@ def _evict(scene: Scene, number: int) -> None:
 
 
 def _overwrite(scene: Scene, number: int) -> None:
-    """Another writer uses a name of ours."""
+    """Another writer uses one of our names."""
     scene.spend("overwrite")
     assert isinstance(scene.world, RemoteWorld)
     scene.world.store[sorted(scene.world.store)[number]] = Value(GARBAGE, 0)

@@ -39,7 +39,7 @@ class Scene:
         left: how often each kind of trouble may still happen.
         found: what a request's last lookup answered (device and host tokens), until it is given blocks.
         stored: how often each incarnation of a request had a key stored; R8 allows it once more than once.
-        written_off: slots under an abandoned store or fetch, or a read that hangs, which are never handed out again (R16).
+        written_off: slots under an abandoned store or fetch, or a read that hangs, which are never allocated again (R16).
         places_written_off: places on the disk under a write that hangs or was abandoned.
     """
 
@@ -86,7 +86,7 @@ class Scene:
     def tidy(self) -> None:
         """Drop what no later action can tell, so that states which differ in nothing else are one.
 
-        That is past events, how many steps there were, the numbers of jobs beyond their order, and bytes that nobody
+        That is past events, how many steps there were, the numbers of jobs beyond their order, and bytes that no one
         has a right to read.
         """
         world = self.world
@@ -130,7 +130,7 @@ copyreg.pickle(KeyIndex, _saved)
 
 
 def _forget_steps(world: World) -> None:
-    """Only how long ago the last spill was can be told, and only while another may follow."""
+    """Only how long ago the last spill was can be seen, and only while another may follow."""
     state, lower_tiers = world.core.state, world.core.lower_tiers
     if state.tiers:
         lower_tiers._spilled_at = lower_tiers._spilled_at - state.steps if state.degraded is None else 0

@@ -76,7 +76,7 @@ BREAKS: dict[str, tuple[str, type, str, object]] = {
         lambda self, *_: bool(self.waiting) and not self.waiting.clear(),
     ),
     "R5 a lease is not released": ("one request", Leases, "release", lambda self, blocks: None),
-    "R7 ids handed out again are not zeroed": (
+    "R7 ids allocated again are not zeroed": (
         "window",
         BlockTables,
         "handed_out",
@@ -94,7 +94,7 @@ BREAKS: dict[str, tuple[str, type, str, object]] = {
         "invalidate",
         lambda self, slot: self.has_block.__setitem__(slot, 0),
     ),
-    "R16 a place under a write that hangs is handed out": (
+    "R16 a place under a write that hangs is allocated": (
         "spills",
         Spills,
         "ended",

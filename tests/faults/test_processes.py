@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(PATIENCE_S)]
 
 @dataclass
 class Demo:
-    """`kvoffload demo` with a copy that runs until it is let go on."""
+    """`kvoffload demo` with a copy that runs until it may go on."""
 
     process: subprocess.Popen[str]
     journal: Path

@@ -57,7 +57,7 @@ def fresh(kind: str, prompt: Sequence[int], count: int, *, retrained: bool) -> l
 
 
 def reset(made: Rig) -> int:
-    """Reset until device and host both say that nothing of before is left; return how often that took."""
+    """Reset until device and host both say that nothing from before is left; return how often that took."""
     for times in range(1, 1000):
         answer = made.engine.reset_prefix_cache()
         assert not made.offload.core.state.pool.index  # at once, whatever the answer

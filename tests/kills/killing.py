@@ -238,7 +238,7 @@ class Killer:
 
 @contextmanager
 def _standard_output(way: str, folder: Path) -> Iterator[tuple[FileIO | None, int]]:
-    """Yield the reading end of the output, where closing it is to end the process, and the output, which the caller closes."""
+    """Yield the reading end of the output, where closing it must end the process, and the output, which the caller closes."""
     if way in ("closed output", "closed terminal"):
         descriptor, output = os.pipe() if way == "closed output" else pty.openpty()
         # A file closes its descriptor only once: by the second time the number may be another file's.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-# Few files each, and none that measures: a hunt is to be short, and what fails now and then notices nothing.
+# Few files each, and none that measures: a hunt must be short, and what fails now and then notices nothing.
 CORE = ("tests/core",)
 ENGINE = ("tests/engine/test_capacity.py",)
 RUNTIME = ("tests/runtime/test_broken_core.py", "tests/runtime/test_scheduler_side.py")

@@ -444,7 +444,7 @@ MUTANTS: tuple[Mutant, ...] = (
         18, _VLLM_IDENTITY, "request.lora_request is None and named", "request.lora_request is None", _OPENING
     ),
     Mutant(18, _WEIGHTS, "before.st_ctime_ns > self.loaded_ns", "False", ("tests/disk/test_weights.py",)),
-    # The remote store.
+    # The remote tier.
     Mutant(17, _REMOTE, "is_right = is_whole(", "is_right = True or is_whole(", REMOTE),
     Mutant(
         17,

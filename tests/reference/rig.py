@@ -59,7 +59,7 @@ class Options(TypedDict, total=False):
 
 
 def config_of(kind: str, **options: Unpack[Options]) -> EngineConfig:
-    """The configuration of a tiny engine with the plugin, which is to be handed in."""
+    """The configuration of a tiny engine with the plugin, which the caller passes in."""
     model = {"layers": LAYERS[kind]}
     ranks = options.get("ranks", 1)
     plugin_config: dict[str, object] = {
@@ -133,7 +133,7 @@ class Rig:
         self.check()
 
     def pass_time(self, seconds: float = STEP_S) -> None:
-        """Let fake time pass; copies that were let go end, and nothing moves any more when this returns."""
+        """Let fake time pass; copies that were released end, and nothing moves any more when this returns."""
         self.portal.advance(seconds)
 
     def drain(self, limit: int = 3000) -> None:

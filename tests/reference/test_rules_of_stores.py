@@ -49,7 +49,7 @@ def test_what_a_waiting_request_has_found_is_not_evicted_by_the_stores_of_many_o
 @pytest.mark.parametrize("kind", LOCAL)
 @pytest.mark.parametrize("seed", range(2))
 def test_freed_window_blocks_are_never_stored_under_their_old_keys(kind: str, seed: int) -> None:
-    """Stores stay open for long, so offers of window blocks wait, while their ids are freed and handed out again."""
+    """Stores stay open for long, so offers of window blocks wait, while their ids are freed and allocated again."""
     choose = random.Random(seed)
     with rig(kind, num_blocks=41, step_tokens=8) as made:
         prompts = [text(seed * 10 + n, 40 + 7 * n) for n in range(4)]

@@ -23,7 +23,7 @@ def served(made: Rig, stream: TokenStream) -> bool:
 def test_with_copies_that_all_hang_every_request_is_served_on_most_of_the_pool(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each conversation is asked twice, so that loads would be begun for ever."""
+    """Each conversation is asked twice, so that loads would be begun forever."""
     caplog.set_level("INFO")
     with rig(kind, num_blocks=BLOCKS, step_tokens=32) as made:
         for seed in range(3):

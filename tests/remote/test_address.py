@@ -1,4 +1,4 @@
-"""Which addresses are refused, and what an operator is told about one."""
+"""Which addresses are refused, and what an operator reads about one."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ NAME = generation_name("print")
 
 
 class InlinePortal(Portal):
-    """Whatever it is handed has run when it returns."""
+    """All work given to it has run when it returns."""
 
     def new_executor(self, purpose: str, threads: int = 1) -> ManualExecutor:
         return ManualExecutor(held=False)

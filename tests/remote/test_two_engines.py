@@ -1,4 +1,4 @@
-"""Engines that share a real store: the same tokens, each other's prefixes, and nothing of before a reset."""
+"""Engines that share a real store: the same tokens, each other's prefixes, and nothing from before a reset."""
 
 from __future__ import annotations
 

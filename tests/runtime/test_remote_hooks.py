@@ -1,4 +1,4 @@
-"""What a remote store adds to the hooks, counted in calls: where it has nothing to say, and where it is dead."""
+"""What a remote tier adds to the hooks, counted in calls: where it has nothing to say, and where it is dead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler's side, driven directly: deadlines, patience, pins' ages, gauges, hook times, start and end."""
+"""The scheduler's side, driven directly: deadlines, waiting times, pins' ages, gauges, hook times, start and end."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_lookup_may_wait_for_anothers_load_until_its_patience_ends() -> None:
     assert side.side.lookup(other, 0) is None
     side.clock.jump(0.1)
     assert side.side.lookup(other, 0) == RELOAD
-    side.allocated("b", RELOAD)  # and its patience is new
+    side.allocated("b", RELOAD)  # and its waiting time begins anew
     side.done(side.step())
     side.step(("b", RELOAD), preempted=["b"])
     assert not side.side._deferred

@@ -42,7 +42,7 @@ class DiskOdds:
 
     Args:
         error: a part is done, and the call says that it failed.
-        full: nothing is done, for want of room.
+        full: nothing is done, because there is no room.
         short: a part is done, and the call says so.
         flip: another bit is written or read.
         lost: nothing is done, and the call says that all is.
@@ -119,7 +119,7 @@ class SimThread:
             self._ended()
 
     def park(self, seconds: float | None) -> None:
-        """On this thread: wait, for ever without a time."""
+        """On this thread: wait, forever without a time."""
         if seconds is not None:
             self.timer = self._loop.call_later(seconds, self.resume)
         self._back.release()
@@ -406,7 +406,7 @@ class SimDisk(RecordedOs):
         data[self._draws.randrange(len(data))] ^= 1 << self._draws.randrange(8)
 
     def _wait(self, fates: Sequence[str], *, does_part: bool = False) -> str:
-        """Let a call take its time; return its fate. An error raises, unless the caller is to do a part before."""
+        """Let a call take its time; return its fate. An error raises, unless the caller must do a part before."""
         thread = SimThread.current()
         assert thread is not None, "the engine's thread calls the disk"
         fate = self._fate((*fates, "hang"))

@@ -37,7 +37,7 @@ Patch = tuple[Any, str, Any]  # a class or a module
 
 
 def _nothing(*args: object, **settings: object) -> None:
-    """In place of a method whose effect is to be missing."""
+    """Replaces a method whose effect must be missing."""
 
 
 def _load_without_pin() -> list[Patch]:

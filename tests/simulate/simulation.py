@@ -191,7 +191,7 @@ class Simulation:
         self._left_namespaces |= self._namespaces
 
     def end_life(self, how: str) -> None:
-        """The engine is to end, and another one to start."""
+        """End the engine and start another one."""
         self.is_open.clear()
         self._is_up.clear()
         self._end = how
@@ -460,17 +460,17 @@ class Simulation:
         """R18: what was reset is not found, by later engines if the store has taken another generation by then."""
         name = fact.namespace
         if name in self._left_namespaces or self.store.replaced > self._reset_namespaces.get(name, inf):
-            self._complaints.append(f"{name}, of before a reset, is looked at")
+            self._complaints.append(f"{name}, from before a reset, is looked at")
         self._namespaces[name] = None
 
     def _check_opened(self, event: DiskOpened, *, was_reset: bool) -> None:
         """R18: what was reset is not found, unless a disk that claims to have removed it has not."""
         self.copies_below["restored"] += event.blocks
         if was_reset and event.blocks and not self.disk.has_lied:
-            self._complaints.append(f"{event.blocks} blocks of before a reset are found")
+            self._complaints.append(f"{event.blocks} blocks from before a reset are found")
 
     async def _check_states_after_reset(self) -> None:
-        """Nothing is of before a reset that was computed after it: no state is refused for that."""
+        """Nothing is from before a reset that was computed after it: no state is refused for that."""
         self.reset()
         before = self._outcomes(StoreOutcome.BEFORE_RESET)
         for _ in range(2):
@@ -478,7 +478,7 @@ class Simulation:
             await self._settle()
             self.engine.pool.reset_prefix_cache()
         if refused := self._outcomes(StoreOutcome.BEFORE_RESET) - before:
-            raise AssertionError(f"{refused} blocks are taken for some of before the reset")
+            raise AssertionError(f"{refused} blocks are taken for blocks from before the reset")
 
     def _outcomes(self, outcome: StoreOutcome) -> int:
         return self.offload.counters.snapshot().count("kvoffload_store_blocks_total", outcome.value)

@@ -172,7 +172,7 @@ class SimStore:
             del self.values[name]
 
     def others_write(self) -> None:
-        """Other engines put what an engine of ours has put, and strangers something else, under names that ours know."""
+        """Other engines put what one of our engines has put, and strangers something else, under names that ours know."""
         for name in self._some([*self._written, *self._asked]):
             value = self._written.get(name, b"")
             others = list(self._written.values())

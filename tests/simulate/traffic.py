@@ -55,7 +55,7 @@ class Conversation:
 
 
 async def read(stream: TokenStream, patience: float | int | None, found: list[int]) -> None:
-    """Read tokens into `found`, until the end or the end of patience.
+    """Read tokens into `found`, until the end or a timeout.
 
     Raises:
         EngineError: the engine reported it in place of more tokens.
@@ -126,7 +126,7 @@ class Operator:
             self._world.engine.preempt(self._draws.choice(running))
 
     async def _new_weights(self) -> None:
-        """Once no request computes: one reset, whatever is in flight; when the device has released all, other weights."""
+        """Once no request computes: one reset, with any copies in flight; when the device has released all, other weights."""
         world = self._world
         world.is_open.clear()
         await world.until(lambda: not world.engine._scheduler.has_requests)

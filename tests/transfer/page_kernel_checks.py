@@ -40,7 +40,7 @@ SHIFTS = st.one_of(st.just(0), st.just(0), st.integers(0, 31))
 @settings(max_examples=10, deadline=None, database=None)
 @given(runs=st.lists(st.tuples(SIZES, SHIFTS, SHIFTS), max_size=70), order=st.randoms(use_true_random=False))
 def copies_every_byte_and_no_other(runs: list[tuple[int, int, int]], order: object) -> None:
-    """Any sizes, either end aligned or not, scattered; what lies between them stays."""
+    """Any sizes, either end aligned or not, scattered; the bytes between them stay."""
     room = (len(runs) + 1) * PLACE
     source = np.random.default_rng(len(runs)).integers(0, 256, room, np.uint8)
     target, wanted = (np.full(room, DIRTY, np.uint8) for _ in range(2))

@@ -52,7 +52,7 @@ def test_a_fetch_from_a_store_may_be_cancelled_while_the_disk_opens(tmp_path: Pa
 
 
 class Pauses:
-    """Stands for the event of a disk that nobody closes: no wait of it takes time."""
+    """Stands for the event of a disk that is never closed: no wait of it takes time."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

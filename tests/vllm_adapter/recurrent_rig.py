@@ -216,7 +216,7 @@ def aborted(on: Stage) -> dict[str, Reported]:
 
 
 def reset(on: Stage) -> dict[str, Reported]:
-    """Nothing of before is found; what is computed afterwards is."""
+    """Nothing from before is found; what is computed afterwards is."""
     on.put_on_host()
     assert on.rig.connector.reset_cache()
     before = on.counted("kvoffload_load_blocks_total", "loaded")

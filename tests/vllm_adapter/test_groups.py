@@ -225,7 +225,7 @@ def test_one_group_recovers_on_an_older_vllm_too() -> None:
     assert translate(group(full()), features=Features(tells_failed_loads=False)).ids == (0,)
 
 
-# -- drafts that read ahead -----------------------------------------------------------------------------------------
+# -- drafts with lookahead -----------------------------------------------------------------------------------------
 
 
 def ahead(groups: VllmGroups) -> list[bool]:

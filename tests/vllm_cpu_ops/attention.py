@@ -90,7 +90,7 @@ def _decode(query: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, pag
     places = first[:, None] * pages.block_size + torch.arange(keys.shape[2])
     last = (lengths - 1)[:, None]
     seen = pages.sees(last, places) & (places <= last)
-    values = values.masked_fill(~seen[:, None, :, None], 0)  # What lies there may be no number.
+    values = values.masked_fill(~seen[:, None, :, None], 0)  # The bytes there may be no number.
     return _weighted(query[:, None], keys, values, seen[:, None, None, None], pages)[:, 0]
 
 

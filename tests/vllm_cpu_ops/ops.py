@@ -79,7 +79,7 @@ def _attention_with_kv_cache(
 
 
 def _typed(cache: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:
-    """The cache with the type of what lies in it; vLLM hands 8-bit floats over as bytes."""
+    """The cache with the type of its contents; vLLM hands 8-bit floats over as bytes."""
     if kv_cache_dtype in FLOAT8:
         return cache.view(FLOAT8[kv_cache_dtype])
     if kv_cache_dtype != "auto" and not kv_cache_dtype.startswith(("float", "bfloat")):

@@ -125,7 +125,7 @@ def aborted(stage: Stage) -> dict[str, Reported]:
 
 
 def reset(stage: Stage) -> dict[str, Reported]:
-    """Nothing of before is found; what is computed afterwards is."""
+    """Nothing from before is found; what is computed afterwards is."""
     stage.put_on_host()
     assert stage.rig.connector.reset_cache()
     before = stage.loaded()
