@@ -1,6 +1,6 @@
 """Finds words and forms that make prose hard to read, in comments, docstrings, messages and documents.
 
-Usage: python .ci/words.py [PATH ...]   (default: every tracked file of Python, Markdown, YAML and JSON)
+Usage: python .ci/words.py [PATH ...]   (default: every tracked file of Python, Markdown and YAML)
 
 Each finding is a line "file:line: form: text", and the exit code is 1 if there is one. A line that must contain such a word
 (a quotation, a term of another project) is listed in `EXCEPTIONS`.
@@ -14,10 +14,11 @@ import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+KINDS = (".py", ".md", ".yaml", ".yml")
 
 # form: what to write instead
 FORMS = {
@@ -103,21 +104,21 @@ def _markdown(source: str) -> Iterator[tuple[int, str]]:
             yield number, re.sub(r"`[^`]*`", "``", text)
 
 
-def _tracked() -> list[Path]:
-    listed = subprocess.run(
-        ["git", "ls-files", "*.py", "*.md", "*.yaml", "*.yml"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [ROOT / name for name in listed.stdout.split() if not name.startswith("tests/same/")]
+def _tracked(paths: Sequence[Path]) -> list[Path]:
+    """Return the tracked files below these paths, by default all."""
+    command = ["git", "ls-files", "-z", "--", *map(str, paths)]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    return [
+        ROOT / name
+        for name in names
+        if Path(name).suffix in KINDS and not name.startswith("tests/same/") and ROOT / name != Path(__file__)
+    ]
 
 
 def main(paths: list[Path]) -> int:
     """Print each finding, and return 1 if there is one."""
     found = False
-    for path in paths or _tracked():
+    for path in _tracked(paths):
         for line, form, instead, text in findings(path):
             found = True
             print(f"{path}:{line}: {form!r} ({instead}): {text}")
@@ -125,4 +126,4 @@ def main(paths: list[Path]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main([Path(one) for one in sys.argv[1:] if Path(one) != Path(__file__)]))
+    sys.exit(main([Path(one).resolve() for one in sys.argv[1:]]))

@@ -1,28 +1,60 @@
-"""The documentation site builds, and none of its links leads nowhere."""
+"""The documentation site builds, all its links work, and no page is wider than its window."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import sync_playwright
 
 from tests.tooling.scripts import ROOT
 
 BUILD = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
+WIDTHS = (390, 1024, 1280, 1440)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the built site."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [*BUILD, "-c", str(ROOT / "docs"), str(ROOT), str(folder)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    command = [*BUILD, "-c", str(ROOT / "docs"), str(ROOT), str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "docs/index.html" in (tmp_path / "index.html").read_text(encoding="utf-8")
-    listed = (tmp_path / "docs" / "index.html").read_text(encoding="utf-8")
+def test_the_site_builds_without_a_warning(site: Path) -> None:
+    assert "docs/index.html" in (site / "index.html").read_text(encoding="utf-8")
+    listed = (site / "docs" / "index.html").read_text(encoding="utf-8")
     for page in ("install", "configure", "comparison", "plugins"):
         assert f'href="{page}.html"' in listed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.tools("chromium-headless-shell")
+def test_every_page_fits_its_window(site: Path) -> None:
+    pages = [path for path in site.rglob("*.html") if path != site / "index.html"]  # which only redirects
+    too_wide: list[tuple[str, int, int]] = []
+    with sync_playwright() as playwright:
+        program = shutil.which("chromium-headless-shell")
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        page = browser.new_page()
+        for path in pages:
+            page.goto(path.as_uri())
+            for width in WIDTHS:
+                page.set_viewport_size({"width": width, "height": 900})
+                found = page.evaluate("document.documentElement.scrollWidth")
+                if found > width:
+                    too_wide.append((path.name, width, found))
+        browser.close()
+    assert len(pages) > 20
+    assert not too_wide
 
 
 @pytest.mark.slow
