@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 from kvoffload.bus.bus import Bus
 from kvoffload.bus.feed import run_observer
@@ -13,7 +12,6 @@ from kvoffload.disk.system import round_up
 from kvoffload.logs import get_logger
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.engine import EngineIdentity, EngineShape
-from kvoffload.model.errors import KVOffloadError
 from kvoffload.model.events import OffloadingDegraded
 from kvoffload.model.facts import TransferReported
 from kvoffload.model.ids import Rank
@@ -21,7 +19,7 @@ from kvoffload.runtime.copies import Clocks, HookTime, OpenCopies
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.step_times import FirstTokens
 from kvoffload.telemetry.counters import Counters
-from kvoffload.telemetry.journal import Journal, JournalFile
+from kvoffload.telemetry.journal import Journal
 from kvoffload.telemetry.logging import AtMostEvery, LogObserver, log_removed, log_spans_failed
 from kvoffload.telemetry.provenance import describe_run, info_labels
 from kvoffload.telemetry.spans import NAME, SpanObserver, make_spans
@@ -31,7 +29,6 @@ log_watchdog = get_logger("watchdog")
 
 _PATIENCE_S = 5.0  # for observers to write what waits when the engine stops
 _TAIL = 20  # lines of the journal that the log carries
-_RING = 1 << 20  # more lines than the journal's ring has
 _QUIET_S = 60.0  # between two warnings of one kind
 _LONGEST_PERIOD_S = 15.0
 
@@ -161,7 +158,6 @@ class Observation:
         self._running: list[Future[None]] = []
         self._watching: Future[None] | None = None
         self._log_removed = log_removed()
-        self._journal_path = config.journal_path
         self.saw_degradation = False
         """Whether an event said that offloading went off."""
         bus.count(OffloadingDegraded, self._degraded)
@@ -204,39 +200,11 @@ class Observation:
 
     def _degraded(self, event: OffloadingDegraded) -> None:
         self.saw_degradation = True
-        self._bus.afterwards(partial(self._report_degradation, event))  # when the journal has what led to it
+        self._bus.afterwards(partial(self._log_degradation, event))  # when the journal has what led to it
 
-    def _report_degradation(self, event: OffloadingDegraded) -> None:
-        """Log it with the journal's last lines.
-
-        With a `journal_path`, the journal's whole ring goes to a file beside it that only its owner can read. A thread of the
-        portal's writes it, so the engine does not wait for the disk.
-        """
-        keys = {"cause": event.cause.value, "detail": event.detail, "journal": self.journal.tail(_TAIL)}
-        if self._journal_path is None:
-            log.error("offloading_off", **keys)
-            return
-        path = self._journal_path.with_name(f"{self._journal_path.name}.degraded")
-        log.error("offloading_off", **keys, journal_file=str(path))
-        try:
-            if self._portal is not None:
-                self._portal.executor.submit(self._save_ring, path)
-                return
-        except (KVOffloadError, RuntimeError):  # the portal was closed: the engine has stopped, and can wait
-            pass
-        self._save_ring(path)
-
-    def _save_ring(self, path: Path) -> None:
-        try:
-            file = JournalFile(path)
-            try:
-                head = self.journal.head(0)
-                file.append("".join(f"{line}\n" for line in self.journal.tail(_RING)), head)
-            finally:
-                file.close()
-        except (KVOffloadError, OSError) as error:
-            note = "the log has its last lines"
-            log.error("journal_not_saved", path=str(path), error=str(error), note=note)
+    def _log_degradation(self, event: OffloadingDegraded) -> None:
+        journal = self.journal.tail(_TAIL)
+        log.error("offloading_off", cause=event.cause.value, detail=event.detail, journal=journal)
 
     def _removed(self, name: str, error: Exception) -> None:
         self.counters.removed(name)

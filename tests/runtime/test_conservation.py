@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import stat
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
@@ -20,8 +18,6 @@ from kvoffload.runtime import faults
 from kvoffload.runtime.copies import Clocks, HookTime, OpenCopies
 from kvoffload.runtime.observation import Watchdog
 from kvoffload.runtime.portal import Portal
-from kvoffload.telemetry.journal import JournalFile
-from kvoffload.telemetry.records import read_journal
 from kvoffload.testing import FakeClock
 from tests.runtime.parts import RELOAD, TIMEOUT_S, Pool, Side, loading
 
@@ -140,66 +136,10 @@ def broken(side: Side) -> None:
     assert side.side.audit()
 
 
-@pytest.mark.parametrize("has_portal", [False, True])
-def test_the_ring_is_saved_beside_the_journal_for_its_owner(
-    has_portal: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "journal"
-    side = Side(portal=has_portal, config=OffloadConfig(journal_path=path))
-    broken(side)
-    (line,) = logged(caplog, "offloading_off")
-    saved = tmp_path / "journal.degraded"
-    assert line["journal_file"] == str(saved)
-    assert stat.S_IMODE(saved.stat().st_mode) == 0o600
-    names = [getattr(record.message, "name", type(record.message).__name__) for record in read_journal(saved)]
-    assert {"StoreScheduled", "InvariantBroken"} <= set(names)
-    assert len(names) > 5
-    side.close()
-
-
-def test_the_engines_thread_does_not_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrote: list[threading.Thread] = []
-    done = threading.Event()
-    write = JournalFile.append
-
-    def append(file: JournalFile, text: str, head: str) -> None:
-        write(file, text, head)
-        if file.path.suffix == ".degraded":
-            wrote.append(threading.current_thread())
-            done.set()
-
-    monkeypatch.setattr(JournalFile, "append", append)
-    side = Side(portal=Portal("test"), config=OffloadConfig(journal_path=tmp_path / "journal"))
-    broken(side)
-    assert done.wait(30)
-    assert wrote[0] is not threading.current_thread()
-    side.close()
-
-
-def test_after_the_portals_end_it_is_written_all_the_same(tmp_path: Path) -> None:
-    side = Side(portal=True, config=OffloadConfig(journal_path=tmp_path / "journal"))
-    assert side.portal is not None
-    side.portal.executor.shutdown()
-    broken(side)
-    side.close()
-    assert (tmp_path / "journal.degraded").read_text().count("\n") > 5
-
-
-def test_without_a_path_the_log_has_the_last_lines_and_no_file_is_made(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_log_has_the_journals_last_lines(caplog: pytest.LogCaptureFixture) -> None:
     broken(Side())
     (line,) = logged(caplog, "offloading_off")
     assert "InvariantBroken" in str(line["journal"])
-    assert "journal_file" not in line
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_file_that_cannot_be_written_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "journal.degraded").mkdir()
-    broken(Side(config=OffloadConfig(journal_path=tmp_path / "journal")))
-    assert logged(caplog, "journal_not_saved")
 
 
 # -- the oldest job, and the watchdog -----------------------------------------------------------------------------------------
