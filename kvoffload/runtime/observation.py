@@ -8,13 +8,13 @@ from functools import partial
 
 from kvoffload.bus.bus import Bus
 from kvoffload.bus.feed import run_observer
-from kvoffload.disk.system import round_up
 from kvoffload.logs import get_logger
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.engine import EngineIdentity, EngineShape
 from kvoffload.model.events import OffloadingDegraded
 from kvoffload.model.facts import TransferReported
 from kvoffload.model.ids import Rank
+from kvoffload.model.wire import TransferReport
 from kvoffload.runtime.copies import Clocks, HookTime
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.step_times import FirstTokens
@@ -28,43 +28,6 @@ log = get_logger("scheduler")
 
 _PATIENCE_S = 5.0  # for observers to write what waits when the engine stops
 _TAIL = 20  # lines of the journal that the log carries
-
-
-class RankReports:
-    """The sizes and shares that the ranks last reported. Any thread may read the numbers: each is written whole.
-
-    Args:
-        ranks: how many there are.
-        bus: brings the reports.
-    """
-
-    def __init__(self, ranks: int, bus: Bus) -> None:
-        self.store_shares = dict.fromkeys(map(Rank, range(ranks)), 1.0)
-        """By rank, the limit on store bytes in flight as a share of its maximum."""
-        self._sizes: dict[Rank, tuple[int, int, int]] = {}
-        self.wanted_bytes = 0
-        """What all ranks together will have once they are ready."""
-        self.reserved_bytes = 0
-        """What they have by now."""
-        self.block_bytes = 0
-        """One block on all ranks together."""
-        self.disk_block_bytes = 0
-        """The same in the ranks' slot files."""
-        bus.count(TransferReported, self._reported)
-
-    def _reported(self, fact: TransferReported) -> None:
-        report = fact.report
-        if report.rank in self.store_shares:
-            self.store_shares[report.rank] = report.store_share
-        sizes = report.slot_bytes, report.ready_slots, report.wanted_slots
-        if self._sizes.get(report.rank) == sizes:
-            return
-        self._sizes[report.rank] = sizes
-        ranks = self._sizes.values()
-        self.wanted_bytes = sum(size * wanted for size, _, wanted in ranks)
-        self.reserved_bytes = sum(size * ready for size, ready, _ in ranks)
-        self.block_bytes = sum(size for size, _, _ in ranks)
-        self.disk_block_bytes = sum(round_up(size) for size, _, _ in ranks)
 
 
 class Observation:
@@ -104,7 +67,9 @@ class Observation:
         )
         self.counters = Counters()
         self.counters.subscribe(bus)
-        self.ranks = RankReports(shape.ranks, bus)
+        self.reports = {rank: TransferReport(rank, (), 0) for rank in map(Rank, range(shape.ranks))}
+        """Each rank's last report. Any thread may read it."""
+        bus.count(TransferReported, self._reported)
         self.journal.subscribe(bus)
         self.first_tokens = FirstTokens(hook, bus)
         self._executor: Executor | None = None
@@ -147,6 +112,10 @@ class Observation:
         spans.subscribe(self._bus, failed)
         self._executor = portal.new_executor(NAME)
         self._running.append(portal.spawn(spans.run, self._executor, self._removed))
+
+    def _reported(self, fact: TransferReported) -> None:
+        if fact.report.rank in self.reports:
+            self.reports[fact.report.rank] = fact.report
 
     def _degraded(self, event: OffloadingDegraded) -> None:
         self.saw_degradation = True

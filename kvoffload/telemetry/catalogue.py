@@ -12,6 +12,7 @@ from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 from kvoffload.core.machine import JobState, SlotState
+from kvoffload.disk.system import round_up
 from kvoffload.model import events
 from kvoffload.model.causes import (
     CopyOutcome,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from kvoffload.core.offload_core import OffloadCore
     from kvoffload.core.slots import HostPool
     from kvoffload.model.ids import Rank
+    from kvoffload.model.wire import TransferReport
 
 Labels = tuple[str, ...]
 Series = Mapping[Labels, float]
@@ -135,14 +137,6 @@ class OpenCopies(Protocol):
     def count(self, direction: Direction, *, is_overdue: bool) -> int: ...
 
 
-class RankReports(Protocol):
-    store_shares: dict[Rank, float]
-    wanted_bytes: int
-    reserved_bytes: int
-    block_bytes: int
-    disk_block_bytes: int
-
-
 class Benefit(Protocol):
     saved_s: float
     waited_s: dict[LoadWait, float]
@@ -162,7 +156,7 @@ class Observed(Protocol):
     def info(self) -> Labels: ...
 
     @property
-    def ranks(self) -> RankReports: ...
+    def reports(self) -> Mapping[Rank, TransferReport]: ...
 
 
 class Side(Protocol):
@@ -331,16 +325,18 @@ def _capacities(side: Side) -> Series:
 
 
 def _slot_bytes(side: Side) -> Series:
-    disk = side.observation.ranks.disk_block_bytes if side.core.state.disk is not None else 0
-    return {(Tier.HOST.value,): side.observation.ranks.block_bytes, (Tier.DISK.value,): disk}
+    sizes = [report.slot_bytes for report in side.observation.reports.values()]
+    disk = sum(map(round_up, sizes)) if side.core.state.disk is not None else 0
+    return {(Tier.HOST.value,): sum(sizes), (Tier.DISK.value,): disk}
 
 
 def _host_bytes(side: Side) -> Series:
-    memory, pool = side.observation.ranks, side.core.state.pool
+    pool, reports = side.core.state.pool, side.observation.reports.values()
+    used_slots = pool.capacity - pool.count(SlotState.EMPTY)
     return {
-        (HostBytes.WANTED.value,): memory.wanted_bytes,
-        (HostBytes.RESERVED.value,): memory.reserved_bytes,
-        (HostBytes.USED.value,): (pool.capacity - pool.count(SlotState.EMPTY)) * memory.block_bytes,
+        (HostBytes.WANTED.value,): sum(report.slot_bytes * report.wanted_slots for report in reports),
+        (HostBytes.RESERVED.value,): sum(report.slot_bytes * report.ready_slots for report in reports),
+        (HostBytes.USED.value,): sum(report.slot_bytes * used_slots for report in reports),
     }
 
 
@@ -413,7 +409,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_transfer_queue_seconds", "Time from a job's submission to its copy's start, per rank and successful job.", Kind.HISTOGRAM, (_COPY_TIERS, _DIRECTION), "seconds", _COPY_BUCKETS, counts={events.RankReported: "queue_s"}, where=_SUCCEEDED),
     Metric("kvoffload_open_jobs", "Jobs that have not ended on every rank.", Kind.GAUGE, (_TIER, _DIRECTION, _OPEN_JOB), "jobs", read=_open_jobs),
     Metric("kvoffload_oldest_job_timestamp_seconds", "Unix time at which the oldest open job was submitted, abandoned jobs excluded; 0 without one.", Kind.GAUGE, (), "seconds", read=lambda side: {(): side.unix(side.copies.oldest)}),
-    Metric("kvoffload_store_bound_ratio", "Current limit on store bytes in flight as a share of its maximum, on the slowest rank. Halved when stores are slow or run beside loads, then recovers.", Kind.GAUGE, (), "ratio", read=lambda side: {(): min(side.observation.ranks.store_shares.values())}),
+    Metric("kvoffload_store_bound_ratio", "Current limit on store bytes in flight as a share of its maximum, on the slowest rank. Halved when stores are slow or run beside loads, then recovers.", Kind.GAUGE, (), "ratio", read=lambda side: {(): min(report.store_share for report in side.observation.reports.values())}),
     Metric("kvoffload_abandoned_jobs_total", "Jobs abandoned because a copy did not end within transfer_timeout_s.", Kind.COUNTER, (_DIRECTION,), "jobs", counts={events.JobAbandoned: None}),
     Metric("kvoffload_abandoned_device_blocks", "Device blocks that abandoned copies still hold; the engine cannot use them until these copies end.", Kind.GAUGE, (), "blocks", read=lambda side: {(): side.core.state.stall.blocks}),
     Metric("kvoffload_copies_stalled", "1 while no new copy starts because copies do not end: abandoned copies hold over an eighth of the device pool (and belong to more than one job), or three jobs in a row were abandoned.", Kind.GAUGE, (), "flag", read=lambda side: {(): int(side.core.state.stall.is_on)}),
