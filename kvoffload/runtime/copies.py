@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -69,6 +69,7 @@ class OpenCopy(Struct, eq=False):
         planned: when a load or fetch was planned, until its wait was added up.
         copy_s: copy time of the ranks together.
         given: the job as the workers got it.
+        submitted: when they got it.
         running: ranks that still copy.
         is_overdue: whether its time is up.
         has_ended: whether the core expects nothing more of it.
@@ -82,6 +83,7 @@ class OpenCopy(Struct, eq=False):
     planned: float | None = None
     copy_s: float = 0.0
     given: DeviceJob | None = None
+    submitted: float = 0.0
     running: set[Rank] = set()
     is_overdue: bool = False
     has_ended: bool = False
@@ -129,7 +131,6 @@ class OpenCopies:
         self.on_end: Callable[[OpenCopy, CopyEnded], object] = lambda copy, event: None
         self.by_job: dict[JobId, OpenCopy] = {}
         self.by_request: dict[RequestId, OpenCopy] = {}
-        self._due: deque[tuple[float, JobId]] = deque()
         self._counts = {(direction, is_overdue): 0 for direction in Direction for is_overdue in (False, True)}
         self.awaited = 0
         """How many loads the engine waits for."""
@@ -173,11 +174,11 @@ class OpenCopies:
                 copy.job = job.id
                 copy.has_ended = True
             copy.given = job
+            copy.submitted = now
             copy.running = set(self._ranks)
-            self._due.append((now, job.id))
             self._counts[job.direction, False] += 1
-        if self.oldest is None and self._due:
-            self.oldest = now
+            if self.oldest is None:
+                self.oldest = now
 
     def reported(self, report: TransferReport) -> None:
         """A rank's copies have ended. A report that comes twice changes nothing."""
@@ -195,18 +196,18 @@ class OpenCopies:
         self._look()
 
     def overdue(self) -> list[JobId]:
-        """Hand over the jobs whose time is up, each once."""
-        jobs, now = [], self._hook.now
-        while self._due and self._due[0][0] + self.timeout_s <= now:
-            job = self._due.popleft()[1]
-            copy = self.by_job.get(job)
-            if copy is not None and copy.given is not None and copy.running:
+        """Return the jobs whose time is up, each once."""
+        jobs = []
+        for copy in self.by_job.values():
+            job = copy.given
+            if job is None or copy.is_overdue or not copy.running:
+                continue
+            if copy.submitted + self.timeout_s <= self._hook.now:
                 copy.is_overdue = True
-                self._counts[copy.given.direction, False] -= 1
-                self._counts[copy.given.direction, True] += 1
-                jobs.append(job)
-        if jobs:
-            self._look()
+                self._counts[job.direction, False] -= 1
+                self._counts[job.direction, True] += 1
+                jobs.append(job.id)
+        self._look()
         return jobs
 
     def answer(self, results: LoadResults) -> LoadAnswers:
@@ -340,11 +341,12 @@ class OpenCopies:
         self.oldest_pin = None
 
     def _look(self) -> None:
-        """Jobs that were submitted before any running one need no deadline any more."""
-        copies = self.by_job
-        while self._due and not (self._due[0][1] in copies and copies[self._due[0][1]].running):
-            self._due.popleft()
-        self.oldest = self._due[0][0] if self._due else None
+        """Update `oldest`. The table by job is in the order of submission."""
+        for copy in self.by_job.values():
+            if copy.given is not None and copy.running and not copy.is_overdue:
+                self.oldest = copy.submitted
+                return
+        self.oldest = None
 
     def _count_from_before_reset(self) -> int:
         """Count the jobs from before the reset that are waited for; return how many are abandoned."""

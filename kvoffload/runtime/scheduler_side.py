@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from msgspec import Struct
-
 from kvoffload.bus.bus import Bus
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.state import LoadResults, Policy
@@ -39,18 +37,6 @@ _UNKNOWN = EngineIdentity()
 # CPython 3.11 takes ten times as long to reach an enum's member through its class.
 _SEEN, _LOOKUP, _ALLOCATED = Hook.SEEN, Hook.LOOKUP, Hook.ALLOCATED
 _STEP, _ENDED, _REPORT, _RESET = Hook.STEP, Hook.ENDED, Hook.REPORT, Hook.RESET
-
-
-class _Deferral(Struct):
-    """A request that was answered "not yet", until it is admitted or ends.
-
-    Args:
-        first: when it was first told to wait. After the time limit it is answered without waiting.
-        since: since when it has been waiting without another answer; None while it does not wait.
-    """
-
-    first: float
-    since: float | None
 
 
 class SchedulerSide:
@@ -88,7 +74,10 @@ class SchedulerSide:
         self._clocks = clocks or Clocks()
         self._now = self._clocks.monotonic
         self._hook = HookTime()
-        self._deferred: dict[RequestId, _Deferral] = {}
+        # Requests that were answered "not yet" and have not been admitted: since the first such answer, after whose time limit
+        # they are answered without waiting, and since the first one that no other answer followed.
+        self._deferred: dict[RequestId, float] = {}
+        self._waiting: dict[RequestId, float] = {}
         self.shape = shape
         self.core = OffloadCore(shape, _policy(config, shape, disk, remote), device)
         self._jobs = self.core.state.jobs
@@ -174,7 +163,8 @@ class SchedulerSide:
                 answer = self.core.lookup(
                     request,
                     device_tokens,
-                    may_wait=not self._deferred or self._may_wait(request, began),
+                    may_wait=not self._deferred
+                    or began < self._deferred.get(request, began) + self.copies.timeout_s,
                     full_tokens=full_tokens,
                     tokens=tokens,
                     new_keys=new_keys,
@@ -184,34 +174,23 @@ class SchedulerSide:
             except Exception as error:
                 self.faults.raised(error, "lookup")
         if answer is None:
-            self._defer(request, began)
-        elif self._deferred and (deferral := self._deferred.get(request)) is not None:
-            self._stop_waiting(request, deferral, began)
+            self._deferred.setdefault(request, began)
+            self._waiting.setdefault(request, began)
+        elif request in self._waiting:
+            self._stop_waiting(request)
         if events:
             self.bus.dispatch(events)
         self._hook.spent[_LOOKUP] += self._now() - began
         return answer
 
-    def _may_wait(self, request: RequestId, now: float) -> bool:
-        """Whether a request may be answered "not yet" again."""
-        deferral = self._deferred.get(request)
-        return deferral is None or now - deferral.first < self.copies.timeout_s
-
-    def _defer(self, request: RequestId, now: float) -> None:
-        deferral = self._deferred.setdefault(request, _Deferral(now, now))
-        if deferral.since is None:
-            deferral.since = now
-
-    def _stop_waiting(self, request: RequestId, deferral: _Deferral, now: float) -> None:
+    def _stop_waiting(self, request: RequestId) -> None:
         """A request no longer waits for another request's load, or for a fetch."""
-        if deferral.since is not None:
-            self.benefit.waited(request, now - deferral.since)
-            deferral.since = None
+        self.benefit.waited(request, self._hook.now - self._waiting.pop(request))
 
-    def _end_deferral(self, request: RequestId, now: float) -> None:
-        deferral = self._deferred.pop(request, None)
-        if deferral is not None:
-            self._stop_waiting(request, deferral, now)
+    def _end_deferral(self, request: RequestId) -> None:
+        self._deferred.pop(request, None)
+        if request in self._waiting:
+            self._stop_waiting(request)
 
     def prefix_boundary(self, request: RequestId) -> int:
         """Return the tokens after which a looked-up request should hand its recurrent states off; 0 for nowhere."""
@@ -221,7 +200,7 @@ class SchedulerSide:
         """The engine gave a request a block table."""
         began = self._hook.now = self._now()
         if self._deferred:
-            self._end_deferral(fact.request, began)
+            self._end_deferral(fact.request)
         if fact.external_tokens:
             self.copies.awaits(fact.request)
         self.bus.dispatch([fact])
@@ -232,7 +211,7 @@ class SchedulerSide:
         began = self._hook.now = self._now()
         request, first_tokens = fact.request, self.observation.first_tokens
         if self._deferred:
-            self._end_deferral(request, began)
+            self._end_deferral(request)
         if request in self.copies.by_request:
             self.benefit.ended(request)
         batch: list[object] = [fact]
@@ -255,7 +234,7 @@ class SchedulerSide:
         copies, faults, watch = self.copies, self.faults, self.observation
         if faults.pending_error is not None:
             faults.raised(*faults.pending_error)
-        if copies.oldest is not None:
+        if copies.oldest is not None and copies.oldest + copies.timeout_s <= began:
             for job in copies.overdue():
                 self.bus.dispatch([facts.JobOverdue(job)])
         if copies.draining:
