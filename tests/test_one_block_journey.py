@@ -39,11 +39,9 @@ class Story:
     def __init__(self) -> None:
         self.memory = FakeDevice(5, pages=[64])
         self.pool = BlockPool(5)
-        device = PoolDevice()
-        device.bind(self.pool)
         groups = (GroupSpec(GroupId(0), AttentionKind.FULL, BLOCK_TOKENS),)
         shape = EngineShape(groups, ranks=1, device_blocks=4, step_tokens=32)
-        self.scheduler = SchedulerSide(shape, OffloadConfig(), device)
+        self.scheduler = SchedulerSide(shape, OffloadConfig(), PoolDevice(self.pool))
         self.copier = GatedCopier()
         self.executor = ManualExecutor()
         self.arena = Arena(self.memory.layout, 2, MmapAllocator(self.executor))

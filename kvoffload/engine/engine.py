@@ -12,8 +12,14 @@ from kvoffload.engine.block_pool import BlockPool
 from kvoffload.engine.config import EngineConfig, SamplingParams
 from kvoffload.engine.errors import EngineStopped, PoolExhausted, PromptTooLong, RequestRefused
 from kvoffload.engine.groups import Capacity, make_groups, pool_size
-from kvoffload.engine.plugin import EngineFacts, EnginePlugin, GroupFacts, load_plugin
-from kvoffload.engine.plugin_host import PluginHost
+from kvoffload.engine.plugin import (
+    EngineFacts,
+    EnginePlugin,
+    GroupFacts,
+    SchedulerPlugin,
+    WorkerPlugin,
+    load_plugin,
+)
 from kvoffload.engine.request import KeyChain, Request, RequestState, RequestStats, TokenStream
 from kvoffload.engine.runner import Runner
 from kvoffload.engine.scheduler import Batch, Scheduler
@@ -54,7 +60,7 @@ class Engine:
 
     Raises:
         ConfigError: the device does not exist.
-        PluginError: the plugin is not found or lacks a hook.
+        PluginError: the plugin is not found.
     """
 
     def __init__(
@@ -71,11 +77,13 @@ class Engine:
         self.pool = BlockPool(pool_size(config, self._capacity))
         self.runner = make_runner(config, groups, self.pool.num_blocks)
         self.facts = _facts(config, groups, self.pool)
+        self._plugin, self._workers = SchedulerPlugin(), list[WorkerPlugin]()
         if plugin is None and config.plugin is not None:
             plugin = load_plugin(config.plugin)
-        self._host = PluginHost(plugin, self.facts, self.pool, self.runner)
+        if plugin is not None:
+            self._start(plugin)
         tables = BlockTables(self.pool, groups)
-        self._scheduler = Scheduler(tables, self._capacity, self._host.scheduler, config.max_requests)
+        self._scheduler = Scheduler(tables, self._capacity, self._plugin, config.max_requests)
         self._open: dict[str, tuple[Request, TokenStream]] = {}
         self._numbers = count()
         self._steps = 0
@@ -143,20 +151,23 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether another step would do anything."""
-        return self._scheduler.has_requests or self._host.scheduler.has_pending_work()
+        return self._scheduler.has_requests or self._plugin.has_pending_work()
 
     def step(self) -> bool:
         """Compute one step; False if there was nothing to compute in it."""
         # Asked before scheduling: who holds blocks now and waits for nothing will not give them back in this step.
-        plugin_waits = self._host.scheduler.has_pending_work()
+        plugin_waits = self._plugin.has_pending_work()
         batch = self._scheduler.schedule()
-        plan = self._host.begin_step(batch.facts)
+        plan = self._plugin.plan(batch.facts)
+        for worker in self._workers:
+            worker.start_loads(plan)
         logits = self.runner.launch(batch) if batch.chunks else None
-        self._host.start_stores(plan)
+        for worker in self._workers:
+            worker.start_stores(plan)
         if logits is not None:
             self._hand_out(batch, self.runner.sample(batch, logits))
         is_stuck = batch.is_starved and not (batch.chunks or self._scheduler.loading or plugin_waits)
-        self._scheduler.loads_ended(self._host.end_step())
+        self._scheduler.loads_ended(self._plugin.update([worker.take_output() for worker in self._workers]))
         if is_stuck:
             self._fail_starved()
         self._steps += 1
@@ -164,7 +175,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget what device and plugin hold; False if some of it is in use and could not be forgotten."""
-        device, plugin = self.pool.reset_prefix_cache(), self._host.scheduler.reset()
+        device, plugin = self.pool.reset_prefix_cache(), self._plugin.reset()
         self._wake.set()
         return device and plugin
 
@@ -187,7 +198,7 @@ class Engine:
     def close(self) -> None:
         """End open requests and shut the plugin down, without waiting for anything. For engines driven by hand."""
         self._refuse_all(EngineStopped("the engine has stopped"))
-        self._host.shutdown()
+        self._shut_down()
 
     async def stop(self) -> None:
         """End open requests, wait until loads and plugin work have ended, and shut the plugin down.
@@ -209,6 +220,21 @@ class Engine:
     ) -> None:
         await self.stop()
 
+    def _start(self, plugin: EnginePlugin) -> None:
+        self._plugin = plugin.scheduler_side(self.facts)
+        try:
+            for rank in range(self.facts.ranks):
+                self._workers.append(plugin.worker_side(self.facts, rank))
+                self._workers[rank].register_kv_caches(self.runner.rank_tensors(rank))
+        except BaseException:
+            self._shut_down()  # what was made must not stay behind, half-started
+            raise
+
+    def _shut_down(self) -> None:
+        for worker in self._workers:
+            worker.shutdown()
+        self._plugin.shutdown()
+
     def _check_prompt(self, prompt: Sequence[int], params: SamplingParams) -> None:
         if not prompt:
             raise RequestRefused("the prompt is empty: there is nothing to continue")
@@ -228,7 +254,7 @@ class Engine:
             self._refuse_all(stopped)
             raise
         finally:
-            self._host.shutdown()
+            self._shut_down()
 
     async def _turn(self) -> None:
         if not self.has_work:
@@ -270,7 +296,7 @@ class Engine:
 def _facts(config: EngineConfig, groups: tuple[GroupFacts, ...], pool: BlockPool) -> EngineFacts:
     return EngineFacts(
         groups=groups,
-        num_blocks=pool.num_blocks,
+        pool=pool,
         ranks=config.ranks,
         step_tokens=config.step_tokens,
         device=config.device,

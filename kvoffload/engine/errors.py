@@ -18,7 +18,7 @@ class ConfigError(EngineError, ValueError):
 
 
 class PluginError(EngineError):
-    """Raised when a plugin cannot be found, or lacks a hook."""
+    """Raised when a plugin cannot be found, or names a load that is not open."""
 
 
 class RequestRefused(EngineError, ValueError):

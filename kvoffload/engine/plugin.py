@@ -17,7 +17,7 @@ hook raises ends the engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvoffload.engine.block_pool import BlockPool
+    from kvoffload.engine.request import Request
 
 ENTRY_POINT_GROUP = "kvoffload.engine_plugins"
 
@@ -53,7 +54,7 @@ class EngineFacts:
     """What a plugin may know of the engine; fixed for the engine's life."""
 
     groups: tuple[GroupFacts, ...]
-    num_blocks: int  # of the one pool, the null block (id 0) included
+    pool: BlockPool  # of all groups' blocks; a plugin may lease them: `pool.touch`, `pool.free`
     ranks: int
     step_tokens: int  # token budget of one step; one step is in flight at a time
     device: str  # "cpu", "cuda" or "cuda:N"
@@ -108,61 +109,35 @@ class LoadResults:
     failed: tuple[str, ...] = ()
 
 
-class RequestView(Protocol):
-    """A request as the scheduler side may see it. Read-only; valid from `request_added` to `request_ended`."""
+class SchedulerPlugin:
+    """The scheduler's side of a plugin, one per engine. A hook that is not overridden does nothing.
 
-    @property
-    def request_id(self) -> str:
-        """Unique among the engine's open requests."""
+    A plugin only reads a request, from `request_added` to `request_ended`: its `request_id`, `num_tokens` and
+    `num_prompt_tokens`; `keys(group)`, of all full blocks; `confirmed_tokens`, whose KV is certainly in its blocks;
+    `shared_tokens`, whose blocks of full attention the device holds without a recurrent state after them; and
+    `trace_parent`, the caller's W3C `traceparent` or None, not checked.
+    """
 
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and generated tokens known so far."""
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-
-    @property
-    def trace_parent(self) -> str | None:
-        """The caller's W3C `traceparent`, not checked; None without one."""
-
-    @property
-    def confirmed_tokens(self) -> int:
-        """Tokens whose KV is certainly in the request's blocks; 0 while it waits or loads."""
-
-    @property
-    def shared_tokens(self) -> int:
-        """Tokens whose blocks of full attention the device holds, where it lacks a recurrent state after them."""
-
-    def keys(self, group: int) -> Sequence[bytes]:
-        """Keys of all full blocks of the tokens known so far, by position; grows. Not to be altered."""
-
-
-class SchedulerPlugin(Protocol):
-    """The scheduler's side of a plugin; one per engine."""
-
-    def bind(self, pool: BlockPool) -> None:
-        """Called once, before the first request. The plugin may lease blocks: `pool.touch`, `pool.free`."""
-
-    def request_added(self, request: RequestView) -> None:
+    def request_added(self, request: Request) -> None:
         """A request was accepted. Called once per request, before any other hook that names it."""
 
-    def lookup(self, request: RequestView, device_tokens: int) -> int | None:
+    def lookup(self, request: Request, device_tokens: int) -> int | None:
         """How many tokens beyond `device_tokens` (whole blocks) can be loaded; None: ask again in a later step.
 
         Called any number of times before an allocation. The engine may accept fewer, always in whole blocks,
         and always leaves at least one token of the request to compute.
         """
+        return 0
 
-    def prefix_boundary(self, request: RequestView) -> int:
+    def prefix_boundary(self, request: Request) -> int:
         """After how many tokens a recurrent state of this request is wanted; 0 for nowhere.
 
         Asked after a lookup, of models with recurrent groups only. The request's prefill ends a step there.
         """
+        return 0
 
     def allocated(
-        self, request: RequestView, tables: BlockTables, device_tokens: int, external_tokens: int
+        self, request: Request, tables: BlockTables, device_tokens: int, external_tokens: int
     ) -> None:
         """The request was admitted with these tables; also called with 0 external tokens.
 
@@ -174,7 +149,7 @@ class SchedulerPlugin(Protocol):
     def plan(self, step: StepFacts) -> object:
         """The step's plan for the workers. Called exactly once per step, also for steps without work."""
 
-    def request_ended(self, request: RequestView, aborted: bool) -> None:
+    def request_ended(self, request: Request, aborted: bool) -> None:
         """Called exactly once per request, before its blocks are freed.
 
         A load that is open stays open: the engine keeps the request's blocks until `update` has named it.
@@ -182,53 +157,22 @@ class SchedulerPlugin(Protocol):
 
     def update(self, outputs: Sequence[object]) -> LoadResults:
         """What the workers said, in rank order; called after each step. Returns the loads that have ended."""
+        return LoadResults()
 
     def has_pending_work(self) -> bool:
         """True keeps the engine stepping, with empty steps if need be. Must become False in the end."""
+        return False
 
     def reset(self) -> bool:
         """Forget everything computed so far; False if some of it could not be forgotten yet."""
+        return True
 
     def shutdown(self) -> None:
         """Called once, after the last step."""
 
 
-class NoPlugin(SchedulerPlugin):
-    """A scheduler side that has nothing and wants nothing, so that the engine never asks whether there is a plugin."""
-
-    def bind(self, pool: BlockPool) -> None: ...
-
-    def request_added(self, request: RequestView) -> None: ...
-
-    def lookup(self, request: RequestView, device_tokens: int) -> int | None:
-        return 0
-
-    def prefix_boundary(self, request: RequestView) -> int:
-        return 0
-
-    def allocated(
-        self, request: RequestView, tables: BlockTables, device_tokens: int, external_tokens: int
-    ) -> None: ...
-
-    def plan(self, step: StepFacts) -> object:
-        return None
-
-    def request_ended(self, request: RequestView, aborted: bool) -> None: ...
-
-    def update(self, outputs: Sequence[object]) -> LoadResults:
-        return LoadResults()
-
-    def has_pending_work(self) -> bool:
-        return False
-
-    def reset(self) -> bool:
-        return True
-
-    def shutdown(self) -> None: ...
-
-
-class WorkerPlugin(Protocol):
-    """One rank's side of a plugin."""
+class WorkerPlugin:
+    """One rank's side of a plugin. A hook that is not overridden does nothing."""
 
     def register_kv_caches(self, tensors: Sequence[torch.Tensor]) -> None:
         """This rank's physical tensors, dimension 0 = blocks. Called once, before the first step."""
@@ -270,18 +214,3 @@ def load_plugin(name: str) -> EnginePlugin:
         )
     plugin: EnginePlugin = found[name].load()()
     return plugin
-
-
-def check_hooks(implementation: object, protocol: type) -> None:
-    """Refuse, at start-up, an object that lacks one of a protocol's hooks.
-
-    Raises:
-        PluginError: naming all hooks that are missing.
-    """
-    missing = [hook for hook in _hooks_of(protocol) if not hasattr(implementation, hook)]
-    if missing:
-        raise PluginError(f"{implementation!r} is no {protocol.__name__}: it lacks {', '.join(missing)}")
-
-
-def _hooks_of(protocol: type) -> Iterable[str]:
-    return (name for name in vars(protocol) if not name.startswith("_"))

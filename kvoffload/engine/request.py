@@ -92,7 +92,7 @@ class KeyChain:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request as the scheduler keeps it; plugins see it through `RequestView`."""
+    """A request as the scheduler keeps it; plugins only read it."""
 
     request_id: str
     tokens: list[int]

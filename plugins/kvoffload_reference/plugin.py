@@ -74,7 +74,6 @@ class ReferencePlugin:
             ConfigError: the engine's `plugin_config` has bad keys or values.
         """
         self._config = parse_config(engine.plugin_config, engine.ranks)
-        device = PoolDevice()
         shape = shape_of(engine, self._promises)
         self._tier_key = read_tier_key(self._config.tier_key_file)
         identity = with_key(_identity_of(engine, shape, self._config), self._tier_key)
@@ -83,7 +82,7 @@ class ReferencePlugin:
         self.offload = SchedulerSide(
             shape,
             self._config,
-            device,
+            PoolDevice(engine.pool),
             portal=self._portal,
             clocks=self._clocks,
             identity=_IDENTITY,
@@ -91,7 +90,7 @@ class ReferencePlugin:
             remote=self._remote,
             tier_key=self._tier_key,
         )
-        return ReferenceScheduler(self.offload, device, self._portal.close)
+        return ReferenceScheduler(self.offload, self._portal.close)
 
     def worker_side(self, engine: EngineFacts, rank: int) -> WorkerPlugin:
         """Make one rank's side."""
@@ -116,7 +115,7 @@ class ReferencePlugin:
         return ReferenceWorker(worker, examine_layout)
 
 
-class ReferenceWorker:
+class ReferenceWorker(WorkerPlugin):
     """Offloading on one rank.
 
     Args:
@@ -158,7 +157,7 @@ def shape_of(engine: EngineFacts, promises: Promises) -> EngineShape:
     return EngineShape(
         groups=tuple(map(_group, engine.groups)),
         ranks=engine.ranks,
-        device_blocks=engine.num_blocks - 1,
+        device_blocks=engine.pool.usable_blocks,
         step_tokens=engine.step_tokens,
         promises=promises,
     )

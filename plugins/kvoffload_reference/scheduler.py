@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvoffload.engine.block_pool import BlockPool
-from kvoffload.engine.plugin import BlockTables, LoadResults, Progress, RequestView, StateMade, StepFacts
+from kvoffload.engine.plugin import BlockTables, LoadResults, Progress, SchedulerPlugin, StateMade, StepFacts
+from kvoffload.engine.request import Request
 from kvoffload.model import facts
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, RequestId
@@ -17,53 +18,44 @@ from kvoffload.runtime.scheduler_side import SchedulerSide
 class PoolDevice:
     """Leases are the plugin's references on the engine's blocks."""
 
-    def __init__(self) -> None:
-        self._pool: BlockPool | None = None
-
-    def bind(self, pool: BlockPool) -> None:
-        """Take the pool, which the engine makes after the plugin."""
+    def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
 
     def lease(self, blocks: Sequence[DeviceBlockId]) -> None:
-        self._bound.touch(blocks)
+        self._pool.touch(blocks)
 
     def release(self, blocks: Sequence[DeviceBlockId]) -> None:
-        self._bound.free(blocks)
+        self._pool.free(blocks)
 
     def next_evictable(self, count: int) -> Iterable[DeviceBlockId]:
-        return map(DeviceBlockId, self._bound.next_evictable(count))
+        return map(DeviceBlockId, self._pool.next_evictable(count))
 
     def free_blocks(self) -> int:
-        return self._bound.free_blocks
+        return self._pool.free_blocks
 
     def keys_of(self, blocks: Sequence[DeviceBlockId]) -> list[BlockKey | None]:
-        key_of = self._bound.key_of
+        key_of = self._pool.key_of
         return [None if (key := key_of(block)) is None else BlockKey(key) for block in blocks]
 
     def block_of(self, key: BlockKey) -> DeviceBlockId | None:
-        block = self._bound.cached_block(key)
+        block = self._pool.cached_block(key)
         return DeviceBlockId(block) if block is not None else None
 
     def lease_problems(self, leases: Mapping[DeviceBlockId, int]) -> list[str]:
         """The engine counts leases separately, so they can be compared one by one."""
-        counted = self._pool.leases() if self._pool is not None else {}
+        counted = self._pool.leases()
         return [
             f"block {block} is leased {leases.get(DeviceBlockId(block), 0)} times, the engine counts {counted.get(block, 0)}"
             for block in sorted(leases.keys() | counted.keys())
             if leases.get(DeviceBlockId(block), 0) != counted.get(block, 0)
         ]
 
-    @property
-    def _bound(self) -> BlockPool:
-        assert self._pool is not None, "bind() comes first"
-        return self._pool
-
 
 @dataclass(slots=True)
 class _Sent:
     """What was already reported of a request; later facts report only what is new."""
 
-    view: RequestView
+    view: Request
     keys: list[int]  # per group, how many
     blocks: tuple[int, ...] = ()  # confirmed whole blocks per group
     runs: bool = False
@@ -72,41 +64,36 @@ class _Sent:
         return self.view.num_tokens > self.view.num_prompt_tokens
 
 
-class ReferenceScheduler:
+class ReferenceScheduler(SchedulerPlugin):
     """Offloading on the engine's scheduler.
 
     Args:
         offload: the runtime's scheduler side.
-        device: the engine's block pool; bound once the engine has made it.
         closed: called when the engine has stopped, after all else.
     """
 
-    def __init__(self, offload: SchedulerSide, device: PoolDevice, closed: Callable[[], object]) -> None:
+    def __init__(self, offload: SchedulerSide, closed: Callable[[], object]) -> None:
         self._offload = offload
-        self._device = device
         self._closed = closed
         self._sent: dict[str, _Sent] = {}
 
-    def bind(self, pool: BlockPool) -> None:
-        self._device.bind(pool)
-
-    def request_added(self, request: RequestView) -> None:
+    def request_added(self, request: Request) -> None:
         known = tuple(_keys(request.keys(group.group)) for group in self._shape.groups)
         self._sent[request.request_id] = _Sent(request, [len(each) for each in known])
         fact = facts.RequestSeen(RequestId(request.request_id), request.num_tokens, known)
         sent = self._sent[request.request_id]
         self._offload.seen(fact, sent.has_token, request.trace_parent)
 
-    def lookup(self, request: RequestView, device_tokens: int) -> int | None:
+    def lookup(self, request: Request, device_tokens: int) -> int | None:
         new_keys = self._new_keys(self._sent[request.request_id])
         name = RequestId(request.request_id)
         return self._offload.lookup(name, device_tokens, request.num_tokens, new_keys, request.shared_tokens)
 
-    def prefix_boundary(self, request: RequestView) -> int:
+    def prefix_boundary(self, request: Request) -> int:
         return self._offload.prefix_boundary(RequestId(request.request_id))
 
     def allocated(
-        self, request: RequestView, tables: BlockTables, device_tokens: int, external_tokens: int
+        self, request: Request, tables: BlockTables, device_tokens: int, external_tokens: int
     ) -> None:
         sent = self._sent[request.request_id]
         sent.blocks = ()
@@ -132,7 +119,7 @@ class ReferenceScheduler:
             )
         )
 
-    def request_ended(self, request: RequestView, aborted: bool) -> None:
+    def request_ended(self, request: Request, aborted: bool) -> None:
         sent = self._sent.pop(request.request_id)
         confirmed = request.confirmed_tokens
         self._offload.ended(

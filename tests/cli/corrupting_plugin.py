@@ -38,7 +38,7 @@ class CorruptingPlugin:
         return worker if rank else CorruptingWorker(worker)
 
 
-class CorruptingWorker:
+class CorruptingWorker(WorkerPlugin):
     """Waits for the end of the first load, and changes one block before the engine hears of it."""
 
     def __init__(self, inside: WorkerPlugin) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from kvoffload.engine import Engine, Token
 from kvoffload.engine.groups import first_needed_block
-from kvoffload.engine.plugin import EngineFacts, LoadResults
+from kvoffload.engine.plugin import EngineFacts, LoadResults, SchedulerPlugin, WorkerPlugin
 from tests.engine.tiny import Settings, run, tiny_engine, tokens
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from kvoffload.engine.block_pool import BlockPool
-    from kvoffload.engine.plugin import BlockTables, RequestView, StepFacts
+    from kvoffload.engine.plugin import BlockTables, StepFacts
+    from kvoffload.engine.request import Request
 
 Copies = tuple[tuple[bytes, int], ...]  # (key, device block)
 
@@ -47,7 +47,7 @@ class CopyingPlugin:
 
 
 @dataclass
-class CopyingWorker:
+class CopyingWorker(WorkerPlugin):
     host: dict[bytes, list[torch.Tensor]] = field(default_factory=dict)
     tensors: Sequence[torch.Tensor] = ()
     calls: list[str] = field(default_factory=list)
@@ -76,11 +76,12 @@ class CopyingWorker:
         self.calls.append("shutdown")
 
 
-class CopyingScheduler:
+class CopyingScheduler(SchedulerPlugin):
     """`hold_loads` keeps loads open; `fails` and `asks_later` name requests."""
 
     def __init__(self, engine: EngineFacts) -> None:
         self.facts = engine
+        self.pool = engine.pool
         self.hold_loads = False
         self.is_resettable = True
         self.fails: set[str] = set()
@@ -93,26 +94,23 @@ class CopyingScheduler:
         self.loads: dict[str, Copies] = {}  # open
         self._planned: list[str] = []  # loads that the next plan starts
         self._failed_once: set[str] = set()
-        self._requests: dict[str, RequestView] = {}
+        self._requests: dict[str, Request] = {}
         self._tables: dict[str, list[dict[int, int]]] = {}
         self._leases: list[int] = []  # of the stores in the last plan
         self._withheld: list[int] = []
         self._withheld_steps = 0
         self._left: dict[bytes, int] = {}  # stores left by requests that have ended; leased
 
-    def bind(self, pool: BlockPool) -> None:
-        self.pool = pool
-
     def withhold(self, count: int, steps: int) -> None:
         """Lease the next free blocks and give them back after so many steps."""
         self._withheld, self._withheld_steps = self.pool.next_evictable(count), steps
         self.pool.touch(self._withheld)
 
-    def request_added(self, request: RequestView) -> None:
+    def request_added(self, request: Request) -> None:
         assert request.request_id not in self._requests
         self._requests[request.request_id] = request
 
-    def lookup(self, request: RequestView, device_tokens: int) -> int | None:
+    def lookup(self, request: Request, device_tokens: int) -> int | None:
         self.counts["lookup"] += 1
         assert request is self._requests[request.request_id]
         if request.request_id in self.asks_later:
@@ -131,11 +129,11 @@ class CopyingScheduler:
             0,
         )
 
-    def prefix_boundary(self, request: RequestView) -> int:
+    def prefix_boundary(self, request: Request) -> int:
         return self.boundaries.get(request.request_id, 0)
 
     def allocated(
-        self, request: RequestView, tables: BlockTables, device_tokens: int, external_tokens: int
+        self, request: Request, tables: BlockTables, device_tokens: int, external_tokens: int
     ) -> None:
         self.counts["allocated"] += 1
         self._tables[request.request_id] = [{p: b for p, b in enumerate(table) if b} for table in tables]
@@ -173,7 +171,7 @@ class CopyingScheduler:
         planned, self._planned = self._planned, []
         return Plan(tuple(copy for r in planned for copy in self.loads[r]), tuple(stores.items()))
 
-    def request_ended(self, request: RequestView, aborted: bool) -> None:
+    def request_ended(self, request: Request, aborted: bool) -> None:
         self.counts["aborted" if aborted else "finished"] += 1
         del self._requests[request.request_id]
         if request.request_id in self._tables and request.confirmed_tokens:
@@ -214,7 +212,7 @@ class CopyingScheduler:
     def is_drained(self) -> bool:
         return not (self._requests or self._tables or self.loads or self._leases or self._left)
 
-    def _holds(self, request: RequestView, blocks: int, device_tokens: int) -> bool:
+    def _holds(self, request: Request, blocks: int, device_tokens: int) -> bool:
         """Whether the host brings everything, beyond what the device has, that a prefix of `blocks` needs."""
         size = self.facts.groups[0].block_tokens
         if blocks * size <= device_tokens:
@@ -227,7 +225,7 @@ class CopyingScheduler:
             )
         )
 
-    def _copies(self, request: RequestView, span: range) -> list[tuple[bytes, int]]:
+    def _copies(self, request: Request, span: range) -> list[tuple[bytes, int]]:
         tables = self._tables[request.request_id]
         return [
             (request.keys(group)[position], table[position])
@@ -236,7 +234,7 @@ class CopyingScheduler:
             if position in table
         ]
 
-    def _unstored(self, request: RequestView, confirmed: int) -> dict[bytes, int]:
+    def _unstored(self, request: Request, confirmed: int) -> dict[bytes, int]:
         copies = self._copies(request, range(confirmed // self.facts.groups[0].block_tokens))
         return {
             key: block for key, block in copies if key not in self.stored and self.pool.key_of(block) == key

@@ -111,10 +111,8 @@ def test_how_a_request_ends_is_reported_as_it_is(state: str) -> None:
 
 
 def test_the_pool_is_lent_as_it_is() -> None:
-    device, pool = PoolDevice(), BlockPool(6)
-    with pytest.raises(AssertionError, match="bind"):
-        device.free_blocks()
-    device.bind(pool)
+    pool = BlockPool(6)
+    device = PoolDevice(pool)
     blocks = list(map(DeviceBlockId, pool.allocate(3)))
     pool.index(blocks[0], b"key")
     assert list(device.keys_of(blocks[:2])) == [b"key", None]

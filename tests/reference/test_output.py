@@ -155,7 +155,7 @@ async def test_the_plugin_is_found_or_handed_in(
     plugin: EnginePlugin | None = ReferencePlugin() if found == "handed in" else None
     config = config_of(kind, num_blocks=TIGHT[kind] + 1, step_tokens=8, plugin="kvoffload")
     async with Engine(config, plugin) as engine:
-        offload = engine._host.scheduler._offload  # type: ignore[attr-defined]  # it is ours
+        offload = engine._plugin._offload  # type: ignore[attr-defined]  # it is ours
         while offload.core.state.pool.capacity == 0:  # host memory is made ready in the background
             await _answer(engine, text(9, 3))
         answers = [await _answer(engine, prompt) for prompt in prompts]
