@@ -85,8 +85,7 @@ class Tracked(Struct, eq=False):
         last_hash: the last of them. It covers the others, so it changes if any of them was rewritten.
         noted: block hashes noted for events, of the table that the request has now.
         found_tokens: what the device held at the last lookup.
-        boundary: confirmed tokens from which on there is something new to report; 0 before the first report on its table.
-        due: the step in which it is looked at again, 0 for none; `ProgressReports` writes it.
+        boundary: confirmed tokens from which on there is something new to report; `ProgressReports` writes it.
     """
 
     request: RequestLike
@@ -95,7 +94,6 @@ class Tracked(Struct, eq=False):
     noted: int = 0
     found_tokens: int = 0
     boundary: int = 0
-    due: int = 0
 
     @property
     def trace_parent(self) -> str | None:
@@ -121,11 +119,10 @@ class Tracked(Struct, eq=False):
 
 
 class ProgressReports:
-    """Says in each step what the core must learn of which requests.
+    """Decides in each step of which requests the core must learn what they gained.
 
-    It looks at a request again only when that can have completed a block. A request that computes one token a step and
-    lacks 20 to its next block is put aside for 20 steps, and until the next step that reports. So a step does not look at
-    all requests that run.
+    A request that computed several tokens is looked at in the next step that schedules it; all are looked at in every
+    16th step.
 
     Args:
         shape: the engine's fixed facts.
@@ -159,36 +156,25 @@ class ProgressReports:
         self._most = every
         self._every = self._reports_every(1)
         self._step = 0
-        self._due: dict[int, dict[RequestId, Tracked]] = {}
-        """By a step's number, the requests that are looked at in it."""
+        self._soon: dict[str, int] = {}
+        """Requests that computed several tokens since they were looked at, and how many in their last step."""
         self._late: dict[str, _Table] = {}
         """Blocks that requests got and that were not reported."""
-        self._new: set[str] = set()
-        """Requests that were allocated since the last step."""
 
-    def allocated(self, tracked: Tracked, tokens: int) -> None:
-        """A request got a block table, which the caller reports, and computes up to `tokens` tokens in the next step."""
+    def allocated(self, tracked: Tracked, known: int) -> None:
+        """A request got a block table, which the caller reports, with `known` tokens computed."""
         name = tracked.request.request_id
-        self._new.add(name)
-        if self._late:
-            self._late.pop(name, None)
-        # Its first step confirms nothing, so only the keys of a session's next input are reported with it.
-        has_all_keys = tracked.hashes == len(tracked.request.block_hashes)
-        self._put_aside(tracked, 2 if has_all_keys else 1, tokens)
+        self.forget(name)
+        tracked.boundary = known + 1
+        if tracked.hashes != len(tracked.request.block_hashes):
+            # A session's next input: its keys are reported with the first step, which confirms nothing.
+            tracked.boundary = known
+            self._soon[name] = self._least_block
 
-    def preempted(self, names: Iterable[RequestId]) -> None:
-        """These requests lost their block tables since the last step, some of which have another one by now."""
-        for name in names:
-            if name not in self._new and (tracked := self._tracked.get(name)) is not None:
-                self.forget(tracked)
-
-    def forget(self, tracked: Tracked) -> _Table:
-        """Report a request no more until it has another table; return the blocks that were not reported."""
-        name = tracked.request.request_id
-        if tracked.due in self._due:
-            self._due[tracked.due].pop(name, None)
-        tracked.due = 0
-        return self._late.pop(name, ()) if self._late else ()
+    def forget(self, name: str) -> _Table:
+        """A request has lost its block table, or will: return its blocks that were not reported."""
+        self._soon.pop(name, None)
+        return self._late.pop(name, ())
 
     def step(
         self, output: SchedulerOutput, states: Sequence[facts.StateHandedOff]
@@ -196,9 +182,7 @@ class ProgressReports:
         """Return the progress that is reported in this step, and the blocks that were handed out but are in none of it."""
         scheduled, cached, late = output.num_scheduled_tokens, output.scheduled_cached_reqs, self._late
         resumed, groups, tables = cached.resumed_req_ids, self._groups, cached.new_block_ids
-        self._new.clear()
         self._step += 1
-        due = self._due.pop(self._step, None)
         handed_out: list[DeviceBlockId] = []
         # Most have no new block, so Python's own loops find those that do. Of a resumed request vLLM gives the whole table,
         # which was reported when it was allocated.
@@ -207,74 +191,52 @@ class ProgressReports:
                 table: _Table = tuple([tuple(blocks[group]) for group in groups])
                 late[name] = tuple(map(add, late[name], table)) if name in late else table
                 handed_out += chain.from_iterable(table)
-        reported: dict[str, _Table] = {}
-        if self._step % self._every == 0 or (late and self._device.free_blocks() < self._scarce):
-            # One that is not scheduled may have been preempted, which vLLM says later.
-            reported = {name: late.pop(name) for name in tuple(late) if name in scheduled}
-            handed_out = []
-        for state in states:
-            if state.request not in reported and state.request in self._tracked:
-                reported[state.request] = self._late.pop(state.request, ())
-        if due:
-            self._look_at(due.values(), scheduled, reported)
+        looks: Iterable[str] = self._take_soon(scheduled) if self._soon else ()
+        if self._step % self._every == 0:
+            looks, handed_out = scheduled, []
+        elif late and self._device.free_blocks() < self._scarce:
+            looks, handed_out = (*looks, *late), []
         if output.total_num_scheduled_tokens > len(scheduled):
-            self._look_again_at_prefills(scheduled, reported)
-        known = self._tracked
-        progress = [
-            self._progress_of(known[name], blocks, scheduled.get(name, 1))
-            for name, blocks in reported.items()
+            self._soon.update((name, tokens) for name, tokens in scheduled.items() if tokens > 1)
+        complete = [state.request for state in states]
+        progress = self._progress(looks, scheduled, complete) if looks or complete else ()
+        return progress, handed_out
+
+    def _take_soon(self, scheduled: Mapping[str, int]) -> list[str]:
+        """Return the requests that are looked at again. One that is not scheduled may have been preempted, which vLLM says later."""
+        found = [
+            name
+            for name, tokens in self._soon.items()
+            if name in scheduled
+            and (tokens >= self._least_block or self._step % self._reports_every(tokens) == 0)
         ]
-        return tuple(progress), handed_out
+        for name in found:
+            del self._soon[name]
+        return found
 
-    def _look_at(
-        self, due: Iterable[Tracked], scheduled: Mapping[str, int], reported: dict[str, _Table]
-    ) -> None:
-        """Report the requests that may have completed a block; put the others aside again."""
-        for tracked in due:
-            request = tracked.request
-            name = request.request_id
-            if name in reported:
+    def _progress(
+        self, looks: Iterable[str], scheduled: Mapping[str, int], complete: Sequence[str]
+    ) -> tuple[facts.Progress, ...]:
+        """Return what those gained that have a new block, computed one, or have a complete recurrent state."""
+        progress: list[facts.Progress] = []
+        for name in dict.fromkeys((*complete, *looks)) if complete else looks:
+            tracked = self._tracked.get(name)
+            if tracked is None or name not in scheduled:
                 continue
-            lacking = tracked.boundary - request.num_computed_tokens + request.num_output_placeholders
-            if (lacking <= 0 or name in self._late) and name in scheduled:
-                reported[name] = self._late.pop(name, ())
-            else:
-                self._put_aside(tracked, max(lacking, 1), scheduled.get(name, 1))
+            request = tracked.request
+            confirmed = request.num_computed_tokens - request.num_output_placeholders
+            if confirmed >= tracked.boundary or name in self._late or name in complete:
+                progress.append(self._progress_of(tracked, confirmed))
+        return tuple(progress)
 
-    def _look_again_at_prefills(self, scheduled: Mapping[str, int], reported: Mapping[str, _Table]) -> None:
-        """Look soon at requests that compute several tokens: a count of steps does not show when they complete a block.
-
-        Those that were allocated for this step have been put aside.
-        """
-        for name, tokens in scheduled.items():
-            if tokens > 1 and name not in reported:
-                tracked = self._tracked.get(name)
-                if tracked is not None and tracked.boundary:
-                    self._put_aside(tracked, 1, tokens)
-
-    def _progress_of(self, tracked: Tracked, new_blocks: _Table, tokens: int) -> facts.Progress:
+    def _progress_of(self, tracked: Tracked, confirmed: int) -> facts.Progress:
         request = tracked.request
-        confirmed = request.num_computed_tokens - request.num_output_placeholders
-        lacking = self._least_block - confirmed % self._least_block
-        tracked.boundary = confirmed + lacking
-        self._put_aside(tracked, -(-lacking // max(tokens, 1)), tokens)
+        tracked.boundary = confirmed + self._least_block - confirmed % self._least_block
         if self._tier_events is not None:
             tracked.noted = self._tier_events.note(request, tracked.noted, confirmed)
         new_keys = tracked.new_keys(self._keys) if tracked.hashes != len(request.block_hashes) else ()
-        return _make_progress((request.request_id, confirmed, new_blocks, new_keys))
-
-    def _put_aside(self, tracked: Tracked, steps: int, tokens: int) -> None:
-        """Look at a request in `steps` steps, at least one, in which it computes `tokens` tokens each, and not before."""
-        due = self._step + steps
-        if tokens < self._least_block:
-            due += -due % (self._every if tokens == 1 else self._reports_every(tokens))
-        if tracked.due == due:
-            return
-        name = tracked.request.request_id
-        if tracked.due in self._due:
-            self._due[tracked.due].pop(name, None)
-        tracked.due = due
-        self._due.setdefault(due, {})[name] = tracked
+        name = request.request_id
+        return _make_progress((name, confirmed, self._late.pop(name, ()), new_keys))
 
     def _reports_every(self, tokens: int) -> int:
         """Return in every how many steps a request is looked at that computes so many tokens in each."""

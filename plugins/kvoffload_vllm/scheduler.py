@@ -102,8 +102,6 @@ class VllmScheduler:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.is_rewritten:
             tracked = self._start_anew(request, tracked)
-        if tracked.due:
-            self._progress.forget(tracked)  # it was preempted, which is reported later
         tracked.found_tokens = device_tokens
         name: RequestId = request.request_id
         new_keys = tracked.new_keys(self._keys) if tracked.hashes != len(request.block_hashes) else ()
@@ -124,11 +122,8 @@ class VllmScheduler:
             tracked = self._start_anew(request, tracked)
         # Behind these, the table's blocks were handed out for this allocation.
         known = max(tracked.found_tokens, request.num_computed_tokens)
-        tracked.boundary = tracked.noted = 0
-        if not external_tokens:
-            self._progress.allocated(tracked, max(request.num_tokens - known, 1))
-        elif tracked.due:
-            self._progress.forget(tracked)  # it is allocated again when its load has ended
+        tracked.noted = 0
+        self._progress.allocated(tracked, known)
         block_ids = blocks.get_block_ids()
         table = tuple([block_ids[group] for group in self._groups])
         self.offload.allocated(facts.BlocksAllocated(request.request_id, table, known, external_tokens))
@@ -138,8 +133,8 @@ class VllmScheduler:
     def build_metadata(self, output: SchedulerOutput) -> KVOffloadMetadata:
         """Return the step's plan for the workers."""
         preempted: tuple[RequestId, ...] = tuple(output.preempted_req_ids or ())
-        if preempted:
-            self._progress.preempted(preempted)
+        for name in preempted:
+            self._progress.forget(name)
         copies = getattr(output, "kv_cache_block_copies", None)  # older versions have no such copies
         copied = tuple(DeviceBlockId(copy.dst_block_id) for copy in copies) if copies else ()
         states = self._states(output) if self._state_tokens else ()
@@ -181,7 +176,7 @@ class VllmScheduler:
         if tracked is None:
             return
         confirmed, new_keys = 0, tuple[tuple[BlockKey, ...], ...]()
-        late = self._progress.forget(tracked)
+        late = self._progress.forget(request.request_id)
         if tracked.is_rewritten:
             late = ()
         else:

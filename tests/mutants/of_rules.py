@@ -301,10 +301,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(7, _TABLES, "stale += self.shared.pop(block)", "self.shared.pop(block)"),
     Mutant(7, _PROGRESS, "handed_out += chain.from_iterable(table)", "pass", _REPORTS),
-    Mutant(
-        7, _PROGRESS, "for name in tuple(late) if name in scheduled}", "for name in tuple(late)}", _REPORTS
-    ),
-    Mutant(7, _PROGRESS, "if name not in self._new and (tracked", "if (tracked", _REPORTS),
+    Mutant(7, _PROGRESS, "if tracked is None or name not in scheduled:", "if tracked is None:", _REPORTS),
+    Mutant(7, _PROGRESS, "return self._late.pop(name, ())", "return self._late.get(name, ())", _REPORTS),
     Mutant(7, _PROGRESS, "while every > 1 and every * tokens > self._least_block:", "while False:", _REPORTS),
     Mutant(
         8,
