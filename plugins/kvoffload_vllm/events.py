@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +29,11 @@ if TYPE_CHECKING:
     from kvoffload.core.key_index import KeyIndex
     from kvoffload_vllm.pool_device import VllmDevice
 
-_HOST, _STORAGE = "CPU", "STORAGE"
-_LOCAL, _REMOTE = "LOCAL", "REMOTE"  # to the machine that reports it
+_PLACES = {  # local to the machine that reports it, or remote
+    Tier.HOST: {"medium": "CPU", "locality": "LOCAL"},
+    Tier.DISK: {"medium": "STORAGE", "locality": "LOCAL"},
+    Tier.REMOTE: {"medium": "STORAGE", "locality": "REMOTE"},
+}
 _TOKEN = "i"  # four bytes a token
 
 
@@ -55,35 +58,11 @@ class BlockNote:
         return array(_TOKEN, self.tokens).tolist()
 
 
-class BlockNotes(OrderedDict[bytes, BlockNote]):
-    """Notes of blocks of one size, by block hash, those that were looked at longest ago first.
+class BlockNotes:
+    """Notes of the blocks that requests compute, of each size those that were looked at longest ago first.
 
     A note is kept when its block comes to a tier, as the block may leave it and come again. Groups whose blocks have one
     size share notes: blocks that end with the same token have one hash.
-
-    Args:
-        limit: up to this many notes, none is dropped.
-        is_needed: whether a block with this hash may yet come to a tier.
-    """
-
-    def __init__(self, limit: int, is_needed: Callable[[bytes], bool]) -> None:
-        super().__init__()
-        self._limit = limit
-        self._is_needed = is_needed
-
-    def add(self, block_hash: bytes, note: BlockNote) -> None:
-        """Keep a note of a block that has none."""
-        self[block_hash] = note
-        # Looking at two for each one added finds those no longer needed before there are twice as many.
-        for _ in range(2):
-            if len(self) > self._limit:
-                oldest, its_note = self.popitem(last=False)
-                if self._is_needed(oldest):
-                    self[oldest] = its_note
-
-
-class NoteTaker:
-    """Takes notes of the blocks that requests compute.
 
     Args:
         groups: the groups that are offloaded.
@@ -100,36 +79,18 @@ class NoteTaker:
         self.awaited: dict[BlockKey, set[Tier]] = {}
         self.late: list[BlockKey] = []
         self._wire = wire
+        self._is_held = is_held
         self._hash_tokens = groups.hash_tokens
-        self._suffixes: dict[int, list[bytes]] = {}
-        self._notes: dict[int, BlockNotes] = {}
-        self._notes_of_group: dict[int, BlockNotes] = {}
-        for ratio in dict.fromkeys(groups.hash_ratios):
-            numbers = [
-                number for number, own in zip(groups.ids, groups.hash_ratios, strict=True) if own == ratio
-            ]
-            is_needed = _any_of(numbers, is_held)
-            self._suffixes[ratio] = [group_suffix(number) for number in numbers]
-            self._notes[ratio] = BlockNotes(groups.shape.device_blocks, is_needed)
-            self._notes_of_group.update(dict.fromkeys(numbers, self._notes[ratio]))
-
-    def __len__(self) -> int:
-        return sum(map(len, self._notes.values()))
+        self._limit = groups.shape.device_blocks
+        self._ratios = dict(zip(groups.ids, groups.hash_ratios, strict=True))
+        self.by_ratio: dict[int, OrderedDict[bytes, BlockNote]] = {
+            ratio: OrderedDict() for ratio in groups.hash_ratios
+        }
 
     def get(self, key: BlockKey) -> BlockNote | None:
         """Return a block's note."""
         block_hash, number = split_key(key)
-        return self._notes_of_group[number].get(block_hash)
-
-    def awaits(self, key: BlockKey, tier: Tier) -> bool:
-        """Whether a key came to a tier without a note, and was not published."""
-        return tier in self.awaited.get(key, ())
-
-    def awaits_no_more(self, key: BlockKey, tier: Tier) -> None:
-        """Note that such a key is published, or has left the tier."""
-        self.awaited[key].discard(tier)
-        if not self.awaited[key]:
-            del self.awaited[key]
+        return self.by_ratio[self._ratios[number]].get(block_hash)
 
     def take(self, request: RequestLike, first: int, computed_tokens: int) -> int:
         """Note the blocks that hold a request's computed tokens.
@@ -145,21 +106,14 @@ class NoteTaker:
         last = min(computed_tokens // self._hash_tokens, len(request.block_hashes))
         if last <= first:
             return first
-        lora = request.lora_request
-        adapter = (lora.adapter_id, lora.name) if lora else None
-        for ratio, notes in self._notes.items():
-            self._take(request, adapter, range(first // ratio, last // ratio), ratio, notes)
+        for ratio in self.by_ratio:
+            self._take(request, range(first // ratio, last // ratio), ratio)
         return last
 
-    def _take(
-        self,
-        request: RequestLike,
-        adapter: tuple[int, str] | None,
-        positions: range,
-        ratio: int,
-        notes: BlockNotes,
-    ) -> None:
-        hashes, tokens, media = request.block_hashes, ratio * self._hash_tokens, 0
+    def _take(self, request: RequestLike, positions: range, ratio: int) -> None:
+        lora, hashes, notes = request.lora_request, request.block_hashes, self.by_ratio[ratio]
+        adapter = (lora.adapter_id, lora.name) if lora else None
+        tokens, media = ratio * self._hash_tokens, 0
         for position in positions:
             block_hash = hashes[(position + 1) * ratio - 1]
             if block_hash in notes:
@@ -168,86 +122,22 @@ class NoteTaker:
             extra_keys, media = self._wire.extra_keys(request, start, end, media)
             parent = hashes[position * ratio - 1] if position else None
             packed = array(_TOKEN, request.all_token_ids[start:end]).tobytes()
-            notes.add(block_hash, BlockNote(parent, packed, adapter, extra_keys))
+            notes[block_hash] = BlockNote(parent, packed, adapter, extra_keys)
+            self._drop_oldest(ratio)
             if self.awaited:
-                self._look_for_awaited(block_hash, ratio)
+                self.late += [key for key in self._keys(block_hash, ratio) if key in self.awaited]
 
-    def _look_for_awaited(self, block_hash: bytes, ratio: int) -> None:
-        for suffix in self._suffixes[ratio]:
-            if (key := BlockKey(block_hash + suffix)) in self.awaited:
-                self.late.append(key)
+    def _drop_oldest(self, ratio: int) -> None:
+        """Look at two notes for each one added: that finds those no longer needed before there are twice as many."""
+        notes = self.by_ratio[ratio]
+        for _ in range(2):
+            if len(notes) > self._limit:
+                block_hash, note = notes.popitem(last=False)
+                if any(map(self._is_held, self._keys(block_hash, ratio))):
+                    notes[block_hash] = note
 
-
-class EventMaker:
-    """Makes vLLM's events of one tier.
-
-    Args:
-        groups: the groups that are offloaded.
-        notes: what is known of blocks.
-        wire: how vLLM writes events.
-        tier: where the blocks are.
-    """
-
-    def __init__(self, groups: VllmGroups, notes: NoteTaker, wire: Wire, tier: Tier = Tier.HOST) -> None:
-        specs = zip(groups.ids, groups.shape.groups, strict=True)
-        self._tokens = {number: spec.block_tokens for number, spec in specs}
-        self._notes = notes
-        self._wire = wire
-        self._place = {
-            "medium": _HOST if tier is Tier.HOST else _STORAGE,
-            "locality": _REMOTE if tier is Tier.REMOTE else _LOCAL,
-        }
-        self._tier = tier
-
-    def events(self, ledger: Iterable[tuple[BlockKey, bool]]) -> Iterator[KVCacheEvent]:
-        """Yield an event a group for the blocks that left the tier, and one for each block that came, parents first.
-
-        A block without a note is left out, and so is its end: with no parent it would read as a prompt's first.
-
-        Args:
-            ledger: what came (True) and what left, in the order in which it happened; of a key the last entry holds.
-        """
-        came: dict[BlockKey, BlockNote] = {}
-        gone: dict[int, list[bytes]] = {}
-        for key, has_come in dict(ledger).items():
-            was_left_out, note = self._notes.awaits(key, self._tier), self._notes.get(key)
-            if has_come and note is None:
-                self._notes.awaited.setdefault(key, set()).add(self._tier)
-                continue
-            if was_left_out:
-                self._notes.awaits_no_more(key, self._tier)
-            if has_come and note is not None:
-                came[key] = note
-            elif not was_left_out:
-                block_hash, number = split_key(key)
-                gone.setdefault(number, []).append(block_hash)
-        for number, hashes in gone.items():
-            yield self._removed(number, hashes)
-        for key in _parents_first(came):
-            yield self._stored(key, came[key])
-
-    def _removed(self, number: int, hashes: Iterable[bytes]) -> KVCacheEvent:
-        return self._wire.removed(
-            block_hashes=list(map(self._wire.hash, hashes)), group_idx=number, **self._place
-        )
-
-    def _stored(self, key: BlockKey, note: BlockNote) -> KVCacheEvent:
-        block_hash, number = split_key(key)
-        kind, window = self._wire.kinds[number]
-        lora_id, lora_name = note.adapter or (None, None)
-        return self._wire.stored(
-            block_hashes=[self._wire.hash(block_hash)],
-            parent_block_hash=self._wire.hash(note.parent) if note.parent is not None else None,
-            token_ids=note.token_ids,
-            block_size=self._tokens[number],
-            lora_id=lora_id,
-            lora_name=lora_name,
-            extra_keys=[note.extra_keys],
-            group_idx=number,
-            kv_cache_spec_kind=kind,
-            kv_cache_spec_sliding_window=window,
-            **self._place,
-        )
+    def _keys(self, block_hash: bytes, ratio: int) -> Iterator[BlockKey]:
+        return (BlockKey(block_hash + group_suffix(n)) for n, own in self._ratios.items() if own == ratio)
 
 
 class TierEvents:
@@ -268,29 +158,78 @@ class TierEvents:
         def is_held(key: BlockKey) -> bool:
             return device.block_of(key) is not None or key in on_host
 
-        self._notes = NoteTaker(groups, wire, is_held)
-        self._tiers = [
-            (tier, EventMaker(groups, self._notes, wire, tier), index.watch())
-            for tier, index in indexes.items()
-        ]
-        self._ledgers = [ledger for *_, ledger in self._tiers]
-
-    def note(self, request: RequestLike, first: int, computed_tokens: int) -> int:
-        """Note a request's computed blocks but for those of its first hashes; return how many hashes are noted now."""
-        return self._notes.take(request, first, computed_tokens)
+        self.notes = BlockNotes(groups, wire, is_held)
+        self._wire = wire
+        specs = zip(groups.ids, groups.shape.groups, strict=True)
+        self._tokens = {number: spec.block_tokens for number, spec in specs}
+        self._ledgers = {tier: index.watch() for tier, index in indexes.items()}
 
     def take(self) -> Iterable[KVCacheEvent]:
         """Return what happened since the last call."""
-        late = self._notes.late
-        if not (late or any(self._ledgers)):
+        late, awaited = self.notes.late, self.notes.awaited
+        if not (late or any(self._ledgers.values())):
             return ()
         events: list[KVCacheEvent] = []
-        for tier, maker, ledger in self._tiers:
-            arrived = [(key, True) for key in late if self._notes.awaits(key, tier)]
-            events += maker.events([*arrived, *ledger])
+        for tier, ledger in self._ledgers.items():
+            arrived = [(key, True) for key in late if tier in awaited.get(key, ())]
+            events += self.events(tier, [*arrived, *ledger])
             ledger.clear()
         late.clear()
         return events
+
+    def events(self, tier: Tier, ledger: Iterable[tuple[BlockKey, bool]]) -> Iterator[KVCacheEvent]:
+        """Yield an event a group for the blocks that left the tier, and one for each block that came, parents first.
+
+        A block without a note is left out, and so is its end: with no parent it would read as a prompt's first.
+
+        Args:
+            tier: whose events.
+            ledger: what came (True) and what left, in the order in which it happened; of a key the last entry holds.
+        """
+        came: dict[BlockKey, BlockNote] = {}
+        gone: dict[int, list[bytes]] = {}
+        for key, has_come in dict(ledger).items():
+            note = self.notes.get(key)
+            if has_come and note is None:
+                self.notes.awaited.setdefault(key, set()).add(tier)
+                continue
+            was_left_out = self._awaits_no_more(key, tier)
+            if has_come and note is not None:
+                came[key] = note
+            elif not was_left_out:
+                block_hash, number = split_key(key)
+                gone.setdefault(number, []).append(self._wire.hash(block_hash))
+        for number, hashes in gone.items():
+            yield self._wire.removed(block_hashes=hashes, group_idx=number, **_PLACES[tier])
+        for key in _parents_first(came):
+            yield self._stored(tier, key, came[key])
+
+    def _awaits_no_more(self, key: BlockKey, tier: Tier) -> bool:
+        """Whether a key came to a tier without a note; it is published now, or has left."""
+        tiers = self.notes.awaited.get(key, set())
+        was_left_out = tier in tiers
+        tiers.discard(tier)
+        if was_left_out and not tiers:
+            del self.notes.awaited[key]
+        return was_left_out
+
+    def _stored(self, tier: Tier, key: BlockKey, note: BlockNote) -> KVCacheEvent:
+        block_hash, number = split_key(key)
+        kind, window = self._wire.kinds[number]
+        lora_id, lora_name = note.adapter or (None, None)
+        return self._wire.stored(
+            block_hashes=[self._wire.hash(block_hash)],
+            parent_block_hash=self._wire.hash(note.parent) if note.parent is not None else None,
+            token_ids=note.token_ids,
+            block_size=self._tokens[number],
+            lora_id=lora_id,
+            lora_name=lora_name,
+            extra_keys=[note.extra_keys],
+            group_idx=number,
+            kv_cache_spec_kind=kind,
+            kv_cache_spec_sliding_window=window,
+            **_PLACES[tier],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,12 +283,6 @@ def publishes_events(vllm_config: VllmConfig) -> bool:
     """Whether this engine publishes KV cache events at all."""
     settings: Any = getattr(vllm_config, "kv_events_config", None)
     return bool(settings is not None and settings.enable_kv_cache_events)
-
-
-def _any_of(numbers: Sequence[int], holds: Callable[[BlockKey], bool]) -> Callable[[bytes], bool]:
-    """Return whether any of these groups has a block with a hash."""
-    suffixes = [group_suffix(number) for number in numbers]
-    return lambda block_hash: any(holds(BlockKey(block_hash + suffix)) for suffix in suffixes)
 
 
 def _parents_first(came: Mapping[BlockKey, BlockNote]) -> Iterator[BlockKey]:

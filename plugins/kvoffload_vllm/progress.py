@@ -233,7 +233,7 @@ class ProgressReports:
         request = tracked.request
         tracked.boundary = confirmed + self._least_block - confirmed % self._least_block
         if self._tier_events is not None:
-            tracked.noted = self._tier_events.note(request, tracked.noted, confirmed)
+            tracked.noted = self._tier_events.notes.take(request, tracked.noted, confirmed)
         new_keys = tracked.new_keys(self._keys) if tracked.hashes != len(request.block_hashes) else ()
         name = request.request_id
         return _make_progress((name, confirmed, self._late.pop(name, ()), new_keys))

@@ -182,7 +182,7 @@ class VllmScheduler:
         else:
             confirmed = min(request.num_computed_tokens - request.num_output_placeholders, request.num_tokens)
             if self.tier_events is not None:
-                self.tier_events.note(request, tracked.noted, confirmed)
+                self.tier_events.notes.take(request, tracked.noted, confirmed)
             if tracked.hashes != len(request.block_hashes):
                 new_keys = tracked.new_keys(self._keys)
         self.offload.ended(facts.RequestEnded(request.request_id, confirmed, new_keys, holds_blocks, late))

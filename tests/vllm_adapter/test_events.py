@@ -9,7 +9,7 @@ from typing import Any
 from kvoffload.core.key_index import KeyIndex
 from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.model.wire import Tier
-from kvoffload_vllm.events import EventMaker, NoteTaker, TierEvents, Wire, publishes_events
+from kvoffload_vllm.events import BlockNotes, TierEvents, Wire, publishes_events
 from kvoffload_vllm.groups import VllmGroups, vllm_groups
 from kvoffload_vllm.pool_device import split_key
 from kvoffload_vllm.progress import KeyMaker
@@ -54,15 +54,15 @@ def request(**fields: Any) -> Any:
     return SimpleNamespace(**values)
 
 
-def reported(of: Any, computed_tokens: int = 8) -> tuple[EventMaker, tuple[tuple[BlockKey, ...], ...]]:
+def reported(of: Any, computed_tokens: int = 8) -> tuple[TierEvents, tuple[tuple[BlockKey, ...], ...]]:
     known = groups()
-    notes = NoteTaker(known, WIRE, lambda key: False)
-    notes.take(of, 0, computed_tokens)
-    return EventMaker(known, notes, WIRE), KeyMaker(known.hash_ratios, known.ids).keys(of.block_hashes, 0)
+    maker, _, _ = tiers()
+    maker.notes.take(of, 0, computed_tokens)
+    return maker, KeyMaker(known.hash_ratios, known.ids).keys(of.block_hashes, 0)
 
 
-def events(maker: EventMaker, *ledger: tuple[BlockKey, bool]) -> list[Any]:
-    return list(maker.events(ledger))
+def events(maker: TierEvents, *ledger: tuple[BlockKey, bool], tier: Tier = Tier.HOST) -> list[Any]:
+    return list(maker.events(tier, ledger))
 
 
 def test_a_block_that_came_is_published_with_its_tokens_and_parent() -> None:
@@ -152,10 +152,14 @@ def test_a_block_without_a_note_is_left_out_and_so_is_its_end() -> None:
 # -- notes ----------------------------------------------------------------------------------------------------------
 
 
-def taker(holds: Callable[[BlockKey], bool], device_blocks: int, *, count: int = 1) -> NoteTaker:
+def taker(holds: Callable[[BlockKey], bool], device_blocks: int, *, count: int = 1) -> BlockNotes:
     """Of `count` groups with blocks of 2 tokens."""
     config = cache_config(*[group(full(2))] * count, num_blocks=device_blocks + 1)
-    return NoteTaker(vllm_groups(vllm_config(), config, features=Features(), sizes=(2, 2)), WIRE, holds)
+    return BlockNotes(vllm_groups(vllm_config(), config, features=Features(), sizes=(2, 2)), WIRE, holds)
+
+
+def count_of(notes: BlockNotes) -> int:
+    return sum(map(len, notes.by_ratio.values()))
 
 
 def prompt(hashes: Iterable[int]) -> Any:
@@ -170,17 +174,17 @@ def key(number: int, group_number: int = 0) -> BlockKey:
 def test_only_blocks_that_are_computed_are_noted_each_once() -> None:
     notes = taker(lambda key: True, 10)
     assert notes.take(prompt(range(4)), 0, 5) == 2
-    assert len(notes) == 2
+    assert count_of(notes) == 2
     assert notes.take(prompt(range(4)), 2, 5) == 2
     assert notes.take(prompt(range(4)), 2, 100) == 4  # more is computed than is hashed yet
     assert notes.take(prompt(range(4)), 0, 8) == 4
-    assert len(notes) == 4
+    assert count_of(notes) == 4
 
 
 def test_groups_with_blocks_of_one_size_share_notes() -> None:
     notes = taker(lambda key: True, 10, count=3)
     notes.take(prompt(range(4)), 0, 8)
-    assert len(notes) == 4
+    assert count_of(notes) == 4
     assert notes.get(key(1, 0)) is notes.get(key(1, 2)) is not None
 
 
@@ -190,11 +194,11 @@ def test_a_note_is_kept_while_the_device_holds_its_block() -> None:
     notes = taker(on_device.__contains__, 12)
     for start in range(0, 1000, 10):
         notes.take(prompt(range(start, start + 10)), 0, 20)
-        assert len(notes) <= 24
+        assert count_of(notes) <= 24
     assert all(notes.get(key) is not None for key in on_device)
     on_device.clear()
     notes.take(prompt(range(2000, 2040)), 0, 80)
-    assert len(notes) == 12
+    assert count_of(notes) == 12
 
 
 def test_a_note_is_kept_while_one_of_its_groups_holds_the_block() -> None:
@@ -221,14 +225,10 @@ def test_a_key_is_a_hash_and_vllms_number_of_the_group() -> None:
 
 
 def test_a_disk_and_a_store_are_storage_here_and_elsewhere() -> None:
-    known = groups()
-    notes = NoteTaker(known, WIRE, lambda key: False)
-    notes.take(request(), 0, 8)
-    large, _ = KeyMaker(known.hash_ratios, known.ids).keys(request().block_hashes, 0)
+    maker, (large, _) = reported(request())
     for tier, place in ((Tier.DISK, ("STORAGE", "LOCAL")), (Tier.REMOTE, ("STORAGE", "REMOTE"))):
-        maker = EventMaker(known, notes, WIRE, tier)
         for came in (True, False):
-            ((_, fields),) = maker.events([(large[0], came)])
+            ((_, fields),) = events(maker, (large[0], came), tier=tier)
             assert (fields["medium"], fields["locality"]) == place
 
 
@@ -241,7 +241,7 @@ def tiers() -> tuple[TierEvents, dict[Tier, KeyIndex], tuple[BlockKey, ...]]:
 
 def test_each_tier_reports_what_came_to_it_and_left_it() -> None:
     published, indexes, large = tiers()
-    published.note(request(), 0, 8)
+    published.notes.take(request(), 0, 8)
     assert list(published.take()) == []
     for index in indexes.values():
         index.add(large[:1], [SlotId(0)])
@@ -262,7 +262,7 @@ def test_a_block_that_came_before_its_note_is_reported_with_it() -> None:
     assert list(published.take()) == []
     indexes[Tier.REMOTE].remove([large[0]])
     assert list(published.take()) == []
-    published.note(request(), 0, 8)
+    published.notes.take(request(), 0, 8)
     found = [(fields["block_hashes"], fields["locality"]) for _, fields in published.take()]
     assert found == [(["01"], "LOCAL"), (["03"], "LOCAL"), (["03"], "REMOTE")]
     assert list(published.take()) == []
@@ -271,8 +271,8 @@ def test_a_block_that_came_before_its_note_is_reported_with_it() -> None:
 def test_notes_of_blocks_on_the_host_are_kept_while_they_may_be_written_further_down() -> None:
     published, indexes, large = tiers()
     indexes[Tier.HOST].add(large[:1], [SlotId(0)])
-    assert published._notes._notes[2]._is_needed(bytes([1]))
-    assert not published._notes._notes[2]._is_needed(bytes([3]))
+    assert published.notes._is_held(large[0])
+    assert not published.notes._is_held(large[1])
 
 
 def test_what_leaves_before_its_note_leaves_nothing() -> None:
@@ -283,4 +283,4 @@ def test_what_leaves_before_its_note_leaves_nothing() -> None:
     for tier in (Tier.DISK, Tier.REMOTE):
         indexes[tier].remove([large[0]])
     assert list(published.take()) == []
-    assert not published._notes.awaited
+    assert not published.notes.awaited

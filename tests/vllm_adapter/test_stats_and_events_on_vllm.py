@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvoffload.core.key_index import KeyIndex
 from kvoffload.model.ids import BlockKey
+from kvoffload.model.wire import Tier
 from kvoffload.telemetry.catalogue import Hook
 from tests.telemetry.fake_source import FakeSource
 from tests.vllm_adapter.test_on_vllm import attention, cache_config, engine
@@ -85,8 +87,9 @@ def published(**fields: Any) -> tuple[list[Any], Any]:
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
-    from kvoffload_vllm.events import EventMaker, NoteTaker, find_wire
+    from kvoffload_vllm.events import TierEvents, find_wire
     from kvoffload_vllm.groups import vllm_groups
+    from kvoffload_vllm.pool_device import VllmDevice
     from kvoffload_vllm.progress import KeyMaker
     from kvoffload_vllm.support import Features
 
@@ -96,10 +99,10 @@ def published(**fields: Any) -> tuple[list[Any], Any]:
     hasher = get_request_block_hasher(32, sha256)
     request = Request("a", list(range(70)), SamplingParams(max_tokens=1), None, block_hasher=hasher, **fields)
     keys = KeyMaker(groups.hash_ratios, groups.ids).keys(request.block_hashes, 0)
-    notes = NoteTaker(groups, wire, lambda key: True)
-    notes.take(request, 0, 70)
+    events = TierEvents(groups, {Tier.HOST: KeyIndex()}, wire, VllmDevice())
+    events.notes.take(request, 0, 70)
     ledger = [(key, True) for key in (keys[0][1], keys[0][0], keys[1][1])]
-    made = EventMaker(groups, notes, wire).events([*ledger, (BlockKey(b"gone" + bytes(4)), False)])
+    made = events.events(Tier.HOST, [*ledger, (BlockKey(b"gone" + bytes(4)), False)])
     return list(made), request
 
 
