@@ -1,14 +1,13 @@
 """The catalogue as ordinary Prometheus metrics, made from the classes that vLLM passes in (its own or Ray's).
 
 A process may make them several times, for a second engine or a second logger, but the registry accepts a name once. So
-the metrics are kept: a later caller gets the same objects, and its engines' series restart at 0. An earlier caller with
-the same series then updates objects that are no longer exported, so nothing is counted twice.
+the last ones replace those before, which are updated but no longer exported. vLLM's own metrics do the same.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
@@ -17,7 +16,7 @@ from kvoffload.telemetry.catalogue import CATALOGUE, Kind, Metric
 from kvoffload_vllm.payload import entries, split_labels
 
 _STANDARD: Mapping[Kind, type] = {Kind.COUNTER: Counter, Kind.GAUGE: Gauge, Kind.HISTOGRAM: Histogram}
-_made: dict[tuple[Callable[..., object], str], tuple[tuple[str, ...], Any]] = {}
+_exported: dict[str, Any] = {}
 
 
 class Families:
@@ -65,16 +64,13 @@ class Families:
                     child.observe(sample)
 
     def _start(self, engine: int, name: str, labels: tuple[str, ...]) -> object:
-        values = [*self._engine_labels[engine], *labels]
-        metric = self._metrics[name]
-        if isinstance(metric, Counter | Gauge | Histogram) and not _is_multiprocess():
-            metric.remove(*values)
-        child = self._children[engine, name, labels] = metric.labels(*values)
+        child = self._metrics[name].labels(*self._engine_labels[engine], *labels)
+        self._children[engine, name, labels] = child
         return child
 
 
 def _make(cls: Callable[..., object], metric: Metric, label_names: tuple[str, ...]) -> object:
-    """Return the metric, a new one or the one this process already has."""
+    """Return a new metric, in place of the one that this process exports."""
     options: dict[str, object] = {
         "name": metric.name,
         "documentation": metric.help,
@@ -84,20 +80,10 @@ def _make(cls: Callable[..., object], metric: Metric, label_names: tuple[str, ..
         options["multiprocess_mode"] = "mostrecent"
     if metric.kind is Kind.HISTOGRAM:
         options["buckets"] = list(metric.buckets)
-    try:
-        made = cls(**options)
-    except ValueError:
-        if (cls, metric.name) not in _made:
-            raise  # the name belongs to another package
-        names, known = _made[cls, metric.name]
-        if names == label_names:
-            return known
-        REGISTRY.unregister(known)
-        made = cls(**options)
-    _made[cls, metric.name] = label_names, made
+    if metric.name in _exported:
+        with suppress(KeyError):  # the registry may have been cleared
+            REGISTRY.unregister(_exported.pop(metric.name))
+    made = cls(**options)
+    if isinstance(made, Counter | Gauge | Histogram):
+        _exported[metric.name] = made
     return made
-
-
-def _is_multiprocess() -> bool:
-    """Whether the client keeps values in files. It cannot remove a series there, so series continue from their last value."""
-    return "PROMETHEUS_MULTIPROC_DIR" in os.environ or "prometheus_multiproc_dir" in os.environ
