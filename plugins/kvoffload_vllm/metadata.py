@@ -7,40 +7,11 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvoffload.model.ids import JobId
 from kvoffload.model.wire import NOTHING, TransferPlan, TransferReport
 from kvoffload.runtime.copies import LoadAnswers
 
 if TYPE_CHECKING:
     from kvoffload.disk.identity import KVIdentity
-
-
-@dataclass(frozen=True, slots=True)
-class EndedLoads:
-    """Loads that ended otherwise than by the workers' own copies. vLLM learns how a load ended from workers alone.
-
-    Args:
-        loaded, failed: requests whose load no worker was given; each worker reports them once.
-        abandoned: jobs of loads that failed while workers still copy them; a worker where one still runs reports its
-            request as failed.
-    """
-
-    loaded: tuple[str, ...] = ()
-    failed: tuple[str, ...] = ()
-    abandoned: tuple[JobId, ...] = ()
-
-    def and_also(self, answers: LoadAnswers) -> EndedLoads:
-        """Return these and what else the workers do not report by themselves."""
-        alone = answers.without_copy
-        return EndedLoads(
-            (*self.loaded, *[request for request in alone if request in answers.loaded]),
-            (*self.failed, *[request for request in alone if request in answers.failed]),
-            (*self.abandoned, *answers.abandoned),
-        )
-
-
-NONE_ENDED = EndedLoads()
-"""What most steps have."""
 
 
 @dataclass(slots=True)
@@ -49,12 +20,12 @@ class KVOffloadMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is n
 
     Args:
         plan: what to copy.
-        ended: loads that the workers must report although they did not copy them to the end.
+        ended: answers of the core with loads that the workers must report although they did not copy them to the end.
         disk: what the folder on disk is named by, once.
     """
 
     plan: TransferPlan = NOTHING
-    ended: EndedLoads = NONE_ENDED
+    ended: tuple[LoadAnswers, ...] = ()
     disk: KVIdentity | None = None
 
 

@@ -12,7 +12,7 @@ from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId
 from kvoffload.model.wire import NOTHING
 from kvoffload_vllm.kv_identity import persists
-from kvoffload_vllm.metadata import NO_PLAN, NONE_ENDED, KVOffloadMetadata, KVOffloadWorkerMetadata
+from kvoffload_vllm.metadata import NO_PLAN, KVOffloadMetadata, KVOffloadWorkerMetadata
 from kvoffload_vllm.progress import KeyMaker, ProgressReports, Tracked
 from kvoffload_vllm.stats import KVOffloadStats
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kvoffload.runtime.copies import LoadAnswers
     from kvoffload.runtime.scheduler_side import SchedulerSide
     from kvoffload_vllm.events import TierEvents
     from kvoffload_vllm.groups import VllmGroups
@@ -76,7 +77,8 @@ class VllmScheduler:
         self._progress = ProgressReports(
             groups.shape, groups.ids, self._keys, device, self._tracked, report_every, tier_events
         )
-        self._ended_loads = NONE_ENDED
+        self._unsent: tuple[LoadAnswers, ...] = ()
+        """Ended loads that the workers do not report by themselves. vLLM learns how a load ended only from workers."""
         self._step = 0
 
     # -- before a step ------------------------------------------------------------------------------------------
@@ -152,10 +154,10 @@ class VllmScheduler:
         if self.offload.copies.awaited or self.offload.faults.cause:
             answers = self.offload.take_answers()
             if answers.without_copy or answers.abandoned:
-                self._ended_loads = self._ended_loads.and_also(answers)
-        ended, self._ended_loads = self._ended_loads, NONE_ENDED
+                self._unsent += (answers,)
+        ended, self._unsent = self._unsent, ()
         disk = None if self._identification is None else self._identification.step(self.offload)
-        if plan is NOTHING and ended is NONE_ENDED and disk is None:
+        if plan is NOTHING and not ended and disk is None:
             return NO_PLAN
         return KVOffloadMetadata(plan, ended, disk)
 
@@ -165,7 +167,7 @@ class VllmScheduler:
         if isinstance(reported, KVOffloadWorkerMetadata):
             answers = self.offload.reported(reported.reports)
             if answers.without_copy or answers.abandoned:
-                self._ended_loads = self._ended_loads.and_also(answers)
+                self._unsent += (answers,)
 
     def ended(self, request: Request, *, holds_blocks: bool) -> None:
         """A request finished or was aborted, and its blocks are about to be freed.
@@ -204,7 +206,7 @@ class VllmScheduler:
     @property
     def has_work(self) -> bool:
         """Whether vLLM must keep stepping for something to end."""
-        return self._ended_loads is not NONE_ENDED or self.offload.has_work
+        return bool(self._unsent) or self.offload.has_work
 
     # -- inside -------------------------------------------------------------------------------------------------
 

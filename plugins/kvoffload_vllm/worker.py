@@ -86,13 +86,13 @@ class VllmWorker:
         for load in metadata.plan.loads:
             assert load.extra is not None, load
             self._loading[load.id] = (load.extra, load.targets)
-        ended = metadata.ended
-        for job in ended.abandoned:
-            # Where it has ended it was reported already; where it runs on, its blocks stay leased.
-            if job in self._loading:
-                self._ended(job, failed=True)
-        self._received.finished.update(ended.loaded, ended.failed)
-        self._received.failed.update(ended.failed)
+        for ended in metadata.ended:
+            for job in ended.abandoned:
+                # Where it has ended it was reported already; where it runs on, its blocks stay leased.
+                if job in self._loading:
+                    self._ended(job, failed=True)
+            self._received.finished.update(ended.without_copy)
+            self._received.failed.update({*ended.without_copy} & {*ended.failed})
 
     def start_loads(self) -> None:
         """Submit the step's loads, behind what this thread had put on the device when the step was bound."""

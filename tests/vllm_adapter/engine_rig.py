@@ -198,8 +198,6 @@ class Rig:
 
     def check_scheduler_clean(self, *, degraded: bool = False) -> None:
         """As above, without what the worker has: it may live in a process of its own."""
-        from kvoffload_vllm.metadata import NONE_ENDED
-
         self.finish()
         assert engines.held_blocks(self.llm) == 0
         assert self.side.audit() == []
@@ -211,7 +209,7 @@ class Rig:
         assert not state.jobs.open.values()
         ours = self.connector._scheduler
         assert not ours._tracked
-        assert ours._ended_loads is NONE_ENDED
+        assert not ours._unsent
         assert not self.scheduler.requests
 
     def check_bytes(self) -> None:

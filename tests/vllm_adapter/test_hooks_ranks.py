@@ -15,6 +15,7 @@ from kvoffload.disk.identity import KVIdentity
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import DeviceBlockId, JobId, Rank, RequestId
 from kvoffload.model.wire import Direction, JobReport, TransferPlan, TransferReport
+from kvoffload.runtime.copies import LoadAnswers
 from tests.copy_jobs import device_job
 from tests.vllm_adapter.engine_rig import MARKS
 
@@ -27,7 +28,7 @@ IDENTITY = KVIdentity("engine", "weights", "keys", {"tensor": 2})
 
 LOAD = JobId(7)
 BLOCKS = (DeviceBlockId(3), DeviceBlockId(4))
-REQUEST = "request"
+REQUEST = RequestId("request")
 
 
 class Copies:
@@ -88,15 +89,8 @@ class Workers:
 
 
 def load() -> dict[str, Any]:
-    job = device_job(LOAD, Direction.LOAD, (0, 1), BLOCKS, RequestId(REQUEST))
+    job = device_job(LOAD, Direction.LOAD, (0, 1), BLOCKS, REQUEST)
     return {"plan": TransferPlan(loads=(job,))}
-
-
-def ended_loads(**ended: Any) -> Any:
-    """Loads that ended otherwise than by the workers' own copies."""
-    from kvoffload_vllm.metadata import EndedLoads
-
-    return EndedLoads(**ended)
 
 
 def ranks_reported(output: Any) -> list[int]:
@@ -217,7 +211,7 @@ def test_an_abandoned_load_is_reported_once_by_each_rank(ended: Sequence[int]) -
     for rank in ended:
         workers.copies[rank].end(CopyOutcome.DONE)
     workers.step()
-    end = workers.step(ended=ended_loads(abandoned=[LOAD]))
+    end = workers.step(ended=(LoadAnswers(failed=[REQUEST], abandoned=[LOAD]),))
     assert end.finished_recving == {REQUEST}
     assert end.failed_recving == {REQUEST}
     late = [rank for rank in range(2) if rank not in ended]
@@ -230,8 +224,10 @@ def test_an_abandoned_load_is_reported_once_by_each_rank(ended: Sequence[int]) -
 
 def test_a_load_without_a_copy_is_reported_by_every_rank() -> None:
     workers = Workers()
-    assert workers.step(ended=ended_loads(loaded=[REQUEST])).finished_recving == {REQUEST}
-    end = workers.step(ended=ended_loads(failed=[REQUEST]))
+    assert workers.step(ended=(LoadAnswers(loaded=[REQUEST], without_copy=[REQUEST]),)).finished_recving == {
+        REQUEST
+    }
+    end = workers.step(ended=(LoadAnswers(failed=[REQUEST], without_copy=[REQUEST]),))
     assert (end.finished_recving, end.failed_recving) == ({REQUEST}, {REQUEST})
 
 
