@@ -119,7 +119,6 @@ class SamplingParams:
     """How one request samples: the likeliest token each time."""
 
     max_new_tokens: int = 16
-    stop_tokens: frozenset[int] = frozenset()  # the stop token itself is still returned
 
     def __post_init__(self) -> None:
         _raise_if_any(_not_positive(self, "max_new_tokens"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -76,7 +75,7 @@ class Engine:
         self._capacity = Capacity(groups, config.step_tokens, config.max_model_len)
         self.pool = BlockPool(pool_size(config, self._capacity))
         self.runner = make_runner(config, groups, self.pool.num_blocks)
-        self.facts = _facts(config, groups, self.pool)
+        self.facts = EngineFacts(config, groups, self.pool)
         self._plugin, self._workers = SchedulerPlugin(), list[WorkerPlugin]()
         if plugin is None and config.plugin is not None:
             plugin = load_plugin(config.plugin)
@@ -99,7 +98,6 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-        cache_salt: bytes = b"",
         trace_parent: str | None = None,
     ) -> TokenStream:
         """Queue a request and return the stream of its tokens.
@@ -108,7 +106,6 @@ class Engine:
             prompt: token ids.
             params: how to sample; None: greedy, the default number of tokens.
             request_id: unique among open requests; None: one is made up.
-            cache_salt: requests share cached prefixes only with requests of the same salt.
             trace_parent: W3C `traceparent` of the caller's span, for plugins that trace.
 
         Raises:
@@ -123,7 +120,7 @@ class Engine:
         params = params or SamplingParams()
         self._check_prompt(prompt, params)
         groups = len(self._capacity.groups)
-        chain = KeyChain(self.config.block_tokens, groups, cache_salt)
+        chain = KeyChain(self.config.block_tokens, groups)
         stats = RequestStats(len(prompt), arrived_s=self._clock())
         request = Request(request_id, list(prompt), len(prompt), params, chain, stats, groups, trace_parent)
         self._capacity.check_fits(request.max_kv_tokens, self.pool.usable_blocks)
@@ -223,7 +220,7 @@ class Engine:
     def _start(self, plugin: EnginePlugin) -> None:
         self._plugin = plugin.scheduler_side(self.facts)
         try:
-            for rank in range(self.facts.ranks):
+            for rank in range(self.config.ranks):
                 self._workers.append(plugin.worker_side(self.facts, rank))
                 self._workers[rank].register_kv_caches(self.runner.rank_tensors(rank))
         except BaseException:
@@ -291,15 +288,3 @@ class Engine:
     def _close_stream(self, request: Request, error: BaseException | None) -> None:
         request.stats.finished_s = self._clock()
         self._open.pop(request.request_id)[1].finish(error)
-
-
-def _facts(config: EngineConfig, groups: tuple[GroupFacts, ...], pool: BlockPool) -> EngineFacts:
-    return EngineFacts(
-        groups=groups,
-        pool=pool,
-        ranks=config.ranks,
-        step_tokens=config.step_tokens,
-        device=config.device,
-        model=f"{config.model}, drawn by torch {version('torch')}",
-        plugin_config=config.plugin_config,
-    )

@@ -17,7 +17,7 @@ hook raises ends the engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvoffload.engine.block_pool import BlockPool
+    from kvoffload.engine.config import EngineConfig
     from kvoffload.engine.request import Request
 
 ENTRY_POINT_GROUP = "kvoffload.engine_plugins"
@@ -53,13 +54,9 @@ class GroupFacts:
 class EngineFacts:
     """What a plugin may know of the engine; fixed for the engine's life."""
 
+    config: EngineConfig
     groups: tuple[GroupFacts, ...]
     pool: BlockPool  # of all groups' blocks; a plugin may lease them: `pool.touch`, `pool.free`
-    ranks: int
-    step_tokens: int  # token budget of one step; one step is in flight at a time
-    device: str  # "cpu", "cuda" or "cuda:N"
-    model: str  # equal for models that compute the same
-    plugin_config: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)

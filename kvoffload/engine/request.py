@@ -64,13 +64,12 @@ class RequestStats:
 class KeyChain:
     """The keys of one request's full blocks; grows with its tokens. Equal keys mean equal prefixes.
 
-    A block's hash covers its tokens, the hash of the block before it, and, through the first block, the cache salt.
-    Its key is that hash followed by the group's number in four big-endian bytes.
+    A block's hash covers its tokens and the hash of the block before it. Its key is that hash followed by the group's number in four big-endian bytes.
     """
 
-    def __init__(self, block_tokens: int, groups: int, cache_salt: bytes = b"") -> None:
+    def __init__(self, block_tokens: int, groups: int) -> None:
         self._block_tokens = block_tokens
-        self._last_hash = sha256(b"kv-block-chain:" + cache_salt).digest()
+        self._last_hash = sha256(b"kv-block-chain:").digest()
         self._keys: tuple[list[bytes], ...] = tuple([] for _ in range(groups))
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -130,9 +129,7 @@ class Request:
     @property
     def is_complete(self) -> bool:
         """Whether the last token was the last one asked for."""
-        generated = self.num_tokens - self.num_prompt_tokens
-        stopped = generated > 0 and self.tokens[-1] in self.params.stop_tokens
-        return stopped or generated >= self.params.max_new_tokens
+        return self.num_tokens - self.num_prompt_tokens >= self.params.max_new_tokens
 
     def keys(self, group: int) -> Sequence[bytes]:
         """Keys of all full blocks of the tokens known so far."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import kvoffload
@@ -73,12 +74,14 @@ class ReferencePlugin:
         Raises:
             ConfigError: the engine's `plugin_config` has bad keys or values.
         """
-        self._config = parse_config(engine.plugin_config, engine.ranks)
+        self._config = parse_config(engine.config.plugin_config, engine.config.ranks)
         shape = shape_of(engine, self._promises)
         self._tier_key = read_tier_key(self._config.tier_key_file)
         identity = with_key(_identity_of(engine, shape, self._config), self._tier_key)
-        self._disk = _disk_of(self._config, identity)
-        self._remote = _remote_of(self._config, identity)
+        if self._config.disk_path is not None:
+            self._disk = DiskPlace(self._config.disk_path, lambda: identity)
+        if self._config.remote_url is not None:
+            self._remote = RemotePlace(parse_address(self._config.remote_url), lambda: identity.fingerprint)
         self.offload = SchedulerSide(
             shape,
             self._config,
@@ -97,7 +100,7 @@ class ReferencePlugin:
         copier = self._make_copier(Rank(rank)) if self._make_copier is not None else None
         worker = WorkerSide(
             Rank(rank),
-            engine.ranks,
+            engine.config.ranks,
             self._config,
             self._portal,
             clock=self._clock,
@@ -110,7 +113,7 @@ class ReferencePlugin:
 
         def examine_layout(layout: DeviceLayout) -> list[Finding]:
             # Its models are small on purpose, and so are their pages, so the speed of copies is not checked.
-            return examine_rank(rank, engine.ranks, self._config, layout, checks=memory.CHECKS)
+            return examine_rank(rank, engine.config.ranks, self._config, layout, checks=memory.CHECKS)
 
         return ReferenceWorker(worker, examine_layout)
 
@@ -156,9 +159,9 @@ def shape_of(engine: EngineFacts, promises: Promises) -> EngineShape:
     """Return the engine's shape. Its null block is no block of the pool."""
     return EngineShape(
         groups=tuple(map(_group, engine.groups)),
-        ranks=engine.ranks,
+        ranks=engine.config.ranks,
         device_blocks=engine.pool.usable_blocks,
-        step_tokens=engine.step_tokens,
+        step_tokens=engine.config.step_tokens,
         promises=promises,
     )
 
@@ -170,26 +173,15 @@ def _group(group: GroupFacts) -> GroupSpec:
 
 def _identity_of(engine: EngineFacts, shape: EngineShape, config: OffloadConfig) -> KVIdentity:
     """Return what makes KV usable by another engine. The weights are drawn from a seed, which the model's settings have."""
+    model = f"{engine.config.model}, drawn by torch {version('torch')}"
     return KVIdentity(
         engine=f"{_IDENTITY.name} {_IDENTITY.version}",
-        weights=engine.model if config.disk_identity is None else f"{engine.model}, {config.disk_identity}",
+        weights=model if config.disk_identity is None else f"{model}, {config.disk_identity}",
         keys="sha256 kv-block-chain",
-        parallel={"ranks": engine.ranks},
-        settings={"device": engine.device},
+        parallel={"ranks": engine.config.ranks},
+        settings={"device": engine.config.device},
         groups=groups_of(shape),
     )
-
-
-def _disk_of(config: OffloadConfig, identity: KVIdentity) -> DiskPlace | None:
-    """Return where the disk's files belong."""
-    return None if config.disk_path is None else DiskPlace(config.disk_path, lambda: identity)
-
-
-def _remote_of(config: OffloadConfig, identity: KVIdentity) -> RemotePlace | None:
-    """Return where blocks belong in a store that engines share."""
-    if config.remote_url is None:
-        return None
-    return RemotePlace(parse_address(config.remote_url), lambda: identity.fingerprint)
 
 
 def plugin() -> ReferencePlugin:

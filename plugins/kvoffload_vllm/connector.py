@@ -49,9 +49,6 @@ try:
 except ImportError:  # before 0.32 vLLM does not distinguish hits by source
     CacheHitSource = None
 
-REPORTS_FAILED_LOADS = hasattr(base, "KVConnectorTransferResults")
-"""Since 0.30 a failed load is reported by request; before, by block, and only with one group."""
-
 
 class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not installed where types are checked
     """Keeps computed KV blocks in host memory and brings them back.
@@ -123,6 +120,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker.start_stores()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Called before 0.30, where a failed load is reported by block, and only with one group."""
         received = self._worker.take_received()
         self._bad_blocks = received.bad_blocks
         return None, received.finished or None
@@ -134,8 +132,6 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        if REPORTS_FAILED_LOADS:
-            return set()
         bad_blocks, self._bad_blocks = self._bad_blocks, set()
         return bad_blocks
 

@@ -19,12 +19,12 @@ from kvoffload.model.ids import BlockKey
 from kvoffload.model.wire import Tier
 from kvoffload_vllm.groups import VllmGroups
 from kvoffload_vllm.pool_device import GROUP_BYTES, group_suffix, split_key
-from kvoffload_vllm.progress import RequestLike
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
     from kvoffload.core.key_index import KeyIndex
     from kvoffload_vllm.pool_device import VllmDevice
@@ -92,7 +92,7 @@ class BlockNotes:
         block_hash, number = split_key(key)
         return self.by_ratio[self._ratios[number]].get(block_hash)
 
-    def take(self, request: RequestLike, first: int, computed_tokens: int) -> int:
+    def take(self, request: Request, first: int, computed_tokens: int) -> int:
         """Note the blocks that hold a request's computed tokens.
 
         Args:
@@ -110,7 +110,7 @@ class BlockNotes:
             self._take(request, range(first // ratio, last // ratio), ratio)
         return last
 
-    def _take(self, request: RequestLike, positions: range, ratio: int) -> None:
+    def _take(self, request: Request, positions: range, ratio: int) -> None:
         lora, hashes, notes = request.lora_request, request.block_hashes, self.by_ratio[ratio]
         adapter = (lora.adapter_id, lora.name) if lora else None
         tokens, media = ratio * self._hash_tokens, 0
@@ -260,9 +260,7 @@ def find_wire(kv_cache_config: KVCacheConfig) -> Wire:
     # Since 0.31 hashes cover tagged values, which events leave untagged.
     untag = getattr(kv_cache_utils, "to_event_extra_keys", lambda keys: keys)
 
-    def extra_keys(
-        request: RequestLike, start: int, end: int, media: int
-    ) -> tuple[tuple[Any, ...] | None, int]:
+    def extra_keys(request: Request, start: int, end: int, media: int) -> tuple[tuple[Any, ...] | None, int]:
         keys, media = kv_cache_utils.generate_block_hash_extra_keys(request, start, end, media)
         return untag([keys])[0] if keys else None, media
 

@@ -26,11 +26,11 @@ from kvoffload.model.errors import DiskError
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
+    from vllm.v1.request import Request
 
     from kvoffload.disk.tier_key import TierKey
     from kvoffload.runtime.scheduler_side import SchedulerSide
     from kvoffload_vllm.groups import VllmGroups
-    from kvoffload_vllm.progress import RequestLike
 
 _SEEDED = ("sha256", "sha256_cbor")
 """Hash algorithms whose seed is the same in every process of newer versions of vLLM."""
@@ -313,7 +313,7 @@ def _process_began_ns() -> int:
     return time.time_ns() - int(age * 1e9)
 
 
-def persists(request: RequestLike) -> bool:
+def persists(request: Request) -> bool:
     """Whether a request's keys cover all that its KV depends on.
 
     vLLM's hashes know an adapter by its name and path alone. An image, audio or video is known by a digest of its content,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -42,7 +42,8 @@ class VllmDevice:
         pool.free_blocks([pool.blocks[block] for block in blocks])
 
     def next_evictable(self, count: int) -> Iterable[DeviceBlockId]:
-        return islice(self._free(), count)
+        free = islice(self._pool.free_block_queue.iter_blocks_after(None), count)
+        return (DeviceBlockId(block.block_id) for block in free)
 
     def free_blocks(self) -> int:
         return self._pool.get_num_free_blocks()  # type: ignore[no-any-return]  # vLLM is not installed where types are checked
@@ -74,10 +75,6 @@ class VllmDevice:
         if tokens is not None and (block.block_hash_num_tokens or 0) % tokens:
             return None
         return key
-
-    def _free(self) -> Iterator[DeviceBlockId]:
-        for block in self._pool.free_block_queue.iter_blocks_after(None):
-            yield DeviceBlockId(block.block_id)
 
 
 def split_key(key: BlockKey) -> tuple[bytes, int]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, compress, repeat
 from operator import add
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -23,6 +23,7 @@ from kvoffload_vllm.pool_device import VllmDevice, group_suffix
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
 
     from kvoffload_vllm.events import TierEvents
 
@@ -33,21 +34,6 @@ _make_progress: Callable[[tuple[RequestId, int, _Table, _Keys]], facts.Progress]
     tuple.__new__, facts.Progress
 )
 """Often in a step: a named tuple's own call takes three times as long."""
-
-
-class RequestLike(Protocol):
-    """What is read of vLLM's `Request`."""
-
-    request_id: RequestId
-    block_hashes: list[bytes]
-    all_token_ids: Sequence[int]
-    lora_request: Any
-    mm_features: Any
-    num_tokens: int
-    num_computed_tokens: int
-    num_output_placeholders: int
-    num_output_tokens: int
-    skip_reading_prefix_cache: bool
 
 
 class KeyMaker:
@@ -88,7 +74,7 @@ class Tracked(Struct, eq=False):
         boundary: confirmed tokens from which on there is something new to report; `ProgressReports` writes it.
     """
 
-    request: RequestLike
+    request: Request
     hashes: int = 0
     last_hash: bytes | None = None
     noted: int = 0

@@ -109,7 +109,7 @@ def test_an_engine_loads_the_plugin_that_its_configuration_names(monkeypatch: py
     engine = Engine(tiny_config(plugin="copying", plugin_config={"size": 3}), clock=lambda: 0.0)
     run(engine, tokens(10))
     assert plugin.scheduler.counts["finished"] == 1
-    assert plugin.scheduler.facts.plugin_config == {"size": 3}
+    assert plugin.scheduler.facts.config.plugin_config == {"size": 3}
 
 
 def _offer(monkeypatch: pytest.MonkeyPatch, value: str) -> None:

@@ -79,24 +79,6 @@ def test_an_admission_does_not_evict_the_prefix_that_it_found() -> None:
     assert_same(taken(stream), dense(tiny_config(), turn, 3))
 
 
-def test_a_cache_salt_keeps_tenants_apart() -> None:
-    engine = tiny_engine()
-    run(engine, tokens(40))
-    stream = engine.submit(tokens(40), cache_salt=b"another tenant")
-    drain(engine)
-    assert stream.stats.device_hit_tokens == 0
-
-
-def test_a_stop_token_ends_the_request_and_is_returned() -> None:
-    engine = tiny_engine()
-    free = run(engine, tokens(9), 6)
-    stop = free[2].token_id
-    stream = engine.submit(tokens(9), SamplingParams(6, stop_tokens=frozenset({stop})))
-    drain(engine)
-    found = [token.token_id for token in taken(stream)]
-    assert found == [token.token_id for token in free][: found.index(stop) + 1]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cuda_device_gives_what_the_cpu_gives(kind: str) -> None:
