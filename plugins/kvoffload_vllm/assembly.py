@@ -44,8 +44,10 @@ if TYPE_CHECKING:
 _REPORT_EVERY = 16  # steps of a decoding batch, in each of which it completes a few blocks
 
 
-def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> VllmScheduler:
-    """Return the scheduler's side.
+def start_scheduler(
+    scheduler: VllmScheduler, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> None:
+    """Give a connector the scheduler's half.
 
     Raises:
         ConfigError: with everything because of which offloading cannot start.
@@ -75,7 +77,8 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> V
         state = offload.core.state
         indexes = {Tier.HOST: state.pool.index, **{tier.tier: tier.pool.index for tier in state.tiers}}
         tier_events = TierEvents(groups, indexes, find_wire(kv_cache_config), device)
-    return VllmScheduler(
+    VllmScheduler.__init__(
+        scheduler,
         offload,
         device,
         groups,
@@ -87,8 +90,8 @@ def make_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> V
     )
 
 
-def make_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> VllmWorker:
-    """Return one worker's side. Workers start before the scheduler, so what is refused is refused here.
+def start_worker(worker: VllmWorker, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Give a connector a worker's half. Workers start before the scheduler, so what is refused is refused here.
 
     Raises:
         ConfigError: with everything because of which offloading cannot start.
@@ -121,7 +124,7 @@ def make_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Vllm
             answers += examine([load_failures(policy)], Setup(config=config))
         return answers
 
-    return VllmWorker(offload, portal.close, examine_layout, identity)
+    VllmWorker.__init__(worker, offload, portal.close, examine_layout, identity)
 
 
 def join_logging() -> None:

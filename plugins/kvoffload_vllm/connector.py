@@ -1,8 +1,7 @@
-"""The connector: vLLM's hooks for both roles, forwarded to the side that this process has."""
+"""The connector: vLLM's hooks for both roles. An object has one role, and only the state of that half."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,38 +10,30 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 
 from kvoffload.model.errors import ConfigError
-from kvoffload_vllm.assembly import make_scheduler, make_worker
+from kvoffload_vllm.assembly import start_scheduler, start_worker
 from kvoffload_vllm.layout import layout_of_caches, meaning_of_caches, preferred_layout
 from kvoffload_vllm.metadata import KVOffloadMetadata
+from kvoffload_vllm.scheduler import VllmScheduler
 from kvoffload_vllm.stats import KVOffloadPromMetrics, KVOffloadStats
 from kvoffload_vllm.support import SLEEP_MODE
+from kvoffload_vllm.worker import VllmWorker
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
-    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
         PromMetric,
         PromMetricT,
     )
-    from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-    from kvoffload_vllm.scheduler import VllmScheduler
-    from kvoffload_vllm.worker import VllmWorker
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -50,7 +41,7 @@ except ImportError:  # before 0.32 vLLM does not distinguish hits by source
     CacheHitSource = None
 
 
-class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not installed where types are checked
+class KVOffloadConnector(VllmScheduler, VllmWorker, KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not installed where types are checked
     """Keeps computed KV blocks in host memory and brings them back.
 
     Raises:
@@ -61,11 +52,6 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """It is a cache: no request loses output because a store was dropped."""
 
     supports_divergent_local_hybrid_hits = False
-
-    _scheduler: VllmScheduler
-    """There in the role of the scheduler."""
-    _worker: VllmWorker
-    """There in the role of a worker."""
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
@@ -79,34 +65,31 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         self._vllm_cache_config = kv_cache_config
         self._bad_blocks: set[int] = set()
         if CacheHitSource is not None:
             self._cache_hit_source = CacheHitSource.HOST
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = make_scheduler(vllm_config, kv_cache_config)
+            start_scheduler(self, vllm_config, kv_cache_config)
         else:
-            self._worker = make_worker(vllm_config, kv_cache_config)
+            start_worker(self, vllm_config, kv_cache_config)
 
     # -- worker -------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layers = self._vllm_config.compilation_config.static_forward_context
         meaning = meaning_of_caches(kv_caches, self._vllm_cache_config, layers)
-        self._worker.register(replace(layout_of_caches(kv_caches, self._vllm_cache_config), meaning=meaning))
+        self.register(replace(layout_of_caches(kv_caches, self._vllm_cache_config), meaning=meaning))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, KVOffloadMetadata), connector_metadata
-        self._worker.bind(connector_metadata)
+        self.bind(connector_metadata)
 
     def clear_connector_metadata(self) -> None:
-        self._worker.clear()
+        self.clear()
         super().clear_connector_metadata()
-
-    def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
-        self._worker.start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """All loads are asynchronous: no layer waits."""
@@ -116,17 +99,14 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> None:
         """Stores are planned by the scheduler's side and start after the forward pass."""
 
-    def wait_for_save(self) -> None:
-        self._worker.start_stores()
-
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Called before 0.30, where a failed load is reported by block, and only with one group."""
-        received = self._worker.take_received()
+        received = self.take_received()
         self._bad_blocks = received.bad_blocks
         return None, received.finished or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
-        received = self._worker.take_received()
+        received = self.take_received()
         return base.KVConnectorTransferResults(
             finished_recving=received.finished, failed_recving=received.failed
         )
@@ -135,62 +115,19 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         bad_blocks, self._bad_blocks = self._bad_blocks, set()
         return bad_blocks
 
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self._worker.worker_metadata()
-
     # -- scheduler ----------------------------------------------------------------------------------------------
-
-    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self._scheduler.bind(gpu_block_pool)
-
-    def on_new_request(self, request: Request) -> None:
-        self._scheduler.new_request(request)
-
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        tokens = self._scheduler.lookup(request, num_computed_tokens)
-        return tokens, bool(tokens)
-
-    def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
-        self._scheduler.allocated(request, blocks, num_external_tokens)
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._scheduler.build_metadata(scheduler_output)
-
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduler.update(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        # Blocks under a copy are leased, so vLLM may free the request's at once.
-        self._scheduler.ended(request, holds_blocks=any(block_ids))
-        return False, None
-
-    def has_pending_push_work(self) -> bool:
-        return self._scheduler.has_work
-
-    def take_events(self) -> Iterable[KVCacheEvent]:
-        events = self._scheduler.tier_events
-        return events.take() if events is not None else ()
-
-    def reset_cache(self) -> bool | None:
-        return self._scheduler.offload.reset()
-
     # -- both ---------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        side = self._scheduler if self._role is KVConnectorRole.SCHEDULER else self._worker
-        side.close()
+        half = VllmScheduler if self._role is KVConnectorRole.SCHEDULER else VllmWorker
+        half.close(self)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return self._scheduler.take_stats() if self._role is KVConnectorRole.SCHEDULER else None
+        return super().get_kv_connector_stats() if self._role is KVConnectorRole.SCHEDULER else None
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:

@@ -1,11 +1,11 @@
-"""The scheduler's side of the connector: vLLM's hooks as facts, and the core's answers as vLLM wants them."""
+"""The scheduler's half of the connector: vLLM's hooks as facts, and the core's answers as vLLM wants them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvoffload.model import facts
 from kvoffload.model.groups import AttentionKind
@@ -17,6 +17,7 @@ from kvoffload_vllm.progress import KeyMaker, ProgressReports, Tracked
 from kvoffload_vllm.stats import KVOffloadStats
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -35,7 +36,7 @@ _output_tokens = attrgetter("num_output_tokens")
 
 
 class VllmScheduler:
-    """Offloading on vLLM's scheduler.
+    """The connector's hooks on vLLM's scheduler.
 
     Args:
         offload: the runtime's scheduler side.
@@ -83,12 +84,10 @@ class VllmScheduler:
 
     # -- before a step ------------------------------------------------------------------------------------------
 
-    def bind(self, pool: BlockPool) -> None:
-        """Take vLLM's block pool."""
-        self._device.bind(pool)
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._device.bind(gpu_block_pool)
 
-    def new_request(self, request: Request) -> Tracked:
-        """The engine took a request in."""
+    def on_new_request(self, request: Request) -> Tracked:
         hashes, reads = request.block_hashes, not request.skip_reading_prefix_cache
         tracked = Tracked(request, len(hashes), hashes[-1] if hashes else None)
         self._tracked[request.request_id] = tracked
@@ -99,26 +98,29 @@ class VllmScheduler:
         self.offload.seen(fact, partial(_output_tokens, request), trace_parent)
         return tracked
 
-    def lookup(self, request: Request, device_tokens: int) -> int | None:
-        """Return the tokens that the host adds, None for "ask again"."""
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.is_rewritten:
             tracked = self._start_anew(request, tracked)
-        tracked.found_tokens = device_tokens
+        tracked.found_tokens = num_computed_tokens
         name: RequestId = request.request_id
         new_keys = tracked.new_keys(self._keys) if tracked.hashes != len(request.block_hashes) else ()
         if not self._state_tokens:
-            return self.offload.lookup(name, device_tokens, request.num_tokens, new_keys)
+            found = self.offload.lookup(name, num_computed_tokens, request.num_tokens, new_keys)
+            return found, bool(found)
         # vLLM ends a chunk there, and keeps the state: it is where the device has the prefix, but no state of it. It is
         # set before each lookup, and read after it.
         kept = getattr(request, "shared_prefix_boundary", None)
-        found = self.offload.lookup(name, device_tokens, request.num_tokens, new_keys, kept or 0)
+        found = self.offload.lookup(name, num_computed_tokens, request.num_tokens, new_keys, kept or 0)
         if kept is not None and found is not None:
             request.shared_prefix_boundary = max(kept, self.offload.prefix_boundary(name))
-        return found
+        return found, bool(found)
 
-    def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
-        """The engine gave a request blocks: for the first time, or again after a load, for the rest of its prompt."""
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.is_rewritten:
             tracked = self._start_anew(request, tracked)
@@ -128,12 +130,12 @@ class VllmScheduler:
         self._progress.allocated(tracked, known)
         block_ids = blocks.get_block_ids()
         table = tuple([block_ids[group] for group in self._groups])
-        self.offload.allocated(facts.BlocksAllocated(request.request_id, table, known, external_tokens))
+        self.offload.allocated(facts.BlocksAllocated(request.request_id, table, known, num_external_tokens))
 
     # -- a step -------------------------------------------------------------------------------------------------
 
-    def build_metadata(self, output: SchedulerOutput) -> KVOffloadMetadata:
-        """Return the step's plan for the workers."""
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVOffloadMetadata:
+        output = scheduler_output
         preempted: tuple[RequestId, ...] = tuple(output.preempted_req_ids or ())
         for name in preempted:
             self._progress.forget(name)
@@ -161,15 +163,20 @@ class VllmScheduler:
             return NO_PLAN
         return KVOffloadMetadata(plan, ended, disk)
 
-    def update(self, output: KVConnectorOutput) -> None:
-        """The workers reported what ended."""
-        reported = output.kv_connector_worker_meta
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        reported = connector_output.kv_connector_worker_meta
         if isinstance(reported, KVOffloadWorkerMetadata):
             answers = self.offload.reported(reported.reports)
             if answers.without_copy or answers.abandoned:
                 self._unsent += (answers,)
 
-    def ended(self, request: Request, *, holds_blocks: bool) -> None:
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._request_ended(request, holds_blocks=any(block_ids))
+        return False, None  # blocks under a copy are leased, so vLLM may free the request's at once
+
+    def _request_ended(self, request: Request, *, holds_blocks: bool) -> None:
         """A request finished or was aborted, and its blocks are about to be freed.
 
         Nothing is stored of a request whose hashes were rewritten: its blocks may hold other tokens.
@@ -189,9 +196,9 @@ class VllmScheduler:
                 new_keys = tracked.new_keys(self._keys)
         self.offload.ended(facts.RequestEnded(request.request_id, confirmed, new_keys, holds_blocks, late))
 
-    def take_stats(self) -> KVOffloadStats | None:
+    def get_kv_connector_stats(self) -> KVOffloadStats | None:
         """Return what the counters gained, None if nothing changed. A step that is followed by another may leave it to that."""
-        if self._changes.now() < self._changes.next_s and (self._tracked or self.has_work):
+        if self._changes.now() < self._changes.next_s and (self._tracked or self.has_pending_push_work()):
             return None
         changes = self._changes.take()
         return KVOffloadStats(changes) if changes is not None else None
@@ -203,9 +210,13 @@ class VllmScheduler:
         self.offload.close()
         self._closed()
 
-    @property
-    def has_work(self) -> bool:
-        """Whether vLLM must keep stepping for something to end."""
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self.tier_events.take() if self.tier_events is not None else ()
+
+    def reset_cache(self) -> bool:
+        return self.offload.reset()
+
+    def has_pending_push_work(self) -> bool:
         return bool(self._unsent) or self.offload.has_work
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -213,8 +224,8 @@ class VllmScheduler:
     def _start_anew(self, request: Request, tracked: Tracked | None) -> Tracked:
         """Report a request as a new one: vLLM did not, or has rewritten its hashes since."""
         if tracked is not None:
-            self.ended(request, holds_blocks=request.num_computed_tokens > 0)
-        return self.new_request(request)
+            self._request_ended(request, holds_blocks=request.num_computed_tokens > 0)
+        return self.on_new_request(request)
 
     def _states(self, output: SchedulerOutput) -> tuple[facts.StateHandedOff, ...]:
         """Return the recurrent states that the step completes. Those within a block are left out: no lookup asks for them."""

@@ -1,4 +1,4 @@
-"""A worker's side of the connector: submits the plan's copies, and reports how they ended."""
+"""A worker's half of the connector: submits the plan's copies, and reports how they ended."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from kvoffload.model.wire import Direction
 from kvoffload_vllm.metadata import KVOffloadMetadata, KVOffloadWorkerMetadata
 
 if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+
     from kvoffload.checks.check import Finding
     from kvoffload.disk.identity import KVIdentity
     from kvoffload.model.ids import DeviceBlockId, JobId
@@ -39,7 +41,7 @@ class Received:
 
 
 class VllmWorker:
-    """Offloading on one of vLLM's workers.
+    """The connector's hooks on one of vLLM's workers.
 
     Args:
         offload: the runtime's worker side.
@@ -55,7 +57,7 @@ class VllmWorker:
         examine: Callable[[DeviceLayout], Sequence[Finding]],
         identity: Future[KVIdentity] | None = None,
     ) -> None:
-        self._offload = offload
+        self.offload = offload
         self._closed = closed
         self._examine = examine
         self._identity: Future[KVIdentity] = Future() if identity is None else identity
@@ -68,7 +70,7 @@ class VllmWorker:
     def register(self, layout: DeviceLayout) -> None:
         """Take the worker's KV memory."""
         findings = self._examine(layout)
-        self._offload.register(layout)
+        self.offload.register(layout)
         log_warnings(findings)
 
     # -- a step -------------------------------------------------------------------------------------------------
@@ -80,7 +82,7 @@ class VllmWorker:
         """
         self._metadata = metadata
         self._stores_started = False
-        self._offload.begin_step(metadata.plan)
+        self.offload.begin_step(metadata.plan)
         if metadata.disk is not None and not self._identity.done():
             self._identity.set_result(metadata.disk)
         for load in metadata.plan.loads:
@@ -90,38 +92,38 @@ class VllmWorker:
             for job in ended.abandoned:
                 # Where it has ended it was reported already; where it runs on, its blocks stay leased.
                 if job in self._loading:
-                    self._ended(job, failed=True)
+                    self._load_ended(job, failed=True)
             self._received.finished.update(ended.without_copy)
             self._received.failed.update({*ended.without_copy} & {*ended.failed})
 
-    def start_loads(self) -> None:
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
         """Submit the step's loads, behind what this thread had put on the device when the step was bound."""
         if self._metadata is not None:
-            self._offload.start_loads(self._metadata.plan)
+            self.offload.start_loads(self._metadata.plan)
 
-    def start_stores(self) -> None:
+    def wait_for_save(self) -> None:
         """Queue the step's stores behind its forward pass, once: not every version calls the same hook for it."""
         if self._metadata is not None and not self._stores_started:
             self._stores_started = True
-            self._offload.start_stores(self._metadata.plan)
+            self.offload.start_stores(self._metadata.plan)
 
     def clear(self) -> None:
         """The step is over."""
-        self.start_stores()
+        self.wait_for_save()
         self._metadata = None
 
     def take_received(self) -> Received:
         """Return the loads that ended since the last call. Never waits."""
-        report = self._offload.take_report()
+        report = self.offload.take_report()
         if report is not None:
             self._keep(report)
             for job in report.jobs:
                 if job.direction is Direction.LOAD and job.job in self._loading:
-                    self._ended(job.job, failed=job.outcome is not CopyOutcome.DONE)
+                    self._load_ended(job.job, failed=job.outcome is not CopyOutcome.DONE)
         received, self._received = self._received, Received()
         return received
 
-    def worker_metadata(self) -> KVOffloadWorkerMetadata | None:
+    def build_connector_worker_meta(self) -> KVOffloadWorkerMetadata | None:
         """Return what this rank reports to the scheduler's side, None if there is nothing."""
         report, self._report = self._report, None
         return KVOffloadWorkerMetadata((report,)) if report is not None else None
@@ -130,13 +132,13 @@ class VllmWorker:
         """Drain the copies that were started and give the memory back."""
         self._identity.cancel()
         try:
-            self._offload.close()
+            self.offload.close()
         finally:
             self._closed()
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _ended(self, job: JobId, *, failed: bool) -> None:
+    def _load_ended(self, job: JobId, *, failed: bool) -> None:
         request, blocks = self._loading.pop(job)
         self._received.finished.add(request)
         if failed:

@@ -147,7 +147,7 @@ class Side:
         ):
             serve(llm, [1, 2, 3])
             connector = engines.scheduler_of(llm).connector
-            while self.name == OURS and not connector._scheduler.offload.core.state.disk.is_open:
+            while self.name == OURS and not connector.offload.core.state.disk.is_open:
                 serve(llm, [1, 2, 3])
             yield llm
         self.written += moved("write_bytes") - before

@@ -101,7 +101,7 @@ class Rig:
 
     @property
     def side(self) -> SchedulerSide:
-        side: SchedulerSide = self.connector._scheduler.offload
+        side: SchedulerSide = self.connector.offload
         return side
 
     @property
@@ -112,7 +112,7 @@ class Rig:
 
     @property
     def pump(self) -> Any:
-        return self.worker_connector._worker._offload.pump
+        return self.worker_connector.offload.pump
 
     @property
     def counts(self) -> Snapshot:
@@ -193,7 +193,7 @@ class Rig:
     def check_clean(self, *, degraded: bool = False) -> None:
         """With all done: every device block is free, no record is left, every invariant holds, bytes are the same on both sides."""
         self.check_scheduler_clean(degraded=degraded)
-        assert not self.worker_connector._worker._loading
+        assert not self.worker_connector._loading
         self.check_bytes()
 
     def check_scheduler_clean(self, *, degraded: bool = False) -> None:
@@ -207,7 +207,7 @@ class Rig:
         assert not state.requests.live.values()
         assert not state.requests.finishing
         assert not state.jobs.open.values()
-        ours = self.connector._scheduler
+        ours = self.connector
         assert not ours._tracked
         assert not ours._unsent
         assert not self.scheduler.requests
@@ -366,7 +366,7 @@ def _wait_for_host_memory() -> None:
     group = get_kv_transfer_group() if has_kv_transfer_group() else None
     for one in getattr(group, "_connectors", [group]):
         if type(one).__name__ == "KVOffloadConnector":
-            preparing = one._worker._offload._tasks[0]
+            preparing = one.offload._tasks[0]
             assert not wait([preparing], _PATIENCE_S).not_done
 
 

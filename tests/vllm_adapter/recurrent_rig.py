@@ -69,7 +69,7 @@ def _pages_of_loaded_states(rig: Rig) -> Iterator[tuple[int, int]]:
 
 
 def _suffixes(rig: Rig, kind: AttentionKind) -> set[bytes]:
-    numbers = zip(rig.connector._scheduler._groups, rig.side.shape.groups, strict=True)
+    numbers = zip(rig.connector._groups, rig.side.shape.groups, strict=True)
     return {number.to_bytes(4, "big") for number, group in numbers if group.kind is kind}
 
 

@@ -44,7 +44,7 @@ def adapter(
     side = SchedulerSide(groups.shape, parse_config({"host_bytes": 1 << 20, **settings}), device)
     scheduler = VllmScheduler(side, device, groups, Changes(side, now), lambda: None, report_every)
     pool = BlockPool(BLOCKS + 1, True, hash_tokens)
-    scheduler.bind(pool)
+    scheduler.bind_gpu_block_pool(pool)
     try:
         yield scheduler, pool
     finally:

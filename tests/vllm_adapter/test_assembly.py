@@ -75,7 +75,7 @@ def test_vllm_knows_no_other_hashes() -> None:
     assert known - set(_HASHES) == {"xxhash", "xxhash_cbor"}
 
 
-@pytest.mark.parametrize("side", ["make_scheduler", "make_worker"])
+@pytest.mark.parametrize("side", ["start_scheduler", "start_worker"])
 def test_a_key_file_that_cannot_be_used_stops_each_sides_start(
     side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,4 +86,4 @@ def test_a_key_file_that_cannot_be_used_stops_each_sides_start(
     monkeypatch.setattr(assembly, "find_failure_policy", lambda _: "recompute")
     nothing: Any = None
     with pytest.raises(ConfigError, match=r"tier_key_file: .* is not used"):
-        getattr(assembly, side)(nothing, nothing)
+        getattr(assembly, side)(nothing, nothing, nothing)

@@ -196,4 +196,4 @@ def test_pieces_of_a_block(worker: Any, caches: tuple[Any, Any, dict[str, Any]])
     pieces = {"L": layers, "B": 1}[config.kv_cache_layout[0]] * (
         heads if config.kv_cache_layout == "LHBNC" else 1
     )
-    assert len(worker._worker._offload.pump._arena.layout.regions) == pieces
+    assert len(worker.offload.pump._arena.layout.regions) == pieces

@@ -197,12 +197,14 @@ def test_vllms_connector_warns_of_failed_loads(
     policy: str, reported: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvoffload_vllm import assembly
+    from kvoffload_vllm.worker import VllmWorker
 
     monkeypatch.setattr(assembly, "_check", lambda *_: (None, OffloadConfig(host_bytes=2 * 131072)))
     monkeypatch.setattr(assembly, "find_failure_policy", lambda _: policy)
     given = vllm_config(world_size=1)
     given.parallel_config.rank = 0
-    worker = assembly.make_worker(given, cache_config(group(full())))
+    worker = VllmWorker.__new__(VllmWorker)
+    assembly.start_worker(worker, given, cache_config(group(full())))
     with capture_logs() as lines:
         worker.register(FakeDevice(9, [65536, 65536]).layout)
         worker.close()
@@ -215,12 +217,14 @@ def test_vllms_connector_warns_of_failed_loads(
 @pytest.mark.filterwarnings("ignore")
 def test_vllms_worker_warns_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvoffload_vllm import assembly
+    from kvoffload_vllm.worker import VllmWorker
 
     monkeypatch.setattr(assembly, "_check", lambda *_: (None, OffloadConfig(host_bytes=2 * 131072)))
     monkeypatch.setattr(assembly, "find_failure_policy", lambda _: "recompute")
     given = vllm_config(world_size=1)
     given.parallel_config.rank = 0
-    worker = assembly.make_worker(given, cache_config(group(full())))
+    worker = VllmWorker.__new__(VllmWorker)
+    assembly.start_worker(worker, given, cache_config(group(full())))
     with capture_logs() as lines:
         worker.register(FakeDevice(9, [65536, 65536]).layout)
         worker.close()

@@ -124,7 +124,7 @@ def test_lazy_stores_are_published_in_full(folder: Path) -> None:
                 assert (event.parent_block_hash is None) == (tuple(event.token_ids) in heads)
                 assert event.parent_block_hash not in hashes[number:]
         assert sum(len(stored_on_host(batch)) for batch in batches) > 40
-        notes = rig.connector._scheduler.tier_events.notes.by_ratio
+        notes = rig.connector.tier_events.notes.by_ratio
         assert sum(map(len, notes.values())) < 2 * 95
         rig.check_clean()
 

@@ -229,7 +229,7 @@ def test_loaded_again_imported_twice_and_forked_amid_a_load(
     async def answer() -> int:
         return os.getpid()
 
-    portal = rig.worker_connector._worker._offload._portal
+    portal = rig.worker_connector.offload._portal
     child = os.fork()
     if child == 0:
         os._exit(0 if portal.spawn(answer).result(30) == os.getpid() else 1)
@@ -248,7 +248,7 @@ def test_last_of_all_the_workers_loop_dies(hands: Hands) -> None:
     expected = truth(rig, asked)
     right = truth(rig, other)
     rig.put_on_host_only(asked.prompt)
-    loop, thread = rig.worker_connector._worker._offload._portal._loop_thread
+    loop, thread = rig.worker_connector.offload._portal._loop_thread
     loop.call_soon_threadsafe(loop.stop)
     thread.join(30)
     before = rig.counts

@@ -152,7 +152,7 @@ def found() -> Iterator[dict[str, float]]:
 
     with adapter(BLOCK, now=lambda: 0.0, report_every=16) as (scheduler, pool):
         connector = KVOffloadConnector.__new__(KVOffloadConnector)
-        connector._scheduler, connector._role = scheduler, KVConnectorRole.SCHEDULER
+        connector.__dict__.update(vars(scheduler), _role=KVConnectorRole.SCHEDULER)
         scheduler.offload.reported([TransferReport(Rank(0), (), BLOCKS)])
         warm, fresh, back, idle = (Life(connector, pool, Calls()) for _ in range(4))
         keep = make_request("keep", 0)  # so that no end of a life is an end of all

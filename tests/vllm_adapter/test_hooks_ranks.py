@@ -75,13 +75,13 @@ class Workers:
         outputs = []
         for worker in self._workers:
             worker.bind(KVOffloadMetadata(**reported))
-            worker.start_loads()
-            worker.start_stores()
+            worker.start_load_kv(None)
+            worker.wait_for_save()
             received = worker.take_received()
             output = KVConnectorOutput(
                 finished_recving=received.finished or None,
                 failed_recving=received.failed,
-                kv_connector_worker_meta=worker.worker_metadata(),
+                kv_connector_worker_meta=worker.build_connector_worker_meta(),
             )
             worker.clear()
             outputs.append(ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=output))
@@ -137,12 +137,12 @@ def test_a_report_that_was_not_fetched_grows_and_has_the_present_state() -> None
     worker = VllmWorker(copies, lambda: None, lambda _: ())  # type: ignore[arg-type]
     for _ in range(3):
         worker.take_received()
-    meta = worker.worker_metadata()
+    meta = worker.build_connector_worker_meta()
     assert meta is not None
     (report,) = meta.reports
     assert [part.job for part in report.jobs] == [1, 2]
     assert (report.ready_slots, report.store_share) == (8, 0.75)
-    assert worker.worker_metadata() is None
+    assert worker.build_connector_worker_meta() is None
 
 
 def test_r13_a_step_begins_when_it_is_bound() -> None:
@@ -156,8 +156,8 @@ def test_r13_a_step_begins_when_it_is_bound() -> None:
     worker = VllmWorker(copies, lambda: None, lambda _: ())  # type: ignore[arg-type]
     worker.bind(KVOffloadMetadata(**load()))
     assert called == ["begin_step"]
-    worker.start_loads()
-    worker.start_stores()
+    worker.start_load_kv(None)
+    worker.wait_for_save()
     assert called == ["begin_step", "start_loads", "start_stores"]
 
 

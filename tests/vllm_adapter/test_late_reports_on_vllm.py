@@ -29,16 +29,16 @@ def test_r10_after_a_reset_blocks_are_reported_in_the_step_that_hands_them_out(w
         if was_reset:
             scheduler.offload.reset()
         request = make_request("a", 1)
-        scheduler.new_request(request)
-        scheduler.lookup(request, 0)
+        scheduler.on_new_request(request)
+        scheduler.get_num_new_matched_tokens(request, 0)
         blocks = [block.block_id for block in pool.get_new_blocks(9)]
         table: Any = SimpleNamespace(get_block_ids=lambda: (blocks,))
-        scheduler.allocated(request, table, 0)
-        scheduler.build_metadata(step_output(request, request.num_tokens, is_new=True))
+        scheduler.update_state_after_alloc(request, table, 0)
+        scheduler.build_connector_meta(step_output(request, request.num_tokens, is_new=True))
         request.num_computed_tokens = request.num_tokens
-        scheduler.build_metadata(step_output(request, 1, is_new=False))
+        scheduler.build_connector_meta(step_output(request, 1, is_new=False))
         gains = step_output(request, 1, is_new=False)
         gains.scheduled_cached_reqs.new_block_ids = [([50],)]
-        scheduler.build_metadata(gains)
+        scheduler.build_connector_meta(gains)
         assert [fact.progress for fact in steps[2:]] == [()]
         assert steps[2].handed_out == ((50,) if was_reset else ())

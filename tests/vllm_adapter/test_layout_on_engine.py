@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -75,8 +74,7 @@ def registered(vllm_config: Any, kv_cache_config: Any, caches: dict[str, Any]) -
     connector = object.__new__(KVOffloadConnector)
     found: list[DeviceLayout] = []
     connector._vllm_config, connector._vllm_cache_config = vllm_config, kv_cache_config
-    worker: Any = SimpleNamespace(register=found.append)
-    connector._worker = worker
+    connector.register = found.append  # type: ignore[assignment, method-assign]
     connector.register_kv_caches(caches)
     return found[0]
 

@@ -279,6 +279,22 @@ def test_keys_are_vllms_own() -> None:
 # -- inside a MultiConnector ----------------------------------------------------------------------------------------
 
 
+def test_the_connectors_halves_and_vllms_base_share_no_name() -> None:
+    """An object has both halves' methods, so one of the same name would take the other's place."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    from kvoffload_vllm.scheduler import VllmScheduler
+    from kvoffload_vllm.worker import VllmWorker
+
+    def names(half: Any) -> set[str]:
+        return {name for name in (*vars(half), *half.__init__.__code__.co_names) if name[:2] != "__"}
+
+    ours, theirs = names(VllmScheduler), names(VllmWorker)
+    assert ours & theirs == {"offload", "_closed", "close"}
+    private = {name for name in (ours | theirs) if name.startswith("_")}
+    assert private.isdisjoint(names(KVConnectorBase_V1))
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize(("outer", "inner"), [("recompute", "fail"), ("fail", "recompute")])
 def test_the_policy_for_failed_loads_is_the_outermost(
@@ -292,7 +308,8 @@ def test_the_policy_for_failed_loads_is_the_outermost(
 
     policies: list[str] = []
     monkeypatch.setattr(
-        "kvoffload_vllm.connector.make_worker", lambda given, _: policies.append(find_failure_policy(given))
+        "kvoffload_vllm.connector.start_worker",
+        lambda _, given, __: policies.append(find_failure_policy(given)),
     )
     config: dict[str, Any] = {
         "kv_connector": "KVOffloadConnector",

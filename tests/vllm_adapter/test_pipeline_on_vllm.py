@@ -115,7 +115,7 @@ def open_loads(_: Any) -> int:
 
 def pages_of_a_block(_: Any) -> list[int]:
     """The bytes of each."""
-    arena = _our_worker()._offload.pump._arena
+    arena = _our_worker().offload.pump._arena
     return [region.page_bytes for region in arena.layout.regions]
 
 
@@ -123,7 +123,7 @@ def corrupt(worker: Any, rank: int) -> None:
     """Overwrite all that one rank has on the host with numbers near 1; KV is spread round 0."""
     if worker.vllm_config.parallel_config.rank != rank:
         return
-    arena = _our_worker()._offload.pump._arena
+    arena = _our_worker().offload.pump._arena
     for slot in range(arena.ready_slots):
         for region in range(len(arena.layout.regions)):
             page = arena.pages(SlotId(slot))[region]
@@ -133,7 +133,7 @@ def corrupt(worker: Any, rank: int) -> None:
 def _our_worker() -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return get_kv_transfer_group()._worker
+    return get_kv_transfer_group()
 
 
 @pytest.fixture(scope="module", params=SHAPES, ids=str)

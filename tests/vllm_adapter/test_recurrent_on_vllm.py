@@ -94,7 +94,7 @@ def test_a_state_that_is_stored_before_the_forward_pass_is_noticed(on: Stage) ->
 
     def bind_and_store(worker: VllmWorker, metadata: Any) -> None:
         bind(worker, metadata)
-        worker.start_stores()
+        worker.wait_for_save()
 
     with patch.object(VllmWorker, "bind", bind_and_store):
         on.put_on_host()

@@ -90,8 +90,8 @@ def scheduled(request: Any, count: int, *, preempted: bool = False) -> Any:
 def run(scheduler: Any, request: Any, table: Sequence[int], *, until: int) -> None:
     """Schedule a request up to its token `until`."""
     blocks = SimpleNamespace(get_block_ids=lambda: (list(table),))
-    scheduler.allocated(request, blocks, 0)
-    scheduler.build_metadata(scheduled(request, until - request.num_computed_tokens))
+    scheduler.update_state_after_alloc(request, blocks, 0)
+    scheduler.build_connector_meta(scheduled(request, until - request.num_computed_tokens))
     request.num_computed_tokens = until
 
 
@@ -105,8 +105,8 @@ def test_the_core_knows_a_sessions_hashes_as_they_are_now(computed: int) -> None
     """vLLM drops what it has not computed: with `computed` at 0 the session was preempted and starts from its next part."""
     with adapter(BLOCK) as (scheduler, _):
         request = session(tokens(1, 100))
-        scheduler.new_request(request)
-        assert scheduler.lookup(request, 0) == 0
+        scheduler.on_new_request(request)
+        assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
         run(scheduler, request, [1, 2, 3, 4], until=100)
         before = known_keys(scheduler)
         assert before == list(request.block_hashes)
@@ -115,13 +115,13 @@ def test_the_core_knows_a_sessions_hashes_as_they_are_now(computed: int) -> None
         assert request.block_hashes[: computed // BLOCK] == before[: computed // BLOCK]
         assert len(request.block_hashes) == (computed + 90) // BLOCK
         if not computed:
-            scheduler.build_metadata(scheduled(request, 0, preempted=True))
-            assert scheduler.lookup(request, 0) == 0
+            scheduler.build_connector_meta(scheduled(request, 0, preempted=True))
+            assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
             assert known_keys(scheduler) == list(request.block_hashes)
         run(scheduler, request, [1, 2, 3, 4, 5, 6], until=request.num_tokens)
         assert known_keys(scheduler) == list(request.block_hashes)
         assert scheduler.offload.audit() == []
-        scheduler.ended(request, holds_blocks=True)
+        scheduler.request_finished_all_groups(request, ([1],))
         assert not scheduler._tracked
         assert not scheduler.offload.core.state.requests.live
 
@@ -129,14 +129,14 @@ def test_the_core_knows_a_sessions_hashes_as_they_are_now(computed: int) -> None
 def test_a_session_that_ends_with_rewritten_hashes_reports_none_of_them() -> None:
     with adapter(BLOCK) as (scheduler, _):
         request = session(tokens(1, 100))
-        scheduler.new_request(request)
-        scheduler.lookup(request, 0)
+        scheduler.on_new_request(request)
+        scheduler.get_num_new_matched_tokens(request, 0)
         run(scheduler, request, [1, 2, 3, 4], until=100)
         record = scheduler.offload.core.state.requests.live.get(RequestId("s"))
         before = list(record.keys[0])
         request.num_computed_tokens = 40
         go_on(request, tokens(2, 200))
-        scheduler.ended(request, holds_blocks=True)
+        scheduler.request_finished_all_groups(request, ([1],))
         assert record.keys[0] == before
         assert scheduler.offload.audit() == []
 

@@ -58,22 +58,23 @@ def expected(rig: Rig) -> dict[str, Reported]:
 
 def renew(rig: Rig) -> Held:
     """Both sides of the connector anew, as after a restart: offloading that went off stays off."""
-    from kvoffload_vllm.assembly import make_scheduler, make_worker
+    from kvoffload_vllm.assembly import start_scheduler, start_worker
 
     held, scheduler, worker = Held(), rig.connector, rig.worker_connector
     layout = rig.pump._arena.layout
     config, cache = scheduler._vllm_config, scheduler._vllm_cache_config
-    worker._worker.close()
-    scheduler._scheduler.close()
+    worker.shutdown()
+    scheduler.shutdown()
     clocks = Clocks(monotonic=held.clock.monotonic)
     with (
         patch("kvoffload_vllm.assembly.WorkerSide", partial(WorkerSide, copier=held.copier)),
         patch("kvoffload_vllm.assembly.SchedulerSide", partial(SchedulerSide, clocks=clocks)),
     ):
-        scheduler._scheduler, worker._worker = make_scheduler(config, cache), make_worker(config, cache)
-    worker._worker.register(layout)
+        start_scheduler(scheduler, config, cache)
+        start_worker(worker, config, cache)
+    worker.register(layout)
     scheduler.bind_gpu_block_pool(rig.scheduler.kv_cache_manager.block_pool)
-    worker._worker._offload._tasks[0].result(TIMEOUT_S)  # host memory is ready
+    worker.offload._tasks[0].result(TIMEOUT_S)  # host memory is ready
     rig.reported.clear()
     return held
 
