@@ -13,18 +13,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvoffload.model.errors import ConfigError
 from kvoffload_vllm.assembly import start_scheduler, start_worker
 from kvoffload_vllm.layout import layout_of_caches, meaning_of_caches, preferred_layout
 from kvoffload_vllm.metadata import KVOffloadMetadata
 from kvoffload_vllm.scheduler import VllmScheduler
 from kvoffload_vllm.stats import KVOffloadPromMetrics, KVOffloadStats
-from kvoffload_vllm.support import SLEEP_MODE
 from kvoffload_vllm.worker import VllmWorker
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -52,15 +50,6 @@ class KVOffloadConnector(VllmScheduler, VllmWorker, KVConnectorBase_V1, Supports
     """It is a cache: no request loses output because a store was dropped."""
 
     supports_divergent_local_hybrid_hits = False
-
-    @classmethod
-    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """Refuse sleep mode. vLLM 0.33 asks where it is on; on older versions the check of the settings refuses it.
-
-        Raises:
-            ConfigError: always; vLLM's own error would not say what to do.
-        """
-        raise ConfigError([SLEEP_MODE])
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -135,7 +124,7 @@ class KVOffloadConnector(VllmScheduler, VllmWorker, KVConnectorBase_V1, Supports
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        return KVOffloadStats(data)
+        return KVOffloadStats(data or {})
 
     @classmethod
     def build_prom_metrics(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -266,8 +266,8 @@ def find_wire(kv_cache_config: KVCacheConfig) -> Wire:
 
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return Wire(
-        stored=_known_fields_only(kv_events.BlockStored),
-        removed=_known_fields_only(kv_events.BlockRemoved),
+        stored=kv_events.BlockStored,
+        removed=kv_events.BlockRemoved,
         hash=kv_cache_utils.maybe_convert_block_hash,
         extra_keys=extra_keys,
         kinds={
@@ -292,12 +292,3 @@ def _parents_first(came: Mapping[BlockKey, BlockNote]) -> Iterator[BlockKey]:
             line.append(key)
             key = BlockKey((note.parent or b"") + key[-GROUP_BYTES:])
         yield from reversed(line)
-
-
-def _known_fields_only(cls: Callable[..., object]) -> Callable[..., Any]:
-    known: Collection[str] = cls.__struct_fields__  # type: ignore[attr-defined]  # vLLM's events are msgspec's
-
-    def make(**fields: object) -> object:
-        return cls(**{name: value for name, value in fields.items() if name in known})
-
-    return make

@@ -95,8 +95,6 @@ class Tracked(Struct, eq=False):
 
     def new_keys(self, maker: KeyMaker) -> tuple[tuple[BlockKey, ...], ...]:
         """Return the keys not reported yet, and note them as reported."""
-        if self.hashes and self.hashes == len(self.request.block_hashes):
-            return ()
         hashes = self.request.block_hashes
         keys = maker.keys(hashes, self.hashes)
         self.hashes = len(hashes)

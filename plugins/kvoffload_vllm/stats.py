@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 class KVOffloadStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not installed where types are checked
     """Changes since the last message, all in `data`, in the format of `payload`."""
 
-    def __init__(self, data: dict[str, Any] | None = None) -> None:
-        super().__init__(data={} if data is None else data)
-
     def reset(self) -> None:
         """Drop everything. The dictionary is replaced, because another object may hold the old one."""
         self.data: dict[str, Any] = {}

@@ -43,12 +43,6 @@ NEEDED = (
 )
 """Names in vLLM's base class that the connector needs to work correctly."""
 
-SLEEP_MODE = (
-    "sleep mode is on, and it takes away the device memory that copies read and write; start without "
-    "--enable-sleep-mode"
-)
-"""Why sleep mode is refused."""
-
 _WRAPPER = "kv_cache_specs"  # the attribute of a spec that wraps one spec for each layer
 
 
@@ -118,7 +112,10 @@ def _check_settings(vllm_config: VllmConfig) -> Iterator[str]:
     if not vllm_config.cache_config.enable_prefix_caching:
         yield "prefix caching is off, and blocks are found by their prefix; start with --enable-prefix-caching"
     if getattr(getattr(vllm_config, "model_config", None), "enable_sleep_mode", False):
-        yield SLEEP_MODE
+        yield (
+            "sleep mode is on, and it takes away the device memory that copies read and write; start without "
+            "--enable-sleep-mode"
+        )
     yield from _check_ranks(vllm_config.parallel_config)
 
 

@@ -69,7 +69,6 @@ def test_a_version_that_lacks_a_hook(folder: Path) -> None:
 
 
 def test_sleep_mode(folder: Path) -> None:
-    """vLLM 0.33 asks the connector's class, with the transfer configuration, before anything is made."""
     from vllm.platforms import current_platform
 
     if is_too_old():
