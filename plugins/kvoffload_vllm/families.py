@@ -35,7 +35,6 @@ class Families:
         engine_labels: Mapping[int, Sequence[object]],
     ) -> None:
         self._engine_labels = engine_labels
-        self._children: dict[tuple[int, str, tuple[str, ...]], Any] = {}
         self._metrics: dict[str, Any] = {
             metric.name: _make(classes[_STANDARD[metric.kind]], metric, (*label_names, *metric.label_names))
             for metric in CATALOGUE
@@ -43,7 +42,7 @@ class Families:
         for engine in engine_labels:
             for metric in CATALOGUE:
                 for labels in metric.series:
-                    self._start(engine, metric.name, labels)
+                    self._series(engine, metric.name, labels)
 
     def observe(self, payload: Mapping[str, Any], engine: int) -> None:
         """Add one message. Unknown names and labels are ignored, so that another version cannot end the front end."""
@@ -53,20 +52,17 @@ class Families:
             labels = split_labels(joined)
             if len(labels) != len(metric.labels):
                 continue
-            key = engine, metric.name, labels
-            child: Any = self._children.get(key) or self._start(*key)
+            series = self._series(engine, metric.name, labels)
             if metric.kind is Kind.COUNTER:
-                child.inc(value)
+                series.inc(value)
             elif metric.kind is Kind.GAUGE:
-                child.set(value)
+                series.set(value)
             else:
                 for sample in value:
-                    child.observe(sample)
+                    series.observe(sample)
 
-    def _start(self, engine: int, name: str, labels: tuple[str, ...]) -> object:
-        child = self._metrics[name].labels(*self._engine_labels[engine], *labels)
-        self._children[engine, name, labels] = child
-        return child
+    def _series(self, engine: int, name: str, labels: tuple[str, ...]) -> Any:  # noqa: ANN401  # of the class that was passed in
+        return self._metrics[name].labels(*self._engine_labels[engine], *labels)
 
 
 def _make(cls: Callable[..., object], metric: Metric, label_names: tuple[str, ...]) -> object:

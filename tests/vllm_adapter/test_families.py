@@ -119,14 +119,12 @@ class Alien:
 
     def __init__(self, name: str, documentation: str, labelnames: list[str], **options: Any) -> None:
         self.name, self.labelnames, self.options = name, labelnames, options
-        self.values: tuple[object, ...] = ()
+        self.children: dict[tuple[object, ...], Alien] = {}
         self.reported: list[float] = []
 
     def labels(self, *values: object) -> Alien:
         assert len(values) == len(self.labelnames)
-        child = type(self)(self.name, "", self.labelnames, **self.options)
-        child.values = values
-        return child
+        return self.children.setdefault(values, type(self)(self.name, "", self.labelnames, **self.options))
 
 
 class AlienCounter(Alien):
@@ -149,9 +147,8 @@ def test_any_classes_will_do_as_often_as_wanted() -> None:
     for _ in range(2):
         made = Families(aliens, LABELS, {0: ["m", 0]})
     made.observe({"kvoffload_hook_seconds": {"step": [0.1, 0.2]}}, 0)
-    child = made._children[0, "kvoffload_hook_seconds", ("step",)]
+    child = made._metrics["kvoffload_hook_seconds"].children["m", 0, "step"]
     assert child.reported == [0.1, 0.2]
-    assert child.values == ("m", 0, "step")
     assert child.options == {"buckets": list(BY_NAME["kvoffload_hook_seconds"].buckets)}
-    gauge = made._children[0, "kvoffload_capacity_slots", ("host",)]
+    gauge = made._metrics["kvoffload_capacity_slots"]
     assert gauge.options == {"multiprocess_mode": "mostrecent"}
