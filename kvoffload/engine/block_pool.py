@@ -7,7 +7,7 @@ which kind leaked:
     held by requests       allocate, hold -> release
     leased to a plugin     touch          -> free
 
-Block 0 is the null block: it stands for positions that a request does not hold, and is never handed out.
+Block 0 is the null block: it stands for positions that a request does not hold, and is never allocated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class BlockPool:
         self._leased = [0] * num_blocks
         self._keys: dict[int, bytes] = {}
         self._index: dict[bytes, dict[int, None]] = {}  # two blocks may hold the same tokens
-        # Free blocks, next to be handed out first. An OrderedDict, because a block leaves from the middle
+        # Free blocks in the order in which they are allocated. An OrderedDict, because a block leaves from the middle
         # when it is found again, and a plain dict finds its first entry in time linear in the gaps before it.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
 

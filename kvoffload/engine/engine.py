@@ -1,4 +1,4 @@
-"""The engine: takes requests, steps while there is work, hands tokens out."""
+"""The engine: takes requests, steps while there is work, and streams tokens to the callers."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Engine:
             trace_parent: W3C `traceparent` of the caller's span, for plugins that trace.
 
         Raises:
-            RequestRefused: it can never be served; the message says why and what would help.
+            RequestRefused: it can never be served; the message has the reason and the remedy.
             EngineStopped: the engine has stopped.
         """
         if self._is_stopping:

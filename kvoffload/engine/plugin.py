@@ -63,7 +63,7 @@ class EngineFacts:
 class Progress:
     """A request that computes in this step.
 
-    `new_blocks` has, per group, the (position, block id) pairs handed out to it in this step. Blocks that
+    `new_blocks` has, per group, the (position, block id) pairs allocated to it in this step. Blocks that
     `allocated` named in the same step are not repeated here.
     """
 
@@ -77,7 +77,7 @@ class Progress:
 class StateMade:
     """A recurrent state at the end of a whole block.
 
-    The step's forward pass writes it, and nothing after that: the block keeps it until it is handed out again.
+    The step's forward pass writes it, and nothing after that: the block keeps it until it is allocated again.
     """
 
     request_id: str
@@ -153,7 +153,7 @@ class SchedulerPlugin:
         """
 
     def update(self, outputs: Sequence[object]) -> LoadResults:
-        """What the workers said, in rank order; called after each step. Returns the loads that have ended."""
+        """Take the workers' outputs, in rank order, after each step. Return the loads that have ended."""
         return LoadResults()
 
     def has_pending_work(self) -> bool:

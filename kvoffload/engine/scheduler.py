@@ -137,7 +137,7 @@ class Scheduler:
         """Let loaded requests run, and requests whose load failed wait again."""
         for request_id in results.loaded:
             self._load_ended(request_id, self._run_loaded)
-        for request_id in reversed(results.failed):  # the first one named is to be the first in the queue
+        for request_id in reversed(results.failed):  # so that the first one named is first in the queue
             self._load_ended(request_id, self._retry)
 
     def audit(self, pool: BlockPool) -> list[str]:

@@ -16,7 +16,7 @@ from kvoffload.engine.groups import first_needed_block
 from kvoffload.engine.plugin import GroupFacts, StateMade
 from kvoffload.engine.request import Request
 
-#: Per group, the (position, block id) pairs handed out by one allocation.
+#: Per group, the (position, block id) pairs of one allocation.
 NewBlocks = tuple[tuple[tuple[int, int], ...], ...]
 
 #: The block that holds a position of a group, or None.
@@ -141,7 +141,7 @@ class BlockTables:
         return table
 
     def _missing(self, group: GroupFacts, positions: int, confirmed: int) -> int:
-        """New blocks for a row that is to be `positions` longer: a recurrent group continues in the block it has."""
+        """New blocks for a row that grows by `positions`: a recurrent group continues in the block it has."""
         if group.kind != "recurrent":
             return positions
         return int(confirmed % self._block_tokens == 0)

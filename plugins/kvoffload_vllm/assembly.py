@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from kvoffload.disk.identity import KVIdentity
     from kvoffload.transfer.layout import DeviceLayout
 
-_REPORT_EVERY = 16  # steps of a decoding batch, in each of which it completes a few blocks
+_REPORT_EVERY = 16  # steps; a decoding batch completes a few blocks in each
 
 
 def start_scheduler(
@@ -84,7 +84,7 @@ def start_scheduler(
         groups,
         Changes(offload),
         portal.close,
-        1 if config.store_policy == "lazy" else _REPORT_EVERY,  # lazy looks ahead by what each step hands out
+        1 if config.store_policy == "lazy" else _REPORT_EVERY,  # lazy plans by what each step allocates
         tier_events,
         identification,
     )
@@ -128,7 +128,7 @@ def start_worker(worker: VllmWorker, vllm_config: VllmConfig, kv_cache_config: K
 
 
 def join_logging() -> None:
-    """Let vLLM's handlers print kvoffload's lines, at vLLM's level. Leaves alone what the host set up itself."""
+    """Let vLLM's handlers print kvoffload's lines, at vLLM's level, unless the host has set up handlers itself."""
     ours, theirs = logging.getLogger(ROOT), logging.getLogger("vllm")
     if ours.handlers or not theirs.handlers:
         return
@@ -146,12 +146,12 @@ def _replica(vllm_config: VllmConfig) -> int:
 def _lower_tiers(
     vllm_config: VllmConfig, config: OffloadConfig, groups: VllmGroups, key: TierKey | None = None
 ) -> tuple[Identification | None, DiskPlace | None, RemotePlace | None]:
-    """Return what finds out what the KV depends on, and where it belongs; None for what the settings do not have.
+    """Return the KV's identification, and its places on the disk and in the remote tier; None for what is not set.
 
-    Data-parallel engines have a disk's files each, and share what a remote store has.
+    Data-parallel engines each have their own files on a disk, and share the remote tier.
 
     Raises:
-        ConfigError: no other process could find what this engine computes.
+        ConfigError: no other process could find this engine's blocks.
     """
     from vllm import envs
 

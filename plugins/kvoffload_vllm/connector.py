@@ -1,4 +1,4 @@
-"""The connector: vLLM's hooks for both roles. An object has one role, and only the state of that half."""
+"""The connector that vLLM loads. It has the hooks of both roles; an object has the state of one."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ except ImportError:  # before 0.32 vLLM does not distinguish hits by source
 
 
 class KVOffloadConnector(VllmScheduler, VllmWorker, KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """Keeps computed KV blocks in host memory and brings them back.
+    """Keeps computed KV blocks in host memory and loads them back.
 
     Raises:
         ConfigError: the settings, the model or this vLLM cannot be used; the message has every problem.
     """
 
     requires_kv_delivery = False
-    """It is a cache: no request loses output because a store was dropped."""
+    """Because it is a cache: a store that is dropped costs no request its output."""
 
     supports_divergent_local_hybrid_hits = False
 
@@ -81,15 +81,15 @@ class KVOffloadConnector(VllmScheduler, VllmWorker, KVConnectorBase_V1, Supports
         super().clear_connector_metadata()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """All loads are asynchronous: no layer waits."""
+        """Do nothing: loads are asynchronous, so no layer waits."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: object
     ) -> None:
-        """Stores are planned by the scheduler's side and start after the forward pass."""
+        """Do nothing: the scheduler's side plans stores, and they start after the forward pass."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Called before 0.30, where a failed load is reported by block, and only with one group."""
+        """Used before vLLM 0.30: there a failed load is reported by its blocks, and only for one group."""
         received = self.take_received()
         self._bad_blocks = received.bad_blocks
         return None, received.finished or None

@@ -1,10 +1,10 @@
-"""KV cache events for routers: which blocks have come to the host or to a tier below it, and which have left it.
+"""KV cache events for routers: which blocks came to the host or to a tier below it, and which left it.
 
-What an event says of a block beyond its hash is known only while its request lives, and a block may be stored long after.
-So a note of it is taken when it is computed or loaded, and kept while it may still come to a tier; here, not in the core, and only
-where vLLM publishes events, as token ids are in it. A block that comes before its note, from a disk or a store where another process
-has put it, is published when the note is taken. Of the remote tier the events say what this engine knows: what it wrote
-there, and what the store said it has when it was asked.
+An event has a block's tokens. They are known only while its request lives, and the block may be stored long after. So
+a note is taken when a block is computed or loaded, and kept while the block may still come to a tier. Notes contain
+token ids, so they are kept here and not in the core, and only if vLLM publishes events. A block that another process
+left on the disk or in the remote tier is published when its note is taken. Of the remote tier this engine knows only
+what it wrote there, and what the tier answered when it was asked.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TOKEN = "i"  # four bytes a token
 
 @dataclass(frozen=True, slots=True)
 class BlockNote:
-    """What a router wants to know of a block.
+    """What a router needs to know about a block.
 
     Args:
         parent: hash of the block before it, None for a prompt's first.
@@ -59,20 +59,20 @@ class BlockNote:
 
 
 class BlockNotes:
-    """Notes of the blocks that requests compute, of each size those that were looked at longest ago first.
+    """Notes of the blocks that requests compute, by block size and hash; least recently checked first.
 
-    A note is kept when its block comes to a tier, as the block may leave it and come again. Groups whose blocks have one
-    size share notes: blocks that end with the same token have one hash.
+    A note is kept when its block comes to a tier, because the block may leave the tier and come again. Groups with
+    blocks of one size share notes: blocks that end with the same token have the same hash.
 
     Args:
         groups: the groups that are offloaded.
         wire: how vLLM writes events.
-        is_held: whether a key lies where it can be copied to a tier from: on the device, whose copies under way keep it
-            from forgetting, or on the host.
+        is_held: whether the device or the host has a key, so that it can still be copied to a tier. The device keeps
+            what is being copied.
 
     Attributes:
         awaited: keys that came to tiers without a note, and the tiers.
-        late: those of them whose note was taken since.
+        late: awaited keys whose note was taken since.
     """
 
     def __init__(self, groups: VllmGroups, wire: Wire, is_held: Callable[[BlockKey], bool]) -> None:
@@ -97,7 +97,7 @@ class BlockNotes:
 
         Args:
             request: vLLM's.
-            first: of its hashes those before this one were noted.
+            first: its hashes before this one were noted.
             computed_tokens: only whole blocks of these are noted.
 
         Returns:
@@ -128,7 +128,7 @@ class BlockNotes:
                 self.late += [key for key in self._keys(block_hash, ratio) if key in self.awaited]
 
     def _drop_oldest(self, ratio: int) -> None:
-        """Look at two notes for each one added: that finds those no longer needed before there are twice as many."""
+        """Check two notes for each one added, so that there are never twice as many as are needed."""
         notes = self.by_ratio[ratio]
         for _ in range(2):
             if len(notes) > self._limit:
@@ -145,7 +145,7 @@ class TierEvents:
 
     Args:
         groups: the groups that are offloaded.
-        indexes: of each tier, report which keys arrive and leave.
+        indexes: the index of each tier, which logs the keys that arrive and leave.
         wire: how vLLM writes events.
         device: knows which blocks may still be stored.
     """
@@ -180,7 +180,7 @@ class TierEvents:
     def events(self, tier: Tier, ledger: Iterable[tuple[BlockKey, bool]]) -> Iterator[KVCacheEvent]:
         """Yield an event a group for the blocks that left the tier, and one for each block that came, parents first.
 
-        A block without a note is left out, and so is its end: with no parent it would read as a prompt's first.
+        A block without a note is skipped, also when it leaves: without its parent it would look like a prompt's first.
 
         Args:
             tier: whose events.
@@ -205,7 +205,7 @@ class TierEvents:
             yield self._stored(tier, key, came[key])
 
     def _awaits_no_more(self, key: BlockKey, tier: Tier) -> bool:
-        """Whether a key came to a tier without a note; it is published now, or has left."""
+        """Return whether a key came to a tier without a note, and forget that: it is published now, or has left."""
         tiers = self.notes.awaited.get(key, set())
         was_left_out = tier in tiers
         tiers.discard(tier)
@@ -239,9 +239,9 @@ class Wire:
     Args:
         stored, removed: make an event from keywords.
         hash: how a block hash is written.
-        extra_keys: returns, for a request and its tokens from one up to another, what else their hash covers; goes
-            through the request's media, from a number on, and returns the next one too.
-        kinds: per number of a group, what its attention is called, and its window if it has one.
+        extra_keys: takes a request, the start and end of a block in tokens, and the number of the next of the request's
+            media; returns what else the block's hash covers, and the next number.
+        kinds: by a group's number, the name of its attention, and its window if it has one.
     """
 
     stored: Callable[..., Any]

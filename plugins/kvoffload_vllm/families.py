@@ -45,7 +45,7 @@ class Families:
                     self._series(engine, metric.name, labels)
 
     def observe(self, payload: Mapping[str, Any], engine: int) -> None:
-        """Add one message. Unknown names and labels are ignored, so that another version cannot end the front end."""
+        """Add one message. Unknown names and labels are ignored: another version's must not end the front end."""
         if engine not in self._engine_labels:
             return
         for metric, joined, value in entries(payload):

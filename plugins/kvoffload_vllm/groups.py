@@ -1,7 +1,7 @@
-"""vLLM's KV cache groups in the project's words. Pure, but for two questions that are put to vLLM where not answered.
+"""vLLM's KV cache groups in the project's words. vLLM is asked only for what the caller does not give.
 
-A group that is left out makes the numbers differ: ours count the groups that are offloaded, from 0; vLLM's stay what
-they are, in block tables and at the end of keys.
+Our numbers count the groups that are offloaded, from 0. vLLM's, which are in block tables and keys, differ if a group
+is left out.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def vllm_groups(
         kv_cache_config: its KV cache.
         features: what vLLM offers; by default the installed one is asked.
         sizes: tokens of which a hit's length is a multiple, and tokens of a block hash; by default vLLM is asked.
-        recovers_loads: vLLM recomputes what a failed load was to bring; otherwise it fails the request.
+        recovers_loads: vLLM recomputes the tokens of a failed load; otherwise it fails the request.
 
     Raises:
-        ConfigError: with everything because of which this configuration cannot be offloaded.
+        ConfigError: with every reason why this configuration cannot be offloaded.
     """
     features = features or find_features()
     problems = find_problems(vllm_config, kv_cache_config, features)
@@ -114,10 +114,10 @@ def _translate_group(place: GroupId, number: int, group: KVCacheGroupSpec, reads
 
 
 def _read_ahead(vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec]) -> frozenset[int]:
-    """Return the groups whose last matched block vLLM drops for a draft that reads ahead.
+    """Return the groups whose last matched block vLLM drops, because a draft model needs a block of lookahead.
 
-    Where it drops blocks and has marked no group, all count as marked; and groups with equal specs are matched together.
-    Recurrent groups never: a state lies at the end of the hit, and vLLM makes it a block earlier for a draft.
+    If vLLM drops blocks and has marked no group, all count as marked. Groups with equal specs are matched together.
+    Recurrent groups are never among them: for a draft vLLM makes their state a block earlier.
     """
     marked = [group for group in groups if getattr(group, "is_eagle_group", False)]
     if not marked and _drops_for_draft(vllm_config):

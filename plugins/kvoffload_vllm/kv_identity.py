@@ -1,10 +1,10 @@
-"""What vLLM's KV depends on beside its keys: its name on the tiers below the host, or why it can have none.
+"""What vLLM's KV depends on besides its keys. The tiers below the host cannot be used without it.
 
     made ─▶ first step ─▶ identity known ─▶ disk: folder locked ─▶ sent to the workers ─▶ their files are open ─▶ the index is read
-                                         └▶ remote store: its generation is read ─▶ each job brings the namespace to the workers
+                                         └▶ remote tier: its generation is read  ─▶ each job brings the namespace to the workers
 
-Only the scheduler's process has the seed of the block hashes, and only after it was made. So that side reads the weights,
-once for all tiers, on a thread of the tier that asks first. The workers use the identity that it has found.
+Only the scheduler's process has the seed of the block hashes, and only once its engine has been made. So that side
+reads the weights, once for all tiers, on a thread of the tier that asks first, and sends the identity to the workers.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ _LENGTHLESS_ROPES = {
     "mllama4",
     "openpangu",
 }
-"""Kinds of RoPE that treat a position alike whatever `max_model_len` is."""
+"""Kinds of RoPE that do not depend on `max_model_len`."""
 
 _NAMES = ("model", "model_weights", "tokenizer", "revision", "tokenizer_revision", "hf_config_path")
-"""Settings of a model that say where it is, not what it is."""
+"""Settings that say only where a model is stored."""
 
 
 class Identification:
-    """Finds out on the scheduler's side what the KV depends on.
+    """Determines, on the scheduler's side, what the KV depends on.
 
     Args:
         find: returns the identity of the engine's KV, once vLLM hashes blocks; may read all weights.
@@ -86,10 +86,10 @@ class Identification:
         self._is_sent = False
 
     def identify(self) -> KVIdentity:
-        """Return the identity; on a tier's thread, which waits for the first step and for the weights to be read.
+        """Return the identity. Call it on a tier's thread: it waits for the first step and for the weights to be read.
 
         Raises:
-            CancelledError: the engine stops before.
+            CancelledError: the engine stops first.
             DiskError: the identity cannot be determined.
         """
         self._stepped.wait()
@@ -101,7 +101,7 @@ class Identification:
             return self._found
 
     def step(self, offload: SchedulerSide) -> KVIdentity | None:
-        """A step begins: return the identity once, when this engine has locked the disk's folder that is named by it."""
+        """Begin a step. Return the identity once, when this engine has locked the disk's folder of that name."""
         if self._is_sent:
             return None
         self._stepped.set()
@@ -110,23 +110,23 @@ class Identification:
         return identity
 
     def close(self) -> None:
-        """The engine stops, perhaps before its first step."""
+        """End all waits: the engine stops, perhaps before its first step."""
         self._is_closed = True
         self._stepped.set()
 
 
 def find_problems(vllm_config: VllmConfig, *, has_identity: bool) -> list[str]:
-    """Return every reason why no other process could find what this engine computes, on a disk or in a shared store.
+    """Return every reason why no other process could find this engine's blocks, on a disk or in a remote tier.
 
     Args:
         vllm_config: of the engine.
-        has_identity: the operator names the weights.
+        has_identity: the operator has named the weights.
     """
     problems = [*_check_seed(vllm_config)]
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         problems.append(
-            "disk_path and remote_url need scales of the KV cache that each start has alike, and calculate_kv_scales "
-            "measures them; take them from the checkpoint"
+            "disk_path and remote_url need KV cache scales that are the same at each start, and calculate_kv_scales "
+            "measures them anew; take them from the checkpoint"
         )
     if not has_identity:
         for model, load in _models(vllm_config):
@@ -181,8 +181,8 @@ def _check_seed(vllm_config: VllmConfig) -> Iterator[str]:
     is_fixed = hasattr(kv_cache_utils, "get_none_hash_seed") and algorithm in _SEEDED
     if not is_fixed and "PYTHONHASHSEED" not in os.environ:
         yield (
-            "disk_path and remote_url need block hashes that every start makes alike, and this vLLM begins those of "
-            f"{algorithm} with a random seed; set PYTHONHASHSEED to one number in the environment of all processes"
+            "disk_path and remote_url need block hashes that are the same at each start, and this vLLM seeds those of "
+            f"{algorithm} at random; set PYTHONHASHSEED to one number in the environment of all processes"
         )
 
 
@@ -225,7 +225,7 @@ def _weights(vllm_config: VllmConfig, root: Path, key: TierKey | None) -> str:
 
 
 def _folder(model: ModelConfig, load: LoadConfig) -> Path:
-    """Return where a model's files are: the folder it is named by, or its snapshot in a cache of the hub's."""
+    """Return the folder with a model's files: the one it names, or its snapshot in a cache of the hub's."""
     if (folder := Path(model.model)).is_dir():
         return folder
     from huggingface_hub import snapshot_download
@@ -244,7 +244,7 @@ def _keys(vllm_config: VllmConfig) -> str:
 
 
 def _settings(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return what else changes the numbers; by name what people ask for, and vLLM's own digests of all that it counts."""
+    """Return what else changes the KV: by name the settings that people ask about, and vLLM's own digests."""
     model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
     attention: Any = getattr(vllm_config, "attention_config", None)
     draft: Any = vllm_config.speculative_config
@@ -264,7 +264,7 @@ def _settings(vllm_config: VllmConfig) -> dict[str, str]:
 
 
 def _digest(model: ModelConfig) -> str:
-    """Return vLLM's digest of a model's settings, the resolved configuration with them, without its place."""
+    """Return vLLM's digest of a model's settings and resolved configuration, without where it is stored."""
     nameless = copy.copy(model)
     for name in _NAMES:
         if hasattr(nameless, name):
@@ -277,8 +277,9 @@ def _digest(model: ModelConfig) -> str:
 def _depends_on_length(hf_config: Mapping[str, Any]) -> bool:
     """Whether a model's KV may depend on `max_model_len`.
 
-    By it vLLM picks LongRoPE's factors, and switches Llama 4's temperature tuning on; some models hand it to dynamic NTK as the trained
-    length. Otherwise it only bounds requests and the tables of positions, and engines that differ in it can share.
+    vLLM uses it to choose LongRoPE's factors and to switch on Llama 4's temperature tuning, and some models pass it to
+    dynamic NTK as the trained length. Otherwise it only limits requests, and engines that differ in it can share
+    blocks.
     """
     return "llama4" in str(hf_config.get("model_type")) or not _rope_types(hf_config) <= _LENGTHLESS_ROPES
 
@@ -307,7 +308,7 @@ _CPU_FLAGS = ("flags", "Features")  # on x86, on ARM
 
 
 def _process_began_ns() -> int:
-    """Return when this process began, before which it cannot have loaded anything."""
+    """Return when this process began: it loaded the weights after that."""
     fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return time.time_ns() - int(age * 1e9)
@@ -316,8 +317,8 @@ def _process_began_ns() -> int:
 def persists(request: Request) -> bool:
     """Whether a request's keys cover all that its KV depends on.
 
-    vLLM's hashes know an adapter by its name and path alone. An image, audio or video is known by a digest of its content,
-    unless the caller has named it.
+    vLLM's hashes identify an adapter only by its name and path. They identify an image, audio or video by a digest of
+    its content, unless the caller has named it.
     """
     named = all(_is_digest(each.identifier) for each in request.mm_features or ())
     return request.lora_request is None and named

@@ -39,7 +39,7 @@ BLOCKS_OUTERMOST = "BLHNC"
 def preferred_layout(vllm_config: VllmConfig) -> str | None:
     """Return the layout that the settings ask vLLM for, None for vLLM's choice. The worker checks which one it got.
 
-    Called before any setting was checked, so it looks at this one alone.
+    vLLM calls this before the settings were checked, so it reads no other.
     """
     settings = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
     offers_layouts = importlib.util.find_spec("vllm.v1.kv_cache_layout") is not None  # since 0.29
@@ -209,5 +209,5 @@ def _region(address: int, stride: int, page: int, blocks: int, view: torch.Tenso
 
 
 def _first(cache: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of several views, the one that begins first in a page."""
+    """Return the view that begins first in a page."""
     return min(cache, key=lambda view: view.data_ptr()) if isinstance(cache, Sequence) else cache

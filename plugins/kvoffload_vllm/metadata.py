@@ -1,4 +1,4 @@
-"""What crosses between the scheduler's process and the workers': vLLM carries it, picklable both ways."""
+"""The messages that vLLM carries between the scheduler's process and the workers'. Both can be pickled."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class KVOffloadMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is n
 
     Args:
         plan: what to copy.
-        ended: answers of the core with loads that the workers must report although they did not copy them to the end.
-        disk: what the folder on disk is named by, once.
+        ended: loads that the workers must report although they did not copy them to the end.
+        disk: names the folder on the disk; sent once.
     """
 
     plan: TransferPlan = NOTHING
@@ -30,7 +30,7 @@ class KVOffloadMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is n
 
 
 NO_PLAN = KVOffloadMetadata()
-"""Of the steps in which nothing is copied."""
+"""The plan of a step in which nothing is copied."""
 
 
 class KVOffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not installed where types are checked
@@ -44,6 +44,6 @@ class KVOffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc] 
         self.reports = reports
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Return both workers' reports; hearing one twice changes nothing."""
+        """Return both workers' reports. One that arrives twice changes nothing."""
         assert isinstance(other, KVOffloadWorkerMetadata), other
         return KVOffloadWorkerMetadata(self.reports + other.reports)

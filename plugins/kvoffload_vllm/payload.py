@@ -1,6 +1,6 @@
-"""Numbers for vLLM's front end: what changed since the last message, in maps, lists, texts and numbers only. Pure.
+"""Messages for vLLM's front end: what changed since the last one, in types that msgpack has. Pure.
 
-    {metric: {labels: value}}        of a counter what was added, of a gauge its value, of a histogram [seconds, ..]
+    {metric: {labels: value}}        a counter's increase, a gauge's value, a histogram's samples [seconds, ..]
 
 `labels` are a series' label values joined by commas. They come from enums, whose values have no comma.
 """
@@ -23,7 +23,7 @@ _APART_S = 1.0
 
 
 class Changes:
-    """Makes the messages of one engine, on the counting thread. An engine has only one of these: samples are taken once.
+    """Makes one engine's messages, on the thread that counts. An engine can have only one: it takes the samples.
 
     A call without changes costs two comparisons, a call with changes one comparison a metric.
 
@@ -36,7 +36,7 @@ class Changes:
         self._source = source
         self.now = now
         self.next_s = now()
-        """When hooks' times are sent although nothing else has changed, and when a busy engine sends its next message."""
+        """When a busy engine sends its next message, and when hooks' times are sent if nothing else has changed."""
         self._changes = -1
         self._sent: dict[str, Mapping[Labels, Any]] = {}
         source.counters.keep_samples()
@@ -94,7 +94,7 @@ def merge(payload: Payload, later: Mapping[str, Any]) -> None:
 
 
 def summarize(payload: Mapping[str, Any]) -> dict[str, int | float]:
-    """Return the few numbers of an interval that belong into a line of log."""
+    """Return the numbers of an interval for a line of vLLM's log."""
     hit, missed = (_count(payload, "kvoffload_lookup_tokens_total", result) for result in ("hit", "miss"))
     return {
         "hit_tokens": hit,

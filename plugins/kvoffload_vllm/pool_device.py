@@ -1,4 +1,4 @@
-"""What vLLM lends, through its block pool: leases are references of ours on its blocks."""
+"""vLLM's block pool, as the core uses it: a lease is a reference of ours on a block."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 GROUP_BYTES = 4
-"""vLLM's keys are a block hash and the group's number in so many bytes, and so are ours."""
+"""A key, vLLM's and ours, is a block hash followed by the group's number in this many bytes."""
 
 
 class VllmDevice:
     """vLLM's block pool, bound after the scheduler has made it.
 
     Args:
-        partly_hashed: the block tokens of the groups, by vLLM's number, in which a part of a block can have a hash.
+        partly_hashed: by vLLM's number, the block tokens of the groups in which a part of a block can have a hash.
     """
 
     _pool: BlockPool
@@ -69,7 +69,7 @@ class VllmDevice:
         ]
 
     def _whole_key(self, block: KVCacheBlock) -> BlockKey | None:
-        """Return the key of a whole block. No lookup asks for the hash of a prompt's end within a block."""
+        """Return a block's key, None if it covers only a part of the block: no lookup asks for that."""
         key: BlockKey | None = block.block_hash
         tokens = None if key is None else self._partly_hashed.get(split_key(key)[1])
         if tokens is not None and (block.block_hash_num_tokens or 0) % tokens:

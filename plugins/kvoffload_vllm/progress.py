@@ -1,9 +1,9 @@
-"""What the core knows of each of vLLM's requests, and when it learns what they gained since.
+"""What the core knows about each of vLLM's requests, and when their progress is reported to it.
 
-Prefills are reported at once. A decoding batch completes a few blocks in each step, and a report, with the job that it leads
-to, costs more than these. So what decoding requests gain is reported every 16th step, and one job stores it. Two things are
-reported without delay: blocks that were handed out again (R7, R10), and anything while the device is so full that running
-requests may lose their blocks.
+Prefills are reported at once. A decoding batch completes only a few blocks in each step, and each report leads to a
+job. So the progress of decoding requests is reported every 16th step, and one job stores it. Two things are reported
+without delay: blocks that were allocated (R7, R10), and all progress while the device is so full that running requests
+may be preempted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Keys = tuple[tuple[BlockKey, ...], ...]
 _make_progress: Callable[[tuple[RequestId, int, _Table, _Keys]], facts.Progress] = partial(
     tuple.__new__, facts.Progress
 )
-"""Often in a step: a named tuple's own call takes three times as long."""
+"""A named tuple's own constructor takes three times as long, and a step makes many."""
 
 
 class KeyMaker:
@@ -51,7 +51,7 @@ class KeyMaker:
 
     def keys(self, hashes: Sequence[bytes], first: int) -> tuple[tuple[BlockKey, ...], ...]:
         """Return, per group, the keys that the hashes from number `first` on complete."""
-        # Most blocks of a decoding request come alone.
+        # A decoding request mostly completes one block at a time.
         if self._has_one_hash_a_block and len(hashes) - first == 1:
             alone = [(hashes[first] + suffix,) for suffix in self._suffixes]
             return tuple(alone)  # type: ignore[arg-type]  # a `BlockKey` of its own would be a call a key
@@ -69,8 +69,8 @@ class Tracked(Struct, eq=False):
         request: vLLM's.
         hashes: block hashes reported so far.
         last_hash: the last of them. It covers the others, so it changes if any of them was rewritten.
-        noted: block hashes noted for events, of the table that the request has now.
-        found_tokens: what the device held at the last lookup.
+        noted: block hashes noted for events since the request got its table.
+        found_tokens: tokens that the device held at the last lookup.
         boundary: confirmed tokens from which on there is something new to report; `ProgressReports` writes it.
     """
 
@@ -89,7 +89,7 @@ class Tracked(Struct, eq=False):
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether reported hashes are no longer the request's: a session's next input replaces tokens not yet computed."""
+        """Whether vLLM replaced reported hashes: a session's next input replaces tokens that were not computed."""
         hashes, sent = self.request.block_hashes, self.hashes
         return sent > 0 and (len(hashes) < sent or hashes[sent - 1] != self.last_hash)
 
@@ -103,20 +103,19 @@ class Tracked(Struct, eq=False):
 
 
 class ProgressReports:
-    """Decides in each step of which requests the core must learn what they gained.
+    """Decides in each step which requests' progress is reported to the core.
 
-    A request that computed several tokens is looked at in the next step that schedules it; all are looked at in every
-    16th step.
+    A request that computed several tokens is checked in the next step that schedules it; all are checked in every 16th
+    step.
 
     Args:
         shape: the engine's fixed facts.
         groups: vLLM's numbers of the groups that are offloaded.
         keys: makes keys of block hashes.
-        device: what vLLM lends.
+        device: vLLM's block pool.
         tracked: the requests, by name.
-        every: what decoding requests gain is reported in each step whose number is a multiple of this power of two, or
-            of a smaller one if they compute a block in fewer steps: a window must not have passed a block before it is
-            reported.
+        every: a power of two; decoding requests are reported in each step whose number is a multiple of it. Requests
+            that compute a block in fewer steps are reported more often, so that no window has passed a block before.
         tier_events: makes vLLM's KV cache events, None where they are not published.
     """
 
@@ -141,9 +140,9 @@ class ProgressReports:
         self._every = self._reports_every(1)
         self._step = 0
         self._soon: dict[str, int] = {}
-        """Requests that computed several tokens since they were looked at, and how many in their last step."""
+        """Requests that computed several tokens since they were checked, and how many in their last step."""
         self._late: dict[str, _Table] = {}
-        """Blocks that requests got and that were not reported."""
+        """Blocks that were allocated to requests and not reported yet."""
 
     def allocated(self, tracked: Tracked, known: int) -> None:
         """A request got a block table, which the caller reports, with `known` tokens computed."""
@@ -156,19 +155,19 @@ class ProgressReports:
             self._soon[name] = self._least_block
 
     def forget(self, name: str) -> _Table:
-        """A request has lost its block table, or will: return its blocks that were not reported."""
+        """Forget a request whose block table is gone, or will be; return its blocks that were not reported."""
         self._soon.pop(name, None)
         return self._late.pop(name, ())
 
     def step(
         self, output: SchedulerOutput, states: Sequence[facts.StateHandedOff]
     ) -> tuple[tuple[facts.Progress, ...], list[DeviceBlockId]]:
-        """Return the progress that is reported in this step, and the blocks that were handed out but are in none of it."""
+        """Return the progress to report in this step, and blocks that were allocated but may not be in it."""
         scheduled, cached, late = output.num_scheduled_tokens, output.scheduled_cached_reqs, self._late
         resumed, groups, tables = cached.resumed_req_ids, self._groups, cached.new_block_ids
         self._step += 1
         handed_out: list[DeviceBlockId] = []
-        # Most have no new block, so Python's own loops find those that do. Of a resumed request vLLM gives the whole table,
+        # Most requests have no new block; `compress` skips them fast. Of a resumed request vLLM gives the whole table,
         # which was reported when it was allocated.
         for name, blocks in compress(zip(cached.req_ids, tables, strict=True), tables):
             if name not in resumed and name in self._tracked:
@@ -187,7 +186,7 @@ class ProgressReports:
         return progress, handed_out
 
     def _take_soon(self, scheduled: Mapping[str, int]) -> list[str]:
-        """Return the requests that are looked at again. One that is not scheduled may have been preempted, which vLLM says later."""
+        """Return the requests to check. One that is not scheduled may have been preempted, which vLLM reports later."""
         found = [
             name
             for name, tokens in self._soon.items()
@@ -201,7 +200,7 @@ class ProgressReports:
     def _progress(
         self, looks: Iterable[str], scheduled: Mapping[str, int], complete: Sequence[str]
     ) -> tuple[facts.Progress, ...]:
-        """Return what those gained that have a new block, computed one, or have a complete recurrent state."""
+        """Return the progress of the requests that have a new block, a computed block or a complete recurrent state."""
         progress: list[facts.Progress] = []
         for name in dict.fromkeys((*complete, *looks)) if complete else looks:
             tracked = self._tracked.get(name)
@@ -223,7 +222,7 @@ class ProgressReports:
         return _make_progress((name, confirmed, self._late.pop(name, ()), new_keys))
 
     def _reports_every(self, tokens: int) -> int:
-        """Return in every how many steps a request is looked at that computes so many tokens in each."""
+        """Return the steps between two reports of a request that computes so many tokens in each."""
         every = self._most
         while every > 1 and every * tokens > self._least_block:
             every //= 2

@@ -40,13 +40,13 @@ class VllmScheduler:
 
     Args:
         offload: the runtime's scheduler side.
-        device: what vLLM lends.
+        device: vLLM's block pool.
         groups: the groups that are offloaded.
-        changes: makes of the counters what vLLM carries to its own metrics.
-        closed: called when vLLM has stopped, after all else.
-        report_every: steps in which what decoding requests gain is reported once.
+        changes: turns changes of the counters into messages for vLLM's own metrics.
+        closed: called last when vLLM stops.
+        report_every: steps between two reports of what decoding requests computed.
         tier_events: makes vLLM's KV cache events, None where they are not published.
-        identification: finds out what the KV depends on, None without a tier below the host.
+        identification: determines what the KV depends on, None without a tier below the host.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class VllmScheduler:
             for number, group in zip(groups.ids, groups.shape.groups, strict=True)
             if group.kind is AttentionKind.RECURRENT
         }
-        """By vLLM's number of a recurrent group: our number, and the tokens of a block."""
+        """For each recurrent group, by vLLM's number: our number, and its block size in tokens."""
         self._tracked: dict[str, Tracked] = {}
         self._progress = ProgressReports(
             groups.shape, groups.ids, self._keys, device, self._tracked, report_every, tier_events
@@ -110,8 +110,8 @@ class VllmScheduler:
         if not self._state_tokens:
             found = self.offload.lookup(name, num_computed_tokens, request.num_tokens, new_keys)
             return found, bool(found)
-        # vLLM ends a chunk there, and keeps the state: it is where the device has the prefix, but no state of it. It is
-        # set before each lookup, and read after it.
+        # vLLM ends a prefill chunk at this boundary and keeps the state. Before each lookup it sets the boundary to the
+        # end of the prefix whose blocks the device has without a state; afterwards it reads it.
         kept = getattr(request, "shared_prefix_boundary", None)
         found = self.offload.lookup(name, num_computed_tokens, request.num_tokens, new_keys, kept or 0)
         if kept is not None and found is not None:
@@ -124,7 +124,7 @@ class VllmScheduler:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.is_rewritten:
             tracked = self._start_anew(request, tracked)
-        # Behind these, the table's blocks were handed out for this allocation.
+        # The table's blocks after these tokens were allocated now.
         known = max(tracked.found_tokens, request.num_computed_tokens)
         tracked.noted = 0
         self._progress.allocated(tracked, known)
@@ -145,7 +145,7 @@ class VllmScheduler:
         scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
         decoding = len(scheduled)
         if total > decoding:
-            decoding = list(scheduled.values()).count(1)  # a draft's tokens count as prefilled
+            decoding = list(scheduled.values()).count(1)  # tokens of a draft count as prefill
         progress, late = self._progress.step(output, states)
         handed_out = (*copied, *late) if late and self.offload.watches_blocks else copied
         fact = facts.StepScheduled(
@@ -177,9 +177,9 @@ class VllmScheduler:
         return False, None  # blocks under a copy are leased, so vLLM may free the request's at once
 
     def _request_ended(self, request: Request, *, holds_blocks: bool) -> None:
-        """A request finished or was aborted, and its blocks are about to be freed.
+        """Report that a request finished or was aborted; vLLM frees its blocks afterwards.
 
-        Nothing is stored of a request whose hashes were rewritten: its blocks may hold other tokens.
+        If its hashes were rewritten, nothing of it is stored: its blocks may hold other tokens.
         """
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
@@ -197,14 +197,14 @@ class VllmScheduler:
         self.offload.ended(facts.RequestEnded(request.request_id, confirmed, new_keys, holds_blocks, late))
 
     def get_kv_connector_stats(self) -> KVOffloadStats | None:
-        """Return what the counters gained, None if nothing changed. A step that is followed by another may leave it to that."""
+        """Return the changes of the counters, None if there are none. A busy engine sends them once a second."""
         if self._changes.now() < self._changes.next_s and (self._tracked or self.has_pending_push_work()):
             return None
         changes = self._changes.take()
         return KVOffloadStats(changes) if changes is not None else None
 
     def close(self) -> None:
-        """The engine stops."""
+        """Stop the observers and the tiers."""
         if self._identification is not None:
             self._identification.close()
         self.offload.close()
@@ -222,13 +222,13 @@ class VllmScheduler:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _start_anew(self, request: Request, tracked: Tracked | None) -> Tracked:
-        """Report a request as a new one: vLLM did not, or has rewritten its hashes since."""
+        """Report a request as new: vLLM did not report it, or has rewritten its hashes since."""
         if tracked is not None:
             self._request_ended(request, holds_blocks=request.num_computed_tokens > 0)
         return self.on_new_request(request)
 
     def _states(self, output: SchedulerOutput) -> tuple[facts.StateHandedOff, ...]:
-        """Return the recurrent states that the step completes. Those within a block are left out: no lookup asks for them."""
+        """Return the recurrent states that the step completes at the end of a block; no lookup asks for others."""
         offered = getattr(output, "kv_connector_block_state", None)
         if offered is None:
             return ()

@@ -132,7 +132,7 @@ def _check_ranks(parallel_config: ParallelConfig) -> Iterator[str]:
         # A rank's scheduler gets only its own worker's reports, and copies take a different time on each rank.
         yield (
             f"distributed_executor_backend is {launcher!r} with {ranks} ranks: each has its own scheduler, and all "
-            "must schedule alike, which they cannot by what is in each one's host memory; start with mp or ray"
+            "must schedule alike, but their host memories differ; start with mp or ray"
         )
 
 

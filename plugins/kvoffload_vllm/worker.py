@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Received:
-    """Loads that ended on this worker since the last step; each started load once.
+    """Loads that ended on this worker since the last step. Each started load is reported once.
 
     Args:
-        finished: requests whose load is over here, failed ones too.
-        failed: those whose load failed.
+        finished: requests whose load has ended here, failed loads included.
+        failed: requests whose load failed.
         bad_blocks: the blocks of failed loads.
     """
 
@@ -45,9 +45,9 @@ class VllmWorker:
 
     Args:
         offload: the runtime's worker side.
-        closed: called when the worker has stopped, after all else.
-        examine: what the doctor finds wrong, before any host memory is taken.
-        identity: names the disk's folder; set when the scheduler's side has sent it, and cancelled when the worker stops.
+        closed: called last when the worker stops.
+        examine: runs the doctor's checks, before any host memory is allocated.
+        identity: names the disk's folder; set when the scheduler's side has sent it, cancelled when the worker stops.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class VllmWorker:
         self._report: TransferReport | None = None
 
     def register(self, layout: DeviceLayout) -> None:
-        """Take the worker's KV memory."""
+        """Check the layout of the worker's KV memory, and prepare host memory for it."""
         findings = self._examine(layout)
         self.offload.register(layout)
         log_warnings(findings)
@@ -76,7 +76,7 @@ class VllmWorker:
     # -- a step -------------------------------------------------------------------------------------------------
 
     def bind(self, metadata: KVOffloadMetadata) -> None:
-        """Take the step's plan. Loads that ended without a copy are reported here, as vLLM learns of loads only here.
+        """Take the step's plan, and loads that ended without a copy: vLLM learns of ended loads only from workers.
 
         Both of vLLM's model runners bind after they have zeroed and copied blocks for the step, and before its forward pass.
         """
@@ -90,25 +90,25 @@ class VllmWorker:
             self._loading[load.id] = (load.extra, load.targets)
         for ended in metadata.ended:
             for job in ended.abandoned:
-                # Where it has ended it was reported already; where it runs on, its blocks stay leased.
+                # If the copy has ended here, it was reported. If it still runs, its blocks stay leased.
                 if job in self._loading:
                     self._load_ended(job, failed=True)
             self._received.finished.update(ended.without_copy)
             self._received.failed.update({*ended.without_copy} & {*ended.failed})
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
-        """Submit the step's loads, behind what this thread had put on the device when the step was bound."""
+        """Submit the step's loads. They wait for the kernels that this thread had launched when the step was bound."""
         if self._metadata is not None:
             self.offload.start_loads(self._metadata.plan)
 
     def wait_for_save(self) -> None:
-        """Queue the step's stores behind its forward pass, once: not every version calls the same hook for it."""
+        """Queue the step's stores after its forward pass, once. In empty steps vLLM calls this only since 0.31."""
         if self._metadata is not None and not self._stores_started:
             self._stores_started = True
             self.offload.start_stores(self._metadata.plan)
 
     def clear(self) -> None:
-        """The step is over."""
+        """End the step."""
         self.wait_for_save()
         self._metadata = None
 
@@ -124,12 +124,12 @@ class VllmWorker:
         return received
 
     def build_connector_worker_meta(self) -> KVOffloadWorkerMetadata | None:
-        """Return what this rank reports to the scheduler's side, None if there is nothing."""
+        """Return this rank's report to the scheduler's side, None if there is none."""
         report, self._report = self._report, None
         return KVOffloadWorkerMetadata((report,)) if report is not None else None
 
     def close(self) -> None:
-        """Drain the copies that were started and give the memory back."""
+        """Wait for the copies that were started, and free the memory."""
         self._identity.cancel()
         try:
             self.offload.close()
@@ -146,7 +146,7 @@ class VllmWorker:
             self._received.bad_blocks.update(blocks)
 
     def _keep(self, report: TransferReport) -> None:
-        """A report that vLLM has not fetched yet is not lost: it grows."""
+        """Add to the report that vLLM has not fetched yet."""
         if self._report is None:
             self._report = report
         else:
