@@ -32,7 +32,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class StateSpan:
-    """From which block one request's rows go on in a recurrent group, and where they leave their state."""
+    """The blocks from which one request's rows read their state in a recurrent group, and to which they write it."""
 
     rows: slice  # of the step's tokens
     read_block: int | None  # None: from the start
@@ -71,7 +71,7 @@ class InputMaker:
         self._dtype = dtype
 
     def make(self, chunks: Sequence[Chunk]) -> BatchInput:
-        """The tensors for one step, which has at least one chunk."""
+        """Return the tensors for one step, which has at least one chunk."""
         rows = _rows(chunks)
         token_ids = [token for chunk in chunks for token in chunk.request.tokens[chunk.start : chunk.end]]
         positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in chunks])
@@ -107,7 +107,7 @@ class InputMaker:
         return Span(rows, self._to_device(table), keys, mask, _is_causal(group, chunk))
 
     def _masks(self, chunks: Sequence[Chunk]) -> dict[str, _Masks]:
-        """Per kind and chunk: groups of one kind share their masks."""
+        """Return the masks of each kind, by chunk: groups of one kind share them."""
         kinds = {group.kind: group for group in self._groups}
         return {kind: [self._mask(group, chunk) for chunk in chunks] for kind, group in kinds.items()}
 
@@ -130,7 +130,7 @@ _Masks = Sequence[torch.Tensor | None]
 
 
 def _state_span(group: GroupFacts, chunk: Chunk, rows: slice) -> StateSpan:
-    """A state inside a block is continued in its block, which the step has moved; one at its end is left as it is."""
+    """A state inside a block is read from that block and overwritten; a state at a block's end is kept."""
     table, size = chunk.request.tables[group.index], group.block_tokens
     write = table[(chunk.end - 1) // size]
     read = write if chunk.start % size else table[chunk.start // size - 1]

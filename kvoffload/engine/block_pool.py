@@ -48,7 +48,7 @@ class BlockPool:
         return sum(1 for count in self._leased if count)
 
     def leases(self) -> dict[int, int]:
-        """How often a plugin refers to each block that it refers to."""
+        """Return how often a plugin refers to each block that it refers to."""
         return {block: count for block, count in enumerate(self._leased) if count}
 
     def is_free(self, block: int) -> bool:
@@ -76,7 +76,7 @@ class BlockPool:
         self._refer(self._held, list(blocks))
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Give a request's references back; blocks become free in the order given."""
+        """Release a request's references; blocks become free in the order given."""
         self._unrefer(self._held, list(blocks))
 
     def index(self, block: int, key: bytes) -> None:
@@ -99,21 +99,21 @@ class BlockPool:
         """End leases; blocks without further references become free, to be evicted in the order given.
 
         Raises:
-            ValueError: more leases would be given back than were taken; then none is given back.
+            ValueError: more leases would end than were taken; then none ends.
         """
         self._unrefer(self._leased, list(blocks))
 
     def key_of(self, block: int) -> bytes | None:
-        """The key of what the block holds; None while that is not certain."""
+        """Return the key of what the block holds; None while that is not certain."""
         return self._keys.get(block)
 
     def cached_block(self, key: bytes) -> int | None:
-        """A block that holds what the key names, in use or free."""
+        """Return a block with this key, in use or free; None if there is none."""
         blocks = self._index.get(key)
         return next(iter(blocks)) if blocks else None
 
     def next_evictable(self, count: int) -> list[int]:
-        """Up to `count` free blocks in the order in which they will be reused, those without a key included."""
+        """Return up to `count` free blocks in the order in which they will be reused, with or without a key."""
         return list(islice(self._free, count))
 
     # --- for both ---------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class BlockPool:
         return True
 
     def audit(self, held: Mapping[int, int]) -> list[str]:
-        """Every broken invariant as text; `held` has the references of all requests' tables."""
+        """Return every broken invariant as text; `held` has the references of all requests' tables."""
         found = [
             f"block {block} has {count} request references, the tables have {held.get(block, 0)}"
             for block, count in enumerate(self._held)

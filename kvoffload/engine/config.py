@@ -116,7 +116,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request samples: the likeliest token each time."""
+    """How one request samples. It takes the likeliest token each time."""
 
     max_new_tokens: int = 16
 

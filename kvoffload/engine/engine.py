@@ -131,7 +131,7 @@ class Engine:
         return stream
 
     def abort(self, request_id: str) -> None:
-        """End a request early; nothing happens if it has ended."""
+        """End a request early, if it is open."""
         if request_id in self._open:
             self._end(self._open[request_id][0], error=None)
 
@@ -152,7 +152,7 @@ class Engine:
 
     def step(self) -> bool:
         """Compute one step; False if there was nothing to compute in it."""
-        # Asked before scheduling: who holds blocks now and waits for nothing will not give them back in this step.
+        # Asked before scheduling: a plugin that leases blocks and waits for nothing does not release them in this step.
         plugin_waits = self._plugin.has_pending_work()
         batch = self._scheduler.schedule()
         plan = self._plugin.plan(batch.facts)
@@ -177,11 +177,11 @@ class Engine:
         return device and plugin
 
     def audit(self) -> list[str]:
-        """Every broken invariant as text; empty for a sound engine. For use between steps."""
+        """Return every broken invariant as text. Call it between steps."""
         return self._scheduler.audit(self.pool)
 
     def statistics(self) -> EngineStatistics:
-        """The engine's state in numbers. Costs a pass over the pool."""
+        """Return the engine's state in numbers. Costs a pass over the pool."""
         scheduler = self._scheduler
         return EngineStatistics(
             self._steps,
@@ -224,7 +224,7 @@ class Engine:
                 self._workers.append(plugin.worker_side(self.facts, rank))
                 self._workers[rank].register_kv_caches(self.runner.rank_tensors(rank))
         except BaseException:
-            self._shut_down()  # what was made must not stay behind, half-started
+            self._shut_down()  # stop the sides that were started
             raise
 
     def _shut_down(self) -> None:
@@ -258,7 +258,7 @@ class Engine:
             self._wake.clear()
             await self._wake.wait()
         else:
-            # Even after a step with work, so that those who wait for its tokens get their turn.
+            # Also after a step with work, so that tasks waiting for its tokens can run.
             await asyncio.sleep(0 if self.step() else _IDLE_STEP_S)
 
     def _hand_out(self, batch: Batch, sampled: Sequence[Token]) -> None:

@@ -49,7 +49,7 @@ class PoolTooSmall(RequestRefused):
 
 
 class PoolExhausted(EngineError):
-    """Raised to a request whose blocks are withheld for good: leased to a plugin that waits for nothing."""
+    """Raised to a request that can get no blocks: a plugin leases them and has no pending work."""
 
     def __init__(self, leased_blocks: int, pool_blocks: int) -> None:
         super().__init__(

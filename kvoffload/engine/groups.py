@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def make_groups(config: EngineConfig) -> tuple[GroupFacts, ...]:
-    """The groups of a model. Layer `l` is in group `l % groups` and lives in physical tensor `l // groups`.
+    """Return the groups of a model. Layer `l` is in group `l % groups` and lives in physical tensor `l // groups`.
 
     So the groups have equally many layers, every physical tensor serves one layer of each group, and a contiguous
     run of tensors is a contiguous run of layers: a pipeline stage.
@@ -43,7 +43,7 @@ def make_groups(config: EngineConfig) -> tuple[GroupFacts, ...]:
 
 
 def first_visible(group: GroupFacts, position: int) -> int:
-    """The first token that the token at `position` attends to."""
+    """Return the first token that the token at `position` attends to."""
     if group.window_tokens is not None:
         return max(0, position - group.window_tokens + 1)
     if group.kind == "recurrent":
@@ -54,7 +54,7 @@ def first_visible(group: GroupFacts, position: int) -> int:
 
 
 def first_needed_block(group: GroupFacts, computed_tokens: int) -> int:
-    """The first block position that tokens from `computed_tokens` on can still see."""
+    """Return the first block position that tokens from `computed_tokens` on can still see."""
     return first_visible(group, computed_tokens) // group.block_tokens
 
 
@@ -76,13 +76,13 @@ class Capacity:
         return self.groups[0].block_tokens
 
     def group_blocks(self, group: GroupFacts, tokens: int) -> int:
-        """The most blocks that a request of `tokens` tokens holds in `group` at a time."""
+        """Return the most blocks that a request of `tokens` tokens holds in `group` at a time."""
         blocks = _blocks(tokens, group)
         cap = self.group_cap_blocks(group)
         return blocks if cap is None else min(blocks, cap)
 
     def group_cap_blocks(self, group: GroupFacts) -> int | None:
-        """The most blocks that any request holds in `group`, however long it is; None for full attention."""
+        """Return the most blocks that a request of any length holds in `group`; None for full attention."""
         if group.kind == "recurrent":
             return 2
         if group.window_tokens is not None:
@@ -93,15 +93,15 @@ class Capacity:
         return None
 
     def request_blocks(self, tokens: int) -> int:
-        """The most blocks that a request of `tokens` tokens holds at a time, over all groups."""
+        """Return the most blocks that a request of `tokens` tokens holds at a time, over all groups."""
         return sum(self.group_blocks(group, tokens) for group in self.groups)
 
     def pool_blocks(self, requests: int) -> int:
-        """Pool size, null block included, in which `requests` requests of full length fit at a time."""
+        """Return the pool size, null block included, in which `requests` requests of full length fit at a time."""
         return 1 + requests * self.request_blocks(self.max_model_len)
 
     def check_fits(self, tokens: int, usable_blocks: int) -> None:
-        """Refuse what the pool can never hold.
+        """Refuse a request that can never fit in the pool.
 
         Raises:
             PoolTooSmall: a request of `tokens` tokens needs more than `usable_blocks` blocks.
@@ -112,7 +112,7 @@ class Capacity:
 
 
 def pool_size(config: EngineConfig, capacity: Capacity) -> int:
-    """The number of blocks of an engine's pool, the null block included."""
+    """Return the number of blocks of an engine's pool, the null block included."""
     return config.num_blocks or capacity.pool_blocks(config.pool_requests)
 
 

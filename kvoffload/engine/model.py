@@ -36,7 +36,7 @@ class Layer(NamedTuple):
 class Transformer:
     """The model without its KV cache: the caller provides the attention.
 
-    The same code so serves the paged engine and a dense reference.
+    So the same code serves the paged engine and a dense reference.
     """
 
     def __init__(self, config: ModelConfig, max_model_len: int, device: torch.device) -> None:
@@ -62,7 +62,7 @@ class Transformer:
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, vocab_size] in float32 from [rows, hidden_size]."""
+        """Return [rows, vocab_size] in float32 from [rows, hidden_size]."""
         return linear(self._norm(hidden), self._head).float()
 
     def _project(self, layer: Layer, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -105,7 +105,7 @@ def _draw_layer(config: ModelConfig, draw: _Draw) -> Layer:
 def _rotary_table(
     config: ModelConfig, max_model_len: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines, [max_model_len, head_dim // 2]; computed on the CPU in double, for equality."""
+    """Return cosines and sines, [max_model_len, head_dim // 2]; computed on the CPU in double, for equality."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     angles = torch.arange(max_model_len, dtype=torch.float64)[:, None] * config.rope_base**-exponents
     dtype = getattr(torch, config.dtype)
@@ -113,6 +113,6 @@ def _rotary_table(
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of [tokens, heads, head_dim], halves paired."""
+    """Return the rotary embedding of [tokens, heads, head_dim], halves paired."""
     low, high = x.chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)

@@ -11,8 +11,8 @@ One step, in order::
     (tokens)        request_ended for the requests that finished
     update          with the ranks' outputs
 
-All hooks run on the engine's event loop thread and must not block: while one runs, no token is computed. What a
-hook raises ends the engine.
+All hooks run on the engine's event loop thread and must not block: while one runs, no token is computed. An
+exception in a hook ends the engine.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class SchedulerPlugin:
         """A request was accepted. Called once per request, before any other hook that names it."""
 
     def lookup(self, request: Request, device_tokens: int) -> int | None:
-        """How many tokens beyond `device_tokens` (whole blocks) can be loaded; None: ask again in a later step.
+        """Return how many tokens beyond `device_tokens` (whole blocks) can be loaded; None: ask again in a later step.
 
         Called any number of times before an allocation. The engine may accept fewer, always in whole blocks,
         and always leaves at least one token of the request to compute.
@@ -127,7 +127,7 @@ class SchedulerPlugin:
         return 0
 
     def prefix_boundary(self, request: Request) -> int:
-        """After how many tokens a recurrent state of this request is wanted; 0 for nowhere.
+        """Return after how many tokens a recurrent state of this request is wanted; 0 for nowhere.
 
         Asked after a lookup, of models with recurrent groups only. The request's prefill ends a step there.
         """
@@ -144,7 +144,7 @@ class SchedulerPlugin:
         """
 
     def plan(self, step: StepFacts) -> object:
-        """The step's plan for the workers. Called exactly once per step, also for steps without work."""
+        """Return the step's plan for the workers. Called exactly once per step, also for steps without work."""
 
     def request_ended(self, request: Request, aborted: bool) -> None:
         """Called exactly once per request, before its blocks are freed.
@@ -157,11 +157,11 @@ class SchedulerPlugin:
         return LoadResults()
 
     def has_pending_work(self) -> bool:
-        """True keeps the engine stepping, with empty steps if need be. Must become False in the end."""
+        """Return True to keep the engine stepping, with empty steps if need be. Must become False in the end."""
         return False
 
     def reset(self) -> bool:
-        """Forget everything computed so far; False if some of it could not be forgotten yet."""
+        """Forget everything computed so far; return False if some of it could not be forgotten yet."""
         return True
 
     def shutdown(self) -> None:
@@ -172,7 +172,7 @@ class WorkerPlugin:
     """One rank's side of a plugin. A hook that is not overridden does nothing."""
 
     def register_kv_caches(self, tensors: Sequence[torch.Tensor]) -> None:
-        """This rank's physical tensors, dimension 0 = blocks. Called once, before the first step."""
+        """Take this rank's physical tensors, dimension 0 = blocks. Called once, before the first step."""
 
     def start_loads(self, plan: object) -> None:
         """Called in each step before the forward pass."""
@@ -181,7 +181,7 @@ class WorkerPlugin:
         """Called in each step after the forward pass was launched."""
 
     def take_output(self) -> object:
-        """This rank's report to its scheduler side. Called once per step, after `start_stores`."""
+        """Return this rank's report to its scheduler side. Called once per step, after `start_stores`."""
 
     def shutdown(self) -> None:
         """Called once, after the last step and before the scheduler side's `shutdown`."""
@@ -191,10 +191,10 @@ class EnginePlugin(Protocol):
     """Makes the two sides of a plugin for one engine."""
 
     def scheduler_side(self, engine: EngineFacts) -> SchedulerPlugin:
-        """Called once per engine, before the ranks' sides are made."""
+        """Return the scheduler's side. Called once per engine, before the ranks' sides are made."""
 
     def worker_side(self, engine: EngineFacts, rank: int) -> WorkerPlugin:
-        """Called once per rank, in rank order."""
+        """Return a rank's side. Called once per rank, in rank order."""
 
 
 def load_plugin(name: str) -> EnginePlugin:

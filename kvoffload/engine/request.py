@@ -36,7 +36,7 @@ class Token(NamedTuple):
 
 @dataclass(slots=True)
 class RequestStats:
-    """What one request cost; times are of the engine's clock, in seconds.
+    """What one request cost. Times are in seconds of the engine's clock.
 
     Without preemption, prompt + generated - 1 = device hits + external + computed tokens.
     """
@@ -79,7 +79,7 @@ class KeyChain:
             self._append(tokens[start : start + size])
 
     def keys(self, group: int) -> Sequence[bytes]:
-        """Keys of the full blocks hashed so far, by position."""
+        """Return the keys of the full blocks hashed so far, by position."""
         return self._keys[group]
 
     def _append(self, block: Sequence[int]) -> None:
@@ -132,11 +132,11 @@ class Request:
         return self.num_tokens - self.num_prompt_tokens >= self.params.max_new_tokens
 
     def keys(self, group: int) -> Sequence[bytes]:
-        """Keys of all full blocks of the tokens known so far."""
+        """Return the keys of all full blocks of the tokens known so far."""
         return self.chain.keys(group)
 
     def block_tables(self) -> BlockTables:
-        """The blocks held now, per group and position."""
+        """Return the blocks held now, per group and position."""
         return tuple(map(tuple, self.tables))
 
     def append(self, token_id: int) -> None:
@@ -169,7 +169,7 @@ class TokenStream:
         return self
 
     async def __anext__(self) -> Token:
-        """The next token.
+        """Return the next token.
 
         Raises:
             StopAsyncIteration: the request is complete or aborted.
@@ -201,9 +201,9 @@ class TokenStream:
         await self.aclose()
 
     def push(self, token: Token) -> None:
-        """Called by the engine with each new token."""
+        """Add a new token; the engine calls it."""
         self._arrived.put_nowait(token)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Called by the engine after the last token, or with the reason why there will be no more."""
+        """End the stream, with an error if the request failed; the engine calls it."""
         self._arrived.put_nowait(error or StopAsyncIteration())

@@ -6,7 +6,7 @@ layer is a gated linear recurrence in place of it, with a state of one value a c
     state = gate * state + sqrt(1 - gate**2) * value          gate = sigmoid(key + _GATE_BIAS)
     out   = query * state
 
-Its tokens come one after the other, so that it changes nothing where a prompt is cut.
+Its tokens are computed one after the other, so the result does not depend on how a prompt is cut.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Runner:
         self.kv_tensors = _allocate_kv(config, num_blocks, self._device)
 
     def rank_tensors(self, rank: int) -> list[torch.Tensor]:
-        """The tensors of one pipeline stage: a contiguous share, as even as it goes."""
+        """Return the tensors of one pipeline stage: contiguous shares, as even as possible."""
         count = len(self.kv_tensors)
         return self.kv_tensors[rank * count // self._ranks : (rank + 1) * count // self._ranks]
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> torch.Tensor:
-        """The forward pass; returns logits [samples, vocab_size]. Does not wait for the device."""
+        """Run the forward pass; return logits [samples, vocab_size]. Does not wait for the device."""
         inputs = self._input_maker.make(batch.chunks)
         hidden = self._model.hidden(
             inputs.token_ids, inputs.positions, _PagedAttention(self.kv_tensors, inputs)
@@ -60,7 +60,7 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, batch: Batch, logits: torch.Tensor) -> list[Token]:
-        """The likeliest token for each chunk that samples, in order, with its log-probability."""
+        """Return the likeliest token for each chunk that samples, in order, with its log-probability."""
         picked, chosen = logits.log_softmax(dim=-1).max(dim=-1)
         return [Token(*pair) for pair in zip(chosen.tolist(), picked.tolist(), strict=True)]
 
@@ -97,7 +97,7 @@ def write_kv(pages: torch.Tensor, group: AttentionInput, key: torch.Tensor, valu
 
 
 def attend(pages: torch.Tensor, group: AttentionInput, query: torch.Tensor) -> torch.Tensor:
-    """Attention of the new tokens, whose own keys and values have been written.
+    """Return the attention of the new tokens, whose own keys and values have been written.
 
     Args:
         pages: as in `write_kv`.
@@ -123,7 +123,7 @@ def _attend_span(pages: torch.Tensor, span: Span, query: torch.Tensor) -> torch.
 
 
 def _gather(pages: torch.Tensor, half: int, span: Span) -> torch.Tensor:
-    """[1, kv_heads, keys, head_dim]: the keys (0) or values (1) of a span's tokens."""
+    """Return [1, kv_heads, keys, head_dim]: the keys (0) or values (1) of a span's tokens."""
     return pages[span.blocks, half].flatten(0, 1)[span.keys].transpose(0, 1)[None]
 
 
@@ -134,7 +134,7 @@ def recur(
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> torch.Tensor:
-    """The new tokens' outputs; each request's state is read from its block, and left in the block of its last token.
+    """Return the new tokens' outputs. Each request's state is read from its block and written to its last token's.
 
     Args:
         pages: one layer's, [num_blocks, 2, block_tokens, kv_heads, head_dim]. A state lies where the first token's
@@ -154,7 +154,7 @@ def recur(
 
 
 def _states(pages: torch.Tensor, span: StateSpan, gate: torch.Tensor, gained: torch.Tensor) -> torch.Tensor:
-    """The state after each of a span's rows; the last one goes to the span's block."""
+    """Return the state after each of a span's rows; write the last one to the span's block."""
     page = pages[:, 0, 0]
     state = torch.zeros_like(gained[0]) if span.read_block is None else page[span.read_block]
     found = torch.empty_like(gained)
@@ -165,7 +165,7 @@ def _states(pages: torch.Tensor, span: StateSpan, gate: torch.Tensor, gained: to
 
 
 def usable_device(name: str) -> torch.device:
-    """The device of that name.
+    """Return the device of that name.
 
     Raises:
         ConfigError: there is no such device.

@@ -121,7 +121,7 @@ class Scheduler:
         return Batch(tuple(chunks), facts, self._starved)
 
     def confirm(self, batch: Batch, sampled: Sequence[Token]) -> list[tuple[Request, Token]]:
-        """Take over a step's results; returns each new token with its request, which is ended if complete.
+        """Apply a step's results; return each new token with its request, which is ended if complete.
 
         `sampled` has one token for each chunk that samples, in order.
         """
@@ -141,7 +141,7 @@ class Scheduler:
             self._load_ended(request_id, self._retry)
 
     def audit(self, pool: BlockPool) -> list[str]:
-        """Every broken invariant as text; none for a sound engine, at any time between two steps."""
+        """Return every broken invariant as text. Call it between two steps."""
         holders = (*self.running, *self.loading.values())
         held = Counter(block for request in holders for table in request.tables for block in table if block)
         found = pool.audit(held)
@@ -155,9 +155,9 @@ class Scheduler:
     # --- recurrent states ------------------------------------------------------------------------------------
 
     def _chunk_end(self, request: Request, start: int, budget: int) -> int:
-        """Where a request's tokens of a step end. A recurrent state is kept where that is the end of a block.
+        """Return where a request's tokens of a step end. If that is the end of a block, its recurrent state is kept.
 
-        So a prefill stops at its last whole block, and where the prompt leaves a prefix that others were seen to share.
+        So a prefill stops at its last whole block, and at the end of a prefix that other requests share.
         """
         end = min(request.num_tokens, start + budget)
         if not self._has_states:
@@ -177,7 +177,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         for request in tuple(self.running):
             if budget == 0 or request.state is not RequestState.RUNNING:
-                break  # behind a preempted request there are only preempted ones
+                break  # requests after a preempted one are preempted too
             end = self._chunk_end(request, request.confirmed_tokens, budget)
             new_blocks = self._grow(request, end)
             if new_blocks is None:
@@ -188,7 +188,7 @@ class Scheduler:
         return chunks
 
     def _grow(self, request: Request, end: int) -> NewBlocks | None:
-        """Blocks up to `end`, at the expense of requests that were admitted later."""
+        """Allocate blocks up to `end`; preempt requests that were admitted later if there are too few."""
         while (new_blocks := self._tables.grow(request, end)) is None:
             if self.running[-1] is request:
                 return None
@@ -230,7 +230,7 @@ class Scheduler:
         return len(self.running) + len(self.loading) < self._max_requests
 
     def _admit(self, request: Request, budget: int) -> Chunk | None:
-        """Return what the request computes; None if it loads, or still waits: for the plugin's answer, or for blocks."""
+        """Return what the request computes; None if it loads, or waits for the plugin's answer or for blocks."""
         hit = self._tables.find_prefix(request)
         device = hit.blocks * self._capacity.block_tokens
         request.shared_tokens = hit.full_blocks * self._capacity.block_tokens
@@ -250,7 +250,7 @@ class Scheduler:
         return Chunk(request, device, end, new_blocks=((),) * request.groups)
 
     def _lookup(self, request: Request, device_tokens: int) -> int | None:
-        """The plugin's answer, cut to whole blocks that leave at least one token to compute."""
+        """Return the plugin's answer, cut to whole blocks that leave at least one token to compute."""
         answer = self._plugin.lookup(request, device_tokens)
         if answer is None:
             return None
@@ -260,7 +260,7 @@ class Scheduler:
         return most - most % self._capacity.block_tokens
 
     def _reserve(self) -> int:
-        """Blocks that an admission must leave: those that the oldest running request can still come to need."""
+        """Return the blocks that an admission must leave free: those that the oldest running request may still need."""
         if not self.running:
             return 0
         oldest = self.running[0]

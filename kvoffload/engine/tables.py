@@ -1,4 +1,4 @@
-"""Block tables: what each request holds of the pool, from admission to release, and what the device still has for it.
+"""Block tables: which blocks each request holds, and which prefix of it the device still has.
 
 A recurrent group's row has the state that the next step goes on from, and in a step the state that it writes:
 
@@ -41,7 +41,7 @@ class BlockTables:
         self._block_tokens = groups[0].block_tokens
 
     def find_prefix(self, request: Request) -> PrefixHit:
-        """The longest prefix on the device that leaves a token to compute. Changes nothing."""
+        """Return the longest prefix on the device that leaves a token to compute. Changes nothing."""
         keys = [request.keys(group.index) for group in self._groups]
         return find_prefix(self._pool, self._groups, keys, (request.num_tokens - 1) // self._block_tokens)
 
@@ -68,7 +68,7 @@ class BlockTables:
         return True
 
     def grow(self, request: Request, end: int) -> NewBlocks | None:
-        """Blocks for the tokens up to `end`, after those that left the window are given back; None: too few are free."""
+        """Release blocks that left the window, then allocate those up to `end`; return None if too few are free."""
         self._recycle(request)
         total = -(-end // self._block_tokens)
         missing = [
@@ -83,7 +83,7 @@ class BlockTables:
         )
 
     def states_made(self, request: Request, end: int) -> list[StateMade]:
-        """Make the recurrent states findable that a step up to `end` writes; none where it ends inside a block.
+        """Index and return the recurrent states that a step up to `end` writes; none if it ends inside a block.
 
         Call it after the step's last search for a prefix: before the forward pass a state has its key, but not its bytes.
         """
@@ -116,13 +116,13 @@ class BlockTables:
         request.indexed_blocks = max(request.indexed_blocks, full)
 
     def release(self, request: Request) -> None:
-        """Give all of the request's blocks back, the deepest first, so that a prefix is evicted from its tail."""
+        """Release all of the request's blocks, the deepest first, so that a prefix is evicted from its tail."""
         depths = zip(*map(reversed, request.tables), strict=True)
         self._pool.release(block for depth in depths for block in depth if block != NULL_BLOCK)
         request.forget_blocks()
 
     def _admission_table(self, group: GroupFacts, hit: PrefixHit, seen: int, end: int) -> list[int | None]:
-        """A table with None where a new block goes."""
+        """Return a table with None where a new block goes."""
         if group.kind == "recurrent":
             return self._states_table(hit.tables[group.index], seen, end)
         first = first_needed_block(group, seen)
@@ -132,7 +132,7 @@ class BlockTables:
         return [*[NULL_BLOCK] * nulls, *found, *[None] * (total - nulls - len(found))]
 
     def _states_table(self, found: Sequence[int], seen: int, end: int) -> list[int | None]:
-        """The state after `seen`, found or to be loaded, and the one that the first step writes, if it computes."""
+        """Return a table with the state after `seen`, found or to be loaded, and the one that the first step writes."""
         read, written = seen // self._block_tokens - 1, (end - 1) // self._block_tokens
         table: list[int | None] = [NULL_BLOCK] * (written + 1)
         table[written] = None
@@ -141,7 +141,7 @@ class BlockTables:
         return table
 
     def _missing(self, group: GroupFacts, positions: int, confirmed: int) -> int:
-        """New blocks for a row that grows by `positions`: a recurrent group continues in the block it has."""
+        """Return the new blocks of a row that grows by `positions`. A recurrent group continues in the block it has."""
         if group.kind != "recurrent":
             return positions
         return int(confirmed % self._block_tokens == 0)
@@ -172,7 +172,7 @@ class BlockTables:
 def find_prefix(
     pool: BlockPool, groups: Sequence[GroupFacts], keys: Sequence[Sequence[bytes]], max_blocks: int
 ) -> PrefixHit:
-    """The longest hit of at most `max_blocks` blocks. Changes nothing: hold its blocks before allocating any.
+    """Return the longest hit of at most `max_blocks` blocks. Changes nothing: hold its blocks before allocating any.
 
     Each group shortens the prefix until all agree. Full groups go first: their hits are prefixes of each other, so
     they are searched once and bound the others' search.
@@ -199,12 +199,12 @@ def _full_length(find: FindBlock, max_blocks: int) -> int:
 
 
 def _local_length(group: GroupFacts, find: FindBlock, blocks: int) -> int:
-    """The longest length up to `blocks` at which the group holds all that the next token sees."""
+    """Return the longest length up to `blocks` at which the group holds all that the next token sees."""
     start, position = blocks, blocks  # held: [position, blocks)
     while position > first_needed_block(group, start * group.block_tokens):
         position -= 1
         if find(position) is None:
-            start = position  # no prefix that needs this position can hit; a shorter one may
+            start = position  # only a prefix that does not need this position can hit
     return start
 
 

@@ -172,7 +172,7 @@ def _group(group: GroupFacts) -> GroupSpec:
 
 
 def _identity_of(engine: EngineFacts, shape: EngineShape, config: OffloadConfig) -> KVIdentity:
-    """Return what makes KV usable by another engine. The weights are drawn from a seed, which the model's settings have."""
+    """Return what the KV depends on. The model's settings have the seed from which its weights are drawn."""
     model = f"{engine.config.model}, drawn by torch {version('torch')}"
     return KVIdentity(
         engine=f"{_IDENTITY.name} {_IDENTITY.version}",

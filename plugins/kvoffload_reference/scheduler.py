@@ -16,7 +16,7 @@ from kvoffload.runtime.scheduler_side import SchedulerSide
 
 
 class PoolDevice:
-    """Leases are the plugin's references on the engine's blocks."""
+    """The engine's block pool, as the core uses it: a lease is a reference of the plugin on a block."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -53,7 +53,7 @@ class PoolDevice:
 
 @dataclass(slots=True)
 class _Sent:
-    """What was already reported of a request; later facts report only what is new."""
+    """What was already reported about a request; later facts report only what is new."""
 
     view: Request
     keys: list[int]  # per group, how many
@@ -146,7 +146,7 @@ class ReferenceScheduler(SchedulerPlugin):
         return self._offload.shape
 
     def _progress(self, step: StepFacts) -> Iterator[facts.Progress]:
-        """Only of requests that gained a block or state, confirmed a block, or run first since their allocation."""
+        """Yield the progress of requests with a new block or state, a confirmed block, or a first step."""
         complete = {state.request_id for state in step.states}
         for progress in step.progress:
             sent = self._sent[progress.request_id]
@@ -183,7 +183,7 @@ def _handed_off(state: StateMade) -> facts.StateHandedOff:
 
 
 def _appended(progress: Progress) -> tuple[tuple[DeviceBlockId, ...], ...]:
-    """The engine names positions; they continue the table."""
+    """Return the blocks without their positions, which continue the table."""
     return tuple(_blocks([block for _, block in pairs]) for pairs in progress.new_blocks)
 
 
@@ -193,5 +193,5 @@ def _blocks(table: Sequence[int]) -> tuple[DeviceBlockId, ...]:
 
 
 def _keys(known: Sequence[bytes]) -> tuple[BlockKey, ...]:
-    """Return keys; the engine's are made as ours are."""
+    """Return keys; the engine makes them as kvoffload does."""
     return tuple(map(BlockKey, known))
