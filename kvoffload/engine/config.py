@@ -79,27 +79,23 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """One engine: its model, its pool, its limits, and the plugin it loads."""
+    """One engine: its model, its pool, its limits, and its plugin's settings."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     block_tokens: int = 16
-    num_blocks: int | None = None  # the null block included; None: room for `pool_requests` of full length
-    pool_requests: int = 4  # only where num_blocks is None
+    num_blocks: int | None = None  # the null block included; None: room for 4 requests of full length
     max_model_len: int = 4096
     step_tokens: int = 512  # token budget of one step, over all its requests
     max_requests: int = 64  # running or loading at a time
     ranks: int = 1  # pipeline stages, all in this process
     device: str = "cpu"  # "cpu", "cuda" or "cuda:N"
-    plugin: str | None = None  # entry point name in kvoffload.engine_plugins
     plugin_config: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _raise_if_any(self._problems())
 
     def _problems(self) -> Iterator[str]:
-        yield from _not_positive(
-            self, "block_tokens pool_requests max_model_len step_tokens max_requests ranks"
-        )
+        yield from _not_positive(self, "block_tokens max_model_len step_tokens max_requests ranks")
         if self.num_blocks is not None and self.num_blocks < 2:
             yield f"num_blocks must be at least 2 (one is the null block), not {self.num_blocks}"
         if self.ranks > self.model.layers_per_group:

@@ -17,7 +17,6 @@ from kvoffload.engine.plugin import (
     GroupFacts,
     SchedulerPlugin,
     WorkerPlugin,
-    load_plugin,
 )
 from kvoffload.engine.request import KeyChain, Request, RequestState, RequestStats, TokenStream
 from kvoffload.engine.runner import Runner
@@ -53,13 +52,12 @@ class Engine:
 
     Args:
         config: checked when it was made.
-        plugin: a plugin; None: the one that `config.plugin` names, if any.
+        plugin: a plugin, if any; `load_plugin` finds one by its name.
         clock: seconds, for statistics; None: the running loop's time.
         make_runner: makes what computes; tests put something cheaper than a transformer in its place.
 
     Raises:
         ConfigError: the device does not exist.
-        PluginError: the plugin is not found.
     """
 
     def __init__(
@@ -77,8 +75,6 @@ class Engine:
         self.runner = make_runner(config, groups, self.pool.num_blocks)
         self.facts = EngineFacts(config, groups, self.pool)
         self._plugin, self._workers = SchedulerPlugin(), list[WorkerPlugin]()
-        if plugin is None and config.plugin is not None:
-            plugin = load_plugin(config.plugin)
         if plugin is not None:
             self._start(plugin)
         tables = BlockTables(self.pool, groups)
@@ -162,7 +158,7 @@ class Engine:
         for worker in self._workers:
             worker.start_stores(plan)
         if logits is not None:
-            self._hand_out(batch, self.runner.sample(batch, logits))
+            self._deliver(batch, self.runner.sample(batch, logits))
         is_stuck = batch.is_starved and not (batch.chunks or self._scheduler.loading or plugin_waits)
         self._scheduler.loads_ended(self._plugin.update([worker.take_output() for worker in self._workers]))
         if is_stuck:
@@ -261,7 +257,7 @@ class Engine:
             # Also after a step with work, so that tasks waiting for its tokens can run.
             await asyncio.sleep(0 if self.step() else _IDLE_STEP_S)
 
-    def _hand_out(self, batch: Batch, sampled: Sequence[Token]) -> None:
+    def _deliver(self, batch: Batch, sampled: Sequence[Token]) -> None:
         for request, token in self._scheduler.confirm(batch, sampled):
             stats, stream = request.stats, self._open[request.request_id][1]
             if stats.first_token_s is None:

@@ -30,6 +30,8 @@ from kvoffload.engine.plugin import GroupFacts
 if TYPE_CHECKING:
     from kvoffload.engine.config import EngineConfig, ModelConfig
 
+_POOL_REQUESTS = 4  # of full length, in a pool whose size is not given
+
 
 def make_groups(config: EngineConfig) -> tuple[GroupFacts, ...]:
     """Return the groups of a model. Layer `l` is in group `l % groups` and lives in physical tensor `l // groups`.
@@ -113,7 +115,7 @@ class Capacity:
 
 def pool_size(config: EngineConfig, capacity: Capacity) -> int:
     """Return the number of blocks of an engine's pool, the null block included."""
-    return config.num_blocks or capacity.pool_blocks(config.pool_requests)
+    return config.num_blocks or capacity.pool_blocks(_POOL_REQUESTS)
 
 
 def _blocks(tokens: int, group: GroupFacts) -> int:

@@ -79,11 +79,11 @@ def _most_held(groups: tuple[GroupFacts, ...], first: int, step_tokens: int) -> 
 
 
 def test_a_pool_that_is_not_given_is_sized_for_requests_of_full_length() -> None:
-    config = tiny_config("sliding_window", num_blocks=None, pool_requests=3)
+    config = tiny_config("sliding_window", num_blocks=None)
     capacity = Capacity(make_groups(config), config.step_tokens, config.max_model_len)
     # 128 tokens: 32 blocks in the full group; 7 - 1 + 16 = 22 tokens: 6 + 1 blocks in each of two window groups.
     assert capacity.request_blocks(128) == 32 + 2 * 7
-    assert pool_size(config, capacity) == 1 + 3 * 46
+    assert pool_size(config, capacity) == 1 + 4 * 46
 
 
 def test_a_long_prompt_on_a_windowed_model_is_admitted_where_the_bound_allows_it() -> None:

@@ -103,10 +103,9 @@ def test_a_plugin_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -
         load_plugin("moving")
 
 
-def test_an_engine_loads_the_plugin_that_its_configuration_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_gets_the_settings_that_the_configuration_has_for_it() -> None:
     plugin = CopyingPlugin()
-    monkeypatch.setattr("kvoffload.engine.engine.load_plugin", {"copying": plugin}.__getitem__)
-    engine = Engine(tiny_config(plugin="copying", plugin_config={"size": 3}), clock=lambda: 0.0)
+    engine = Engine(tiny_config(plugin_config={"size": 3}), plugin, clock=lambda: 0.0)
     run(engine, tokens(10))
     assert plugin.scheduler.counts["finished"] == 1
     assert plugin.scheduler.facts.config.plugin_config == {"size": 3}

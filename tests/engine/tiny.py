@@ -33,10 +33,8 @@ class Settings(TypedDict, total=False):
     max_model_len: int
     step_tokens: int
     max_requests: int
-    pool_requests: int
     ranks: int
     device: str
-    plugin: str
     plugin_config: dict[str, object]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvoffload.engine import Engine, SamplingParams, Token, TokenStream
-from kvoffload.engine.plugin import EnginePlugin
+from kvoffload.engine.plugin import EnginePlugin, load_plugin
 from kvoffload.model.wire import Direction
 from kvoffload.telemetry.counters import conservation
 from kvoffload.testing import GatedCopier, GatedTicket
@@ -146,14 +146,14 @@ def _hits(offload: SchedulerSide) -> int:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("found", ["by entry point", "handed in"])
+@pytest.mark.parametrize("found", ["by entry point", "made"])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_the_plugin_is_found_or_handed_in(
+async def test_the_plugin_is_found_or_made(
     kind: str, found: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = [text(1, 24), text(2, 24), text(3, 24), text(1, 24)]
-    plugin: EnginePlugin | None = ReferencePlugin() if found == "handed in" else None
-    config = config_of(kind, num_blocks=TIGHT[kind] + 1, step_tokens=8, plugin="kvoffload")
+    plugin: EnginePlugin = ReferencePlugin() if found == "made" else load_plugin("kvoffload")
+    config = config_of(kind, num_blocks=TIGHT[kind] + 1, step_tokens=8)
     async with Engine(config, plugin) as engine:
         offload = engine._plugin._offload  # type: ignore[attr-defined]  # it is ours
         while offload.core.state.pool.capacity == 0:  # host memory is made ready in the background

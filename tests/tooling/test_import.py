@@ -51,9 +51,10 @@ def test_the_pure_parts_need_nothing_but_python(module: str) -> None:
 SERVE = """
 import sys
 from kvoffload.engine import Engine, SamplingParams
+from kvoffload.engine.plugin import load_plugin
 from tests.engine.tiny import tiny_config
 
-engine = Engine(tiny_config(plugin="kvoffload", plugin_config={"host_bytes": "1MiB"}), clock=lambda: 0.0)
+engine = Engine(tiny_config(plugin_config={"host_bytes": "1MiB"}), load_plugin("kvoffload"), clock=lambda: 0.0)
 engine.submit(tuple(range(30)), SamplingParams(4))
 while engine.has_work:
     engine.step()
