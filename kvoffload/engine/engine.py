@@ -74,7 +74,8 @@ class Engine:
         self.pool = BlockPool(pool_size(config, self._capacity))
         self.runner = make_runner(config, groups, self.pool.num_blocks)
         self.facts = EngineFacts(config, groups, self.pool)
-        self._plugin, self._workers = SchedulerPlugin(), list[WorkerPlugin]()
+        self._plugin = SchedulerPlugin()
+        self._workers: list[WorkerPlugin] = []
         if plugin is not None:
             self._start(plugin)
         tables = BlockTables(self.pool, groups)

@@ -138,7 +138,7 @@ class ProgressReports:
         self._scarce = 2 * shape.turnover_blocks
         self._most = every
         self._every = self._reports_every(1)
-        self._step = 0
+        self.steps = 0
         self._soon: dict[str, int] = {}
         """Requests that computed several tokens since they were checked, and how many in their last step."""
         self._late: dict[str, _Table] = {}
@@ -165,7 +165,7 @@ class ProgressReports:
         """Return the progress to report in this step, and blocks that were allocated but may not be in it."""
         scheduled, cached, late = output.num_scheduled_tokens, output.scheduled_cached_reqs, self._late
         resumed, groups, tables = cached.resumed_req_ids, self._groups, cached.new_block_ids
-        self._step += 1
+        self.steps += 1
         handed_out: list[DeviceBlockId] = []
         # Most requests have no new block; `compress` skips them fast. Of a resumed request vLLM gives the whole table,
         # which was reported when it was allocated.
@@ -175,7 +175,7 @@ class ProgressReports:
                 late[name] = tuple(map(add, late[name], table)) if name in late else table
                 handed_out += chain.from_iterable(table)
         looks: Iterable[str] = self._take_soon(scheduled) if self._soon else ()
-        if self._step % self._every == 0:
+        if self.steps % self._every == 0:
             looks, handed_out = scheduled, []
         elif late and self._device.free_blocks() < self._scarce:
             looks, handed_out = (*looks, *late), []
@@ -191,7 +191,7 @@ class ProgressReports:
             name
             for name, tokens in self._soon.items()
             if name in scheduled
-            and (tokens >= self._least_block or self._step % self._reports_every(tokens) == 0)
+            and (tokens >= self._least_block or self.steps % self._reports_every(tokens) == 0)
         ]
         for name in found:
             del self._soon[name]

@@ -80,7 +80,6 @@ class VllmScheduler:
         )
         self._unsent: tuple[LoadAnswers, ...] = ()
         """Ended loads that the workers do not report by themselves. vLLM learns how a load ended only from workers."""
-        self._step = 0
 
     # -- before a step ------------------------------------------------------------------------------------------
 
@@ -149,9 +148,8 @@ class VllmScheduler:
         progress, late = self._progress.step(output, states)
         handed_out = (*copied, *late) if late and self.offload.watches_blocks else copied
         fact = facts.StepScheduled(
-            self._step, progress, preempted, handed_out, total - decoding, decoding, states
+            self._progress.steps, progress, preempted, handed_out, total - decoding, decoding, states
         )
-        self._step += 1
         plan = self.offload.step(fact)
         if self.offload.copies.awaited or self.offload.faults.cause:
             answers = self.offload.take_answers()
