@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
-    Caches = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
+    Caches = Mapping[str, torch.Tensor]
 
 
 BLOCKS_OUTERMOST = "BLHNC"
@@ -50,7 +50,7 @@ def layout_of_caches(caches: Caches, kv_cache_config: KVCacheConfig) -> DeviceLa
     """Return where this rank's blocks lie.
 
     Args:
-        caches: per layer, its view of the KV cache, or (recurrent layers of older versions) its views.
+        caches: per layer, its view of the KV cache.
         kv_cache_config: the worker's own.
 
     Raises:
@@ -87,8 +87,7 @@ def meaning_of_caches(caches: Caches, kv_cache_config: KVCacheConfig, layers: Ma
     for name, cache in sorted(caches.items()):
         layer: Any = layers.get(name)
         backend = layer.get_attn_backend().get_name() if hasattr(layer, "get_attn_backend") else ""
-        views = cache if isinstance(cache, Sequence) else [cache]
-        found.append((name, backend, [_form(view, kv_cache_config.num_blocks) for view in views]))
+        found.append((name, backend, _form(cache, kv_cache_config.num_blocks)))
     return str(found)
 
 
@@ -106,7 +105,7 @@ def _placed_regions(tensor: KVCacheTensor, caches: Caches, blocks: int) -> Itera
     known = next(((n, name) for n, name in enumerate(tensor.layers) if name in caches), None)
     if known is None:
         return
-    number, view = known[0], _first(caches[known[1]])
+    number, view = known[0], caches[known[1]]
     # A view begins at its layer's block 0, wherever in its storage the allocation begins.
     start = view.data_ptr() - tensor.offset - number * tensor.layer_stride
     stride, span = tensor.block_stride, tensor.block_stride * blocks
@@ -127,13 +126,9 @@ def _older_regions(tensor: KVCacheTensor, caches: Caches, blocks: int) -> Iterat
     name = next((name for name in tensor.shared_by if name in caches), None)
     if name is None:
         return
-    view = _first(caches[name])
+    view = caches[name]
     if slab_stride := getattr(tensor, "block_stride", 0):
         yield _region(view.data_ptr() - tensor.offset, slab_stride, slab_stride, blocks, view)
-        return
-    if isinstance(caches[name], Sequence):  # states of different kinds, in one page
-        page = tensor.size // blocks
-        yield _region(view.data_ptr(), page, page, blocks, view)
         return
     yield from _regions_by_strides(name, view, blocks)
 
@@ -206,8 +201,3 @@ def _is_part(tensor: KVCacheTensor) -> bool:
 
 def _region(address: int, stride: int, page: int, blocks: int, view: torch.Tensor) -> DeviceRegion:
     return DeviceRegion(address, stride, page, blocks, str(view.device), view)
-
-
-def _first(cache: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the view that begins first in a page."""
-    return min(cache, key=lambda view: view.data_ptr()) if isinstance(cache, Sequence) else cache

@@ -138,7 +138,7 @@ class VllmScheduler:
         preempted: tuple[RequestId, ...] = tuple(output.preempted_req_ids or ())
         for name in preempted:
             self._progress.forget(name)
-        copies = getattr(output, "kv_cache_block_copies", None)  # older versions have no such copies
+        copies = output.kv_cache_block_copies
         copied = tuple(DeviceBlockId(copy.dst_block_id) for copy in copies) if copies else ()
         states = self._states(output) if self._state_tokens else ()
         scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens

@@ -187,12 +187,6 @@ def test_layers_that_share_a_tensor_count_once() -> None:
     check_pages(layout_of_caches(caches, config(older(view.numel(), ["full", "window"]))), view.numel())
 
 
-def test_states_of_several_kinds_in_one_page() -> None:
-    raw = torch.zeros(BLOCKS * 64, dtype=torch.int8)
-    states = [bytes_view(raw, (BLOCKS, 24), (64, 1), 40), bytes_view(raw, (BLOCKS, 40), (64, 1), 0)]
-    check_pages(layout_of_caches({"mamba": states}, config(older(raw.numel(), ["mamba"]))), raw.numel())
-
-
 def test_a_slab_is_one_region() -> None:
     raw = torch.zeros(BLOCKS * 96, dtype=torch.int8)
     offsets = {"a": 0, "b": 32, "c": 64}

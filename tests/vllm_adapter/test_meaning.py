@@ -148,14 +148,6 @@ def test_keys_and_values_outside_or_inside_a_block_differ_before_0_29() -> None:
     assert older_meaning(inside(7)) != older_meaning(outside(7))
 
 
-def test_states_of_several_kinds_count_each() -> None:
-    first, second = torch.zeros(BLOCKS, 3, 5), torch.zeros(BLOCKS, 7)
-    assert older_meaning([first, second]) != older_meaning([first])
-    assert older_meaning([first, second]) != older_meaning([first, torch.zeros(BLOCKS, 8)])
-    more = [torch.zeros(9, 3, 5), torch.zeros(9, 7)]
-    assert older_meaning([first, second]) == older_meaning(more, blocks=9)
-
-
 def test_a_dimension_of_one_element_has_no_place() -> None:
     one = torch.zeros(BLOCKS, 1, TOKENS, CONTENT)
     assert older_meaning(one) == older_meaning(one.as_strided(one.shape, (TOKENS * CONTENT, 1, CONTENT, 1)))
