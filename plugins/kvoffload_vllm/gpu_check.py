@@ -161,7 +161,7 @@ class Engine:
     @property
     def offload(self) -> SchedulerSide:
         """Kvoffload's scheduler side. Only where the engine has one."""
-        side: SchedulerSide = self.scheduler.connector._scheduler.offload
+        side: SchedulerSide = self.scheduler.connector.offload
         return side
 
     def serve(

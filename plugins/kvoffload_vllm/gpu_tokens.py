@@ -246,7 +246,7 @@ def _overwrite(vllm: Engine) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     worker: Any = get_kv_transfer_group()
-    arena = worker._worker._offload.pump._arena
+    arena = worker.offload.pump._arena
     pool = vllm.offload.core.state.pool
     for slot in map(SlotId, range(pool.capacity)):
         if pool.state(slot) is SlotState.READY:

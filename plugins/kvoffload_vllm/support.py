@@ -51,12 +51,12 @@ class Features:
     """What this vLLM offers to connectors.
 
     Args:
-        tells_failed_loads: a failed load can be reported by request, so that models with several groups recover.
+        reports_failed_loads: a failed load can be reported by request, so that models with several groups recover.
         hands_off_states: a step names the recurrent states that it completes, block by block.
         lacks: names that a connector needs and this vLLM does not have.
     """
 
-    tells_failed_loads: bool = True
+    reports_failed_loads: bool = True
     hands_off_states: bool = False
     lacks: tuple[str, ...] = ()
 
@@ -93,7 +93,7 @@ def find_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, featu
             problems += _check_group(number, layer_specs(group.kv_cache_spec), features)
     if not any(map(is_needed_for_hits, groups)):
         problems.append("no KV cache of the model is found by its prefix, so there is nothing to offload")
-    if len(groups) > 1 and not features.tells_failed_loads:
+    if len(groups) > 1 and not features.reports_failed_loads:
         problems.append(
             f"the model has {len(groups)} KV cache groups, and this vLLM cannot recover from a failed load of more "
             "than one; use vLLM 0.30 or newer, or a model with one group"

@@ -196,7 +196,7 @@ def test_every_problem_is_listed_at_once() -> None:
     reported = problems(
         group(spec("Odd")),
         group(full()),
-        features=Features(tells_failed_loads=False),
+        features=Features(reports_failed_loads=False),
         kv_role="kv_producer",
         enable_prefix_caching=False,
         decode_context_parallel_size=2,
@@ -222,7 +222,7 @@ def test_ranks_that_each_have_a_scheduler_are_refused(ranks: int, refusals: int)
 
 
 def test_one_group_recovers_on_an_older_vllm_too() -> None:
-    assert translate(group(full()), features=Features(tells_failed_loads=False)).ids == (0,)
+    assert translate(group(full()), features=Features(reports_failed_loads=False)).ids == (0,)
 
 
 # -- drafts with lookahead -----------------------------------------------------------------------------------------

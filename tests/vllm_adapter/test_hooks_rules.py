@@ -474,7 +474,7 @@ def test_r13_loads_and_stores_start_on_the_hooks_thread_behind_the_forward_pass(
     assert calls.count("_start_loads") == 1
     steps = story.split("handle_preemptions ")[1:]
     assert all(step.split()[0] == "bind_connector_metadata" for step in steps)
-    assert all(step.split()[-1] == "clear_connector_metadata" for step in steps)
+    assert all(step.split()[-2:] == ["clear_connector_metadata", "wait_for_save"] for step in steps)
     new = held.copier.tickets[tickets:]
     assert all(ticket.fences for ticket in new)
     assert held.copier.fences - fences == calls.count("add") + calls.count("_start_loads")

@@ -229,7 +229,7 @@ def test_older_versions_recover_from_a_failed_load_of_one_group_only() -> None:
     from kvoffload_vllm.support import find_features
 
     recovers = hasattr(base, "KVConnectorTransferResults")
-    assert find_features().tells_failed_loads is recovers
+    assert find_features().reports_failed_loads is recovers
     assert vllm_groups(engine(), cache_config(attention())).ids == (0,)
     if not recovers:
         with pytest.raises(ConfigError, match=r"use vLLM 0\.30 or newer"):
