@@ -160,7 +160,7 @@ class BlockPool:
 
     def _make_free(self, block: int) -> None:
         self._free[block] = None
-        if block not in self._keys:  # it holds nothing findable: reuse it before any block that does
+        if block not in self._keys:  # it is not in the index: reuse it before any block that is
             self._free.move_to_end(block, last=False)
 
     def _check_ids(self, blocks: list[int]) -> None:

@@ -106,7 +106,7 @@ class Request:
     load_device_tokens: int = 0  # while LOADING: tokens that were found on the device ...
     load_external_tokens: int = 0  # ... and those that the plugin brings
     tables: list[list[int]] = field(init=False)
-    recycled_blocks: list[int] = field(init=False)  # per group: positions below have been given back
+    recycled_blocks: list[int] = field(init=False)  # per group: positions below have been released
     shared_tokens: int = 0  # of the device's blocks of full attention, where it lacks a recurrent state
     prefix_boundary: int = 0  # a recurrent state is kept after this many tokens
     indexed_blocks: int = 0  # positions below can be found by key

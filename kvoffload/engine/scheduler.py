@@ -1,4 +1,4 @@
-"""Which request computes which tokens in a step, and who gets, keeps and loses blocks.
+"""Which request computes which tokens in a step, and which requests get, keep and lose blocks.
 
     WAITING --admitted, all on the device or to compute--> RUNNING --last token--> ENDED
     WAITING --admitted, with external tokens--> LOADING --loaded--> RUNNING
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from kvoffload.engine.groups import Capacity
     from kvoffload.engine.tables import BlockTables, NewBlocks
 
-# A step asks the plugin about no more requests than this that it then has to skip, so that a long queue of requests
-# which all wait for the same load does not make every step long.
+# The most requests that a step skips because the plugin answers "ask again". A long queue that waits for one load must not
+# make every step long.
 _MAX_SKIPPED = 256
 
 

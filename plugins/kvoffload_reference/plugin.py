@@ -112,7 +112,7 @@ class ReferencePlugin:
         self.workers.append(worker)
 
         def examine_layout(layout: DeviceLayout) -> list[Finding]:
-            # Its models are small on purpose, and so are their pages, so the speed of copies is not checked.
+            # The models are small on purpose, and so are their pages: the check of the copies' speed would only warn.
             return examine_rank(rank, engine.config.ranks, self._config, layout, checks=memory.CHECKS)
 
         return ReferenceWorker(worker, examine_layout)
