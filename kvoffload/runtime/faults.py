@@ -132,7 +132,7 @@ class Faults:
             self._judge([*self._core.audit_at_rest(self._some_slots()), *self._engine_problems()])
 
     def _judge(self, problems: list[str]) -> list[str]:
-        self._observation.counters.audited()
+        self._observation.counters.add("kvoffload_audits_total")
         if problems:
             self._bus.publish(InvariantBroken(DegradeCause.INVARIANT_BROKEN, "; ".join(problems)))
         return problems

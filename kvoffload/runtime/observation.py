@@ -18,6 +18,7 @@ from kvoffload.model.wire import TransferReport
 from kvoffload.runtime.copies import Clocks, HookTime
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.step_times import FirstTokens
+from kvoffload.telemetry.catalogue import subscriber_label
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.journal import Journal
 from kvoffload.telemetry.logging import LogObserver, log_removed, log_spans_failed
@@ -106,7 +107,7 @@ class Observation:
         log_failed = log_spans_failed(self._now)
 
         def failed() -> None:
-            self.counters.spans_failed()
+            self.counters.add("kvoffload_span_export_errors_total")
             log_failed()
 
         spans.subscribe(self._bus, failed)
@@ -126,9 +127,9 @@ class Observation:
         log.error("offloading_off", cause=event.cause.value, detail=event.detail, journal=journal)
 
     def _removed(self, name: str, error: Exception) -> None:
-        self.counters.removed(name)
+        self.counters.add("kvoffload_bus_removed_total", subscriber_label(name))
         self._log_removed(name, error)
 
     def _journal_failed(self, error: Exception) -> None:
-        self.counters.journal_failed()
+        self.counters.add("kvoffload_journal_write_errors_total")
         log.error("journal_stopped", error=str(error), note="the engine and the ring in memory continue")

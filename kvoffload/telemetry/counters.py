@@ -1,14 +1,13 @@
 """Numbers that events increase inline, copies of them, and the one walk over all series.
 
-The engine's thread counts; any thread may take a snapshot, without a lock: an edition number is odd while an event is being
-counted, and a copy during which it was odd or changed is made again. So a snapshot never shows half an event, and the engine
-never waits for a scrape.
+The engine's thread counts; any thread may take a snapshot. There is no lock, so the engine never waits for a scrape. A snapshot
+may show a part of the event that is being counted.
 """
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 
 from kvoffload.bus.bus import Bus
 from kvoffload.model import events, facts
-from kvoffload.model.causes import CopyOutcome, MissCause
+from kvoffload.model.causes import MissCause
 from kvoffload.telemetry.catalogue import (
     CATALOGUE,
     Answer,
@@ -28,17 +27,14 @@ from kvoffload.telemetry.catalogue import (
     LookupResult,
     Metric,
     Series,
-    subscriber_label,
 )
 
-_ATTEMPTS = 1000  # copies of a snapshot; one is enough unless the counting thread was interrupted just then
 # Raw samples of one series that wait to be taken, which happens many times a second.
 _KEPT = 1 << 14
 _HIT = (LookupResult.HIT.value,)
 _MISS = (LookupResult.MISS.value,)
 _BEHIND = (MissCause.BEHIND_MISS.value,)
 _FOUND_THERE, _MISSING_THERE, _NO_ANSWER = ((answer.value,) for answer in Answer)
-_FETCH, _OTHERS_LOAD = (LoadWait.FETCH.value,), (LoadWait.OTHERS_LOAD.value,)
 
 
 class _LabelsOf(dict[Any, Labels]):
@@ -69,10 +65,6 @@ class Distribution:
     def samples(self) -> int:
         return sum(self.counts)
 
-    def minus(self, earlier: Distribution) -> Distribution:
-        counts = tuple(now - before for now, before in zip(self.counts, earlier.counts, strict=True))
-        return Distribution(counts, self.total - earlier.total)
-
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -100,21 +92,12 @@ class Snapshot:
         return series.samples if series else 0
 
     def minus(self, earlier: Snapshot) -> Snapshot:
-        """Return what was added since `earlier`, without the series that did not change."""
-        counts: dict[str, dict[Labels, int]] = {}
-        for name, series in self.counts.items():
-            before = earlier.counts.get(name, {})
-            for labels, number in series.items():
-                if added := number - before.get(labels, 0):
-                    counts.setdefault(name, {})[labels] = added
-        distributions: dict[str, dict[Labels, Distribution]] = {}
-        for name, samples in self.distributions.items():
-            sampled = earlier.distributions.get(name, {})
-            for labels, now in samples.items():
-                change = now.minus(sampled[labels]) if labels in sampled else now
-                if change.samples:
-                    distributions.setdefault(name, {})[labels] = change
-        return Snapshot(counts, distributions)
+        """Return what was added to counters since `earlier`, without those that did not change and without histograms."""
+        added = {
+            name: Counter(series) - Counter(earlier.counts.get(name, {}))
+            for name, series in self.counts.items()
+        }
+        return Snapshot({name: series for name, series in added.items() if series})
 
 
 class Histogram:
@@ -144,9 +127,10 @@ class Counters:
     def __init__(self) -> None:
         self.changes = 0
         """How often something was counted; times of hooks, which every step has, are left out."""
-        self._edition = 0
         self._counts: dict[str, dict[Labels, int]] = {
-            metric.name: dict.fromkeys(metric.series, 0) for metric in CATALOGUE if _is_counted(metric)
+            metric.name: dict.fromkeys(metric.series, 0)
+            for metric in CATALOGUE
+            if metric.kind is Kind.COUNTER and metric.read is None
         }
         self._histograms: dict[str, dict[Labels, Histogram]] = {
             metric.name: {labels: Histogram(metric.buckets) for labels in metric.series}
@@ -168,7 +152,6 @@ class Counters:
     def hooks(self, spent: Mapping[Hook, float]) -> None:
         """Add one sample of each hook's time: a step is over."""
         hooks = self._hooks
-        self._edition += 1
         for name, seconds in spent.items():
             # As `observe`, in every step and without its call.
             one = hooks[name]
@@ -176,27 +159,11 @@ class Counters:
             one.total += seconds
             if one.kept is not None and len(one.kept) < _KEPT:
                 one.kept.append(seconds)
-        self._edition += 1
 
-    def removed(self, name: str) -> None:
-        """Count an observer that was removed because it raised."""
+    def add(self, name: str, *labels: str) -> None:
+        """Add 1 to a counter that no event increases."""
         self.changes += 1
-        self._counts["kvoffload_bus_removed_total"][(subscriber_label(name),)] += 1
-
-    def spans_failed(self) -> None:
-        """Count a batch of spans that could not be sent."""
-        self.changes += 1
-        self._counts["kvoffload_span_export_errors_total"][()] += 1
-
-    def journal_failed(self) -> None:
-        """Count a write error of the journal's file."""
-        self.changes += 1
-        self._counts["kvoffload_journal_write_errors_total"][()] += 1
-
-    def audited(self) -> None:
-        """Count an audit of the invariants."""
-        self.changes += 1
-        self._counts["kvoffload_audits_total"][()] += 1
+        self._counts[name][labels] += 1
 
     @property
     def counts(self) -> Mapping[str, Mapping[Labels, int]]:
@@ -220,16 +187,6 @@ class Counters:
 
     def snapshot(self) -> Snapshot:
         """Return a copy of all numbers, from any thread."""
-        for _ in range(_ATTEMPTS):
-            edition = self._edition
-            copy = self._copy()
-            if edition % 2 == 0 and edition == self._edition:
-                return copy
-            time.sleep(0)  # lets the counting thread finish its event
-        # The counting thread has stopped in the middle of an event; half of it is better than none.
-        return self._copy()
-
-    def _copy(self) -> Snapshot:
         counts = {name: series.copy() for name, series in self._counts.items()}
         distributions = {
             name: {labels: one.copy() for labels, one in series.items()}
@@ -246,7 +203,7 @@ class Counters:
         }
 
     def _adder(self, cls: type[events.Event]) -> Callable[[events.Event], None]:
-        """Return what adds an event of this class to every metric that it counts, all in one edition."""
+        """Return what adds an event of this class to every metric that it counts."""
         series_of: dict[str, dict[Labels, Any]] = {**self._counts, **self._histograms}
         counted = []
         for metric in CATALOGUE:
@@ -258,72 +215,49 @@ class Counters:
 
         def add(event: events.Event) -> None:
             self.changes += 1
-            self._edition += 1
-            try:
-                for kind, series, labels, amount, where, value in counted:
-                    if where is None or where(event) is value:
-                        place = () if labels is None else _LABELS[labels(event)]
-                        number = 1 if amount is None else amount(event)
-                        if kind is Kind.HISTOGRAM:
-                            series[place].observe(number)
-                        else:
-                            series[place] += number
-            finally:
-                self._edition += 1
+            for kind, series, labels, amount, where, value in counted:
+                if where is None or where(event) is value:
+                    place = () if labels is None else _LABELS[labels(event)]
+                    number = 1 if amount is None else amount(event)
+                    if kind is Kind.HISTOGRAM:
+                        series[place].observe(number)
+                    else:
+                        series[place] += number
 
         return add
 
-    # An edition that stayed odd would make every scrape wait, so each of these ends its own, whatever it raises.
-
     def _count_lookup(self, event: events.LookupAnswered) -> None:
         self.changes += 1
-        self._edition += 1
-        try:
-            if hits := event.hit_blocks:
-                self._lookup_blocks[_HIT] += hits
-                self._lookup_tokens[_HIT] += event.hit_tokens
-            if misses := event.miss_blocks:
-                self._lookup_blocks[_MISS] += misses
-                self._lookup_tokens[_MISS] += event.miss_tokens
-                if event.cause is not None:
-                    self._misses[_LABELS[event.cause]] += 1
-                    self._misses[_BEHIND] += misses - 1
-            if event.fetched_tokens:
-                fetched = self._counts["kvoffload_fetched_tokens_total"]
-                fetched[_LABELS[event.fetched_from]] += event.fetched_tokens
-        finally:
-            self._edition += 1
+        if hits := event.hit_blocks:
+            self._lookup_blocks[_HIT] += hits
+            self._lookup_tokens[_HIT] += event.hit_tokens
+        if misses := event.miss_blocks:
+            self._lookup_blocks[_MISS] += misses
+            self._lookup_tokens[_MISS] += event.miss_tokens
+            if event.cause is not None:
+                self._misses[_LABELS[event.cause]] += 1
+                self._misses[_BEHIND] += misses - 1
+        if event.fetched_tokens:
+            fetched = self._counts["kvoffload_fetched_tokens_total"]
+            fetched[_LABELS[event.fetched_from]] += event.fetched_tokens
 
     def _count_deferred(self, event: events.LookupDeferred) -> None:
-        self.changes += 1
-        self._edition += 1
-        try:
-            reason = _FETCH if event.owner is None else _OTHERS_LOAD
-            self._counts["kvoffload_lookups_deferred_total"][reason] += 1
-        finally:
-            self._edition += 1
+        reason = LoadWait.FETCH if event.owner is None else LoadWait.OTHERS_LOAD
+        self.add("kvoffload_lookups_deferred_total", *_LABELS[reason])
 
     def _count_answer(self, fact: facts.RemoteAnswered) -> None:
-        asked = self._counts["kvoffload_remote_asked_blocks_total"]
         self.changes += 1
-        self._edition += 1
-        try:
-            asked[_FOUND_THERE] += len(fact.found)
-            asked[_MISSING_THERE] += len(fact.missing)
-            asked[_NO_ANSWER] += fact.unanswered
-            if not fact.unanswered:
-                self._histograms["kvoffload_remote_ask_seconds"][()].observe(fact.seconds)
-        finally:
-            self._edition += 1
+        asked = self._counts["kvoffload_remote_asked_blocks_total"]
+        asked[_FOUND_THERE] += len(fact.found)
+        asked[_MISSING_THERE] += len(fact.missing)
+        asked[_NO_ANSWER] += fact.unanswered
+        if not fact.unanswered:
+            self._histograms["kvoffload_remote_ask_seconds"][()].observe(fact.seconds)
 
 
 def _reader(name: str | None) -> Callable[[object], Any] | None:
     """Return what reads a field: quicker than `getattr`, in the hooks of every request."""
     return attrgetter(name) if name is not None else None
-
-
-def _is_counted(metric: Metric) -> bool:
-    return metric.kind is Kind.COUNTER and metric.read is None
 
 
 # -- all series ---------------------------------------------------------------------------------------------------
@@ -352,52 +286,3 @@ def all_series(
     for metric in CATALOGUE:
         counted = samples if metric.kind is Kind.HISTOGRAM else counts
         yield metric, (counted if metric.read is None else gauges).get(metric.name, {})
-
-
-# -- invariants ---------------------------------------------------------------------------------------------------
-
-_OUTCOMES_OF = {
-    "kvoffload_offered_blocks_total": "kvoffload_store_blocks_total",
-    "kvoffload_load_scheduled_blocks_total": "kvoffload_load_blocks_total",
-    "kvoffload_tier_scheduled_blocks_total": "kvoffload_tier_blocks_total",
-}
-
-
-def slot_problems(gauges: Mapping[str, Series]) -> list[str]:
-    """Return a text for each tier whose slots by state do not sum to its capacity."""
-    problems = []
-    for (tier,), capacity in gauges.get("kvoffload_capacity_slots", {}).items():
-        total = sum(count for (of, _), count in gauges["kvoffload_slots"].items() if of == tier)
-        if total != capacity:
-            problems.append(f"slots of the {tier} by state sum to {total}, but the capacity is {capacity}")
-    return problems
-
-
-def conservation(snapshot: Snapshot, *, drained: bool = False) -> list[str]:
-    """Return every invariant that the numbers break, as text.
-
-    Args:
-        snapshot: everything since the start.
-        drained: no job and no offer is open, so outcomes must equal their totals.
-    """
-    missed = snapshot.count("kvoffload_lookup_blocks_total", LookupResult.MISS.value)
-    causes = snapshot.total("kvoffload_miss_blocks_total")
-    problems = [] if missed == causes else [f"{missed} blocks missed, but the causes sum to {causes}"]
-    for total_name, outcome_name in _OUTCOMES_OF.items():
-        total, outcomes = snapshot.total(total_name), snapshot.total(outcome_name)
-        if outcomes > total or (drained and outcomes < total):
-            problems.append(f"{total_name} is {total}, but {outcome_name} sums to {outcomes}")
-    for (*series, outcome), copies in snapshot.counts.get("kvoffload_transfers_total", {}).items():
-        for name in ("kvoffload_transfer_seconds", "kvoffload_transfer_queue_seconds"):
-            samples = snapshot.samples(name, *series)
-            if outcome == CopyOutcome.DONE.value and samples != copies:
-                problems.append(
-                    f"{copies} copies ({', '.join(series)}) succeeded, but {name} has {samples} samples"
-                )
-    problems += [
-        f"{name}{list(labels)} is {number}, and counters never shrink"
-        for name, series in snapshot.counts.items()
-        for labels, number in series.items()
-        if number < 0
-    ]
-    return problems

@@ -19,7 +19,8 @@ from kvoffload.model.events import LoadEnded, LoadScheduled, LookupAnswered
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import BlockKey, JobId, SlotId
 from kvoffload.model.wire import Direction, TransferPlan
-from kvoffload.telemetry.counters import Counters, conservation
+from kvoffload.telemetry.counters import Counters
+from tests.conservation import conservation
 from tests.core.world import CORRUPT, DONE, FAILED, Req, World, chunked, full, key_at, left_behind, window
 
 SHAPES: Sequence[tuple[GroupSpec, ...]] = (

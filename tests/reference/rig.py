@@ -14,9 +14,10 @@ from kvoffload.model.engine import Promises
 from kvoffload.model.ids import Rank
 from kvoffload.model.wire import Direction
 from kvoffload.runtime.copies import Clocks
-from kvoffload.telemetry.counters import Snapshot, conservation, slot_problems
+from kvoffload.telemetry.counters import Snapshot
 from kvoffload.testing import FakeClock, GatedCopier, GatedTicket
 from kvoffload_reference.plugin import ReferencePlugin
+from tests.conservation import conservation, slot_problems
 from tests.engine.tiny import assert_same, taken, tiny_config, tiny_model
 from tests.runtime.manual_portal import ManualPortal
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvoffload.model.wire import Direction, Tier
 from kvoffload.telemetry.catalogue import TierState, tier_state
-from kvoffload.telemetry.counters import conservation, slot_problems
+from tests.conservation import conservation, slot_problems
 from tests.reference.rig import rig, slot_bytes
 from tests.reference.test_disk import PROMPT, StartEngine, copied, leave_on_disk
 from tests.reference.test_disk import start as start  # a fixture

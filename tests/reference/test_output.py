@@ -14,10 +14,10 @@ import pytest
 from kvoffload.engine import Engine, SamplingParams, Token, TokenStream
 from kvoffload.engine.plugin import EnginePlugin, load_plugin
 from kvoffload.model.wire import Direction
-from kvoffload.telemetry.counters import conservation
 from kvoffload.testing import GatedCopier, GatedTicket
 from kvoffload.transfer.runs import CopyRuns
 from kvoffload_reference.plugin import ReferencePlugin
+from tests.conservation import conservation
 from tests.engine.tiny import assert_idle, assert_same, taken
 from tests.reference.rig import (
     KINDS,

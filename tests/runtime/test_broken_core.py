@@ -11,7 +11,7 @@ from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.ids import DeviceBlockId, RequestId
 from kvoffload.runtime.copies import LoadAnswers
-from kvoffload.telemetry.counters import conservation
+from tests.conservation import conservation
 from tests.operations import replace_handler
 from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading
 

@@ -12,7 +12,7 @@ from kvoffload.model.config import AUTO, OffloadConfig
 from kvoffload.model.events import NetBenefitTurned
 from kvoffload.model.ids import BlockKey
 from kvoffload.model.wire import JobReport, TransferPlan
-from kvoffload.telemetry.counters import conservation
+from tests.conservation import conservation
 from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from kvoffload.model.events import DiskOpened, Event, TierCopyEnded
 from kvoffload.model.facts import Fact, JobOverdue, RemoteOpened
 from kvoffload.model.wire import Tier
 from kvoffload.runtime.copies import Clocks
-from kvoffload.telemetry.counters import conservation, slot_problems
 from kvoffload.telemetry.journal import line_of
 from kvoffload_reference.plugin import ReferencePlugin
+from tests.conservation import conservation, slot_problems
 from tests.reference.rig import assert_exclusive
 from tests.simulate.copier import ChaosCopier
 from tests.simulate.counting import CountingRunner, expected

@@ -24,8 +24,8 @@ from kvoffload.model.events import LookupAnswered, RankReported
 from kvoffload.model.ids import JobId, Rank, RequestId
 from kvoffload.model.wire import Direction
 from kvoffload.telemetry.catalogue import CATALOGUE, Kind, Series
-from kvoffload.telemetry.counters import slot_problems
 from kvoffload.telemetry.exporter import KVOffloadCollector, serve
+from tests.conservation import slot_problems
 from tests.telemetry.fake_source import FakeSource
 from tests.tooling.scripts import ROOT
 

@@ -23,8 +23,9 @@ from kvoffload.model.ids import SlotId
 from kvoffload.runtime.copies import Clocks
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.runtime.worker_side import WorkerSide
-from kvoffload.telemetry.counters import Snapshot, conservation
+from kvoffload.telemetry.counters import Snapshot
 from kvoffload.testing import FakeClock, GatedCopier
+from tests.conservation import conservation
 from tests.vllm_stock import checkpoints, engines
 
 _SLOWER = 5 if engines.IS_V2_RUNNER else 1  # its kernels are interpreted

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 
 from kvoffload.model.ids import SlotId
-from kvoffload.telemetry.counters import conservation
+from tests.conservation import conservation
 from tests.vllm_adapter.engine_rig import (
     MARKS,
     Asked,

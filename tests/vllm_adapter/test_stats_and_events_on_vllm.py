@@ -38,7 +38,7 @@ def test_stats_reach_a_front_ends_metrics() -> None:
     offload = FakeSource({"kvoffload_capacity_slots": {("host",): 3}})
     changes = Changes(offload)
     offload.counters.hooks({Hook.STEP: 2e-6})
-    offload.counters.journal_failed()
+    offload.counters.add("kvoffload_journal_write_errors_total")
     changed = changes.take()
     assert changed is not None
     stats = KVOffloadStats(changed)

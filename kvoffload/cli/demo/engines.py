@@ -13,7 +13,6 @@ from kvoffload.engine import Engine, EngineConfig, ModelConfig
 from kvoffload.engine.errors import PoolTooSmall
 from kvoffload.engine.groups import Capacity, first_needed_block, make_groups
 from kvoffload.engine.plugin import EnginePlugin, load_plugin
-from kvoffload.telemetry.counters import conservation, slot_problems
 
 if TYPE_CHECKING:
     from kvoffload.runtime.scheduler_side import SchedulerSide
@@ -124,9 +123,7 @@ def audit_offloading(offload: SchedulerSide) -> list[str]:
 
 def _problems(offload: SchedulerSide) -> Iterator[str]:
     yield from offload.audit()
-    yield from conservation(offload.counters.snapshot(), drained=True)
     gauges = offload.gauges()
-    yield from slot_problems(gauges)
     for (cause,), is_off in gauges["kvoffload_degraded"].items():
         if is_off:
             yield f"it was switched off: {cause}"
