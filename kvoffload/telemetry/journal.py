@@ -15,8 +15,10 @@ import os
 import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from math import inf
 from pathlib import Path
+from typing import BinaryIO
 
 import anyio.to_thread
 
@@ -66,8 +68,9 @@ class Journal:
         self._now = now
         self._ring: deque[Entry] = deque(maxlen=ring_size)
         self._young: list[Batch] = []  # not yet shortened; the bus appends to it
-        self._file = JournalFile(path, max_bytes) if path is not None else None
-        self._provenance = provenance
+        self.head = _head(provenance, now()) if provenance else ""
+        """The first line of every file; empty without provenance."""
+        self._file = JournalFile(path, max_bytes, self.head) if path is not None else None
         self._feed: Feed[Entry] | None = None
         self._on_failure = on_failure
 
@@ -91,7 +94,7 @@ class Journal:
             return
         try:
             while batch := await self._feed.take(_BATCH):
-                await anyio.to_thread.run_sync(self._write, self._file, batch)
+                await anyio.to_thread.run_sync(self._file.append, map(line_of, batch))
         except Exception as exc:
             if self._on_failure is not None:
                 call_guarded(self._on_failure, exc)
@@ -106,24 +109,6 @@ class Journal:
         if self._feed is not None:
             for entry in entries:
                 self._feed.offer(entry)
-
-    def head(self, sequence: int) -> str:
-        """Return the first line of a file whose lines go on behind this one; empty without provenance."""
-        if not self._provenance:
-            return ""
-        line = {"seq": sequence, "t": self._now(), "event": BEGUN, **self._provenance}
-        return f"{json.dumps(line, separators=(',', ':'))}\n"
-
-    def _write(self, file: JournalFile, batch: list[Entry]) -> None:
-        lines, size, first = list[str](), 0, batch[0]
-        for entry in batch:
-            line = f"{line_of(entry)}\n"
-            if lines and size + len(line) > file.most_at_once:
-                file.append("".join(lines), self.head(first[0] - 1))
-                lines, size, first = [], 0, entry
-            lines.append(line)
-            size += len(line)
-        file.append("".join(lines), self.head(first[0] - 1))
 
 
 def _entries(batches: Iterable[Batch]) -> list[Entry]:
@@ -159,6 +144,10 @@ def line_of(entry: Entry) -> str:
     return json.dumps(line, separators=(",", ":"))
 
 
+def _head(provenance: Mapping[str, object], now: float) -> str:
+    return json.dumps({"seq": 0, "t": now, "event": BEGUN, **provenance}, separators=(",", ":"))
+
+
 # -- the file -------------------------------------------------------------------------------------------------------
 
 
@@ -174,75 +163,73 @@ class JournalFile:
     Args:
         path: its name; the folder must exist. An existing file is continued.
         max_bytes: of this file and the one before it together; None for no bound.
+        head: the line that comes first wherever this process begins a file; empty for none.
 
     Raises:
         ConfigError: it cannot be opened for writing, is not a regular file, is a link or another user's, or another process
             writes it.
     """
 
-    def __init__(self, path: Path, max_bytes: int | None = None) -> None:
+    def __init__(self, path: Path, max_bytes: int | None = None, head: str = "") -> None:
         self.path = path
-        self._descriptor = _open(path)
-        self._size = os.fstat(self._descriptor).st_size
-        self._most = max_bytes // 2 if max_bytes is not None else None
-        self._has_head = False
+        self._file = _open(path)
+        self._size = os.fstat(self._file.fileno()).st_size
+        self._most = inf if max_bytes is None else max_bytes // 2
+        self._head = head
+        self._has_head = not head
 
-    @property
-    def most_at_once(self) -> float:
-        """Bytes that one call of `append` may write, so that they and a head fit into one file."""
-        return inf if self._most is None else self._most / 2
-
-    def append(self, text: str, head: str = "") -> None:
-        """Write all of `text`, in a new file if it does not fit; `head` comes first wherever this process begins a file.
+    def append(self, lines: Iterable[str]) -> None:
+        """Write these lines, each into a new file if it does not fit.
 
         Raises:
-            OSError: it cannot be written; part of it may have been.
+            OSError: they cannot be written; part of them may have been.
             ConfigError: the file was full, and there can be no new one.
         """
-        if self._most is not None and self._size and self._size + len(text) > self._most:
-            self._rotate()
-        if not self._has_head:
-            text = f"{head}{text}"
-            self._has_head = True
-        data = text.encode()
-        rest = memoryview(data)
-        while rest:
-            if (count := os.write(self._descriptor, rest)) <= 0:
-                raise OSError(errno.EIO, "a write to the journal wrote nothing")
-            rest = rest[count:]
-        self._size += len(data)
+        for line in lines:
+            if self._size and self._size + len(line) >= self._most:
+                self._rotate()
+            if not self._has_head:
+                self._write(self._head)
+                self._has_head = True
+            self._write(line)
+        self._file.flush()
 
     def close(self) -> None:
         """Close it. Closing twice is allowed."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
+        with suppress(OSError):  # `append` has raised it
+            self._file.close()
+
+    def _write(self, line: str) -> None:
+        self._size += self._file.write(f"{line}\n".encode())
 
     def _rotate(self) -> None:
         """Keep this file as the one before, and begin a new one. The lock of the old one is held until then."""
         os.replace(self.path, rotated(self.path))
-        descriptor = _open(self.path)
-        self.close()
-        self._descriptor = descriptor
+        file = _open(self.path)
+        self._file.close()
+        self._file = file
         self._size = 0
-        self._has_head = False
+        self._has_head = not self._head
 
 
-def _open(path: Path) -> int:
+def _open(path: Path) -> BinaryIO:
     try:
-        # Not blocking, because opening a pipe that nothing reads would wait for ever.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
-        descriptor = os.open(path, flags, _OWNERS)
+        file = open(path, "ab", opener=_open_ours)  # noqa: SIM115  # kept open
     except (OSError, ValueError) as error:
         is_link = getattr(error, "errno", None) == errno.ELOOP and os.path.islink(path)
         reason = "a symbolic link; name the file itself" if is_link else getattr(error, "strerror", None)
         raise _unusable(path, reason or str(error)) from error
     try:
-        _claim(path, descriptor)
+        _claim(path, file.fileno())
     except ConfigError:
-        os.close(descriptor)
+        file.close()
         raise
-    return descriptor
+    return file
+
+
+def _open_ours(name: str, flags: int) -> int:
+    """Open without following a link, and without blocking: opening a pipe that nothing reads would wait forever."""
+    return os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW, _OWNERS)
 
 
 def _claim(path: Path, descriptor: int) -> None:

@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
 import math
 import re
 import typing
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from operator import attrgetter
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, BinaryIO, NewType, cast
+from typing import Annotated, Any, NewType
 
 import msgspec
 from msgspec.structs import asdict
 
-from kvoffload.model import events
 from kvoffload.model.errors import KVOffloadError
 from kvoffload.model.events import Event
 from kvoffload.model.ids import SlotId
@@ -75,20 +75,6 @@ def to_plain(message: object) -> dict[str, object]:
     """Return name and fields as a journal's line has them."""
     summary = summary_of(message)
     return {"event": summary.name, **summary.fields}
-
-
-def from_plain(name: str, values: Mapping[str, object]) -> Event | Summary:
-    """Return an event as it was written, anything else as a summary.
-
-    Raises:
-        ValueError: the fields do not fit the event.
-    """
-    cls = _EVENTS.get(name)
-    try:
-        event = msgspec.convert(values, cls or _ReadOfFacts)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{name}: {error}") from error
-    return event if isinstance(event, Event) else Summary(name, dict(values))
 
 
 class _Form:
@@ -176,11 +162,7 @@ class _ReadOfFacts(msgspec.Struct):
     preempted: list[str] = []
 
 
-_EVENTS: dict[str, type[Event]] = {
-    name: cls
-    for name, cls in vars(events).items()
-    if isinstance(cls, type) and issubclass(cls, Event) and cls is not Event
-}
+_EVENTS = {cls.__name__: cls for cls in Event.__subclasses__()}
 
 
 # -- reading files --------------------------------------------------------------------------------------------------
@@ -188,11 +170,20 @@ _EVENTS: dict[str, type[Event]] = {
 BEGUN = "JournalBegun"
 """The name of each file's first line, which holds the provenance."""
 
-_LONGEST_LINE = 1 << 24  # characters; a line of all slots of a large host has some hundred thousand
+_LONGEST_LINE = 1 << 24  # bytes; a line of all slots of a large host has some hundred thousand
 _END_OF_TIME = 1e11  # seconds: the year 5138
 _TAIL_BYTES = 1 << 20
-_START = re.compile(r'\{"seq": ?\d+, ?"t": ?(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?), ?"event": ?"(\w+)"')
-_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_START = re.compile(rb'\{"seq": ?\d+, ?"t": ?(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?), ?"event": ?"(\w+)"')
+_GZIP = b"\x1f\x8b"
+
+
+class _Line(msgspec.Struct):
+    """What every line has."""
+
+    seq: int
+    t: Annotated[float, msgspec.Meta(gt=-_END_OF_TIME, lt=_END_OF_TIME)]
+    event: str
+
 
 OnBegun = Callable[[Mapping[str, object]], object]
 
@@ -278,13 +269,10 @@ def last_time(path: Path) -> float | None:
         JournalError: the file cannot be opened.
     """
     latest = -math.inf
-    with (
-        _open(path, errors="replace") as (raw, text),
-        suppress(OSError, EOFError, zlib.error),  # gzip that is cut off
-    ):
-        if text.buffer is raw:  # plain: its end is enough
-            raw.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
-        while (line := text.readline(_LONGEST_LINE)).endswith("\n"):
+    with _open(path) as file, suppress(OSError, EOFError, zlib.error):  # gzip that is cut off
+        if not isinstance(file, gzip.GzipFile):  # its end is enough
+            file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
+        while (line := file.readline(_LONGEST_LINE)).endswith(b"\n"):
             found = _START.match(line)
             if found is not None and (time := float(found[1])) < _END_OF_TIME:
                 latest = max(latest, time)
@@ -292,71 +280,54 @@ def last_time(path: Path) -> float | None:
 
 
 @contextmanager
-def _open(path: Path, errors: str = "strict") -> Iterator[tuple[BinaryIO, io.TextIOWrapper]]:
-    """Open a journal's file: as bytes on the disk, and as text."""
-    with ExitStack() as stack:
-        try:
-            raw = stack.enter_context(path.open("rb"))
-            magic = raw.peek(4)[:4]
-        except OSError as error:
-            raise JournalError(path, 0, error.strerror or str(error)) from error
-        if magic == _ZSTD:
-            raise JournalError(path, 0, "it is compressed by zstd; decompress it first")
-        buffer = cast("BinaryIO", gzip.GzipFile(fileobj=raw)) if magic.startswith(_GZIP) else raw
-        yield raw, stack.enter_context(io.TextIOWrapper(buffer, encoding="utf-8", errors=errors))
+def _open(path: Path) -> Iterator[io.BufferedReader | gzip.GzipFile]:
+    try:
+        raw = path.open("rb")
+        is_packed = raw.peek(len(_GZIP)).startswith(_GZIP)
+    except OSError as error:
+        raise JournalError(path, 0, error.strerror or str(error)) from error
+    with raw:
+        yield gzip.GzipFile(fileobj=raw) if is_packed else raw
 
 
 def _read_file(path: Path, part: Part, on_begun: OnBegun) -> Iterator[Record]:
-    with _open(path) as (_, text):
-        number = 0
-        while True:
-            number += 1
+    with _open(path) as file:
+        for number in itertools.count(1):
             try:
-                line = text.readline(_LONGEST_LINE)
-                record = _parse(line, part, on_begun) if line else None
-            # A line may hold anything: nested without end, of the wrong type, too large for a number.
-            except (
-                ValueError,
-                TypeError,
-                OverflowError,
-                RecursionError,
-                OSError,
-                EOFError,
-                zlib.error,
-            ) as error:
+                if not (line := file.readline(_LONGEST_LINE)):
+                    return
+                record = _parse(line, part, on_begun)
+            # A line may hold anything, also what is nested without end.
+            except (ValueError, RecursionError, OSError, EOFError, zlib.error) as error:
                 raise JournalError(path, number, str(error)) from error
-            if not line:
-                return
             if record is not None:
                 yield record
 
 
-def _parse(line: str, part: Part, on_begun: OnBegun) -> Record | None:
+def _parse(line: bytes, part: Part, on_begun: OnBegun) -> Record | None:
     """Return a line's record; None for a file's first line, and for one outside of the wanted time."""
     found = _START.match(line)
-    if found is not None and found[2] != BEGUN and not part.since <= float(found[1]) <= part.until:
+    if found is not None and found[2] != BEGUN.encode() and not part.since <= float(found[1]) <= part.until:
         return None
-    if not line.endswith("\n"):
+    if not line.endswith(b"\n"):
         long = len(line) >= _LONGEST_LINE
         raise ValueError(
             "the line is longer than any" if long else "the line is cut off: its writer stopped in the middle"
         )
-    try:
+    try:  # not by msgspec, which refuses half a surrogate pair: a path's bytes may be no text
         values = json.loads(line, parse_constant=_finite, parse_float=_finite)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError("not a JSON object")
-    sequence, time, name = values.pop("seq", None), values.pop("t", None), values.pop("event", None)
-    if type(sequence) is not int or type(time) not in (int, float) or type(name) is not str:
-        raise ValueError('"seq", "t" or "event" is missing or of the wrong type')
-    if not abs(time) < _END_OF_TIME:
-        raise ValueError('"t" is no time')
-    if name == BEGUN:
+    head = msgspec.convert(values, _Line)
+    for name in _Line.__struct_fields__:
+        del values[name]
+    if head.event == BEGUN:
         on_begun(values)
         return None
-    is_wanted = part.since <= time <= part.until
-    return Record(sequence, float(time), from_plain(name, values)) if is_wanted else None
+    if not part.since <= head.t <= part.until:
+        return None
+    message = msgspec.convert(values, _EVENTS.get(head.event, _ReadOfFacts))
+    return Record(head.seq, head.t, message if isinstance(message, Event) else Summary(head.event, values))
 
 
 def _finite(text: str) -> float:

@@ -29,6 +29,7 @@ from tests.reference.rig import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     import pytest
@@ -101,8 +102,9 @@ def test_a_full_disk_ends_the_journals_file_and_nothing_else(
         made.run(text(1, 25))
         made.pass_time()
 
-        def full(file: JournalFile, lines: str, head: str) -> None:
-            os.write(file._descriptor, lines[: len(lines) // 2].encode())
+        def full(file: JournalFile, lines: Iterable[str]) -> None:
+            text = "\n".join(lines)
+            os.write(file._file.fileno(), text[: len(text) // 2].encode())
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         monkeypatch.setattr(JournalFile, "append", full)

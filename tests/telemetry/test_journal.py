@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import stat
 import tempfile
 from collections.abc import Callable
@@ -375,27 +376,19 @@ async def test_without_a_file_there_is_nothing_to_run() -> None:
 
 
 @pytest.mark.parametrize("reported", [True, False])
-def test_a_full_disk_ends_the_file_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reported: bool
-) -> None:
+def test_a_full_disk_ends_the_file_and_nothing_else(tmp_path: Path, reported: bool) -> None:
     path, failures = tmp_path / "journal", list[Exception]()
     bus, removed = Bus(), list[str]()
     bus.on_removed(lambda name, _: removed.append(name))
     journal = Journal(Ticks(), path=path, on_failure=failures.append if reported else None)
     journal.subscribe(bus)
-    real_write, room = os.write, [20]
-
-    def write_until_full(descriptor: int, data: memoryview) -> int:
-        if not room[0]:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written = real_write(descriptor, data[: room[0]])
-        room[0] -= written
-        return written
-
     bus.publish(BlocksOffered(1))
-    monkeypatch.setattr(os, "write", write_until_full)
-    anyio.run(journal.run)
-    monkeypatch.undo()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
+    try:
+        anyio.run(journal.run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     bus.publish(BlocksOffered(2))
     assert len(failures) == reported
     assert len(journal.tail(10)) == 2
@@ -442,46 +435,47 @@ GOOD = '{"seq":1,"t":0.5,"event":"BlocksOffered","blocks":1}\n'
     ("line", "problem"),
     [
         ("not json\n", "not JSON"),
-        ("[1]\n", "not a JSON object"),
-        ("{}\n", "is missing or of the wrong type"),
-        ('{"seq":true,"t":0,"event":"X"}\n', "is missing or of the wrong type"),
+        ("[1]\n", "Expected `object`, got `array`"),
+        ("{}\n", "missing required field `seq`"),
+        ('{"seq":true,"t":0,"event":"X"}\n', r"Expected `int`, got `bool` - at `\$.seq`"),
         (
             '{"seq":1,"t":0,"event":"BlocksOffered"}\n',
-            "BlocksOffered: Object missing required field `blocks`",
+            "Object missing required field `blocks`",
         ),
         (
             '{"seq":1,"t":0,"event":"BlocksOffered","blocks":1,"more":2}\n',
-            "BlocksOffered: Object contains unknown field `more`",
+            "Object contains unknown field `more`",
         ),
         (
             '{"seq":1,"t":0,"event":"BlocksOffered","blocks":"x"}\n',
-            r"BlocksOffered: Expected `int`, got `str` - at `\$.blocks`",
+            r"Expected `int`, got `str` - at `\$.blocks`",
         ),
         ('{"seq":1,"t":0,"event":"BlocksOffered","blocks":true}\n', "Expected `int`, got `bool`"),
         (
             '{"seq":1,"t":0,"event":"BlocksEvicted","blocks":1,"cause":"x"}\n',
             r"Invalid enum value 'x' - at `\$.cause`",
         ),
-        ('{"seq":1,"t":0,"event":"HitPinned","slots":3}\n', "HitPinned: Object .* field"),
+        ('{"seq":1,"t":0,"event":"HitPinned","slots":3}\n', "Object .* field"),
         (
             '{"seq":1,"t":0,"event":"JobAbandoned","job":4,"direction":"check","blocks":3}\n',
             "Invalid enum value",
         ),
         (
             '{"seq":1,"t":0,"event":"StepScheduled","preempted":null}\n',
-            r"StepScheduled: Expected `array`, got `null` - at `\$.preempted`",
+            r"Expected `array`, got `null` - at `\$.preempted`",
         ),
         (
             '{"seq":1,"t":0,"event":"RequestEnded","request":["a"]}\n',
-            "RequestEnded: Expected `str`, got `array`",
+            "Expected `str`, got `array`",
         ),
         (
             '{"seq":1,"t":0,"event":"StepScheduled","preempted":[1]}\n',
-            r"StepScheduled: Expected `str`, got `int` - at `\$.preempted\[0\]`",
+            r"Expected `str`, got `int` - at `\$.preempted\[0\]`",
         ),
         ('{"seq":1,"t":NaN,"event":"BlocksOffered","blocks":1}\n', "NaN is no number"),
         ('{"seq":1,"t":1e999,"event":"BlocksOffered","blocks":1}\n', "1e999 is no number"),
-        (f'{{"seq":1,"t":{"9" * 400},"event":"BlocksOffered","blocks":1}}\n', '"t" is no time'),
+        ('{"seq":1,"t":1e12,"event":"X"}\n', r"Expected `float` < .* - at `\$.t`"),
+        (f'{{"seq":1,"t":{"9" * 400},"event":"X"}}\n', "Number out of range"),
         (f'{{"seq":1,"t":{"9" * 5000},"event":"BlocksOffered","blocks":1}}\n', "not JSON"),
         ('{"seq":' + "[" * 100_000 + "\n", "recursion"),
         (GOOD[:-1], "cut off"),
@@ -492,12 +486,11 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
     path = tmp_path / "journal"
     path.write_bytes((GOOD + line).encode("latin-1"))
     records = read_journal(path)
-    if problem != "can't decode":  # text is decoded in larger pieces than lines
-        assert next(records) == Record(1, 0.5, BlocksOffered(1))
+    assert next(records) == Record(1, 0.5, BlocksOffered(1))
     with pytest.raises(JournalError, match=problem) as caught:
         list(records)
     assert caught.value.path == path
-    assert problem == "can't decode" or caught.value.line == 2
+    assert caught.value.line == 2
 
 
 anything = st.recursive(

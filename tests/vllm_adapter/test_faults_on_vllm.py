@@ -191,7 +191,7 @@ def test_a_full_disk_ends_the_journals_file_and_nothing_else(hands: Hands) -> No
     before = rig.counts
     with capture_logs() as logs:
         # Within: the writer may have a batch at hand, and says only once that it stops.
-        os.dup2(full, journal._file._descriptor)
+        os.dup2(full, journal._file._file.fileno())
         os.close(full)
         rig.put_on_host_only(asked.prompt)
         reported = rig.run({"a": asked})["a"]
