@@ -3,15 +3,12 @@
 A library does not set logging up, its host does. So every logger here ends in `logging.getLogger("kvoffload...")`, no
 handler is installed, and structlog's own global configuration is left alone: the host may use it too. Keys are in the
 line's text for hosts that only print text, and on the record (`record.kvoffload`) for formatters that know them.
-Only the command, which is its own host, calls `configure`.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import sys
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import structlog
 
@@ -37,49 +34,6 @@ def get_logger(name: str = "", under: str | None = None) -> structlog.stdlib.Bou
         cache_logger_on_first_use=True,
     )
     return cast("structlog.stdlib.BoundLogger", logger)
-
-
-def configure(
-    stream: IO[str] | None = None, *, as_json: bool | None = None, level: int = logging.INFO
-) -> None:
-    """Print kvoffload's logs to `stream`; for a process that is ours. Calling it again replaces the last call.
-
-    Args:
-        stream: where; standard error by default.
-        as_json: one object a line; by default where the stream is no terminal.
-        level: the least level printed.
-    """
-    stream = sys.stderr if stream is None else stream
-    terminal = stream.isatty()
-    colors = terminal and not os.environ.get("NO_COLOR")
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(_Formatter(as_json=not terminal if as_json is None else as_json, colors=colors))
-    root = logging.getLogger(ROOT)
-    for old in [one for one in root.handlers if isinstance(one.formatter, _Formatter)]:
-        root.removeHandler(old)
-    root.addHandler(handler)
-    root.setLevel(level)
-    root.propagate = False
-
-
-class _Formatter(logging.Formatter):
-    """A line for people or an object for machines, with the same keys."""
-
-    def __init__(self, *, as_json: bool, colors: bool) -> None:
-        super().__init__()
-        self._timestamp = structlog.processors.TimeStamper(fmt="iso" if as_json else "%H:%M:%S", utc=as_json)
-        self._renderer: Any = (
-            structlog.processors.JSONRenderer(default=str)
-            if as_json
-            else structlog.dev.ConsoleRenderer(colors=colors, pad_event_to=24)
-        )
-
-    def format(self, record: logging.LogRecord) -> str:
-        keys = getattr(record, "kvoffload", None) or {"event": record.getMessage()}
-        if record.exc_info and "exception" not in keys:
-            keys = {**keys, "exception": self.formatException(record.exc_info)}
-        line = {**keys, "level": record.levelname.lower(), "logger": record.name}
-        return str(self._renderer(None, record.levelname, self._timestamp(None, record.levelname, line)))
 
 
 def _to_record(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
 from collections.abc import Iterator
 
@@ -11,7 +10,7 @@ import anyio
 import pytest
 
 from kvoffload.bus.bus import Bus
-from kvoffload.logs import configure, get_logger
+from kvoffload.logs import get_logger
 from kvoffload.model.causes import (
     LoadOutcome,
     RejectionCause,
@@ -166,36 +165,3 @@ def test_a_logger_can_live_under_the_hosts_own() -> None:
     get_logger("part", under="somehost").warning("told", number=1)
     host.removeHandler(handler)
     assert stream.getvalue() == "told number=1\n"
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_the_command_prints_json_to_a_pipe() -> None:
-    stream = io.StringIO()
-    configure(stream)
-    configure(stream)  # replaces the first
-    get_logger("part").warning("told", number=1)
-    logging.getLogger("kvoffload.plain").info("without %s", "keys")
-    try:
-        raise RuntimeError("boom")
-    except RuntimeError:
-        logging.getLogger("kvoffload.plain").exception("failed")
-    first, second, third = [json.loads(line) for line in stream.getvalue().splitlines()]
-    assert first.pop("timestamp").endswith("Z")
-    assert first == {"event": "told", "number": 1, "level": "warning", "logger": "kvoffload.part"}
-    assert second["event"] == "without keys"
-    assert third["exception"].endswith("RuntimeError: boom")
-
-
-def test_the_command_prints_key_values_to_a_terminal() -> None:
-    stream = Terminal()
-    configure(stream, level=logging.WARNING)
-    get_logger("part").info("quiet")
-    get_logger("part").warning("told", number=1)
-    (line,) = stream.getvalue().splitlines()
-    assert "told" in line
-    assert "number" in line
-    assert not line.startswith("{")

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
@@ -36,7 +35,7 @@ def describe_run(
             "index": identity.index,
             "model": identity.model,
         },
-        "settings": describe_settings(config),
+        "settings": msgspec.to_builtins(config, enc_hook=str),  # a path is text
         "ranks": shape.ranks,
         "device_blocks": shape.device_blocks,
         "groups": [f"{group.kind.value}, {group.block_tokens} tokens a block" for group in shape.groups],
@@ -64,14 +63,6 @@ def describe_machine() -> Provenance:
     }
 
 
-def describe_settings(config: OffloadConfig) -> Provenance:
-    """Return every setting. A URL loses what may be secret: user, password and query."""
-    settings: Provenance = msgspec.to_builtins(config, enc_hook=str)  # a path is text
-    if config.otlp_endpoint is not None:
-        settings["otlp_endpoint"] = _without_secrets(config.otlp_endpoint)
-    return settings
-
-
 def info_labels(identity: EngineIdentity, config: OffloadConfig) -> Labels:
     """Return the label values of `kvoffload_info`, in the catalogue's order."""
     least = "one block" if config.min_load_tokens is None else str(config.min_load_tokens)
@@ -96,8 +87,3 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _without_secrets(url: str) -> str:
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=""))

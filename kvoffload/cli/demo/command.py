@@ -78,9 +78,8 @@ def run(args: argparse.Namespace) -> int:
     with signals.importing():
         from kvoffload.cli.demo import session
         from kvoffload.engine import ConfigError, EngineError, PluginError, RequestRefused
-        from kvoffload.logs import configure
 
-    configure(level=logging.WARNING)
+    logging.basicConfig()
     try:
         if begins:
             return signals.run_async(session.play_until_killed(asked))
