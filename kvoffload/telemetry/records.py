@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from operator import attrgetter
 from pathlib import Path
-from types import NoneType, UnionType
+from types import NoneType
 from typing import Annotated, Any, NewType
 
 import msgspec
@@ -28,7 +28,7 @@ from msgspec.structs import asdict
 
 from kvoffload.model.errors import KVOffloadError
 from kvoffload.model.events import Event
-from kvoffload.model.ids import SlotId
+from kvoffload.model.ids import RequestId, SlotId
 from kvoffload.model.message import Message
 
 _TEXT_CHARACTERS = 500
@@ -101,52 +101,38 @@ class _Forms(dict[type[Message], _Form]):
 _FORMS = _Forms()
 
 
-def _writer(hint: object) -> tuple[Write | None, bool]:
+def _writer(hint: Any) -> tuple[Write | None, bool]:  # noqa: ANN401  # any annotation
     """Return how a field of this type is written, None for as it is, and whether it is too large or private to keep."""
-    if optional := optional_of(hint):
-        write, is_content = _writer(optional)
+    args = typing.get_args(hint)
+    if NoneType in args:
+        present, _ = args
+        write, is_content = _writer(present)
         return write and (lambda value: None if value is None else write(value)), is_content
-    plain = plain_type(hint)
-    if plain is bytes:
+    if isinstance(hint, NewType):
+        return (len, True) if hint.__supertype__ is bytes else (None, False)
+    if typing.get_origin(hint) is tuple:
+        if args[0] in (SlotId, RequestId):
+            return list, False
+        return (_lengths if typing.get_origin(args[0]) is tuple else len), True
+    if hint is bytes:
         return len, True
-    if typing.get_origin(plain) is tuple:
-        return _tuple_writer(typing.get_args(plain)[0])
-    if isinstance(plain, type) and issubclass(plain, Message):
-        return lambda value: dict(summary_of(value).fields), False
     if hint is str:  # ids have their own types, so this is free text
         return scrub, False
-    if isinstance(plain, type) and issubclass(plain, Enum):
-        return lambda value: value.value, False
-    if plain in (int, float, bool, str):
+    if hint in (int, float, bool):
         return None, False
+    return _writer_of_class(hint), False
+
+
+def _writer_of_class(hint: Any) -> Write:  # noqa: ANN401  # any annotation
+    if isinstance(hint, type) and issubclass(hint, Message):
+        return lambda value: dict(summary_of(value).fields)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return attrgetter("value")
     raise TypeError(f"no form for a field of type {hint!r}")
-
-
-def _tuple_writer(item: object) -> tuple[Write, bool]:
-    if item is SlotId:
-        return list, False
-    if typing.get_origin(item) is tuple:
-        return _lengths, True
-    return (list if plain_type(item) is str else len), True
 
 
 def _lengths(groups: Iterable[Sized]) -> list[int]:
     return list(map(len, groups))
-
-
-def optional_of(hint: object) -> object:
-    """Return X of `X | None`, and None for anything else."""
-    if typing.get_origin(hint) not in (typing.Union, UnionType):  # a NewType's `|` makes the former
-        return None
-    present = [one for one in typing.get_args(hint) if one is not NoneType]
-    return present[0] if len(present) == 1 else None
-
-
-def plain_type(hint: object) -> object:
-    """Return the type below a `NewType`."""
-    while isinstance(hint, NewType):
-        hint = hint.__supertype__
-    return hint
 
 
 def scrub(text: str) -> str:

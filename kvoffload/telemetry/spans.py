@@ -33,27 +33,7 @@ _BATCH = 512
 _VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 _PACKAGES = {"http/protobuf": "http", "grpc": "grpc"}
 """By protocol, where its exporter is."""
-_SPANNED: tuple[type, ...] = (
-    facts.RequestSeen,
-    facts.BlocksAllocated,
-    facts.StepScheduled,
-    facts.RequestEnded,
-    events.HitPinned,
-    events.HitDropped,
-    events.LookupDeferred,
-    events.LookupAnswered,
-    events.FirstTokenReached,
-    events.StoreScheduled,
-    events.LoadScheduled,
-    events.LoadEnded,
-    events.TierCopyScheduled,
-    events.RankReported,
-    events.BlocksEvicted,
-    events.JobAbandoned,
-    events.ResetStarted,
-    events.FactRejected,
-    events.OffloadingDegraded,
-)
+_FACTS = (facts.RequestSeen, facts.BlocksAllocated, facts.StepScheduled, facts.RequestEnded)
 
 
 class Entry(NamedTuple):
@@ -99,7 +79,8 @@ class SpanObserver:
         """
         self._on_failure = on_failure
         self._feed = bus.observe(NAME, capacity)
-        for cls in _SPANNED:
+        spanned: tuple[type, ...] = (*_FACTS, *self._timeline.on_event)
+        for cls in spanned:
             bus.count(cls, self._offer)
 
     async def run(self, executor: Executor, on_removed: Callable[[str, Exception], object]) -> None:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol, TextIO, cast
+from typing import Any, Protocol, TextIO, cast, get_args
 
 from kvoffload.model import events
 from kvoffload.model.ids import JobId, RequestId
@@ -160,6 +160,7 @@ _NOTED: dict[type[events.Event], Track] = {
 _JOBS = 4096  # remembered; a job scheduled longer ago is drawn by its report alone
 
 Scheduled = events.StoreScheduled | events.LoadScheduled | events.TierCopyScheduled
+Moment = events.HitPinned | events.HitDropped | events.LookupDeferred | events.FirstTokenReached
 
 
 def write_trace(records: Iterable[Record], file: TextIO, provenance: Callable[[], Args]) -> None:
@@ -229,19 +230,16 @@ class Timeline:
         self._requests: dict[RequestId, _Request] = {}
         self._free_rows: list[int] = []  # a heap
         self._request_rows = 0
-        self._on_event: dict[type, Callable[[float, Any], None]] = {
-            events.StoreScheduled: self._on_scheduled,
-            events.LoadScheduled: self._on_scheduled,
-            events.TierCopyScheduled: self._on_scheduled,
+        self.on_event: dict[type[events.Event], Callable[[float, Any], None]] = {
+            **dict.fromkeys(get_args(Scheduled), self._on_scheduled),
+            **dict.fromkeys(get_args(Moment), self._on_instant),
+            **dict.fromkeys(_NOTED, self._on_noted),
             events.RankReported: self._on_reported,
             events.LoadEnded: self._on_load_ended,
             events.LookupAnswered: self._on_answered,
-            events.HitPinned: self._on_instant,
-            events.HitDropped: self._on_instant,
-            events.LookupDeferred: self._on_instant,
             events.FirstTokenReached: self._on_first_token,
-            **dict.fromkeys(_NOTED, self._on_noted),
         }
+        """What draws an event, by its class."""
 
     def draw(self, record: Record) -> None:
         """Draw what this record adds."""
@@ -251,7 +249,7 @@ class Timeline:
             self._canvas.instant(NOTES, "lines dropped", at, {"lines": missing})
         if isinstance(message, Summary):
             self._on_fact(at, message)
-        elif (react := self._on_event.get(type(message))) is not None:
+        elif (react := self.on_event.get(type(message))) is not None:
             react(at, message)
         self.sequence = record.sequence
         self._time = at
@@ -326,11 +324,7 @@ class Timeline:
         self._canvas.end(request.track, at, how)
         heapq.heappush(self._free_rows, request.track.row)
 
-    def _on_instant(
-        self,
-        at: float,
-        event: events.HitPinned | events.HitDropped | events.LookupDeferred | events.FirstTokenReached,
-    ) -> None:
+    def _on_instant(self, at: float, event: Moment) -> None:
         track = self._find(event.request, at).track
         self._canvas.instant(track, type(event).__name__, at, summary_of(event).fields)
 
