@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_type_hints
 
@@ -48,9 +47,6 @@ _NOT_HERE = {
 }
 """Keys of vLLM's own connector that are refused, with the reason."""
 
-Parser = tuple[str, Callable[[object], object]]
-"""What a setting may be, in words, and what returns the setting for an operator's value. It raises for any other."""
-
 
 def parse_bytes(value: object) -> int:
     """Parse a number of bytes: a whole number or a text such as "8GiB".
@@ -76,54 +72,39 @@ def parse_bytes(value: object) -> int:
     return number
 
 
-def _path(value: object) -> Path:
-    if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
-        raise ValueError
-    return Path(value)
+def _one_of(*allowed: str) -> Meta:
+    return Meta(pattern=rf"^({'|'.join(allowed)})\Z", description=f"one of {', '.join(allowed)}")
 
 
-def _url(value: object) -> str:
-    if isinstance(value, str) and set(value) & set("@?#"):
-        # Exporters log the URL they send to. This error must not repeat it either.
-        problem = (
-            'otlp_endpoint must be a URL without user, password, query and fragment, so without "@", "?" and "#"; '
-            "give secrets to the exporter in the environment variable OTEL_EXPORTER_OTLP_HEADERS"
-        )
-        raise ConfigError([problem])
-    if not isinstance(value, str) or not re.fullmatch(r"https?://[^\s/]\S*", value):
-        raise ValueError
-    return value
-
-
-def _is(kind: object) -> Callable[[object], object]:
-    """Return what takes only values of this type."""
-    return partial(msgspec.convert, type=kind)
-
-
-def _one_of(*allowed: str) -> Parser:
-    return "one of " + ", ".join(allowed), _is(Literal[allowed])
-
-
-_Count = Annotated[int, Meta(ge=0, le=_MOST)]
-_Tokens = _Count | Literal["auto"]
-_Name = Annotated[str, Meta(max_length=_LONGEST_SHOWN, pattern=r"\S")]
-_RemoteUrl = Annotated[str, Meta(pattern=r"^(mooncake|s3)://[^\s/@]+(/\S*)?(\?\S*)?\Z")]
-_SWITCH = ("true or false", _is(bool))
-
-Bytes = Annotated[int, ('a positive number of bytes, such as 8589934592 or "8GiB"', parse_bytes)]
-Hits = Annotated[int, ("a number of hits, 0 or more", _is(_Count))]
-Seconds = Annotated[
-    float, ("a positive number of seconds", _is(Annotated[float, Meta(gt=0, le=_LONGEST_TIMEOUT_S)]))
+# What a setting may be. An error repeats the description.
+Bytes = Annotated[int, Meta(description='a positive number of bytes, such as 8589934592 or "8GiB"')]
+Hits = Annotated[int, Meta(ge=0, le=_MOST, description="a number of hits, 0 or more")]
+Seconds = Annotated[float, Meta(gt=0, le=_LONGEST_TIMEOUT_S, description="a positive number of seconds")]
+Tokens = Annotated[
+    Annotated[int, Meta(ge=0, le=_MOST)] | Literal["auto"],
+    Meta(description=f'a number of tokens, 0 or more, or "{AUTO}"'),
 ]
-Tokens = Annotated[int | Literal["auto"], (f'a number of tokens, 0 or more, or "{AUTO}"', _is(_Tokens))]
-Switch = Annotated[bool, _SWITCH]
-File = Annotated[Path, ("a file's path", _path)]
-Folder = Annotated[Path, ("a folder's path", _path)]
-Name = Annotated[str, ("a name of at most 200 characters", _is(_Name))]
+Switch = Annotated[bool, Meta(description="true or false")]
+File = Annotated[Path, Meta(description="a file's path")]
+Folder = Annotated[Path, Meta(description="a folder's path")]
+Name = Annotated[
+    str, Meta(max_length=_LONGEST_SHOWN, pattern=r"\S", description="a name of at most 200 characters")
+]
 RemoteUrl = Annotated[
-    str, ('"mooncake://HOST:PORT?protocol=tcp" or "s3://BUCKET/PREFIX", without credentials', _is(_RemoteUrl))
+    str,
+    Meta(
+        pattern=r"^(mooncake|s3)://[^\s/@]+(/\S*)?(\?\S*)?\Z",
+        description='"mooncake://HOST:PORT?protocol=tcp" or "s3://BUCKET/PREFIX", without credentials',
+    ),
 ]
-HttpUrl = Annotated[str, ('a URL such as "http://localhost:4318/v1/traces"', _url)]
+HttpUrl = Annotated[
+    str,
+    Meta(  # exporters log the URL that they send to
+        pattern=r"^https?://[^\s/@?#][^\s@?#]*\Z",
+        description='a URL such as "http://localhost:4318/v1/traces", without "@", "?" and "#"; '
+        "give secrets in the environment variable OTEL_EXPORTER_OTLP_HEADERS",
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,27 +178,35 @@ def parse_config(raw: Mapping[str, object], ranks: int = 1) -> OffloadConfig:
     if not isinstance(raw, Mapping):
         raise ConfigError([f"settings are {_shown(raw)}; they must be keys with values"])
     problems: list[str] = []
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     typed: dict[str, str] = {}  # by the key that it sets
     for name, value in raw.items():
         key = ALIASES.get(name, name)
-        if (parser := _PARSERS_OF_VLLM.get(name) or _PARSERS.get(key)) is None:
+        if (kind := _KINDS_OF_VLLM.get(name) or _KINDS.get(key)) is None:
             problems.append(_unknown(name))
             continue
         if (other := typed.setdefault(key, name)) != name:
             problems.append(f"{other} and {name} both set {key}; give one of the two")
             continue
-        allowed, parse = parser
         try:
-            values[key] = parse(value) if name != PER_RANK else parse_bytes(value) * ranks
-        except ConfigError as error:
-            problems += error.problems
-        except (ValueError, OverflowError, msgspec.ValidationError):
-            problems.append(f"{name} is {_shown(value)}; it must be {allowed}")
-    values.pop(_BACKEND, None)  # its one value changes nothing
+            values[key] = (
+                parse_bytes(value) if kind == Bytes else msgspec.convert(value, kind, dec_hook=_as_path)
+            )
+        except (ValueError, OverflowError):
+            problems.append(f"{name} is {_shown(value)}; it must be {kind.__metadata__[0].description}")
     if problems:
         raise ConfigError(problems)
-    return OffloadConfig(**values)  # type: ignore[arg-type]  # each value comes from its key's own parser
+    return OffloadConfig(**_translated(raw, values, ranks))
+
+
+def _translated(raw: Mapping[str, object], values: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Return the settings' values where keys of vLLM's own connector gave others."""
+    values.pop(_BACKEND, None)  # its one value changes nothing
+    if "lazy_offload" in raw:
+        values["store_policy"] = "lazy" if values["store_policy"] else "eager"
+    if PER_RANK in raw:
+        values["host_bytes"] *= ranks
+    return values
 
 
 def check_promises(config: OffloadConfig, promises: Promises) -> None:
@@ -243,34 +232,35 @@ def _shown(value: object) -> str:
         text = repr(value)
     except (ValueError, RecursionError):  # more digits than Python writes, or nested deeper than it reads
         return f"a {type(value).__name__} that is too large to show"
-    text = re.sub(r"//[^/\s]*@", "//...@", text)  # credentials in a URL
+    text = re.sub(r"//.*@", "//...@", text)  # credentials in a URL
+    text = re.sub(r"(//.*?[?#]).*", r"\1...", text)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def _unknown(name: str) -> str:
     if name in _NOT_HERE:
         return f"{name} {_NOT_HERE[name]}"
-    known = [*_PARSERS, *ALIASES, *_PARSERS_OF_VLLM]
+    known = [*_KINDS, *ALIASES, *_KINDS_OF_VLLM]
     near = difflib.get_close_matches(_shown(name).strip("'"), known, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]}?" if near else f"; known keys: {', '.join(_PARSERS)}"
+    hint = f"; did you mean {near[0]}?" if near else f"; known keys: {', '.join(_KINDS)}"
     return f"unknown key {_shown(name)}{hint}"
 
 
-def _lazy(value: object) -> str:
-    return "lazy" if msgspec.convert(value, bool) else "eager"
+def _as_path(_: type, value: object) -> Path:
+    if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
+        raise ValueError
+    return Path(value)
 
 
-def _parser_of(hint: Any) -> Parser:  # noqa: ANN401  # a type, annotated with its parser, or its union with None
-    annotated = hint if get_origin(hint) is Annotated else get_args(hint)[0]
-    parser: Parser = annotated.__metadata__[0]
-    return parser
+def _kind_of(hint: Any) -> Any:  # noqa: ANN401  # an annotated type, or its union with None
+    return hint if get_origin(hint) is Annotated else get_args(hint)[0]
 
 
-_PARSERS = {
-    name: _parser_of(hint) for name, hint in get_type_hints(OffloadConfig, include_extras=True).items()
-}
-_PARSERS_OF_VLLM: dict[str, Parser] = {
-    "lazy_offload": (_SWITCH[0], _lazy),
-    _BACKEND: ('"cpu", as kvoffload keeps blocks in host memory alone', _is(Literal["cpu"])),
+_KINDS = {name: _kind_of(hint) for name, hint in get_type_hints(OffloadConfig, include_extras=True).items()}
+_KINDS_OF_VLLM: dict[str, Any] = {
+    "lazy_offload": Switch,
+    _BACKEND: Annotated[
+        Literal["cpu"], Meta(description='"cpu", as kvoffload keeps blocks in host memory alone')
+    ],
 }
 """Keys of vLLM's own connector whose values differ from those of the key they set here."""
