@@ -137,7 +137,7 @@ def test_removals_are_published(caplog: pytest.LogCaptureFixture) -> None:
     try:
         raise RuntimeError("at 1")
     except RuntimeError as error:
-        log_removed()("watcher", error)
+        log_removed("watcher", error)
     (removed,) = caplog.records
     assert removed.getMessage().startswith(
         "observer_removed name=watcher error=\"RuntimeError('at 1')\"\nTraceback"

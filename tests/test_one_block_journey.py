@@ -19,7 +19,7 @@ from kvoffload.model.engine import EngineShape
 from kvoffload.model.facts import BlocksAllocated, Progress, RequestEnded, RequestSeen, StepScheduled
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import DeviceBlockId, GroupId, Rank, RequestId, SlotId
-from kvoffload.model.wire import TransferPlan
+from kvoffload.model.wire import NOTHING, TransferPlan
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.testing import FakeClock, FakeDevice, GatedCopier, ManualExecutor, wait_all_blocked
 from kvoffload.transfer.arena import Arena
@@ -96,7 +96,7 @@ async def test_one_block_goes_to_the_host_and_comes_back(story: Story) -> None:
     block, tail = map(DeviceBlockId, pool.allocate(2))
     scheduler.allocated(BlocksAllocated(FIRST, ((block, tail),), device_tokens=0, external_tokens=0))
     assert scheduler.counters.snapshot().count("kvoffload_miss_blocks_total", "never_seen") == 1
-    assert story.step(Progress(FIRST, confirmed_tokens=0)).is_empty
+    assert story.step(Progress(FIRST, confirmed_tokens=0)) == NOTHING
     computed = bytes(range(64))
     story.memory.write(block, computed)
     pool.index(block, KEY)

@@ -87,10 +87,6 @@ class TransferPlan(Message, frozen=True):
     def jobs(self) -> tuple[AnyJob, ...]:
         return (*self.loads, *self.stores, *self.disk, *self.remote)
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.jobs or self.cancelled)
-
 
 NOTHING = TransferPlan()
 """The plan of most steps."""

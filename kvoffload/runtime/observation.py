@@ -21,7 +21,7 @@ from kvoffload.runtime.step_times import FirstTokens
 from kvoffload.telemetry.catalogue import subscriber_label
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.journal import Journal
-from kvoffload.telemetry.logging import LogObserver, log_removed, log_spans_failed
+from kvoffload.telemetry.logging import QUIET_S, AtMostEvery, LogObserver, log_removed, log_spans_failed
 from kvoffload.telemetry.provenance import describe_run, info_labels
 from kvoffload.telemetry.spans import NAME, SpanObserver, make_spans
 
@@ -76,7 +76,6 @@ class Observation:
         self._executor: Executor | None = None
         self._portal: Portal | None = None
         self._running: list[Future[None]] = []
-        self._log_removed = log_removed()
         self.saw_degradation = False
         """Whether an event said that offloading went off."""
         bus.count(OffloadingDegraded, self._degraded)
@@ -104,11 +103,11 @@ class Observation:
 
     def _start_spans(self, portal: Portal, spans: SpanObserver) -> None:
         """On a separate thread: a collector that does not answer blocks it."""
-        log_failed = log_spans_failed(self._now)
+        warnings = AtMostEvery(QUIET_S, self._now)
 
         def failed() -> None:
             self.counters.add("kvoffload_span_export_errors_total")
-            log_failed()
+            log_spans_failed(warnings)
 
         spans.subscribe(self._bus, failed)
         self._executor = portal.new_executor(NAME)
@@ -128,7 +127,7 @@ class Observation:
 
     def _removed(self, name: str, error: Exception) -> None:
         self.counters.add("kvoffload_bus_removed_total", subscriber_label(name))
-        self._log_removed(name, error)
+        log_removed(name, error)
 
     def _journal_failed(self, error: Exception) -> None:
         self.counters.add("kvoffload_journal_write_errors_total")

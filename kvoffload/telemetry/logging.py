@@ -23,12 +23,10 @@ from kvoffload.model.events import (
 from kvoffload.telemetry.records import summary_of
 
 if TYPE_CHECKING:
-    import structlog
-
     from kvoffload.bus.bus import Bus
     from kvoffload.bus.feed import Feed
 
-_QUIET_S = 10.0  # seconds between two warnings of one kind
+QUIET_S = 10.0  # seconds between two warnings of one kind
 
 _LOGGED: Mapping[type[Event], tuple[str, str]] = {
     JobAbandoned: ("error", "job_abandoned"),
@@ -76,13 +74,12 @@ class LogObserver:
 
     Args:
         now: the clock that spaces repeated warnings.
-        logger: where to; by default kvoffload's own.
     """
 
-    def __init__(self, now: Callable[[], float], logger: structlog.stdlib.BoundLogger | None = None) -> None:
-        self._log = logger or get_logger("events")
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._log = get_logger("events")
         self._violations = AtMostEvery(math.inf, now)
-        self._warnings = AtMostEvery(_QUIET_S, now)
+        self._warnings = AtMostEvery(QUIET_S, now)
 
     def subscribe(self, bus: Bus, capacity: int = 256) -> Feed[Event]:
         """Return a feed of the events to log.
@@ -124,27 +121,14 @@ class LogObserver:
         getattr(self._log, level)(name, **keys)
 
 
-def log_removed(logger: structlog.stdlib.BoundLogger | None = None) -> Callable[[str, Exception], None]:
-    """Return the callback that logs a removed observer or counter."""
-    log = logger or get_logger("bus")
-
-    def tell(name: str, error: Exception) -> None:
-        log.error("observer_removed", name=name, error=repr(error), exc_info=error)
-
-    return tell
+def log_removed(name: str, error: Exception) -> None:
+    """Log that an observer or counter was removed."""
+    get_logger("bus").error("observer_removed", name=name, error=repr(error), exc_info=error)
 
 
-def log_spans_failed(
-    now: Callable[[], float], logger: structlog.stdlib.BoundLogger | None = None
-) -> Callable[[], None]:
-    """Return the callback that logs, with a limited rate, that a collector did not take spans."""
-    log, warnings = logger or get_logger("spans"), AtMostEvery(_QUIET_S, now)
-
-    def tell() -> None:
-        held_back = warnings.due("spans")
-        if held_back is not None:
-            log.warning(
-                "spans_not_sent", batches_held_back=held_back, note="is the collector at otlp_endpoint?"
-            )
-
-    return tell
+def log_spans_failed(warnings: AtMostEvery) -> None:
+    """Log that a collector did not take spans, unless a warning came just before."""
+    held_back = warnings.due("spans")
+    if held_back is not None:
+        note = "is the collector at otlp_endpoint?"
+        get_logger("spans").warning("spans_not_sent", batches_held_back=held_back, note=note)

@@ -10,7 +10,7 @@ from kvoffload.model.causes import LoadOutcome, MissCause, PinDropCause, Rejecti
 from kvoffload.model.engine import Promises
 from kvoffload.model.events import FactRejected, HitDropped, LoadScheduled, LookupAnswered, LookupDeferred
 from kvoffload.model.ids import DeviceBlockId, Rank, RequestId
-from kvoffload.model.wire import Direction, TransferReport
+from kvoffload.model.wire import NOTHING, Direction, TransferReport
 from tests.core.fingerprint import fingerprint
 from tests.core.world import CORRUPT, DONE, FAILED, Req, World, full, handle, key_at, window
 
@@ -659,7 +659,7 @@ def test_a_load_of_nothing_that_the_engine_reads_has_ended_at_once() -> None:
     world.lookup(request)
     handle(world.core, facts.BlocksAllocated(name, ((DeviceBlockId(0),) * 3,), 0, 12))
     assert world.core.take_results().loaded == [name]
-    assert world.submit().is_empty
+    assert world.submit() == NOTHING
     assert world.count(SlotState.PINNED) == 0
 
 

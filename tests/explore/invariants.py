@@ -15,7 +15,7 @@ from kvoffload.core.machine import JobState, SlotState
 from kvoffload.model import facts
 from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import NULL_BLOCK, BlockKey, JobId, Rank, RequestId, SlotId
-from kvoffload.model.wire import Direction, Tier, TransferPlan
+from kvoffload.model.wire import NOTHING, Direction, Tier, TransferPlan
 from tests.core.world import key_at, left_behind
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def check_repeated(scene: Scene, rank: Rank) -> None:
 def note_plan(scene: Scene, plan: TransferPlan, known: set[JobId]) -> None:
     """R8, R12: what a step may plan."""
     state = scene.world.core.state
-    assert plan.is_empty or state.degraded is None, "R12: a plan while offloading is off"
+    assert plan == NOTHING or state.degraded is None, "R12: a plan while offloading is off"
     for job in state.jobs.open.values():
         if isinstance(job, Store) and job.id in scene.world.copies and job.id not in known:
             for offer in job.offers:

@@ -12,8 +12,6 @@ from kvoffload.model.engine import EngineShape
 from kvoffload.model.errors import ConfigError, EngineContractError
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import GroupId
-from kvoffload.model.wire import Direction, TransferPlan
-from tests.copy_jobs import device_job
 from tests.core.world import needed_blocks
 
 FULL, WINDOW = AttentionKind.FULL, AttentionKind.SLIDING_WINDOW
@@ -123,10 +121,3 @@ def test_the_error_of_an_impossible_shape_lists_all_that_is_wrong() -> None:
         EngineShape((group,), 0, 8, 8, match_tokens=6)
     with pytest.raises(EngineContractError, match="numbered"):
         EngineShape((), 1, 8, 8)
-
-
-def test_an_empty_plan_is_empty() -> None:
-    job = device_job(1, Direction.LOAD, (), ())
-    assert TransferPlan().is_empty
-    assert not TransferPlan(loads=(job,)).is_empty
-    assert not TransferPlan(stores=(job,)).is_empty

@@ -10,6 +10,7 @@ from kvoffload.core.machine import SlotState
 from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.ids import DeviceBlockId, RequestId
+from kvoffload.model.wire import NOTHING
 from kvoffload.runtime.copies import LoadAnswers
 from tests.conservation import conservation
 from tests.operations import replace_handler
@@ -44,7 +45,7 @@ def test_a_question_that_raises_is_answered_with_nothing(
     side.side.core.state.results.loaded.append(RequestId("b"))
     monkeypatch.setattr(side.side.core, question, boom)
     assert side.side.lookup(RequestId("a"), 0) in (0, RELOAD)
-    assert side.step().is_empty
+    assert side.step() == NOTHING
     assert side.side.take_answers() == LoadAnswers()  # no request waits for b
     assert side.side.degraded is DegradeCause.HANDLER_RAISED
     assert f"doing={question}" in caplog.text
@@ -59,7 +60,7 @@ def test_a_plan_that_raises_is_empty(
     side.side.lookup(RequestId("a"), 0)
     side.allocated("a", RELOAD)
     monkeypatch.setattr(side.side.core, "plan", boom)
-    assert side.step().is_empty
+    assert side.step() == NOTHING
     assert side.side.take_answers().failed == ["a"]
     assert side.side.degraded is DegradeCause.HANDLER_RAISED
     assert "doing=plan" in caplog.text
@@ -73,7 +74,7 @@ def test_a_plan_that_raises_leaves_nothing_to_wait_for(monkeypatch: pytest.Monke
     side.side.lookup(RequestId("a"), 0)
     side.allocated("a", RELOAD)
     monkeypatch.setattr(side.side.core.state.jobs, "submit", boom)
-    assert side.step().is_empty
+    assert side.step() == NOTHING
     assert side.side.take_answers().failed == ["a"]
     assert side.side.take_answers() == LoadAnswers()
     assert not side.side.has_work

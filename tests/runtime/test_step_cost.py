@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvoffload.model.wire import NOTHING
 from tests.operations import calls
 from tests.runtime.parts import BLOCK, Side
 
@@ -33,5 +34,5 @@ def test_a_step_without_a_planned_job_asks_for_no_plan(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(side.side.core, "plan", asked)
     monkeypatch.setattr(side.side.copies, "overdue", asked)
-    assert side.step().is_empty
+    assert side.step() == NOTHING
     assert side.side.degraded is None

@@ -17,7 +17,7 @@ import pytest
 
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import Rank
-from kvoffload.model.wire import JobReport, TransferReport
+from kvoffload.model.wire import NOTHING, JobReport, TransferReport
 from tests.vllm_adapter.engine_rig import MARKS
 from tests.vllm_adapter.scheduler_rig import BLOCKS, adapter
 
@@ -110,7 +110,7 @@ class Life:
         """All copies of a plan end well."""
         from kvoffload_vllm.metadata import KVOffloadWorkerMetadata
 
-        if plan.is_empty:
+        if plan == NOTHING:
             return
         ended = [JobReport(job.id, job.direction, CopyOutcome.DONE, 1, 0.0, 0.0) for job in plan.jobs]
         reports = (TransferReport(Rank(0), tuple(ended), BLOCKS),)
