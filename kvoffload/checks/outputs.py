@@ -100,7 +100,7 @@ def _journal(setup: Setup, _: Machine) -> Finding:
 
     path = setup.config.journal_path
     if path is None:
-        return go("no file: the last thousand events are kept in memory")
+        return go("no file: the last 256 events are kept in memory")
     mode = path.stat().st_mode if path.exists() else None
     try:
         JournalFile(path).close()

@@ -1,9 +1,9 @@
 """The journal: the last messages in memory for error reports, and all of them in a file on request.
 
-The bus keeps each batch inline, so that sequence numbers have no gaps. Every 64 messages move to a ring in a shorter form; they
-become text only when read. A task of the observers' loop writes the file in a worker thread, behind a feed, so
-that neither the engine nor another observer waits for a disk. If the feed is full, lines are dropped and the file's sequence
-numbers have a gap. Each file begins with the provenance.
+The bus keeps each batch inline, so that sequence numbers have no gaps. Every 64 messages move to a ring; they become text only when
+read. A task of the observers' loop writes the file in a worker thread, behind a feed, so that neither the engine nor another
+observer waits for a disk. If the feed is full, lines are dropped and the file's sequence numbers have a gap. Each file begins
+with the provenance.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from kvoffload.bus.bus import Batch, Bus
 from kvoffload.bus.feed import Feed
 from kvoffload.bus.guard import call_guarded
 from kvoffload.model.errors import ConfigError
-from kvoffload.model.facts import StepScheduled
-from kvoffload.telemetry.records import BEGUN, compact, rotated, to_plain
+from kvoffload.model.facts import DiskRestored, StepScheduled
+from kvoffload.telemetry.records import BEGUN, rotated, summary_of, to_plain
 
 _BATCH = 1024  # entries written in one go
-_AT_A_TIME = 64  # messages that are shortened; one by one, each would find the processor's caches cold
+_AT_A_TIME = 64  # messages; one by one, each would find the processor's caches cold
 _OWNERS = 0o600
 
 FailureCallback = Callable[[Exception], object]
@@ -59,7 +59,7 @@ class Journal:
         self,
         now: Callable[[], float],
         *,
-        ring_size: int = 1024,
+        ring_size: int = 256,
         path: Path | None = None,
         max_bytes: int | None = None,
         provenance: Mapping[str, object] | None = None,
@@ -67,14 +67,13 @@ class Journal:
     ) -> None:
         self._now = now
         self._ring: deque[Entry] = deque(maxlen=ring_size)
-        self._young: list[Batch] = []  # not yet shortened; the bus appends to it
-        self.head = _head(provenance, now()) if provenance else ""
-        """The first line of every file; empty without provenance."""
-        self._file = JournalFile(path, max_bytes, self.head) if path is not None else None
+        self._young: list[Batch] = []  # not yet in the ring; the bus appends to it
+        head = _head(provenance, now()) if provenance else ""
+        self._file = JournalFile(path, max_bytes, head) if path is not None else None
         self._feed: Feed[Entry] | None = None
         self._on_failure = on_failure
 
-    def subscribe(self, bus: Bus, capacity: int = 16384) -> None:
+    def subscribe(self, bus: Bus, capacity: int = 4096) -> None:
         """Record every fact and event from now on; `capacity` lines may wait for the file."""
         if self._file is not None:
             self._feed = bus.observe("journal", capacity)
@@ -103,7 +102,7 @@ class Journal:
             self._file.close()
 
     def record(self, batches: list[Batch]) -> None:
-        """Move messages to the ring, without what may not be held for long."""
+        """Move messages to the ring, and offer them to what writes the file."""
         entries = _entries(batches)
         _extend(self._ring, entries)
         if self._feed is not None:
@@ -112,13 +111,12 @@ class Journal:
 
 
 def _entries(batches: Iterable[Batch]) -> list[Entry]:
-    """Return entries with the messages' short forms."""
-    numbers, times, messages = list[int](), list[float](), list[object]()
-    for before, time, batch in batches:
-        numbers += range(before + 1, before + len(batch) + 1)
-        times += [time] * len(batch)
-        messages += batch
-    return list(zip(numbers, times, compact(messages), strict=True))
+    return [
+        # All parts of a disk's index would be as large as the index.
+        (number, time, summary_of(message) if type(message) is DiskRestored else message)
+        for before, time, batch in batches
+        for number, message in enumerate(batch, before + 1)
+    ]
 
 
 def _extend(ring: deque[Entry], entries: Iterable[Entry]) -> None:

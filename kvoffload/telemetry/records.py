@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from types import NoneType
@@ -44,31 +45,14 @@ class Summary(Message, frozen=True):
     fields: Mapping[str, object]
 
 
-def compact(messages: Iterable[Any]) -> list[object]:
-    """Return messages in a form that can be kept: those without content unchanged, others as a `Summary`.
-
-    This runs inline for every fact, so it writes the fields itself and leaves what has no content to `summary_of`.
-    """
-    kept = list(messages)
-    for index, message in enumerate(kept):
-        form = _FORMS[type(message)]
-        if form.content is not None and any(form.content(message)):
-            fields = asdict(message)
-            for name, write in form.writers:
-                value = fields[name]
-                fields[name] = list(map(len, value)) if write is _lengths else write(value)
-            kept[index] = Summary(form.name, fields)
-    return kept
-
-
 def summary_of(message: Any) -> Summary:  # noqa: ANN401  # one of any class
     """Return the name and the fields of a message as JSON values."""
     if isinstance(message, Summary):
         return message
-    form = _FORMS[type(message)]
     fields = asdict(message)
-    fields |= {name: write(fields[name]) for name, write in form.writers}
-    return Summary(form.name, fields)
+    for name, write in _writers(type(message)).items():  # type: ignore[arg-type]  # a class has a hash
+        fields[name] = write(fields[name])
+    return Summary(type(message).__name__, fields)
 
 
 def to_plain(message: object) -> dict[str, object]:
@@ -77,53 +61,29 @@ def to_plain(message: object) -> dict[str, object]:
     return {"event": summary.name, **summary.fields}
 
 
-class _Form:
-    """How messages of one class are written. Made once for each class."""
-
-    def __init__(self, cls: type[Message]) -> None:
-        self.name = cls.__name__
-        hints = typing.get_type_hints(cls)
-        written = {name: _writer(hints[name]) for name in cls.__struct_fields__}
-        self.writers = [(name, write) for name, (write, _) in written.items() if write is not None]
-        """Of the fields that are not written as they are."""
-        content = [name for name, (_, is_content) in written.items() if is_content]
-        # The first one twice, because `attrgetter` returns no tuple for a single name.
-        self.content = attrgetter(*content, content[0]) if content else None
-        """Reads the fields that are too large or too private to keep; None without any."""
+@cache
+def _writers(cls: type[Message]) -> dict[str, Write]:
+    """Return what writes the fields that are not written as they are, by their names."""
+    hints = typing.get_type_hints(cls)
+    written = {name: _writer(hints[name]) for name in cls.__struct_fields__}
+    return {name: write for name, write in written.items() if write is not None}
 
 
-class _Forms(dict[type[Message], _Form]):
-    def __missing__(self, cls: type[Message]) -> _Form:
-        form = self[cls] = _Form(cls)
-        return form
-
-
-_FORMS = _Forms()
-
-
-def _writer(hint: Any) -> tuple[Write | None, bool]:  # noqa: ANN401  # any annotation
-    """Return how a field of this type is written, None for as it is, and whether it is too large or private to keep."""
+def _writer(hint: Any) -> Write | None:  # noqa: ANN401  # any annotation
+    """Return how a field of this type is written, None for as it is."""
     args = typing.get_args(hint)
     if NoneType in args:
         present, _ = args
-        write, is_content = _writer(present)
-        return write and (lambda value: None if value is None else write(value)), is_content
+        write = _writer(present)
+        return write and (lambda value: None if value is None else write(value))
     if isinstance(hint, NewType):
-        return (len, True) if hint.__supertype__ is bytes else (None, False)
+        return len if hint.__supertype__ is bytes else None
     if typing.get_origin(hint) is tuple:
         if args[0] in (SlotId, RequestId):
-            return list, False
-        return (_lengths if typing.get_origin(args[0]) is tuple else len), True
-    if hint is bytes:
-        return len, True
-    if hint is str:  # ids have their own types, so this is free text
-        return scrub, False
-    if hint in (int, float, bool):
-        return None, False
-    return _writer_of_class(hint), False
-
-
-def _writer_of_class(hint: Any) -> Write:  # noqa: ANN401  # any annotation
+            return list
+        return _lengths if typing.get_origin(args[0]) is tuple else len
+    if hint in _WRITERS:
+        return _WRITERS[hint]
     if isinstance(hint, type) and issubclass(hint, Message):
         return lambda value: dict(summary_of(value).fields)
     if isinstance(hint, type) and issubclass(hint, Enum):
@@ -138,6 +98,10 @@ def _lengths(groups: Iterable[Sized]) -> list[int]:
 def scrub(text: str) -> str:
     """Return free text as it may be written."""
     return _BYTES_LITERAL.sub("b'...'", text)[:_TEXT_CHARACTERS]
+
+
+# A text that is no id is free text: ids have their own types.
+_WRITERS: dict[object, Write | None] = {bytes: len, str: scrub, int: None, float: None, bool: None}
 
 
 class _ReadOfFacts(msgspec.Struct):

@@ -22,7 +22,7 @@ from kvoffload.model import events, facts
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.errors import ConfigError
-from kvoffload.telemetry.records import Record, compact, summary_of
+from kvoffload.telemetry.records import Record, summary_of
 from kvoffload.telemetry.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class SpanObserver:
         self._feed: Feed[Entry] | None = None
         self._on_failure: Callable[[], object] | None = None
 
-    def subscribe(self, bus: Bus, on_failure: Callable[[], object], capacity: int = 8192) -> None:
+    def subscribe(self, bus: Bus, on_failure: Callable[[], object], capacity: int = 4096) -> None:
         """Follow the engine from now on.
 
         Args:
@@ -115,7 +115,7 @@ class SpanObserver:
             return
         parent = self._next_parent if isinstance(message, facts.RequestSeen) else None
         self._offered += 1
-        self._feed.offer(Entry(self._offered, self._now(), compact((message,))[0], parent))
+        self._feed.offer(Entry(self._offered, self._now(), message, parent))
 
     # -- on the executor's ------------------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ def decode(side: Side, number: int) -> None:
 
 # In a compiled language a few numbers a step would be nothing. In CPython a call is the unit of everything: these hold the
 # line where it is. The benchmarks time hooks with all of it.
-@pytest.mark.parametrize(("work", "added"), [(serve, 110), (decode, 15)])
+@pytest.mark.parametrize(("work", "added"), [(serve, 60), (decode, 12)])
 def test_calls_added_to_the_hooks(work: Callable[[Side, int], None], added: int, silenced: Silence) -> None:
     patch = silenced()
     bare = Side(slots=400)
