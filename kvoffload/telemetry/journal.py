@@ -33,9 +33,6 @@ _BATCH = 1024  # entries written in one go
 _AT_A_TIME = 64  # messages; one by one, each would find the processor's caches cold
 _OWNERS = 0o600
 
-FailureCallback = Callable[[Exception], object]
-
-
 Entry = tuple[int, float, object]
 """A line that is not yet text: its number, its time, and the message."""
 
@@ -63,7 +60,7 @@ class Journal:
         path: Path | None = None,
         max_bytes: int | None = None,
         provenance: Mapping[str, object] | None = None,
-        on_failure: FailureCallback | None = None,
+        on_failure: Callable[[Exception], object] | None = None,
     ) -> None:
         self._now = now
         self._ring: deque[Entry] = deque(maxlen=ring_size)

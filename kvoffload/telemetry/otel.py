@@ -28,23 +28,15 @@ from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_co
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import kvoffload
-from kvoffload.model.causes import CopyOutcome, LoadOutcome
+from kvoffload.model.causes import LoadOutcome
 from kvoffload.telemetry.timeline import Args, Track, What
 
 _SCOPE = "kvoffload"
 _REMEMBERED = 4096  # requests that may still have copies
 _INSIDE = (What.QUEUED, What.COPY)
 _OUTER = (What.STORE, What.LOAD, What.SPILL, What.FETCH)
-_FAILURES = frozenset(
-    outcome.value
-    for outcome in (
-        CopyOutcome.FAILED,
-        CopyOutcome.CORRUPT,
-        LoadOutcome.FAILED,
-        LoadOutcome.CORRUPT,
-        LoadOutcome.ABANDONED,
-    )
-)
+# Also the outcomes of a rank's copy.
+_FAILURES = {one.value for one in (LoadOutcome.FAILED, LoadOutcome.CORRUPT, LoadOutcome.ABANDONED)}
 
 
 class SpanCanvas:

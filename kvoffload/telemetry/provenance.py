@@ -29,12 +29,7 @@ def describe_run(
     """Return the provenance of one engine's life."""
     return {
         **describe_process(unix_s),
-        "engine": {
-            "name": identity.name,
-            "version": identity.version,
-            "index": identity.index,
-            "model": identity.model,
-        },
+        "engine": msgspec.to_builtins(identity),
         "settings": msgspec.to_builtins(config, enc_hook=str),  # a path is text
         "ranks": shape.ranks,
         "device_blocks": shape.device_blocks,
