@@ -1,8 +1,8 @@
-"""Structured logs: one name per fact, stable keys, through the standard library's logging.
+"""Structured logs through the standard library's logging: one event name per line, with stable keys.
 
-A library does not set logging up, its host does. So every logger here ends in `logging.getLogger("kvoffload...")`, no
-handler is installed, and structlog's own global configuration is left alone: the host may use it too. Keys are in the
-line's text for hosts that only print text, and on the record (`record.kvoffload`) for formatters that know them.
+The host sets logging up, not a library. So every logger here is a `logging.getLogger("kvoffload...")` without handlers, and
+structlog's global configuration, which the host may use, is not changed. Keys are in the text of the line, for hosts that only
+print text, and in `record.kvoffload` for formatters that know it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping
 
 ROOT = "kvoffload"
-_STACK_LEVEL = 4  # frames of structlog between a caller and the standard logger: hosts print file and line
+_STACK_LEVEL = 4  # frames of structlog between the caller and the standard logger, so that hosts print the caller's file and line
 
 
 def get_logger(name: str = "", under: str | None = None) -> structlog.stdlib.BoundLogger:
@@ -24,7 +24,7 @@ def get_logger(name: str = "", under: str | None = None) -> structlog.stdlib.Bou
 
     Args:
         name: the part of kvoffload.
-        under: the host's own logger whose handlers and level it should use; by default the root's.
+        under: a logger of the host whose handlers and level to use; by default the root logger.
     """
     full = ".".join(part for part in (under, ROOT, name) if part)
     logger = structlog.wrap_logger(
@@ -39,7 +39,7 @@ def get_logger(name: str = "", under: str | None = None) -> structlog.stdlib.Bou
 def _to_record(
     _logger: object, _method: str, keys: MutableMapping[str, Any]
 ) -> tuple[tuple[str], dict[str, Any]]:
-    """Turn an event into the arguments of a standard logger's call."""
+    """Return the arguments for the standard logger's method."""
     return (_as_text(keys),), {"extra": {"kvoffload": dict(keys)}, "stacklevel": _STACK_LEVEL}
 
 

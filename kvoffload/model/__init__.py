@@ -1,1 +1,1 @@
-"""The vocabulary: ids, groups, causes, facts, events, settings and errors. Imports no library and no other layer."""
+"""The vocabulary: ids, groups, causes, facts, events, settings and errors. It imports no other layer."""

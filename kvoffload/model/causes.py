@@ -14,7 +14,7 @@ class Cause(Enum):
 class MissCause(Cause):
     """Why a block of a lookup missed. Each missed block has exactly one cause."""
 
-    NO_STATE = "no_state"  # the host lacks only a recurrent state, never offered or not fetched in time
+    NO_STATE = "no_state"  # only a recurrent state is not on the host: never offered, or not fetched in time
     NEVER_SEEN = "never_seen"  # no block with this key was offered, or it was too long ago to be remembered
     EVICTED = "evicted"  # it was on the host and was evicted for space
     STORING = "storing"  # its store is still open
@@ -32,13 +32,13 @@ class MissCause(Cause):
     LOAD_DECLINED = "load_declined"  # the hit was shorter than min_load_tokens
     NOT_ACCEPTED = "not_accepted"  # it was found, and the engine accepted a shorter hit
     LAST_TOKEN = "last_token"  # one token of a prompt must always be computed
-    READ_AHEAD = "read_ahead"  # a speculative draft reads ahead of the last matched block
-    PARTIAL_BLOCK = "partial_block"  # the tokens behind the last whole block
+    READ_AHEAD = "read_ahead"  # a speculative draft needs the last matched block for lookahead
+    PARTIAL_BLOCK = "partial_block"  # the tokens after the last whole block
     BEHIND_MISS = "behind_miss"  # it follows a missing block, so it cannot be used
     OPTED_OUT = "opted_out"  # the request asked not to read cached blocks
     STALLED = "stalled"  # copies were stalled, so no load was started
-    ON_DISK = "on_disk"  # it is on the disk, and could not be waited for
-    IN_REMOTE = "in_remote"  # a remote store has it, and it could not be waited for
+    ON_DISK = "on_disk"  # on the disk, but the request could not wait for it
+    IN_REMOTE = "in_remote"  # in the remote tier, but the request could not wait for it
     TIER_OPENING = "tier_opening"  # the disk's index was not read yet
     DEGRADED = "degraded"  # offloading is off because an invariant was broken
 
@@ -48,14 +48,14 @@ class StoreOutcome(Cause):
 
     STORED = "stored"
     ALREADY_CACHED = "already_cached"  # the host has this key
-    IN_FLIGHT = "in_flight"  # another device block with this key was being stored, and arrived
+    IN_FLIGHT = "in_flight"  # another device block with this key was being stored, and its store succeeded
     STALE = "stale"  # the engine had reused the device block
     NOT_HASHED = "not_hashed"  # the engine does not know the block's hash
     HOST_FULL = "host_full"  # no slot was empty or evictable
     NOT_READY = "not_ready"  # no slot was empty or evictable, and host memory was not ready yet
     LEASE_LIMIT = "lease_limit"  # a quarter of the device pool was leased already
     STALLED = "stalled"  # copies were stalled, so no store was started
-    REQUEST_GONE = "request_gone"  # the request ended after it had lost its blocks
+    REQUEST_GONE = "request_gone"  # the request ended after losing its blocks
     LOST = "lost"  # preempted, or evicted on the device before it could be stored
     BEFORE_RESET = "before_reset"  # computed at least in part before the last reset
     FAILED = "failed"  # a rank's copy failed
@@ -71,7 +71,7 @@ class LoadOutcome(Cause):
     FAILED = "failed"
     CORRUPT = "corrupt"
     ABANDONED = "abandoned"
-    CANCELLED = "cancelled"  # the request ended, or its hit was gone, before the copy was submitted
+    CANCELLED = "cancelled"  # the request ended or its hit was lost before the copy was submitted
 
 
 class TierOutcome(Cause):
@@ -79,7 +79,7 @@ class TierOutcome(Cause):
 
     DONE = "done"
     FAILED = "failed"
-    CORRUPT = "corrupt"  # not the bytes that were written: the tier's, or with `verify` the host's
+    CORRUPT = "corrupt"  # bytes differ from those written: in the tier or, with `verify`, on the host
     ABANDONED = "abandoned"
     CANCELLED = "cancelled"  # a reset came, its requests ended, or offloading was switched off
 
@@ -96,7 +96,7 @@ class EvictionCause(Cause):
     """Why a block left the host."""
 
     SPACE = "space"
-    SPILL_BEHIND = "spill_behind"  # as space, before it could be written to the disk
+    SPILL_BEHIND = "spill_behind"  # for space, before it could be written to the disk
     RESET = "reset"
     LOAD_FAILED = "load_failed"
     CORRUPT = "corrupt"
@@ -107,8 +107,8 @@ class Found(Cause):
     """What the last lookup before a request's first token found."""
 
     DISK = "disk"  # some of it was fetched from the disk for this request
-    REMOTE = "remote"  # the same from the remote store
-    HOST = "host"  # alone or in addition to what the device held
+    REMOTE = "remote"  # some of it was fetched from the remote tier for this request
+    HOST = "host"  # whether or not the device held some of it too
     DEVICE = "device"
     NOTHING = "nothing"
 

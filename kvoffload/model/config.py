@@ -21,21 +21,21 @@ _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _MOST = 2**63 - 1  # bytes or tokens
-_LONGEST_TIMEOUT_S = 10**9  # thirty years; the standard library waits no longer than a few hundred
+_LONGEST_TIMEOUT_S = 10**9  # thirty years; the standard library refuses several hundred
 _LONGEST_SHOWN = 200  # characters of a bad value
 
 AUTO: Final = "auto"
 """`min_load_tokens`: use the measured break-even length."""
 
 PER_RANK: Final = "cpu_bytes_to_use_per_rank"
-"""The key of vLLM's own connector that counts bytes of each rank."""
+"""A key of vLLM's own connector; it counts the bytes of one rank."""
 
 ALIASES = {
     "cpu_bytes_to_use": "host_bytes",
     PER_RANK: "host_bytes",
     "lazy_offload": "store_policy",
 }
-"""Keys of vLLM's own connector, with the key that each one sets here."""
+"""Keys of vLLM's own connector, and the setting that each of them sets."""
 
 _BACKEND = "kv_offload_backend"
 _NO_DISK = "belongs to another disk backend; kvoffload's own has disk_path and disk_bytes"
@@ -118,20 +118,20 @@ class OffloadConfig:
         verify: how much of a block is checksummed when it is stored and compared when it is loaded: nothing ("off"), a
             part ("sample") or all of it ("full"). Needs an engine that recomputes failed loads.
         transfer_timeout_s: seconds after submission at which a copy is abandoned.
-        layout: of the engine's KV cache on the device: the engine's own ("engine"), or each block in one piece ("blocks").
-        recurrent_prefix_boundaries: where only a recurrent state is missing for a longer hit, ask the engine to keep that state.
+        layout: how the device stores the KV cache: as the engine does ("engine"), or each block in one piece ("blocks").
+        recurrent_prefix_boundaries: if only a recurrent state is missing for a longer hit, ask the engine to keep that state.
         batch_copies: on CUDA, enqueue copies in batches where the driver can ("auto") or one by one ("off").
         journal_path: file for the events, None for a ring in memory.
-        journal_max_bytes: of that file and the one that was rotated away before it.
+        journal_max_bytes: bound on that file and the rotated one before it, together.
         disk_path: folder for the disk below host memory; None for none.
         disk_bytes: space on disk of one engine, all its ranks together.
         spill_after_hits: how often a block is found again before it is written to the disk.
         drain_s: seconds for which the disk may keep an engine without requests stepping, at its start and before it stops.
-        disk_identity: a name that changes with the weights, where they cannot be read to tell them from others.
-        remote_url: of a store that engines share, below host and disk; None for none.
-        share_after_hits: how often a block is found again before it is written there.
-        remote_timeout_s: seconds after which a call there counts as failed.
-        tier_key_file: file with the secret key that authenticates blocks on disk and in the store; None if all writers are trusted.
+        disk_identity: a name that you change with the weights, for weights whose files cannot be read.
+        remote_url: URL of the remote tier, which engines share below host and disk; None for none.
+        share_after_hits: how often a block is found again before it is written to the remote tier.
+        remote_timeout_s: seconds after which a call to the remote tier fails.
+        tier_key_file: file with the secret key that authenticates blocks on the disk and in the remote tier; None if all writers are trusted.
         otlp_endpoint: URL of a collector that gets OpenTelemetry spans; None for the environment's, if it names one.
     """
 
@@ -200,7 +200,7 @@ def parse_config(raw: Mapping[str, object], ranks: int = 1) -> OffloadConfig:
 
 
 def _translated(raw: Mapping[str, object], values: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Return the settings' values where keys of vLLM's own connector gave others."""
+    """Return the values with those of vLLM's own keys converted."""
     values.pop(_BACKEND, None)  # its one value changes nothing
     if "lazy_offload" in raw:
         values["store_policy"] = "lazy" if values["store_policy"] else "eager"
@@ -259,8 +259,6 @@ def _kind_of(hint: Any) -> Any:  # noqa: ANN401  # an annotated type, or its uni
 _KINDS = {name: _kind_of(hint) for name, hint in get_type_hints(OffloadConfig, include_extras=True).items()}
 _KINDS_OF_VLLM: dict[str, Any] = {
     "lazy_offload": Switch,
-    _BACKEND: Annotated[
-        Literal["cpu"], Meta(description='"cpu", as kvoffload keeps blocks in host memory alone')
-    ],
+    _BACKEND: Annotated[Literal["cpu"], Meta(description='"cpu": kvoffload keeps blocks in host memory')],
 }
-"""Keys of vLLM's own connector whose values differ from those of the key they set here."""
+"""Keys of vLLM's own connector whose values are not those of the setting."""

@@ -1,4 +1,4 @@
-"""What the core knows of an engine: its shape and its promises."""
+"""What the core knows about an engine: its shape and its promises."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class EngineIdentity:
     Args:
         name: of the engine.
         version: of the engine.
-        model: as the engine was given it.
-        index: of this engine among those of one data-parallel server.
+        model: its path or name, as passed to the engine.
+        index: of this engine in its data-parallel server.
     """
 
     name: str = "unknown"
@@ -69,7 +69,7 @@ class EngineShape:
     def __post_init__(self) -> None:
         problems = []
         if [group.group for group in self.groups] != list(range(len(self.groups))) or not self.groups:
-            problems.append("the groups must be numbered by their places, from 0 on")
+            problems.append("the groups must be numbered in order, from 0")
         if self.ranks < 1:
             problems.append(f"there are {self.ranks} ranks; at least 1 copies")
         if any(self.match_tokens % group.block_tokens for group in self.groups):
@@ -86,14 +86,14 @@ class EngineShape:
 
     @cached_property
     def is_one_full_group(self) -> bool:
-        """Whether there is one group of full attention in which any block can end a hit, as in most models."""
+        """Whether there is a single full-attention group in which any block can end a hit, as in most models."""
         group = self.groups[0]
         is_plain = group.kind is AttentionKind.FULL and not group.reads_ahead
         return len(self.groups) == 1 and is_plain and self.alignment == group.block_tokens
 
     @cached_property
     def block_tokens(self) -> int:
-        """Tokens of a block where all groups have the same and none is recurrent, else 0."""
+        """Tokens of a block if all groups have the same number and none is recurrent, else 0."""
         sizes = {group.block_tokens for group in self.groups}
         return 0 if self.state_key_ends or len(sizes) > 1 else min(sizes)
 
@@ -119,7 +119,7 @@ class EngineShape:
 
     def _turnover_of(self, group: GroupSpec) -> int:
         blocks = -(-self.step_tokens // group.block_tokens) + 1
-        # However many blocks a recurrent group's tokens fill, a step takes one to continue in and one to keep.
+        # However many blocks the tokens fill, a recurrent group takes one block to continue in and one to keep.
         return min(blocks, 2) if group.kind is AttentionKind.RECURRENT else blocks
 
     def count_states(self, keys: Iterable[BlockKey | None]) -> int:

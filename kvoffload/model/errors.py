@@ -30,7 +30,7 @@ class IllegalTransition(KVOffloadError):
 
     Args:
         machine: the machine's name.
-        state: its state, which has not changed.
+        state: its state, which is unchanged.
         event: the event.
     """
 
@@ -55,17 +55,17 @@ class DeviceLost(CopyError):
 
 
 class DiskError(KVOffloadError):
-    """Raised when files of the disk tier cannot be used; the operator must act, and the engine goes on without the tier."""
+    """Raised when files of the disk tier cannot be used; the operator must act, and the engine continues without the tier."""
 
 
 class RemoteError(KVOffloadError):
-    """Raised when a remote store does not do what it was asked, or cannot be reached."""
+    """Raised when the remote tier fails or cannot be reached."""
 
 
 class RemoteGone(RemoteError):
-    """Raised when the connection to a remote store has ended; the next call needs another one."""
+    """Raised when the connection to the remote tier has ended; the next call needs a new one."""
 
 
 def reason_of(error: Exception) -> str:
-    """Return what to say of an error: of one that is neither the system's nor ours, its class too."""
+    """Return an error's text, with its class unless it is the system's or ours."""
     return str(error) if isinstance(error, (OSError, KVOffloadError)) else f"{type(error).__name__}: {error}"

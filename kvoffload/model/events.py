@@ -1,6 +1,6 @@
-"""Events: what the core decided or learnt, in the past tense; one per job, request or step, never one per block.
+"""Events: what the core decided or learned, in the past tense; one per job, request or step, never one per block.
 
-They hold ids, counts and enums: no token, no prompt text, no key. Counters, the journal and every observer read them.
+They hold ids, counts and enums, but no token, no prompt text and no key. Counters, the journal and every observer read them.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class HitDropped(Event, frozen=True):
 
 
 class LookupDeferred(Event, frozen=True):
-    """A lookup answered "not yet": the prefix is on its way to the device, or to the host. Each wait is reported once.
+    """A lookup answered "not yet": the prefix is being copied to the device or to the host. Each wait is reported once.
 
     Args:
         request: which.
-        owner: the other request that loads it; None where it is fetched from a lower tier.
+        owner: the other request that loads the prefix; None if it is fetched from a lower tier.
     """
 
     request: RequestId
@@ -58,18 +58,18 @@ class LookupDeferred(Event, frozen=True):
 
 
 class LookupAnswered(Event, frozen=True):
-    """A request was admitted; only its last lookup is counted.
+    """A request was admitted. Only its last lookup is counted.
 
     Args:
         request: the request that was admitted.
         device_tokens: tokens that the device held already; their blocks are not counted.
         hit_blocks: block positions found on the host and accepted by the engine.
-        miss_blocks: the other block positions; the first has `cause`, those behind it `behind_miss`.
+        miss_blocks: the other block positions; the first has `cause`, the ones after it `behind_miss`.
         hit_tokens: tokens in the hit positions.
         miss_tokens: tokens in the missed positions.
         cause: why the first missing position missed; None when nothing missed.
-        fetched_tokens: of the hit, what was fetched from a lower tier for this request; with several groups their blocks' share.
-        fetched_from: the tier; of several the one that brought blocks last.
+        fetched_tokens: tokens of the hit that were fetched from a lower tier for this request; with several groups, their blocks' share.
+        fetched_from: the tier; of several, the last one that brought blocks.
     """
 
     request: RequestId
@@ -84,14 +84,14 @@ class LookupAnswered(Event, frozen=True):
 
 
 class BoundaryAsked(Event, frozen=True):
-    """A request was admitted whose prefix lacks a recurrent state alone: the engine is asked for the one after `tokens`."""
+    """A request was admitted, and only the recurrent state after `tokens` is missing: the engine is asked to keep it."""
 
     request: RequestId
     tokens: int
 
 
 class BoundaryMade(Event, frozen=True):
-    """The engine handed off the recurrent state that it was asked for."""
+    """The engine handed off the recurrent state that it was asked to keep."""
 
     request: RequestId
     tokens: int
@@ -105,10 +105,7 @@ class StatesCopied(Event, frozen=True):
 
 
 class LoadScheduled(Event, frozen=True):
-    """A load became binding; its slots are pinned and its device blocks leased until every rank has ended it.
-
-    The job reads `slots`.
-    """
+    """A load was scheduled from `slots`. They stay pinned, and its device blocks leased, until every rank has ended it."""
 
     job: JobId
     request: RequestId
@@ -120,7 +117,7 @@ class LoadScheduled(Event, frozen=True):
 class LoadEnded(Event, frozen=True):
     """A load has ended: the request continues with its blocks, or recomputes them.
 
-    `blocks` counts those with `outcome`. The intact blocks of a corrupt load follow in a second event, as failed.
+    `blocks` have this `outcome`. The intact blocks of a corrupt load follow in a second event, as failed.
     """
 
     job: JobId
@@ -136,7 +133,7 @@ class BlocksOffered(Event, frozen=True):
 
 
 class StoreScheduled(Event, frozen=True):
-    """Blocks were leased, assigned slots and put into a job."""
+    """Blocks were leased and assigned slots, and their job was planned."""
 
     job: JobId
     blocks: int
@@ -163,14 +160,14 @@ class RankReported(Event, frozen=True):
 
 
 class TierCopyScheduled(Event, frozen=True):
-    """Blocks are to be copied between host and a lower tier.
+    """Blocks were scheduled for a copy between host and a lower tier.
 
     Args:
         job: the job.
         direction: STORE to the tier, LOAD from it.
         blocks: how many.
-        request: of a fetch, the request that looked for them; None for a warm start.
-        tokens: of a fetch, what it makes that request's hit longer by.
+        request: of a fetch, the request that needs the blocks; None for a warm start.
+        tokens: of a fetch, the tokens that it adds to the request's hit.
         tier: which.
     """
 
@@ -183,7 +180,7 @@ class TierCopyScheduled(Event, frozen=True):
 
 
 class TierCopyEnded(Event, frozen=True):
-    """The outcome of a copy between host and a lower tier is known; `copy_s` are the seconds of the slowest rank that has reported."""
+    """The outcome of a copy between host and a lower tier is known; `copy_s` is the time of the slowest rank so far."""
 
     job: JobId
     direction: Direction
@@ -205,7 +202,7 @@ class CopiesStalled(Event, frozen=True):
     """Too many copies were abandoned, so no new copy starts.
 
     Args:
-        blocks: device blocks under abandoned copies.
+        blocks: device blocks that abandoned copies still hold.
         limit_blocks: the most allowed.
         jobs_in_a_row: jobs abandoned since a job last ended.
     """
@@ -216,7 +213,7 @@ class CopiesStalled(Event, frozen=True):
 
 
 class CopiesResumed(Event, frozen=True):
-    """Enough abandoned copies have ended, so new copies start again. `blocks` device blocks are still under the others."""
+    """Enough abandoned copies have ended, so new copies start again. The others still hold `blocks` device blocks."""
 
     blocks: int
 
@@ -250,7 +247,7 @@ class CapacityGrown(Event, frozen=True):
 
 
 class DiskOpened(Event, frozen=True):
-    """All of the disk's index was read, and the disk can be used.
+    """The disk's whole index was read, and the disk can be used.
 
     Args:
         slots: slots of every rank's file.
@@ -262,17 +259,17 @@ class DiskOpened(Event, frozen=True):
 
 
 class DiskClosed(Event, frozen=True):
-    """The disk's index cannot be read or written any more: the disk is left alone until the next start."""
+    """The disk's index cannot be read or written any more: the disk tier is off until the next start."""
 
 
 class ResetStarted(Event, frozen=True):
-    """Nothing computed so far can be found any more.
+    """The cache was reset: nothing computed so far can be found any more.
 
     Args:
         epoch: number of resets so far.
         dropped_blocks: blocks removed from the index.
         draining_blocks: slots still under a running copy.
-        open_jobs: jobs that still run and were not abandoned; if there are any, the reset call returned False.
+        open_jobs: running jobs that were not abandoned; if there are any, the reset call returned False.
     """
 
     epoch: int
@@ -282,11 +279,11 @@ class ResetStarted(Event, frozen=True):
 
 
 class ResetEnded(Event, frozen=True):
-    """The last job that ran at a reset has ended or was abandoned. Resets in quick succession share one event.
+    """All jobs that were running at a reset have ended or were abandoned. Resets in quick succession share one event.
 
     Args:
         epoch: that of the last reset.
-        abandoned_jobs: jobs whose copies did not end in time; their memory stays written off.
+        abandoned_jobs: jobs whose copies did not end in time; their memory stays quarantined.
     """
 
     epoch: int
@@ -294,7 +291,7 @@ class ResetEnded(Event, frozen=True):
 
 
 class FactRejected(Event, frozen=True):
-    """The engine reported something its contract does not allow; the report was ignored."""
+    """The engine reported something that its contract does not allow; the report was ignored."""
 
     cause: RejectionCause
     request: RequestId | None = None

@@ -19,10 +19,10 @@ class RequestSeen(Fact, frozen=True):
 
     Args:
         request: its id.
-        prompt_tokens: tokens that must be computed or found before the first new one.
+        prompt_tokens: tokens that must be computed or found before the first new token.
         keys: per group, the keys of the whole blocks known so far.
-        reads_cache: False when the request asked not to read cached blocks.
-        persists: its keys and the engine's fingerprint cover all that its KV depends on, so that it may outlive the engine.
+        reads_cache: False if the request asked not to read cached blocks.
+        persists: its KV depends only on its keys and the engine's fingerprint, so it may outlive the engine.
     """
 
     request: RequestId
@@ -37,7 +37,7 @@ class BlocksAllocated(Fact, frozen=True):
 
     Args:
         request: the request.
-        tables: per group, the block of each position, the null block where the engine holds none.
+        tables: per group, the block of each position; the null block if the engine holds none.
         device_tokens: tokens found in the device's own prefix cache; the blocks after them are new.
         external_tokens: further tokens that the engine now expects from the host; often 0.
     """
@@ -51,8 +51,8 @@ class BlocksAllocated(Fact, frozen=True):
 class Progress(NamedTuple):
     """What one request gained since its last report. Requests that gained nothing are left out.
 
-    A report may come late, but before the request has computed as many tokens as its smallest block has. What it offers is
-    stored later then; the step in which the request got blocks has them in `handed_out`.
+    A report may come late, but before the request has computed as many tokens as its smallest block has. Its blocks are then
+    stored later, and the step in which the request got them has them in `handed_out`.
 
     Args:
         request: the request.
@@ -68,14 +68,14 @@ class Progress(NamedTuple):
 
 
 class StateHandedOff(NamedTuple):
-    """A recurrent state that the step's forward pass completes, and that no later one rewrites.
+    """A recurrent state that the step's forward pass completes and that no later pass rewrites.
 
     Args:
         request: whose.
         group: its group.
-        position: of the block in which the state lies; the state covers all tokens up to the block's end.
+        position: of the block that holds the state; the state covers all tokens up to the block's end.
         key: the block's.
-        block: where it lies on the device.
+        block: the device block that holds it.
     """
 
     request: RequestId
@@ -90,10 +90,9 @@ class StepScheduled(Fact, frozen=True):
 
     Args:
         step: its number.
-        progress: requests that gained something, and those that run for the first time since a load without being allocated
-            again.
+        progress: requests that gained something, and those that run for the first time since a load without a new allocation.
         preempted: requests that lost their blocks since the last step.
-        handed_out: blocks handed out that `progress` does not have: those in no table, such as copy-on-write targets, and those
+        handed_out: allocated blocks that `progress` does not have: those in no table, such as copy-on-write targets, and those
             of requests that are reported later.
         prefill_tokens: tokens that the step computes for requests that compute several in it.
         decode_tokens: tokens computed for the others, one each.
@@ -146,13 +145,13 @@ class JobOverdue(Fact, frozen=True):
 
 
 class DiskRestored(Fact, frozen=True):
-    """A part of the disk's index was read; all parts together name each slot once.
+    """A part of the disk's index was read. All parts together name each slot once.
 
     Args:
-        slots: slots of each rank's file, as far as they are known so far.
+        slots: slots of each rank's file, as far as known.
         puts: blocks that slots hold, the least recently used first.
         free: slots that hold nothing.
-        is_last: the tier is whole, and can be used.
+        is_last: the index is complete, and the tier can be used.
     """
 
     slots: int
@@ -166,7 +165,7 @@ class DiskClosed(Fact, frozen=True):
 
 
 class RemoteOpened(Fact, frozen=True):
-    """A remote store can be asked.
+    """The remote tier can be asked.
 
     Args:
         namespace: under which this engine's blocks are found there and written from now on.
@@ -176,19 +175,19 @@ class RemoteOpened(Fact, frozen=True):
 
 
 class RemoteLost(Fact, frozen=True):
-    """The remote store does not answer the scheduler."""
+    """The remote tier does not answer the scheduler."""
 
 
 class RemoteAnswered(Fact, frozen=True):
-    """A remote store was asked for a request's blocks, or could not be.
+    """The remote tier was asked for a request's blocks, or could not be asked.
 
     Args:
         request: which.
-        namespace: that was asked in.
-        found: what it says it has: a hint.
-        missing: what it says it lacks.
-        unanswered: blocks of which it said nothing, as the call failed or was not made.
-        seconds: that the call took.
+        namespace: in which they were asked for.
+        found: blocks that the remote tier says it has: a hint.
+        missing: blocks that it says it does not have.
+        unanswered: blocks without an answer, because the call failed or was not made.
+        seconds: time of the call.
     """
 
     request: RequestId

@@ -28,7 +28,7 @@ class GroupSpec:
         block_tokens: tokens in one of its blocks.
         reach_tokens: the window or the chunk in tokens (the token itself counted), None for full and recurrent.
         reads_ahead: a speculative draft model reads one block ahead, so the last matched block cannot be used.
-        key_number: the number at the end of its keys, if it is not `group`.
+        key_number: the number at the end of its keys, if not `group`.
     """
 
     group: GroupId
@@ -54,7 +54,7 @@ class GroupSpec:
 
     @property
     def key_end(self) -> bytes:
-        """The bytes with which its keys end."""
+        """The last bytes of its keys."""
         return (self.group if self.key_number is None else self.key_number).to_bytes(4, "big")
 
     @property

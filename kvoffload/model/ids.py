@@ -18,4 +18,4 @@ The hash covers the parent block, LoRA, multimodal input and cache salt, so two 
 """
 
 NULL_BLOCK = DeviceBlockId(0)
-"""Marks a position of a block table without a block: freed by the engine, or cleared in the record."""
+"""Marks a block-table position without a block: freed by the engine, or cleared in the record."""

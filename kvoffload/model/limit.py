@@ -1,4 +1,4 @@
-"""A limit on copies in flight that adapts to how these copies disturb other work."""
+"""A limit on copies in flight that adapts to how much these copies disturb other work."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ class AdaptiveLimit:
     pass on the same memory. Two observations show it:
 
     * a load was pending when a copy ended: they ran at the same time;
-    * a copy took twice as long as the best of its kind: other work shares the way, perhaps in another process.
+    * a copy took twice as long as the best of its kind: other work uses the same link, perhaps in another process.
 
-    Either halves the limit, once for all copies that had begun before. A copy that ends without either raises it by a
-    step. So an occasional load costs nothing, and under continuous loads copies go on, a few at a time.
+    Either one halves the limit, once for all copies that began earlier. A copy that ends undisturbed raises it by one step. So
+    an occasional load costs nothing, and under continuous loads a few copies at a time still run.
 
-        most   ────╮          ╭──────        while it is low, a queued store starts when the one before it was seen
-                   ╰─╮     ╭──╯              to end, which leaves the way free in between
+        most   ────╮          ╭──────        while the limit is low, a queued store starts only after the previous one
+                   ╰─╮     ╭──╯              was seen to end, so the link is free in between
         least        ╰─────╯
 
-    Its methods must exclude each other; `value` is readable from any thread.
+    Callers must serialize calls; any thread may read `value`.
 
     Args:
         most: the highest value, and the first one.
         least: the lowest value.
-        step: what an undisturbed copy adds.
+        step: added by an undisturbed copy.
     """
 
     def __init__(self, most: float, least: float, step: float) -> None:
@@ -60,12 +60,12 @@ class AdaptiveLimit:
 
         Args:
             size: how much was copied.
-            seconds: in which time; 0 if that says nothing.
+            seconds: how long it took; 0 if that is unknown.
             kind: copies of one kind are compared with each other.
             began: when the copy began, by any clock.
-            now: when its end was noticed, by the same.
+            now: when its end was noticed, by the same clock.
             beside_load: whether a load was pending when it ended.
-            noise_s: what else may add to the seconds.
+            noise_s: time other than copying that `seconds` may include.
         """
         if not self._is_slow(size, seconds, kind, noise_s) and not beside_load:
             self.value = min(self.value + self._step, self._most)

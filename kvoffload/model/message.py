@@ -6,7 +6,7 @@ from msgspec import Struct
 
 
 class Message(Struct, frozen=True, gc=False):
-    """An immutable value. Hooks build some dozens a request; a frozen dataclass takes seven times as long to build.
+    """An immutable value. Hooks build dozens of them for each request; a frozen dataclass takes seven times as long to build.
 
-    The garbage collector skips messages: they hold ids, counts, enums and tuples of these, and so are in no cycle.
+    The garbage collector skips messages: they hold only ids, counts, enums and tuples of these, so they cannot be in a cycle.
     """

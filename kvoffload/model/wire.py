@@ -35,14 +35,14 @@ ExtraT = TypeVar("ExtraT")
 
 
 class CopyJob(Message, Generic[TargetT, ExtraT], frozen=True):
-    """One job: host slot `slots[i]` and `targets[i]` hold the same block once every rank has ended it well.
+    """One job: once every rank has succeeded, host slot `slots[i]` and `targets[i]` hold the same block.
 
     Every rank copies its own shard of every block. `slots` and `targets` have the same length, at least 1.
 
         tier     targets                        extra
-        HOST     device blocks                  the request that waits for a load; None for a store
-        DISK     slots of the ranks' files      of a fetch, for each slot every rank's checksum; nothing for a spill
-        REMOTE   the blocks' keys               the namespace of the blocks in the store
+        HOST     device blocks                  the request that waits for the load; None for a store
+        DISK     slots of the ranks' files      for a fetch, every rank's checksum of each slot; empty for a spill
+        REMOTE   the blocks' keys               the blocks' namespace in the remote tier
 
     Args:
         id: its number.
@@ -73,8 +73,8 @@ class TransferPlan(Message, frozen=True):
     Args:
         loads, stores: between device and host.
         disk: between host and disk.
-        cancelled: fetches of earlier plans; reads of them that have not begun are left out.
-        remote: between host and a remote store.
+        cancelled: fetches of earlier plans; their reads that have not begun are skipped.
+        remote: between host and remote tier.
     """
 
     loads: tuple[DeviceJob, ...] = ()
@@ -98,17 +98,16 @@ class JobReport(Message, frozen=True):
     Args:
         job: the job.
         direction: its direction.
-        outcome: how it ended. Once it is sent, this rank no longer touches the job's slots and blocks, but for those in `stuck`.
+        outcome: how it ended. After this report the rank touches none of the job's slots and blocks, except those in `stuck`.
         copied_bytes: bytes copied by this rank (0 if it failed).
         queue_s: seconds between submission and report in which nothing was copied, including the detection of the end
             and the checksums.
         copy_s: seconds spent copying.
         corrupt: positions in the job whose bytes were found corrupt (empty otherwise).
-        sums: of a spill that ended well: a checksum of this rank's shard of each block.
-        stuck: positions of a spill whose place may still change, or of a fetch from the disk whose host slot may, because a call
-            to the disk has not returned.
-        missing: positions of a fetch from a remote store, or of a spill to it, of which the store has no value. The other
-            positions of a job that ended well are done.
+        sums: of a successful spill: a checksum of this rank's shard of each block.
+        stuck: positions that a disk call that has not returned may still write: file slots of a spill, host slots of a fetch.
+        missing: positions for which the remote tier has no value, after a fetch or a spill. The other positions of a successful
+            job are done.
     """
 
     job: JobId
@@ -127,9 +126,9 @@ class DiskFile(Message, frozen=True):
     """A rank's slot file.
 
     Args:
-        file_id: random bytes, of the file and not of its name.
-        slots: that it has numbers for.
-        capacity: how many of them may hold a block; fewer than `slots` after `disk_bytes` was lowered.
+        file_id: random bytes that identify the file, whatever its name is.
+        slots: how many it has.
+        capacity: how many may hold a block; fewer than `slots` after `disk_bytes` was lowered.
     """
 
     file_id: bytes
@@ -145,13 +144,13 @@ class TransferReport(Message, frozen=True):
         jobs: the jobs that ended on this rank since its last report.
         ready_slots: host slots that this rank has ready; never decreases.
         store_share: the rank's current limit on bytes of stores in flight, as a share of its highest limit; in (0, 1].
-        is_growing: the rank is still preparing slots.
+        is_growing: whether the rank is still preparing slots.
         slot_bytes: bytes of one host slot on this rank.
         wanted_slots: host slots that this rank will have once all are ready.
-        lost: why the rank's device executes nothing more for this process, None while it works.
-        disk_works: this rank's slot file did not fail to open, no call on it hangs, and not too many have failed.
+        lost: why the rank's device no longer works for this process; None while it works.
+        disk_works: False if this rank's slot file cannot be opened, a call on it hangs, or too many calls have failed.
         disk_file: this rank's slot file, once it is open.
-        remote_works: this rank reaches the remote store, and its calls there are answered.
+        remote_works: whether the remote tier answers this rank's calls.
     """
 
     rank: Rank
@@ -174,8 +173,8 @@ class Put(Message, frozen=True):
     """Every rank has written a block into a slot of its file.
 
     Args:
-        slot: which.
-        key: of the block.
+        slot: its number.
+        key: the block's.
         sums: a checksum of each rank's shard.
     """
 
@@ -185,13 +184,13 @@ class Put(Message, frozen=True):
 
 
 class Strike(Message, frozen=True):
-    """A slot's block is not to be found any more."""
+    """A slot's block is invalid."""
 
     slot: SlotId
 
 
 class Use(Message, frozen=True):
-    """A slot's block was read, and is the most recently used."""
+    """A slot's block was read and is now the most recently used."""
 
     slot: SlotId
 

@@ -1,1 +1,1 @@
-"""What operators see: metrics, logs and the journal. Everything here listens; nothing here decides."""
+"""What operators see: metrics, logs, the journal, spans and traces. Nothing here decides."""

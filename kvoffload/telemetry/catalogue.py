@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 Labels = tuple[str, ...]
 Series = Mapping[Labels, float]
-"""A metric's numbers by label values."""
+"""A metric's values by label values."""
 
-# -- label values that only metrics use; the others are in `kvoffload.model` and `kvoffload.core.machine` ----------------------
+# -- label values that only metrics use; others are in `kvoffload.model` and `kvoffload.core.machine` ------- ----------------------
 
 
 class LookupResult(Enum):
@@ -52,23 +52,25 @@ class LookupResult(Enum):
 class HostBytes(Enum):
     """States of host memory."""
 
-    WANTED = "wanted"  # what there will be once all of it is ready
-    RESERVED = "reserved"  # ready: pinned, and taken from the machine
-    USED = "used"  # the part of it that holds blocks or is being filled
+    WANTED = "wanted"  # the size once all of it is ready
+    RESERVED = "reserved"  # pinned and ready by now
+    USED = "used"  # reserved, and holding blocks or being filled
 
 
 class TierState(Enum):
-    """What a tier below the host does."""
+    """States of a tier below the host."""
 
-    OFF = "off"  # the settings have none
-    OPENING = "opening"  # a rank's file is not open, its index was not read, or a store was not reached yet
+    OFF = "off"  # not configured
+    OPENING = (
+        "opening"  # a rank's file is not open, the index was not read, or the remote tier was not reached yet
+    )
     OPEN = "open"
-    FAILING = "failing"  # a call hangs or too many have failed: nothing is copied until it works again
-    CLOSED = "closed"  # its index cannot be read or written: it is left alone until the engine starts again
+    FAILING = "failing"  # a call hangs, or too many have failed: nothing is copied until it works again
+    CLOSED = "closed"  # its index cannot be read or written: off until the engine restarts
 
 
 class Answer(Enum):
-    """What a store that engines share says of a block."""
+    """The remote tier's answers about a block."""
 
     FOUND = "found"
     MISSING = "missing"
@@ -81,7 +83,7 @@ class LoadWait(Enum):
     """What a request waited for before it could compute."""
 
     OWN_LOAD = "own_load"
-    OTHERS_LOAD = "others_load"  # of the same prefix, so that it need not be loaded twice
+    OTHERS_LOAD = "others_load"  # of the same prefix, which is loaded only once
     FETCH = "fetch"  # from a tier below the host, before the load can begin
 
     __hash__ = object.__hash__  # as that of a cause
@@ -100,7 +102,7 @@ class Hook(StrEnum):
 
 
 class Subscriber(StrEnum):
-    """The observers that read the bus through a feed, and the counters on it."""
+    """The observers of the bus, and the counters on it."""
 
     LOG = "log"
     JOURNAL = "journal"
@@ -110,7 +112,7 @@ class Subscriber(StrEnum):
 
 
 def subscriber_label(name: str) -> str:
-    """Return the label of an observer's name. An unknown one is "other", so that names cannot add series."""
+    """Return an observer's label: its name, or "other" if it is unknown, so that names cannot add series."""
     return name if name in _SUBSCRIBERS else Subscriber.OTHER.value
 
 
@@ -150,7 +152,7 @@ class Benefit(Protocol):
 
 
 class Observed(Protocol):
-    """What only watches."""
+    """What `Observation` has for readers."""
 
     @property
     def info(self) -> Labels: ...
@@ -160,7 +162,7 @@ class Observed(Protocol):
 
 
 class Side(Protocol):
-    """The scheduler's side. Readers read single numbers only, so any thread may call them."""
+    """The scheduler's side. Readers read only single numbers, so any thread may call them."""
 
     core: OffloadCore
     bus: Bus
@@ -197,8 +199,8 @@ class Label:
 
     Args:
         name: as queries write it.
-        enum: holds every value that the label can take; None where values are fixed only once an engine runs.
-        served: the values served from the start; by default all.
+        enum: all values that the label can take; None if they are known only once an engine runs.
+        served: the values served from the start; all by default.
     """
 
     name: str
@@ -222,10 +224,10 @@ class Metric:
         labels: in the order of every label tuple.
         unit: of its value.
         buckets: a histogram's upper bounds, without the infinite one.
-        read: returns its series at a scrape, those that are 0 may be missing; None if events count it.
-        counts: the events that increase it, each with the field that it adds (None adds 1) and a field for each label; empty
-            where `Counters` has a method for it.
-        where: a field of those events and its value; events with another value are not counted. None counts all.
+        read: returns its series at a scrape, possibly without those that are 0; None if events count it.
+        counts: the events that increase it, each with the field to add (None adds 1). They have a field for each label. Empty
+            if `Counters` has a method for it.
+        where: a field and its value: only events with this value are counted. None counts all.
     """
 
     name: str
@@ -244,16 +246,16 @@ class Metric:
 
     @property
     def series(self) -> tuple[tuple[str, ...], ...]:
-        """Every combination of label values. All are served from the start, so that a rate misses no first increase.
+        """Every combination of label values. All are served from the start, so that a rate includes the first increase.
 
-        A metric with a label without an enum has none: its one series is served once an engine runs.
+        A metric with a label without an enum has none; its one series is served once an engine runs.
         """
         return tuple(itertools.product(*(label.values for label in self.labels)))
 
 
-# A further tier is served once it is named here. A copy between host and disk has the tier "disk": to it, it is a store.
+# A copy between host and disk has the tier "disk".
 _TIER = Label("tier", Tier, served=(Tier.HOST, Tier.DISK))
-# Of a remote store its state and the copies are known, and neither slots nor size.
+# Slots and size of the remote tier are not known.
 _COPY_TIERS = Label("tier", Tier, served=(Tier.HOST, Tier.DISK, Tier.REMOTE))
 _LOWER_TIERS = Label("tier", Tier, served=(Tier.DISK, Tier.REMOTE))
 _DIRECTION = Label("direction", Direction)
@@ -267,11 +269,11 @@ _INFO = tuple(
     for name in ("version", "engine_name", "engine_version", "store_policy", "verify", "min_load_tokens")
 )
 
-# A failed copy's time says nothing about the link.
+# The time of a failed copy says nothing about the link.
 _SUCCEEDED = ("outcome", CopyOutcome.DONE)
 
 # fmt: off
-# Copies: from one small block over a fast link to a whole prompt at the default timeout of 30 s.
+# Copies: from one small block over a fast link to a whole prompt at the default timeout, 30 s.
 _COPY_BUCKETS = (
     5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30,
 )
@@ -286,12 +288,12 @@ _HOOK_BUCKETS = (1e-6, 2.5e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-
 
 
 def tier_state(side: Side, tier: Tier) -> TierState:
-    """Return what a tier below the host does."""
+    """Return the state of a tier below the host."""
     state = side.core.state
     found = state.disk if tier is Tier.DISK else state.remote
     if found is None:
         return TierState.OFF
-    if found is state.disk and found.is_closed:  # for good; a remote tier may open again
+    if found is state.disk and found.is_closed:  # permanently; the remote tier may open again
         return TierState.CLOSED
     if not found.is_open:
         return TierState.OPENING
@@ -307,7 +309,7 @@ def _slots(side: Side) -> Series:
     slots = _by_state(Tier.HOST, host)
     if disk is not None:
         slots |= _by_state(Tier.DISK, disk.pool)
-        # Those for which the disk has no space are not counted.
+        # Slots for which the disk has no space are not counted.
         slots[Tier.DISK.value, label_of(SlotState.QUARANTINED)] -= disk.pool.capacity - disk.capacity
     return slots
 
@@ -382,68 +384,68 @@ def _by_label(numbers: Mapping[LoadWait, float] | Mapping[Direction, float]) -> 
 # fmt: off
 CATALOGUE: tuple[Metric, ...] = (
     # --- what lookups found ---
-    Metric("kvoffload_lookup_blocks_total", "Block positions looked up on the host beyond what the device held, once per admission.", Kind.COUNTER, (_RESULT,), "blocks"),
+    Metric("kvoffload_lookup_blocks_total", "Block positions looked up on the host, beyond those that the device held; counted once per admission.", Kind.COUNTER, (_RESULT,), "blocks"),
     Metric("kvoffload_lookup_tokens_total", "Tokens in the block positions looked up.", Kind.COUNTER, (_RESULT,), "tokens"),
-    Metric("kvoffload_miss_blocks_total", "Looked-up block positions that did not hit, by cause; the causes sum to the missed blocks.", Kind.COUNTER, (Label("cause", MissCause),), "blocks"),
-    Metric("kvoffload_lookups_deferred_total", "Lookups answered with 'not yet', because another request was loading the same prefix, or because blocks were being fetched from a tier below the host; each wait for a load, a fetch or a store's answer counts once, however often the engine asks.", Kind.COUNTER, (Label("reason", LoadWait, served=(LoadWait.OTHERS_LOAD, LoadWait.FETCH)),), "lookups"),
-    Metric("kvoffload_fetched_tokens_total", "Tokens of hits on the host that had been fetched from the tier for the request that found them.", Kind.COUNTER, (_LOWER_TIERS,), "tokens"),
-    Metric("kvoffload_pin_dropped_blocks_total", "Blocks that a lookup pinned and that were released without a load.", Kind.COUNTER, (Label("cause", PinDropCause),), "blocks", counts={events.HitDropped: "blocks"}),
+    Metric("kvoffload_miss_blocks_total", "Looked-up block positions that missed, by cause; the causes sum to the missed blocks.", Kind.COUNTER, (Label("cause", MissCause),), "blocks"),
+    Metric("kvoffload_lookups_deferred_total", "Lookups answered with 'not yet', because another request was loading the same prefix or blocks were being fetched from a tier below the host. Each wait counts once, however often the engine asks.", Kind.COUNTER, (Label("reason", LoadWait, served=(LoadWait.OTHERS_LOAD, LoadWait.FETCH)),), "lookups"),
+    Metric("kvoffload_fetched_tokens_total", "Tokens of host hits that had been fetched from the tier for the request that found them.", Kind.COUNTER, (_LOWER_TIERS,), "tokens"),
+    Metric("kvoffload_pin_dropped_blocks_total", "Blocks that a lookup pinned and that were released without being loaded.", Kind.COUNTER, (Label("cause", PinDropCause),), "blocks", counts={events.HitDropped: "blocks"}),
     # --- outcomes of offers and loads ---
-    Metric("kvoffload_offered_blocks_total", "Computed blocks offered to the host; each gets one outcome in the end.", Kind.COUNTER, (), "blocks", counts={events.BlocksOffered: "blocks"}),
+    Metric("kvoffload_offered_blocks_total", "Computed blocks offered to the host; each ends with one outcome.", Kind.COUNTER, (), "blocks", counts={events.BlocksOffered: "blocks"}),
     Metric("kvoffload_store_blocks_total", "Offered blocks by final outcome.", Kind.COUNTER, (Label("outcome", StoreOutcome),), "blocks", counts={events.StoreEnded: "blocks"}),
-    Metric("kvoffload_load_scheduled_blocks_total", "Blocks scheduled to load; each gets one outcome in the end.", Kind.COUNTER, (), "blocks", counts={events.LoadScheduled: "blocks"}),
-    Metric("kvoffload_load_blocks_total", "Blocks scheduled to load, by final outcome.", Kind.COUNTER, (Label("outcome", LoadOutcome),), "blocks", counts={events.LoadEnded: "blocks"}),
-    Metric("kvoffload_tier_scheduled_blocks_total", "Blocks scheduled to be copied between the host and a tier below it; each gets one outcome in the end.", Kind.COUNTER, (_LOWER_TIERS, _DIRECTION), "blocks", counts={events.TierCopyScheduled: "blocks"}),
+    Metric("kvoffload_load_scheduled_blocks_total", "Blocks scheduled to be loaded; each ends with one outcome.", Kind.COUNTER, (), "blocks", counts={events.LoadScheduled: "blocks"}),
+    Metric("kvoffload_load_blocks_total", "Blocks scheduled to be loaded, by final outcome.", Kind.COUNTER, (Label("outcome", LoadOutcome),), "blocks", counts={events.LoadEnded: "blocks"}),
+    Metric("kvoffload_tier_scheduled_blocks_total", "Blocks scheduled to be copied between the host and a tier below it; each ends with one outcome.", Kind.COUNTER, (_LOWER_TIERS, _DIRECTION), "blocks", counts={events.TierCopyScheduled: "blocks"}),
     Metric("kvoffload_tier_blocks_total", "Blocks scheduled to be copied between the host and a tier below it, by final outcome.", Kind.COUNTER, (_LOWER_TIERS, _DIRECTION, Label("outcome", TierOutcome)), "blocks", counts={events.TierCopyEnded: "blocks"}),
-    # --- the store that engines share ---
-    Metric("kvoffload_remote_asked_blocks_total", "Blocks of arriving requests of which the store that engines share was asked whether it has them, by its answer; none: the call failed or took too long.", Kind.COUNTER, (Label("answer", Answer),), "blocks"),
-    Metric("kvoffload_remote_ask_seconds", "Time of a call that asks the store that engines share for one request's blocks, if it was answered; the request waits for it.", Kind.HISTOGRAM, (), "seconds", _COPY_BUCKETS),
-    # --- recurrent states, of models that have them ---
-    Metric("kvoffload_state_blocks_total", "Blocks of recurrent states among those stored and loaded.", Kind.COUNTER, (_DIRECTION,), "blocks", counts={events.StatesCopied: "blocks"}),
-    Metric("kvoffload_prefix_boundaries_asked_total", "Requests admitted whose prefix was on device and host but for a recurrent state at its end, which the engine was asked to keep.", Kind.COUNTER, (), "boundaries", counts={events.BoundaryAsked: None}),
-    Metric("kvoffload_prefix_boundaries_made_total", "Of the groups' recurrent states that were asked for, those that the engine kept and offered, one a request.", Kind.COUNTER, (), "boundaries", counts={events.BoundaryMade: None}),
+    # --- the remote tier ---
+    Metric("kvoffload_remote_asked_blocks_total", "Blocks of arriving requests for which the remote tier was asked, by its answer; none: the call failed or took too long.", Kind.COUNTER, (Label("answer", Answer),), "blocks"),
+    Metric("kvoffload_remote_ask_seconds", "Time of an answered call that asks the remote tier for one request's blocks; the request waits for it.", Kind.HISTOGRAM, (), "seconds", _COPY_BUCKETS),
+    # --- recurrent states ---
+    Metric("kvoffload_state_blocks_total", "Stored and loaded blocks that are recurrent states.", Kind.COUNTER, (_DIRECTION,), "blocks", counts={events.StatesCopied: "blocks"}),
+    Metric("kvoffload_prefix_boundaries_asked_total", "Admitted requests whose prefix lacked only a recurrent state, which the engine was asked to keep.", Kind.COUNTER, (), "boundaries", counts={events.BoundaryAsked: None}),
+    Metric("kvoffload_prefix_boundaries_made_total", "Recurrent states asked for that the engine kept and offered, at most one per request.", Kind.COUNTER, (), "boundaries", counts={events.BoundaryMade: None}),
     # --- copies, per rank ---
     Metric("kvoffload_transfers_total", "Copies of single ranks that ended, by outcome.", Kind.COUNTER, (_COPY_TIERS, _DIRECTION, Label("outcome", CopyOutcome)), "copies", counts={events.RankReported: None}),
     Metric("kvoffload_transfer_bytes_total", "Bytes copied between the tier and the one above it, all ranks together.", Kind.COUNTER, (_COPY_TIERS, _DIRECTION), "bytes", counts={events.RankReported: "copied_bytes"}),
     Metric("kvoffload_transfer_seconds", "Time from a copy's start to its end, per rank and successful job.", Kind.HISTOGRAM, (_COPY_TIERS, _DIRECTION), "seconds", _COPY_BUCKETS, counts={events.RankReported: "copy_s"}, where=_SUCCEEDED),
     Metric("kvoffload_transfer_queue_seconds", "Time from a job's submission to its copy's start, per rank and successful job.", Kind.HISTOGRAM, (_COPY_TIERS, _DIRECTION), "seconds", _COPY_BUCKETS, counts={events.RankReported: "queue_s"}, where=_SUCCEEDED),
-    Metric("kvoffload_open_jobs", "Jobs that have not ended on every rank.", Kind.GAUGE, (_TIER, _DIRECTION, _OPEN_JOB), "jobs", read=_open_jobs),
-    Metric("kvoffload_oldest_job_timestamp_seconds", "Unix time at which the oldest open job was submitted, abandoned jobs excluded; 0 without one.", Kind.GAUGE, (), "seconds", read=lambda side: {(): side.unix(side.copies.oldest)}),
-    Metric("kvoffload_store_bound_ratio", "Current limit on store bytes in flight as a share of its maximum, on the slowest rank. Halved when stores are slow or run beside loads, then recovers.", Kind.GAUGE, (), "ratio", read=lambda side: {(): min(report.store_share for report in side.observation.reports.values())}),
+    Metric("kvoffload_open_jobs", "Jobs that have not ended on all ranks.", Kind.GAUGE, (_TIER, _DIRECTION, _OPEN_JOB), "jobs", read=_open_jobs),
+    Metric("kvoffload_oldest_job_timestamp_seconds", "Unix time at which the oldest open job was submitted, without abandoned ones; 0 if there is none.", Kind.GAUGE, (), "seconds", read=lambda side: {(): side.unix(side.copies.oldest)}),
+    Metric("kvoffload_store_bound_ratio", "Current limit on store bytes in flight as a share of its maximum, on the rank with the lowest. It is halved when stores are slow or run beside loads, then recovers.", Kind.GAUGE, (), "ratio", read=lambda side: {(): min(report.store_share for report in side.observation.reports.values())}),
     Metric("kvoffload_abandoned_jobs_total", "Jobs abandoned because a copy did not end within transfer_timeout_s.", Kind.COUNTER, (_DIRECTION,), "jobs", counts={events.JobAbandoned: None}),
-    Metric("kvoffload_abandoned_device_blocks", "Device blocks that abandoned copies still hold; the engine cannot use them until these copies end.", Kind.GAUGE, (), "blocks", read=lambda side: {(): side.core.state.stall.blocks}),
-    Metric("kvoffload_copies_stalled", "1 while no new copy starts because copies do not end: abandoned copies hold over an eighth of the device pool (and belong to more than one job), or three jobs in a row were abandoned.", Kind.GAUGE, (), "flag", read=lambda side: {(): int(side.core.state.stall.is_on)}),
-    Metric("kvoffload_written_off_blocks_total", "Blocks of abandoned jobs; their host slots are never used again.", Kind.COUNTER, (_DIRECTION,), "blocks", counts={events.JobAbandoned: "blocks"}),
+    Metric("kvoffload_abandoned_device_blocks", "Device blocks that abandoned copies still hold; the engine cannot reuse them until these copies end.", Kind.GAUGE, (), "blocks", read=lambda side: {(): side.core.state.stall.blocks}),
+    Metric("kvoffload_copies_stalled", "1 while no new copy starts because copies do not end: abandoned copies of several jobs hold over an eighth of the device pool, or three jobs in a row were abandoned.", Kind.GAUGE, (), "flag", read=lambda side: {(): int(side.core.state.stall.is_on)}),
+    Metric("kvoffload_written_off_blocks_total", "Blocks of abandoned jobs; their host slots are not used again.", Kind.COUNTER, (_DIRECTION,), "blocks", counts={events.JobAbandoned: "blocks"}),
     # --- the tiers' slots ---
-    Metric("kvoffload_tier_state", "1 for the state of the tier, 0 for the others.", Kind.GAUGE, (_LOWER_TIERS, Label("state", TierState)), "flag", read=_tier_states),
+    Metric("kvoffload_tier_state", "1 for the tier's current state, 0 for the others.", Kind.GAUGE, (_LOWER_TIERS, Label("state", TierState)), "flag", read=_tier_states),
     Metric("kvoffload_capacity_slots", "Slots that are ready on every rank.", Kind.GAUGE, (_TIER,), "slots", read=_capacities),
     Metric("kvoffload_slots", "Slots by state; the states sum to the capacity.", Kind.GAUGE, (_TIER, Label("state", SlotState)), "slots", read=_slots),
-    Metric("kvoffload_slot_bytes", "Bytes of one slot, all ranks together; slots times this are the tier's bytes.", Kind.GAUGE, (_TIER,), "bytes", read=_slot_bytes),
-    Metric("kvoffload_host_bytes", "Bytes of host memory, all ranks together: wanted by the settings, reserved (pinned) by now, and in use.", Kind.GAUGE, (Label("state", HostBytes),), "bytes", read=_host_bytes),
+    Metric("kvoffload_slot_bytes", "Bytes of one slot, all ranks together; multiply by slots for the tier's bytes.", Kind.GAUGE, (_TIER,), "bytes", read=_slot_bytes),
+    Metric("kvoffload_host_bytes", "Bytes of host memory, all ranks together: wanted by the settings, reserved (pinned) so far, and used.", Kind.GAUGE, (Label("state", HostBytes),), "bytes", read=_host_bytes),
     Metric("kvoffload_evicted_blocks_total", "Blocks that left the tier.", Kind.COUNTER, (_TIER, Label("cause", EvictionCause)), "blocks", counts={events.BlocksEvicted: "blocks", events.DiskBlocksEvicted: "blocks"}),
-    Metric("kvoffload_oldest_pin_timestamp_seconds", "Unix time of the oldest pin; 0 without one.", Kind.GAUGE, (), "seconds", read=lambda side: {(): side.unix(side.copies.oldest_pin)}),
+    Metric("kvoffload_oldest_pin_timestamp_seconds", "Unix time of the oldest pin; 0 if there is none.", Kind.GAUGE, (), "seconds", read=lambda side: {(): side.unix(side.copies.oldest_pin)}),
     # --- is it worth it ---
-    Metric("kvoffload_first_token_seconds", "Time from a request's arrival to the first step after its first token, by what its last lookup found; up to one step too long.", Kind.HISTOGRAM, (Label("found", Found),), "seconds", _FIRST_TOKEN_BUCKETS, counts={events.FirstTokenReached: "seconds"}),
-    Metric("kvoffload_prefill_seconds_saved_total", "Prefill time that loads saved: the loaded tokens, at the measured time that prefilling adds to the engine's steps. An estimate.", Kind.COUNTER, (), "seconds", read=lambda side: {(): side.benefit.saved_s}),
-    Metric("kvoffload_load_wait_seconds_total", "Time that requests waited for loads, all requests together: for their own load from allocation to its end, for another request's load of the same prefix, or for a fetch from a tier below the host.", Kind.COUNTER, (Label("reason", LoadWait),), "seconds", read=lambda side: _by_label(side.benefit.waited_s)),
-    Metric("kvoffload_interference_seconds_total", "Time that copies added to the engine's steps, by comparing decoding steps with and without copies. An estimate.", Kind.COUNTER, (_DIRECTION,), "seconds", read=lambda side: _by_label(side.benefit.interference_s)),
-    Metric("kvoffload_prefill_tokens_per_second", "Prefill rate: tokens per second of the time that prefilling adds to the engine's steps, median of the last measurements; 0 until measured.", Kind.GAUGE, (), "tokens", read=lambda side: {(): side.benefit.prefill_tokens_per_s}),
-    Metric("kvoffload_break_even_tokens", "Hits of at least this many tokens are faster to load than to compute; 0 until measured, 1000000 if no length is.", Kind.GAUGE, (), "tokens", read=lambda side: {(): side.benefit.break_even()[Tier.HOST]}),
-    Metric("kvoffload_fetch_break_even_tokens", "What a tier below the host adds to a hit is faster to fetch and load than to compute from this many tokens on; 0 until measured, 1000000 if no length is.", Kind.GAUGE, (_LOWER_TIERS,), "tokens", read=_fetch_break_even),
-    Metric("kvoffload_net_benefit_negative", "1 after a minute in which waiting and interference cost over 1 % more than was saved, until a minute with a gain.", Kind.GAUGE, (), "flag", read=lambda side: {(): int(side.benefit.is_negative)}),
+    Metric("kvoffload_first_token_seconds", "Time from a request's arrival to the first step after its first token, by what its last lookup found. Up to one step too long.", Kind.HISTOGRAM, (Label("found", Found),), "seconds", _FIRST_TOKEN_BUCKETS, counts={events.FirstTokenReached: "seconds"}),
+    Metric("kvoffload_prefill_seconds_saved_total", "Prefill time that loads saved: loaded tokens times the measured prefill time per token. An estimate.", Kind.COUNTER, (), "seconds", read=lambda side: {(): side.benefit.saved_s}),
+    Metric("kvoffload_load_wait_seconds_total", "Time that requests waited, added up: for their own load, from allocation to its end; for another request's load of the same prefix; or for a fetch from a tier below the host.", Kind.COUNTER, (Label("reason", LoadWait),), "seconds", read=lambda side: _by_label(side.benefit.waited_s)),
+    Metric("kvoffload_interference_seconds_total", "Time that copies added to the engine's steps, from comparing decode steps with and without copies. An estimate.", Kind.COUNTER, (_DIRECTION,), "seconds", read=lambda side: _by_label(side.benefit.interference_s)),
+    Metric("kvoffload_prefill_tokens_per_second", "Prefill rate: prefilled tokens per second of the time that they add to the engine's steps, median of the last measurements; 0 until measured.", Kind.GAUGE, (), "tokens", read=lambda side: {(): side.benefit.prefill_tokens_per_s}),
+    Metric("kvoffload_break_even_tokens", "Hits of at least this many tokens are faster to load than to compute; 0 until measured, 1000000 if no hit is.", Kind.GAUGE, (), "tokens", read=lambda side: {(): side.benefit.break_even()[Tier.HOST]}),
+    Metric("kvoffload_fetch_break_even_tokens", "At least this many tokens of a tier below the host are faster to fetch and load than to compute; 0 until measured, 1000000 if no number is.", Kind.GAUGE, (_LOWER_TIERS,), "tokens", read=_fetch_break_even),
+    Metric("kvoffload_net_benefit_negative", "1 after a minute in which waiting and interference cost more than loads saved, by over 1 % of the minute, until a minute with a gain.", Kind.GAUGE, (), "flag", read=lambda side: {(): int(side.benefit.is_negative)}),
     # --- health ---
-    Metric("kvoffload_info", "1; its labels are the versions and settings of the engine.", Kind.GAUGE, _INFO, "flag", read=lambda side: {side.observation.info: 1}),
-    Metric("kvoffload_stale_blocks_zeroed_total", "Positions removed from requests' records because the engine handed their blocks out again.", Kind.COUNTER, (), "blocks", counts={events.BlocksZeroed: "blocks"}),
-    Metric("kvoffload_resets_total", "Resets of the cache: nothing computed before one is found after it.", Kind.COUNTER, (), "resets", counts={events.ResetStarted: None}),
-    Metric("kvoffload_reset_draining_jobs", "Jobs from before the last reset that have not ended; their results are dropped.", Kind.GAUGE, (), "jobs", read=lambda side: {(): side.copies.draining}),
-    Metric("kvoffload_contract_violations_total", "Calls of the engine that its contract does not allow; each was survived.", Kind.COUNTER, (Label("cause", RejectionCause),), "violations", counts={events.FactRejected: None}),
-    Metric("kvoffload_audits_total", "Audits of the invariants: whenever the engine is idle, and on request.", Kind.COUNTER, (), "audits"),
-    Metric("kvoffload_degraded", "1 while offloading is off by this cause; it stays off until the engine restarts.", Kind.GAUGE, (Label("cause", DegradeCause),), "flag", read=_degraded),
-    Metric("kvoffload_hook_seconds", "Time that a step spent in one of offloading's hooks.", Kind.HISTOGRAM, (Label("hook", Hook),), "seconds", _HOOK_BUCKETS),
+    Metric("kvoffload_info", "Always 1; its labels are the engine's versions and settings.", Kind.GAUGE, _INFO, "flag", read=lambda side: {side.observation.info: 1}),
+    Metric("kvoffload_stale_blocks_zeroed_total", "Positions removed from requests' records because the engine reused their blocks.", Kind.COUNTER, (), "blocks", counts={events.BlocksZeroed: "blocks"}),
+    Metric("kvoffload_resets_total", "Resets of the cache: nothing computed before a reset is found after it.", Kind.COUNTER, (), "resets", counts={events.ResetStarted: None}),
+    Metric("kvoffload_reset_draining_jobs", "Jobs planned before the last reset that have not ended; their results are dropped.", Kind.GAUGE, (), "jobs", read=lambda side: {(): side.copies.draining}),
+    Metric("kvoffload_contract_violations_total", "Calls by the engine that its contract does not allow; they were ignored.", Kind.COUNTER, (Label("cause", RejectionCause),), "violations", counts={events.FactRejected: None}),
+    Metric("kvoffload_audits_total", "Audits of the invariants, made whenever the engine is idle and on request.", Kind.COUNTER, (), "audits"),
+    Metric("kvoffload_degraded", "1 while offloading is off for this cause; it stays off until the engine restarts.", Kind.GAUGE, (Label("cause", DegradeCause),), "flag", read=_degraded),
+    Metric("kvoffload_hook_seconds", "Time that a step spent in one of the offloading hooks.", Kind.HISTOGRAM, (Label("hook", Hook),), "seconds", _HOOK_BUCKETS),
     Metric("kvoffload_bus_dropped_total", "Events that an observer missed, because its feed was full or it was removed.", Kind.COUNTER, (_SUBSCRIBER,), "events", read=_dropped),
     Metric("kvoffload_bus_removed_total", "Observers and counters that raised an exception and were removed.", Kind.COUNTER, (_SUBSCRIBER,), "subscribers"),
-    Metric("kvoffload_span_export_errors_total", "Batches of OpenTelemetry spans that the collector at otlp_endpoint did not take.", Kind.COUNTER, (), "errors"),
-    Metric("kvoffload_journal_write_errors_total", "Write errors of the journal's file; the first one ends it.", Kind.COUNTER, (), "errors"),
+    Metric("kvoffload_span_export_errors_total", "Batches of OpenTelemetry spans that could not be sent to the collector.", Kind.COUNTER, (), "errors"),
+    Metric("kvoffload_journal_write_errors_total", "Write errors of the journal's file; after the first one it is no longer written.", Kind.COUNTER, (), "errors"),
 )
 # fmt: on
 

@@ -1,7 +1,7 @@
-"""Numbers that events increase inline, copies of them, and the one walk over all series.
+"""Counters and histograms that events increase inline, snapshots of them, and the one walk over all series.
 
-The engine's thread counts; any thread may take a snapshot. There is no lock, so the engine never waits for a scrape. A snapshot
-may show a part of the event that is being counted.
+The engine's thread counts, and any thread may take a snapshot. There is no lock, so the engine never waits for a scrape. A snapshot
+may include only a part of the event that is being counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvoffload.telemetry.catalogue import (
     Series,
 )
 
-# Raw samples of one series that wait to be taken, which happens many times a second.
+# Raw samples that one series keeps until they are taken, which happens about once a second.
 _KEPT = 1 << 14
 _HIT = (LookupResult.HIT.value,)
 _MISS = (LookupResult.MISS.value,)
@@ -38,7 +38,7 @@ _FOUND_THERE, _MISSING_THERE, _NO_ANSWER = ((answer.value,) for answer in Answer
 
 
 class _LabelsOf(dict[Any, Labels]):
-    """Label values by enum member, or by a tuple of members: an enum's `value` is a call of Python."""
+    """Label values by enum member or tuple of members: reading an enum's `value` is a Python call."""
 
     def __missing__(self, key: Any) -> Labels:  # noqa: ANN401  # one of any enum
         members = key if isinstance(key, tuple) else (key,)
@@ -54,7 +54,7 @@ class Distribution:
     """One series of a histogram.
 
     Args:
-        counts: samples per bucket (not cumulative), the last one for samples above every bound.
+        counts: samples per bucket, not cumulative; the last bucket is for samples above every bound.
         total: sum of the samples.
     """
 
@@ -68,7 +68,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A fixed copy, by metric name and label values, in the catalogue's order of labels. A missing series is 0."""
+    """A fixed copy, by metric name and label values. A missing series is 0."""
 
     counts: Mapping[str, Mapping[Labels, int]] = field(default_factory=dict)
     distributions: Mapping[str, Mapping[Labels, Distribution]] = field(default_factory=dict)
@@ -82,17 +82,17 @@ class Snapshot:
         return sum(self.counts.get(name, {}).values())
 
     def by_label(self, name: str, *leading: str) -> dict[str, int]:
-        """Return the series of a counter that are not 0, largest first, by their last label; `leading` are those before it."""
+        """Return the nonzero series of a counter by their last label, largest first; `leading` are the labels before it."""
         ordered = sorted(self.counts.get(name, {}).items(), key=lambda item: -item[1])
         return {labels[-1]: number for labels, number in ordered if number and labels[:-1] == leading}
 
     def samples(self, name: str, *labels: str) -> int:
-        """Return the number of samples of one series of a histogram."""
+        """Return the number of samples in one series of a histogram."""
         series = self.distributions.get(name, {}).get(labels)
         return series.samples if series else 0
 
     def minus(self, earlier: Snapshot) -> Snapshot:
-        """Return what was added to counters since `earlier`, without those that did not change and without histograms."""
+        """Return what was added to the counters since `earlier`, without unchanged ones and without histograms."""
         added = {
             name: Counter(series) - Counter(earlier.counts.get(name, {}))
             for name, series in self.counts.items()
@@ -101,7 +101,7 @@ class Snapshot:
 
 
 class Histogram:
-    """Samples by bucket, and raw where `kept` is a list. A sample equal to a bound belongs below it."""
+    """Samples by bucket, and raw ones if `kept` is a list. A sample equal to a bound belongs to its bucket."""
 
     __slots__ = ("bounds", "counts", "kept", "total")
 
@@ -126,7 +126,7 @@ class Counters:
 
     def __init__(self) -> None:
         self.changes = 0
-        """How often something was counted; times of hooks, which every step has, are left out."""
+        """How often something was counted, except times of hooks, which every step has."""
         self._counts: dict[str, dict[Labels, int]] = {
             metric.name: dict.fromkeys(metric.series, 0)
             for metric in CATALOGUE
@@ -150,10 +150,10 @@ class Counters:
             bus.count(cls, named)
 
     def hooks(self, spent: Mapping[Hook, float]) -> None:
-        """Add one sample of each hook's time: a step is over."""
+        """Add one sample of each hook's time, at the end of a step."""
         hooks = self._hooks
         for name, seconds in spent.items():
-            # As `observe`, in every step and without its call.
+            # `observe`, inlined because every step comes here.
             one = hooks[name]
             one.counts[bisect_left(one.bounds, seconds)] += 1
             one.total += seconds
@@ -161,23 +161,23 @@ class Counters:
                 one.kept.append(seconds)
 
     def add(self, name: str, *labels: str) -> None:
-        """Add 1 to a counter that no event increases."""
+        """Add 1 to a counter."""
         self.changes += 1
         self._counts[name][labels] += 1
 
     @property
     def counts(self) -> Mapping[str, Mapping[Labels, int]]:
-        """The counters as they are now, for the counting thread; others take a snapshot."""
+        """The current counters, for the counting thread; other threads take a snapshot."""
         return self._counts
 
     def keep_samples(self) -> None:
-        """From now on keep histograms' raw samples too, a bounded number of each series, until they are taken."""
+        """Start to keep raw samples of histograms too, a bounded number per series, until they are taken."""
         for series in self._histograms.values():
             for one in series.values():
                 one.kept = []
 
     def take_samples(self) -> dict[str, dict[Labels, list[float]]]:
-        """Return the raw samples kept since the last call, on the counting thread; series without any are left out."""
+        """Return the raw samples kept since the last call, for the counting thread, without empty series."""
         taken: dict[str, dict[Labels, list[float]]] = {}
         for name, series in self._histograms.items():
             for labels, one in series.items():
@@ -256,7 +256,7 @@ class Counters:
 
 
 def _reader(name: str | None) -> Callable[[object], Any] | None:
-    """Return what reads a field: quicker than `getattr`, in the hooks of every request."""
+    """Return a function that reads a field; faster than `getattr`, in hooks of every request."""
     return attrgetter(name) if name is not None else None
 
 
@@ -264,13 +264,13 @@ def _reader(name: str | None) -> Callable[[object], Any] | None:
 
 
 class Source(Protocol):
-    """Has all numbers of one engine: the scheduler's side."""
+    """The numbers of one engine: its scheduler's side."""
 
     @property
     def counters(self) -> Counters: ...
 
     def gauges(self) -> Mapping[str, Series]:
-        """Return the series of each metric that is read, by name; without those that cannot be read. Any thread may ask."""
+        """Return the series of each metric with a reader, by name, without those that cannot be read; for any thread."""
 
 
 def all_series(
@@ -280,8 +280,8 @@ def all_series(
 
     Args:
         counts: of the counters that events increase.
-        gauges: what is read and not counted.
-        samples: of histograms, as the caller wants them.
+        gauges: of the metrics with readers.
+        samples: of histograms, in the form that the caller needs.
     """
     for metric in CATALOGUE:
         counted = samples if metric.kind is Kind.HISTOGRAM else counts

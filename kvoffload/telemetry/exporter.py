@@ -1,4 +1,4 @@
-"""All metrics in Prometheus's form, built from plain numbers at a scrape so that counting costs no library call, and served."""
+"""Serves all metrics to Prometheus, built from plain numbers at each scrape so that counting needs no library."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class KVOffloadCollector(Collector):
         self._source = source
 
     def describe(self) -> Iterator[Metric]:
-        """Yield the families' names, so that a registry refuses a second collector of the same names."""
+        """Yield empty families, so that a registry refuses a second collector with the same names."""
         return map(_family, CATALOGUE)
 
     def collect(self) -> Iterator[Metric]:
@@ -69,7 +69,7 @@ DEFAULT_PORT = 9464
 
 @contextmanager
 def serve(registry: CollectorRegistry, host: str = "127.0.0.1", port: int = DEFAULT_PORT) -> Iterator[str]:
-    """Serve a registry in a `with` block, which gets the URL; port 0 takes any free one.
+    """Serve a registry within a `with` block, which gets the URL. Port 0 takes any free one.
 
     Raises:
         ConfigError: the address cannot be used.

@@ -1,9 +1,9 @@
-"""The journal: the last messages in memory for error reports, and all of them in a file on request.
+"""The journal: the last messages in memory for error reports, and optionally all of them in a file.
 
-The bus keeps each batch inline, so that sequence numbers have no gaps. Every 64 messages move to a ring; they become text only when
-read. A task of the observers' loop writes the file in a worker thread, behind a feed, so that neither the engine nor another
-observer waits for a disk. If the feed is full, lines are dropped and the file's sequence numbers have a gap. Each file begins
-with the provenance.
+The bus keeps each batch and hands them over every 64 messages, to a ring in memory; they become text only when read. A task of the
+observers' loop takes messages from a feed and writes the file in a worker thread, so that neither the engine nor another observer
+waits for a disk. If the feed is full, lines are dropped, which leaves a gap in the file's sequence numbers. Each file begins with
+the provenance.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from kvoffload.model.facts import DiskRestored, StepScheduled
 from kvoffload.telemetry.records import BEGUN, rotated, summary_of, to_plain
 
 _BATCH = 1024  # entries written in one go
-_AT_A_TIME = 64  # messages; one by one, each would find the processor's caches cold
+_AT_A_TIME = 64  # messages; one by one, each would find cold processor caches
 _OWNERS = 0o600
 
 Entry = tuple[int, float, object]
-"""A line that is not yet text: its number, its time, and the message."""
+"""A line that is not text yet: its number, its time and the message."""
 
 
 class Journal:
-    """What happened last.
+    """The last messages of one engine.
 
     Args:
-        now: the clock whose time every line carries.
+        now: gives each line its time, in unix seconds.
         ring_size: messages kept in memory.
-        path: file to append to, None for none.
-        max_bytes: of the file and the one that was rotated away before it; None for no bound.
-        provenance: what each file begins with; nothing where it is empty.
-        on_failure: called once if the file can no longer be written.
+        path: file to append to; None for no file.
+        max_bytes: bound on the file and the rotated one before it, together; None for no bound.
+        provenance: the first line of each file; None for no such line.
+        on_failure: called once with the error if the file cannot be written any more.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -71,21 +71,21 @@ class Journal:
         self._on_failure = on_failure
 
     def subscribe(self, bus: Bus, capacity: int = 4096) -> None:
-        """Record every fact and event from now on; `capacity` lines may wait for the file."""
+        """Start to record facts and events; `capacity` lines may wait for the file."""
         if self._file is not None:
             self._feed = bus.observe("journal", capacity)
         self._young = bus.keep(self.record, self._now, _AT_A_TIME if self._file is None else 1)
 
     def tail(self, count: int) -> list[str]:
         """Return the last `count` lines, oldest first, from any thread."""
-        # In this order: a message that moves on in between is in both, and its number shows it.
+        # In this order: a message that moves in between is in both, and is recognized by its number.
         young, ring = list(self._young), self._ring.copy()
         last = ring[-1][0] if ring else 0
         _extend(ring, [entry for entry in _entries(young) if entry[0] > last])
         return [line_of(entry) for entry in list(ring)[-count:]] if count else []
 
     async def run(self) -> None:
-        """Write the file until the bus is closed; returns at once without one. A write error ends only the file."""
+        """Write the file until the bus is closed. Return at once without a file. A write error ends only the file."""
         if self._feed is None or self._file is None:
             return
         try:
@@ -117,7 +117,7 @@ def _entries(batches: Iterable[Batch]) -> list[Entry]:
 
 
 def _extend(ring: deque[Entry], entries: Iterable[Entry]) -> None:
-    """Append entries. Of idle steps in a row only the last stays: an engine that waits must not push out what led to it."""
+    """Append entries. Keep only the last of several idle steps, so that an idle engine keeps what came before them."""
     before = ring[-1][2] if ring else None
     for entry in entries:
         message = entry[2]
@@ -133,7 +133,7 @@ def _extend(ring: deque[Entry], entries: Iterable[Entry]) -> None:
 
 
 def line_of(entry: Entry) -> str:
-    """Return an entry as text, without a line's end."""
+    """Return an entry as text, without a newline."""
     sequence, time, message = entry
     line = {"seq": sequence, "t": time, **to_plain(message)}
     return json.dumps(line, separators=(",", ":"))
@@ -147,22 +147,22 @@ def _head(provenance: Mapping[str, object], now: float) -> str:
 
 
 class JournalFile:
-    """A file to which lines are appended: only its owner can read it, and one process writes it.
+    """A file of lines that only its owner can read and only one process writes.
 
-    In a folder where others may create files, a name can be a trap: a link that leads what is written into another file. So
-    neither a symbolic link, nor a file with a second name, nor another user's file is written. An existing file of ours is
-    continued, and others lose the right to read it.
+    In a folder where others may create files, they could make the name a link to another file. So a symbolic link, a file with
+    a second name and another user's file are refused. An existing file of the same user is continued, and loses its
+    permissions for others.
 
-    A bounded journal has two files, each up to half of the bound: when the file is full, it replaces the one named `.1`.
+    A bounded journal has two files, each of at most half the bound: a full file replaces the one named `.1`.
 
     Args:
-        path: its name; the folder must exist. An existing file is continued.
-        max_bytes: of this file and the one before it together; None for no bound.
-        head: the line that comes first wherever this process begins a file; empty for none.
+        path: its name, in an existing folder.
+        max_bytes: bound on this file and the one before it, together; None for no bound.
+        head: the first line that this process writes into each file; empty for none.
 
     Raises:
-        ConfigError: it cannot be opened for writing, is not a regular file, is a link or another user's, or another process
-            writes it.
+        ConfigError: it cannot be opened for writing, is a link, is not a regular file, is another user's, or is written by
+            another process.
     """
 
     def __init__(self, path: Path, max_bytes: int | None = None, head: str = "") -> None:
@@ -174,11 +174,11 @@ class JournalFile:
         self._has_head = not head
 
     def append(self, lines: Iterable[str]) -> None:
-        """Write these lines, each into a new file if it does not fit.
+        """Write these lines; one that does not fit begins a new file.
 
         Raises:
-            OSError: they cannot be written; part of them may have been.
-            ConfigError: the file was full, and there can be no new one.
+            OSError: the file cannot be written; some of the lines may have been.
+            ConfigError: the file was full, and a new one cannot be opened.
         """
         for line in lines:
             if self._size and self._size + len(line) >= self._most:
@@ -191,14 +191,14 @@ class JournalFile:
 
     def close(self) -> None:
         """Close it. Closing twice is allowed."""
-        with suppress(OSError):  # `append` has raised it
+        with suppress(OSError):  # `append` has raised it already
             self._file.close()
 
     def _write(self, line: str) -> None:
         self._size += self._file.write(f"{line}\n".encode())
 
     def _rotate(self) -> None:
-        """Keep this file as the one before, and begin a new one. The lock of the old one is held until then."""
+        """Rename this file and begin a new one. The old file stays locked until the new one is."""
         os.replace(self.path, rotated(self.path))
         file = _open(self.path)
         self._file.close()
@@ -237,7 +237,7 @@ def _claim(path: Path, descriptor: int) -> None:
         raise _unusable(path, "a file with a second name (a hard link)")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.fchmod(descriptor, _OWNERS)  # whatever the umask is, and whatever it was before
+        os.fchmod(descriptor, _OWNERS)  # independent of the umask and of earlier permissions
     except BlockingIOError as error:
         raise _unusable(path, "another process writes it; give each its own") from error
     except OSError as error:

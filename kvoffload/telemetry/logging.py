@@ -1,4 +1,4 @@
-"""Logs events for operators. Nothing that happens in every step is logged."""
+"""Logs rare events for operators; nothing that happens in every step."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ _LOGGED: Mapping[type[Event], tuple[str, str]] = {
     ResetEnded: ("info", "reset_ended"),
     NetBenefitTurned: ("warning", "net_benefit_negative"),
 }
-"""The classes that may be logged, with level and name of the line."""
+"""Classes of events that may be logged, with level and name of the line."""
 
 _FAILURES = frozenset([LoadOutcome.FAILED, LoadOutcome.CORRUPT, StoreOutcome.FAILED])
 
 
 class AtMostEvery:
-    """Allows at most one line every `seconds` for each key, and counts those it held back.
+    """Allows one line every `seconds` for each key, and counts the lines held back.
 
     Args:
-        seconds: between two lines.
+        seconds: between two lines of a key.
         now: the clock.
     """
 
@@ -59,7 +59,7 @@ class AtMostEvery:
         self._held_back: dict[Hashable, int] = {}
 
     def due(self, key: Hashable) -> int | None:
-        """Return how many were held back since the last line, or None to hold this one back too."""
+        """Return how many lines were held back since the last one, or None to hold this one back too."""
         now = self._now()
         last = self._last.get(key)
         if last is not None and now - last < self._seconds:
@@ -70,7 +70,7 @@ class AtMostEvery:
 
 
 class LogObserver:
-    """Writes log lines; run it behind the feed that `subscribe` returns.
+    """Logs the events of the feed that `subscribe` returns.
 
     Args:
         now: the clock that spaces repeated warnings.
@@ -84,7 +84,7 @@ class LogObserver:
     def subscribe(self, bus: Bus, capacity: int = 256) -> Feed[Event]:
         """Return a feed of the events to log.
 
-        They are chosen inline: waking another thread costs the engine far more than the check.
+        They are selected inline, because waking another thread costs the engine far more than the check.
         """
         feed: Feed[Event] = bus.observe("log", capacity)
 
@@ -97,7 +97,7 @@ class LogObserver:
         return feed
 
     async def __call__(self, event: Event) -> None:
-        """Log an event of the feed, unless it repeats a warning too soon."""
+        """Log an event, unless it repeats a warning too soon."""
         level, name = _LOGGED[type(event)]
         keys = dict(summary_of(event).fields)
         match event:
@@ -127,7 +127,7 @@ def log_removed(name: str, error: Exception) -> None:
 
 
 def log_spans_failed(warnings: AtMostEvery) -> None:
-    """Log that a collector did not take spans, unless a warning came just before."""
+    """Log that spans could not be sent, unless a warning was logged just before."""
     held_back = warnings.due("spans")
     if held_back is not None:
         note = "is the collector at otlp_endpoint?"

@@ -1,15 +1,15 @@
-"""A timeline as OpenTelemetry spans: the one file that needs the packages of the extra `otel`.
+"""Draws a timeline as OpenTelemetry spans; the only file that needs the packages of the extra `otel`.
 
-    request                 from when it is seen until it has ended; child of the engine's span, if it gives one
-      lookup                one an admission, with what it found; pins are events of the request
-      load_wait             the engine waits for a load
-      run                   from its admission to its end or preemption
-      load                  a rank's part of that load, with `queued` and `copy` inside
-      fetch                 a rank's part of a fetch from the disk, in the same way
-    spill                   a rank's part of a copy to the disk, in the same way
-    store                   a rank's part of a store, in the same way
+    request                 from its arrival to its end; a child of the engine's span if there is one
+      lookup                one for each admission, with what it found; pins are events of the request
+      load_wait             the request waits for its load
+      run                   from admission to end or preemption
+      load                  one rank's part of the load, with `queued` and `copy` inside
+      fetch                 one rank's part of a fetch from a lower tier, likewise
+    spill                   one rank's part of a copy to a lower tier, likewise
+    store                   one rank's part of a store, likewise
 
-A span of no length stands for what belongs to no request, such as a reset or an eviction.
+Events that belong to no request, such as a reset or an eviction, are spans without length.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from kvoffload.model.causes import LoadOutcome
 from kvoffload.telemetry.timeline import Args, Track, What
 
 _SCOPE = "kvoffload"
-_REMEMBERED = 4096  # requests that may still have copies
+_REMEMBERED = 4096  # requests whose copies may still end
 _INSIDE = (What.QUEUED, What.COPY)
 _OUTER = (What.STORE, What.LOAD, What.SPILL, What.FETCH)
-# Also the outcomes of a rank's copy.
+# A rank's copy has outcomes with the same values.
 _FAILURES = {one.value for one in (LoadOutcome.FAILED, LoadOutcome.CORRUPT, LoadOutcome.ABANDONED)}
 
 
@@ -48,7 +48,7 @@ class SpanCanvas:
 
     def __init__(self, tracer: Tracer) -> None:
         self.trace_parent: str | None = None
-        """W3C `traceparent` of the request that begins next, as the engine received it; anything else is ignored."""
+        """W3C `traceparent` of the request that begins next, as the engine received it; ignored if malformed."""
         self._tracer = tracer
         self._extract = TraceContextTextMapPropagator().extract
         self._open: dict[Track, Span] = {}
@@ -103,17 +103,17 @@ class SpanCanvas:
             alone.end(when)
 
     def _context(self, track: Track, args: Args) -> Context:
-        """Return the parent of a span: its request; a store has none."""
+        """Return the context of a span's request; an empty one for a store."""
         if (request := self._open.get(track)) is not None:
             return set_span_in_context(request, Context())
         return self._contexts.get(str(args.get("request")), Context())
 
 
 class OwnIds(IdGenerator):
-    """Ids from a separate generator.
+    """Generates ids from a separate random generator.
 
-    The SDK draws from the process's, which engines seed: all engines would use the same ids, and one that draws from it too
-    would draw other numbers than without spans.
+    The SDK uses the process-wide generator, which engines seed. All engines would then use the same ids, and an engine that
+    draws from it too would get other numbers than without spans.
     """
 
     def __init__(self) -> None:
@@ -127,11 +127,11 @@ class OwnIds(IdGenerator):
 
 
 def make_tracer(about: Mapping[str, str | int], ended: SpanExporter) -> Tracer:
-    """Return a tracer of one engine's own: nothing global is set. OTEL_RESOURCE_ATTRIBUTES and its like override `about`.
+    """Return a tracer for one engine, without setting anything global. OTEL_RESOURCE_ATTRIBUTES and the like override `about`.
 
     Args:
         about: attributes of the engine.
-        ended: gets each sampled span as it ends.
+        ended: gets each sampled span when it ends.
     """
     described = {
         "service.name": _SCOPE,

@@ -1,6 +1,6 @@
-"""Where numbers come from: version, engine, model, settings, sizes, machine and hour.
+"""The provenance of numbers: version, engine, model, settings, sizes, machine and time.
 
-Journals, traces, reports, JSON output and bench results begin with it, so that a file that was mailed still says what ran.
+Journals, traces, reports, JSON output and bench results begin with it, so that a file sent by mail still says what ran.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvoffload.model.engine import EngineIdentity, EngineShape
 from kvoffload.telemetry.catalogue import Labels
 
 Provenance = dict[str, object]
-"""Values that JSON knows, by name."""
+"""JSON values by name."""
 
 
 def describe_run(
@@ -38,7 +38,7 @@ def describe_run(
 
 
 def describe_process(unix_s: float) -> Provenance:
-    """Return what is known without an engine: kvoffload's version, the hour and the machine."""
+    """Return what is known without an engine: kvoffload's version, the time and the machine."""
     return {
         "kvoffload": kvoffload.__version__,
         "began": datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="seconds"),
@@ -66,7 +66,7 @@ def info_labels(identity: EngineIdentity, config: OffloadConfig) -> Labels:
 
 
 def as_line(provenance: Mapping[str, object]) -> str:
-    """Return the most important of it, for people: what ran, where and when."""
+    """Return one line of the most important values: what ran, where and when."""
     engine = provenance.get("engine")
     named = []
     if isinstance(engine, dict):

@@ -1,7 +1,7 @@
-"""The lines of a journal: a message's compact form, and reading files of lines back.
+"""The lines of a journal: the form in which messages are written, and reading files of lines.
 
-Nothing that names content is kept. Bytes become their number and collections their count, except lists of request ids and of
-slots. The rest is ids, counts, enums, numbers, and free text without bytes literals.
+Nothing is written that names content. Bytes become their length and collections their count, except lists of request ids and
+of slots. The rest is ids, counts, enums, numbers, and free text without bytes literals.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Write = Callable[[Any], object]
 
 
 class Summary(Message, frozen=True):
-    """A message with its class's name and its fields as JSON values."""
+    """A message as the name of its class and its fields as JSON values."""
 
     name: str
     fields: Mapping[str, object]
@@ -63,14 +63,14 @@ def to_plain(message: object) -> dict[str, object]:
 
 @cache
 def _writers(cls: type[Message]) -> dict[str, Write]:
-    """Return what writes the fields that are not written as they are, by their names."""
+    """Return the functions that convert fields before they are written, by name."""
     hints = typing.get_type_hints(cls)
     written = {name: _writer(hints[name]) for name in cls.__struct_fields__}
     return {name: write for name, write in written.items() if write is not None}
 
 
 def _writer(hint: Any) -> Write | None:  # noqa: ANN401  # any annotation
-    """Return how a field of this type is written, None for as it is."""
+    """Return the function that converts a field of this type; None if it is written unchanged."""
     args = typing.get_args(hint)
     if NoneType in args:
         present, _ = args
@@ -96,11 +96,11 @@ def _lengths(groups: Iterable[Sized]) -> list[int]:
 
 
 def scrub(text: str) -> str:
-    """Return free text as it may be written."""
+    """Return free text without bytes literals, shortened."""
     return _BYTES_LITERAL.sub("b'...'", text)[:_TEXT_CHARACTERS]
 
 
-# A text that is no id is free text: ids have their own types.
+# `str` is free text: ids have types of their own.
 _WRITERS: dict[object, Write | None] = {bytes: len, str: scrub, int: None, float: None, bool: None}
 
 
@@ -118,7 +118,7 @@ _EVENTS = {cls.__name__: cls for cls in Event.__subclasses__()}
 # -- reading files --------------------------------------------------------------------------------------------------
 
 BEGUN = "JournalBegun"
-"""The name of each file's first line, which holds the provenance."""
+"""The event of each file's first line, which holds the provenance."""
 
 _LONGEST_LINE = 1 << 24  # bytes; a line of all slots of a large host has some hundred thousand
 _END_OF_TIME = 1e11  # seconds: the year 5138
@@ -144,8 +144,8 @@ class Record:
 
     Args:
         sequence: its number; a gap means that lines were dropped.
-        time: unix seconds by the writer's clock.
-        message: an event, or the summary of a fact.
+        time: unix seconds, by the writer's clock.
+        message: an event, or a fact's summary.
     """
 
     sequence: int
@@ -158,8 +158,8 @@ class JournalError(KVOffloadError):
 
     Args:
         path: of the file.
-        line: the first bad line; 0 if the whole file cannot be read.
-        problem: in words.
+        line: number of the bad line; 0 if the file cannot be opened.
+        problem: what is wrong.
     """
 
     def __init__(self, path: Path, line: int, problem: str) -> None:
@@ -171,11 +171,11 @@ class JournalError(KVOffloadError):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The lines to read; by default all.
+    """The lines to read; all by default.
 
     Args:
-        since, until: unix seconds; lines before and after are skipped, mostly unparsed.
-        request: read only lines of this request and of its loads.
+        since, until: unix seconds; lines outside of them are skipped.
+        request: only lines of this request and of its loads.
     """
 
     since: float = -math.inf
@@ -189,9 +189,9 @@ def read_journal(
     """Yield the lines of a journal's files, oldest first.
 
     Args:
-        path: the journal; the file that was rotated away is read before it.
+        path: the journal; the rotated file is read before it.
         part: the lines to read.
-        on_begun: called with the provenance at each file's first line.
+        on_begun: called with the provenance in each file's first line.
 
     Raises:
         JournalError: a file cannot be opened (line 0), or a line is not what a journal writes.
@@ -207,13 +207,13 @@ def rotated(path: Path) -> Path:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return a journal's files, oldest first: the one that was rotated away, if it is there, and `path`."""
+    """Return a journal's files, oldest first: the rotated one, if it exists, and `path`."""
     before = rotated(path)
     return [before, path] if path.exists() and before.exists() else [path]
 
 
 def last_time(path: Path) -> float | None:
-    """Return the time of a journal's last whole line, None if it has none.
+    """Return the time of a journal's last whole line; None if it has none.
 
     Raises:
         JournalError: the file cannot be opened.
@@ -247,7 +247,7 @@ def _read_file(path: Path, part: Part, on_begun: OnBegun) -> Iterator[Record]:
                 if not (line := file.readline(_LONGEST_LINE)):
                     return
                 record = _parse(line, part, on_begun)
-            # A line may hold anything, also what is nested without end.
+            # A line may contain anything, also endless nesting.
             except (ValueError, RecursionError, OSError, EOFError, zlib.error) as error:
                 raise JournalError(path, number, str(error)) from error
             if record is not None:
@@ -255,7 +255,7 @@ def _read_file(path: Path, part: Part, on_begun: OnBegun) -> Iterator[Record]:
 
 
 def _parse(line: bytes, part: Part, on_begun: OnBegun) -> Record | None:
-    """Return a line's record; None for a file's first line, and for one outside of the wanted time."""
+    """Return a line's record; None for a file's first line and for lines outside of `part`."""
     found = _START.match(line)
     if found is not None and found[2] != BEGUN.encode() and not part.since <= float(found[1]) <= part.until:
         return None
@@ -264,7 +264,7 @@ def _parse(line: bytes, part: Part, on_begun: OnBegun) -> Record | None:
         raise ValueError(
             "the line is longer than any" if long else "the line is cut off: its writer stopped in the middle"
         )
-    try:  # not by msgspec, which refuses half a surrogate pair: a path's bytes may be no text
+    try:  # msgspec refuses lone surrogates, which paths that are not UTF-8 contain
         values = json.loads(line, parse_constant=_finite, parse_float=_finite)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from error
@@ -287,11 +287,11 @@ def _finite(text: str) -> float:
 
 
 def _of_request(records: Iterator[Record], request: str) -> Iterator[Record]:
-    """Yield a request's lines and those of its loads, renumbered: the lines between them are not missing."""
+    """Yield the lines of a request and of its loads, renumbered without gaps."""
     jobs: set[object] = set()
     before = number = 0
     for record in records:
-        if record.sequence <= before:  # another process wrote from here on
+        if record.sequence <= before:  # another process writes from here on
             number = 0
             jobs.clear()
         before = record.sequence

@@ -1,7 +1,7 @@
-"""The observer that sends an engine's timeline as OpenTelemetry spans to a collector.
+"""The observer that sends an engine's timeline to a collector, as OpenTelemetry spans.
 
-Messages are selected inline and offered to a feed; another thread makes and sends the spans, so that a collector that does
-not answer blocks nothing: the feed fills, and what does not fit is dropped and counted. A gap ends every open span as
+Messages are selected inline and offered to a feed; another thread makes and sends the spans. If the collector does not answer,
+the feed fills, and further messages are dropped and counted; the engine is not slowed. After a gap every open span ends as
 "unfinished", because the missed messages are unknown.
 """
 
@@ -32,12 +32,12 @@ NAME = "spans"
 _BATCH = 512
 _VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 _PACKAGES = {"http/protobuf": "http", "grpc": "grpc"}
-"""By protocol, where its exporter is."""
+"""The exporter's package for each protocol."""
 _FACTS = (facts.RequestSeen, facts.BlocksAllocated, facts.StepScheduled, facts.RequestEnded)
 
 
 class Entry(NamedTuple):
-    """A message in the feed; a new request's has the engine's `trace_parent`."""
+    """A message in the feed. That of a new request has the engine's `trace_parent`."""
 
     sequence: int
     time: float
@@ -46,11 +46,11 @@ class Entry(NamedTuple):
 
 
 class SpanObserver:
-    """Spans of one engine.
+    """Sends the spans of one engine.
 
     Args:
         exporter: sends them; it is shut down at the end.
-        about: attributes of the engine.
+        about: the engine's attributes.
         now: unix seconds.
     """
 
@@ -70,11 +70,11 @@ class SpanObserver:
         self._on_failure: Callable[[], object] | None = None
 
     def subscribe(self, bus: Bus, on_failure: Callable[[], object], capacity: int = 4096) -> None:
-        """Follow the engine from now on.
+        """Start to follow the engine.
 
         Args:
-            bus: what is followed.
-            on_failure: called for each batch that the exporter could not send, on the executor's thread.
+            bus: of the engine.
+            on_failure: called on the executor's thread for each batch that could not be sent.
             capacity: messages that may wait.
         """
         self._on_failure = on_failure
@@ -87,7 +87,7 @@ class SpanObserver:
         """Make and send spans until the bus is closed. An exporter that raises ends it.
 
         Args:
-            executor: its thread may be blocked by the exporter.
+            executor: runs the exporter, which may block its thread.
             on_removed: called with this observer's name and the exception.
         """
         assert self._feed is not None, "subscribe() comes first"
@@ -106,7 +106,7 @@ class SpanObserver:
     # -- on the engine's thread -------------------------------------------------------------------------------------
 
     def expect(self, trace_parent: str | None) -> None:
-        """Give the next request's span this parent. The engine's thread calls it before each `RequestSeen`."""
+        """Set the parent of the next request's span. Called on the engine's thread before each `RequestSeen`."""
         self._next_parent = trace_parent
 
     def _offer(self, message: object) -> None:
@@ -141,9 +141,9 @@ class SpanObserver:
 
 
 def endpoint_of(config: OffloadConfig) -> str | None:
-    """Return the collector's URL, None if there is none: `otlp_endpoint`, or else what the environment names.
+    """Return the collector's URL: `otlp_endpoint`, or the environment's; None without one.
 
-    The environment may name a collector for other programs too, so it counts only where the packages are installed.
+    The environment may name a collector for other programs, so it is used only if the packages are installed.
     """
     if config.otlp_endpoint is not None or not (named := os.environ.get(_VARIABLE)):
         return config.otlp_endpoint
@@ -155,10 +155,10 @@ def endpoint_of(config: OffloadConfig) -> str | None:
 
 
 def make_spans(config: OffloadConfig, shape: EngineShape, now: Callable[[], float]) -> SpanObserver | None:
-    """Return the observer, None without a collector.
+    """Return the observer; None without a collector.
 
     Raises:
-        ConfigError: the packages are not installed, or the environment asks for what is not known.
+        ConfigError: the packages are not installed, or the environment asks for an unknown protocol.
     """
     if (endpoint := endpoint_of(config)) is None:
         return None
@@ -172,12 +172,12 @@ def make_spans(config: OffloadConfig, shape: EngineShape, now: Callable[[], floa
 
 
 def make_exporter(endpoint: str) -> SpanExporter:
-    """Return the exporter to a collector, by the protocol of OTEL_EXPORTER_OTLP_TRACES_PROTOCOL; nothing is sent yet.
+    """Return an exporter to this collector, for the protocol of OTEL_EXPORTER_OTLP_TRACES_PROTOCOL; nothing is sent yet.
 
     Headers, timeouts, compression and certificates come from the environment too.
 
     Raises:
-        ConfigError: the packages are not installed, or the environment asks for a protocol that is not known.
+        ConfigError: the packages are not installed, or the environment asks for an unknown protocol.
     """
     named = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get(
         "OTEL_EXPORTER_OTLP_PROTOCOL"
@@ -205,7 +205,7 @@ def check_exporter(config: OffloadConfig) -> None:
     """Check that spans can be sent, if there is a collector.
 
     Raises:
-        ConfigError: the packages are not installed, or the environment asks for what is not known.
+        ConfigError: the packages are not installed, or the environment asks for an unknown protocol.
     """
     if (endpoint := endpoint_of(config)) is not None:
         make_exporter(endpoint).shutdown()

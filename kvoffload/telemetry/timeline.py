@@ -1,9 +1,9 @@
-"""Draws a journal over time: steps, requests' lookups and loads, and every rank's copies.
+"""Draws a journal over time: steps, requests with their lookups and loads, and the copies of each rank.
 
-A timeline is drawn on a canvas: a trace file, which Perfetto and chrome://tracing open, or spans.
+It draws on a canvas: a trace file, for Perfetto and chrome://tracing, or OpenTelemetry spans.
 
-The scheduler writes the journal. A rank's report says how long a copy waited and took, but not when. So the copy is drawn from
-the moment its job was scheduled; the rest of its span is the time until the report arrived.
+A rank's report says how long a copy was queued and how long it ran, but not when. So the copy is drawn as if it was submitted
+when its job was scheduled; the rest of its span is the time until the report arrived.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Args = Mapping[str, object]
 
 
 class What(StrEnum):
-    """The kinds of spans."""
+    """Kinds of spans."""
 
     STEP = "step"
     LOOKUP = "lookup"
@@ -40,7 +40,7 @@ class What(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One line of the picture. Lines of one `group` stand together, in the order of `order` and `row`."""
+    """One line of the picture. Lines of a `group` are shown together, sorted by `order` and `row`."""
 
     group: str
     order: int
@@ -54,7 +54,7 @@ class Track:
 
 
 class Canvas(Protocol):
-    """What a timeline is drawn on: a trace file, or spans that are sent to a collector. Times are unix seconds."""
+    """A trace file, or spans that are sent to a collector. Times are unix seconds."""
 
     def begin(self, track: Track, request: str, at: float) -> None:
         """A request begins on this line."""
@@ -63,18 +63,18 @@ class Canvas(Protocol):
         """The request of this line has ended."""
 
     def span(self, track: Track, what: What, title: str, start: float, end: float, args: Args) -> None:
-        """Draw a span. A span inside it follows it on the same line."""
+        """Draw a span. Spans inside it are drawn after it, on the same line."""
 
     def instant(self, track: Track, name: str, at: float, args: Args) -> None:
         """Draw a moment."""
 
 
 class Trace:
-    """A `Canvas` that writes a file of trace events, as the timeline is drawn: journals may be large.
+    """A `Canvas` that writes trace events while the timeline is drawn, because journals may be large.
 
     Args:
-        write: takes the file's text, piece by piece.
-        origin: unix seconds; the time 0 of the trace.
+        write: takes the file's text in pieces.
+        origin: unix seconds of the trace's time 0.
     """
 
     def __init__(self, write: Callable[[str], object], origin: float) -> None:
@@ -85,11 +85,11 @@ class Trace:
         self._separator = '{"displayTimeUnit":"ms","traceEvents":[\n'
 
     def close(self, provenance: Args) -> None:
-        """Write the end of the file; viewers show the provenance as the trace's metadata."""
+        """Write the end of the file. Viewers show the provenance as metadata."""
         self._write(f'\n],"otherData":{json.dumps(provenance, separators=(",", ":"))}}}\n')
 
     def begin(self, track: Track, request: str, at: float) -> None:
-        """Draw nothing: a row of requests shows what they did."""
+        """Draw nothing: the spans on a request's line show it."""
 
     def end(self, track: Track, at: float, how: str) -> None:
         """Draw nothing."""
@@ -110,7 +110,7 @@ class Trace:
         self._emit({**event, **where, "ts": self._microseconds(at), "args": args})
 
     def _name(self, track: Track) -> None:
-        """Name a line to the viewer, at its first use."""
+        """Write a line's name and order, at its first use."""
         if track.group not in self._groups:
             self._groups[track.group] = len(self._groups) + 1
             self._describe("process", track, 0, track.group, track.order)
@@ -157,19 +157,19 @@ _NOTED: dict[type[events.Event], Track] = {
     events.FactRejected: NOTES,
     events.OffloadingDegraded: NOTES,
 }
-_JOBS = 4096  # remembered; a job scheduled longer ago is drawn by its report alone
+_JOBS = 4096  # remembered; an older job is drawn only from its report
 
 Scheduled = events.StoreScheduled | events.LoadScheduled | events.TierCopyScheduled
 Moment = events.HitPinned | events.HitDropped | events.LookupDeferred | events.FirstTokenReached
 
 
 def write_trace(records: Iterable[Record], file: TextIO, provenance: Callable[[], Args]) -> None:
-    """Write the trace of a journal; each process that appended to the journal has its own timeline.
+    """Write the trace of a journal, with a timeline for each process that wrote to the journal.
 
     Args:
         records: at least one.
-        file: gets the trace.
-        provenance: asked at the end.
+        file: where to write it.
+        provenance: called at the end.
     """
     timeline = None
     for record in records:
@@ -187,7 +187,7 @@ def write_trace(records: Iterable[Record], file: TextIO, provenance: Callable[[]
 
 
 class Rows:
-    """Spreads overlapping spans of one lane over rows, because spans of one line may only nest."""
+    """Assigns overlapping spans of a lane to rows, because spans of one line may only nest."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[str, str], list[tuple[float, int]]] = {}  # heaps of (end, row)
@@ -208,16 +208,15 @@ class _Request:
     track: Track
     waits_since: float | None
     runs_since: float | None = None
-    loads: dict[JobId, tuple[float, int]] = field(
-        default_factory=dict
-    )  # when they were scheduled, and their tokens
+    loads: dict[JobId, tuple[float, int]] = field(default_factory=dict)
+    """When each load was scheduled, and its tokens."""
 
 
 class Timeline:
-    """The timeline of one process. Its memory is bounded, so it may follow an engine for as long as that runs.
+    """The timeline of one process. Its memory is bounded, so it can follow a running engine.
 
     Args:
-        canvas: what it is drawn on.
+        canvas: to draw on.
     """
 
     def __init__(self, canvas: Canvas) -> None:
@@ -239,10 +238,10 @@ class Timeline:
             events.LookupAnswered: self._on_answered,
             events.FirstTokenReached: self._on_first_token,
         }
-        """What draws an event, by its class."""
+        """The method that draws an event, by its class."""
 
     def draw(self, record: Record) -> None:
-        """Draw what this record adds."""
+        """Draw a record."""
         at, message = record.time, record.message
         missing = record.sequence - self.sequence - 1
         if missing and self.sequence:
@@ -255,7 +254,7 @@ class Timeline:
         self._time = at
 
     def close(self) -> None:
-        """Draw what is still open, up to the last record."""
+        """Draw everything that is still open, up to the last record."""
         self._end_step(self._time)
         for name in list(self._requests):
             self._end(name, self._time, "unfinished")
@@ -282,7 +281,7 @@ class Timeline:
             self._end_step(at)
 
     def _end_step(self, at: float) -> None:
-        """Draw a step up to the next one; if the engine became idle, up to the last record."""
+        """Draw the open step, which ends at this time."""
         if self._step is not None:
             start, fields = self._step
             self._canvas.span(STEPS, What.STEP, f"step {fields.get('step')}", start, at, fields)
@@ -299,7 +298,7 @@ class Timeline:
         return request
 
     def _find(self, name: RequestId, at: float) -> _Request:
-        """Return a request; one whose arrival is not in the journal begins here."""
+        """Return a request; if its arrival is not in the journal, it begins here."""
         return self._requests.get(name) or self._begin(name, at)
 
     def _stop(self, name: RequestId, at: float, how: str) -> None:
@@ -329,13 +328,13 @@ class Timeline:
         self._canvas.instant(track, type(event).__name__, at, summary_of(event).fields)
 
     def _on_first_token(self, at: float, event: events.FirstTokenReached) -> None:
-        if event.request in self._requests:  # with an answer of one token, the end may come first
+        if event.request in self._requests:  # the end comes first if the answer has only one token
             self._on_instant(at, event)
 
     def _on_answered(self, at: float, event: events.LookupAnswered) -> None:
         request = self._find(event.request, at)
         if request.waits_since is not None:
-            # The allocation may be recorded first, and spans of one row must not overlap.
+            # The allocation may be recorded first, and spans of a row must not overlap.
             end = at if request.runs_since is None else request.runs_since
             self._canvas.span(
                 request.track, What.LOOKUP, "lookup", request.waits_since, end, summary_of(event).fields
@@ -344,7 +343,7 @@ class Timeline:
 
     def _on_load_ended(self, at: float, event: events.LoadEnded) -> None:
         request = self._requests.get(event.request)
-        if request is not None and event.job in request.loads:  # a corrupt load has a second event
+        if request is not None and event.job in request.loads:  # a corrupt load has two events
             self._loaded(request, event.job, at, event.outcome.value)
 
     def _loaded(self, request: _Request, job: JobId, at: float, outcome: str) -> None:
@@ -352,7 +351,7 @@ class Timeline:
         args = {"job": job, "tokens": tokens, "outcome": outcome}
         self._canvas.span(request.track, What.LOAD_WAIT, "waits for load", start, at, args)
 
-    # -- copies, and what belongs to no request -----------------------------------------------------------------
+    # -- copies, and events that belong to no request -----------------------------------------------------------------
 
     def _on_scheduled(self, at: float, event: Scheduled) -> None:
         if len(self._jobs) >= _JOBS:

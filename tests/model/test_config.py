@@ -290,7 +290,7 @@ def test_an_alias_has_values_of_its_own(value: object) -> None:
 @pytest.mark.parametrize("value", ["disk", "CPU", None, ["cpu"]])
 def test_there_is_no_backend_but_host_memory(value: object) -> None:
     assert problems({"kv_offload_backend": value}) == (
-        f'kv_offload_backend is {value!r}; it must be "cpu", as kvoffload keeps blocks in host memory alone',
+        f'kv_offload_backend is {value!r}; it must be "cpu": kvoffload keeps blocks in host memory',
     )
 
 
