@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from kvoffload.model import facts
-from kvoffload.model.causes import CopyOutcome
+from kvoffload.model import events, facts
+from kvoffload.model.causes import CopyOutcome, EvictionCause
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.ids import BlockKey, RequestId
@@ -277,6 +277,13 @@ def test_a_reset_is_a_span_without_length(traced: Traced) -> None:
     assert reset.parent is None
     assert times(reset) == (0, 0)
     assert attributes(reset)["kvoffload.dropped_blocks"] == 3
+
+
+def test_an_event_that_the_timeline_draws_is_a_span_too(traced: Traced) -> None:
+    side, _ = traced
+    side.side.bus.publish(events.DiskBlocksEvicted(3, EvictionCause.SPACE))
+    (evicted,) = [span for span in finished(traced) if span.name == "kvoffload.DiskBlocksEvicted"]
+    assert attributes(evicted)["kvoffload.blocks"] == 3
 
 
 def test_what_is_open_at_the_end_is_sent_as_unfinished(traced: Traced) -> None:
