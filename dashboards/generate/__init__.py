@@ -1,1 +1,1 @@
-"""Writes the dashboards and the runbook. Panels are described in words of our own and rendered in one place."""
+"""Writes the dashboards and the runbook. Panels are described independently of Grafana, and rendered in one place."""

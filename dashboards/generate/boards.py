@@ -1,4 +1,4 @@
-"""The dashboards, and the parts of one. Their panels are in the YAML files beside this, in the order of the screen."""
+"""The dashboards and their parts. Panels are in the YAML files beside this one, in the order on the screen."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import msgspec
 from dashboards.generate.promql import choose_engines, values_of
 
 Limits = tuple[tuple[int | float, str], ...]
-"""Names of colours from a value upwards; the first one's value does not count."""
+"""Names of colours, each from a value upwards; the value of the first one is ignored."""
 
 
 class Expect(Enum):
-    """What a query must give while a small workload runs that stores, loads and evicts.
+    """What a query must return while a small workload stores, loads and evicts.
 
-    Queries of the engine's own series must give an answer if the engine serves these series.
+    Queries of the engine's own series must return an answer if the engine serves these series.
     """
 
     ACTIVITY = "activity"  # something other than 0
-    SERIES = "series"  # an answer; 0 is the good case
-    ZERO = "zero"  # an answer, and never anything but 0
+    SERIES = "series"  # an answer; 0 is good
+    ZERO = "zero"  # an answer, always 0
 
 
 class Kind(Enum):
@@ -33,12 +33,12 @@ class Kind(Enum):
     LINES = "lines"
     STACK = "stack"
     NUMBER = "number"  # over the whole time range
-    TABLE = "table"  # a row an engine, a column a query; over the whole time range
+    TABLE = "table"  # a row for each engine, a column for each query; over the whole time range
     HEATMAP = "heatmap"
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Part of a dashboard, as the files hold it."""
+    """Part of a dashboard, as in the files."""
 
 
 class Query(Part, frozen=True):
@@ -47,8 +47,8 @@ class Query(Part, frozen=True):
     Args:
         legend: of each of its series; `{{label}}` stands for a label's value.
         promql: as `choose_engines` takes it.
-        expects: what it must give.
-        unit: of a table's column; by default the panel's.
+        expects: what it must return.
+        unit: of a table's column; the panel's by default.
         limits: of a table's column, as a panel's.
         texts: of a table's column, as a panel's.
     """
@@ -67,12 +67,12 @@ class Query(Part, frozen=True):
 
     @property
     def is_of_engine(self) -> bool:
-        """Whether it asks for the engine's own series, which only vLLM serves."""
+        """Whether it queries the engine's own series, which only vLLM serves."""
         return "vllm:" in self.promql
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name that the legend can become; none where it is a bucket's bound."""
+        """Every name that the legend can become; none if it is a bucket's bound."""
         labels = re.findall(r"\{\{(\w+)\}\}", self.legend)
         values = [values_of(self.promql, label) for label in labels]
         pattern = re.sub(r"\{\{\w+\}\}", "{}", self.legend)
@@ -83,17 +83,17 @@ class Panel(Part, frozen=True):
     """One panel.
 
     Args:
-        title: what it is about.
-        shows: what is seen.
+        title: its heading.
+        shows: what the panel shows.
         when_wrong: what looks wrong, and what to do then.
         unit: as Grafana names it; `si:` scales a unit that Grafana does not know, `suffix:` only shows it.
         queries: what is drawn.
-        kind: how.
+        kind: how they are drawn.
         width: of 24 columns.
-        maximum: of the axis, where it has a natural one.
+        maximum: of the axis, if there is a natural one.
         limits: its colours by value.
-        texts: words in place of numbers.
-        labels: of a table, labels that are columns beside those of an engine, and their headings.
+        texts: words shown for numbers.
+        labels: of a table, additional columns by label, with their headings.
     """
 
     title: str
@@ -120,14 +120,14 @@ class Panel(Part, frozen=True):
 
     @property
     def names(self) -> list[str]:
-        """The names of everything that is drawn in a colour of its own."""
+        """The names of everything with a colour of its own."""
         if self.limits or self.kind is Kind.TABLE:
             return []
         return [name for query in self.queries for name in query.names]
 
 
 class Row(Part, frozen=True):
-    """Panels under one heading. Their widths fill lines of 24 columns."""
+    """Panels under one heading, in lines of 24 columns."""
 
     title: str
     panels: tuple[Panel, ...]
@@ -141,7 +141,7 @@ class Board(Part, frozen=True):
         title: as Grafana lists it.
         about: the question that it answers.
         rows: from top to bottom.
-        tiers: values of its variable `tier`, the first one chosen; none if it has no such variable.
+        tiers: values of its variable `tier`, the first one is chosen; empty if it has no such variable.
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""The colour of every name; the same on all dashboards.
+"""The colour of every name, the same on all dashboards.
 
-Green: found or loaded. Blue: stored. Grey: harmless. Yellow and orange: not enough room. Red: failed. Purple: asked for by an
+Green: found or loaded. Blue: stored. Grey: harmless. Yellow and orange: not enough space. Red: failed. Purple: requested by an
 operator or a request.
 """
 
@@ -56,4 +56,4 @@ COLOURS: dict[str, str] = {
 }  # fmt: skip
 
 LIMITS = {"green": GREEN, "red": RED, "orange": ORANGE, "yellow": YELLOW, "grey": GREY}
-"""The colours of values, by the names that panels give them."""
+"""The colours of values, by the names that panels use."""

@@ -1,4 +1,4 @@
-"""The generated files, and what makes each."""
+"""The generated files, and the function that makes each."""
 
 from __future__ import annotations
 

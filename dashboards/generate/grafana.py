@@ -1,4 +1,4 @@
-"""Renders boards as Grafana's JSON. The only place that knows Grafana."""
+"""Renders boards as Grafana's JSON; the only module that knows Grafana."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
 _HEIGHTS = {Kind.NUMBER: 4, Kind.TABLE: 8, Kind.HEATMAP: 9}
 _HEIGHT = 8
 _COLUMNS = 24
-_MIN_WIDTH = 100  # pixels of a table's column; with Grafana's 150 the last ones are out of view
+_MIN_WIDTH = 100  # pixels of a table's column; with Grafana's 150 the last columns are not visible
 _INTERVAL_ONLY = ("auto", "auto_min", "auto_count")  # the builder writes them for every kind of variable
 
 _ALL_VARIABLES = "${__url_time_range}&${__all_variables}"
@@ -35,7 +35,7 @@ Places = Mapping[str, str]
 
 
 def places(boards: Iterable[Board]) -> Places:
-    """Return where each panel is, for links to it."""
+    """Return the URL of each panel, for links."""
     return {
         panel.title: f"/d/{TAG}-{board.name}?viewPanel=panel-{number}&{_ALL_VARIABLES}"
         for board in boards
@@ -44,7 +44,7 @@ def places(boards: Iterable[Board]) -> Places:
 
 
 def render(board: Board, links: Places) -> str:
-    """Return a board's JSON, as a file of Grafana holds it; a panel links to those that its text names."""
+    """Return a board as Grafana's JSON. A panel links to the panels that its text names."""
     built = _dashboard(board, links).build()
     plain = json.loads(json.dumps(built, cls=JSONEncoder))
     for number, panel in enumerate(plain["panels"], start=1):
@@ -91,7 +91,7 @@ def _dashboard(board: Board, links: Places) -> build.Dashboard:
 
 
 def _placed(board: Board, links: Places) -> Iterator[build.Row | PanelBuilder]:
-    """Rows and panels with their places: panels from left to right, a new line where 24 columns are full."""
+    """Rows and panels with their places: panels from left to right, a new line after 24 columns."""
     y = 0
     for row in board.rows:
         yield build.Row(row.title).grid_pos(model.GridPos(x=0, y=y, w=_COLUMNS, h=1))
@@ -128,7 +128,7 @@ def _target(panel: Panel, query: Query, ref: str) -> prometheus.Dataquery:
 
 
 def _named(panel: Panel) -> list[str]:
-    """Titles that a panel's text names, each once."""
+    """Titles of panels that a panel's text names, each once."""
     return list(dict.fromkeys(re.findall("`([^`]+)`", panel.description)))
 
 
@@ -147,7 +147,7 @@ def _number(panel: Panel) -> stat.Panel:
 
 
 def _steps(limits: Limits) -> list[tuple[float | None, str]]:
-    """Return the least value of each colour; the first one has none."""
+    """Return the lowest value of each colour; the first one has none."""
     return [(value if place else None, LIMITS[colour]) for place, (value, colour) in enumerate(limits)]
 
 
@@ -158,7 +158,7 @@ def _mapping(texts: Mapping[str, str]) -> model.ValueMap:
 
 
 def _table(panel: Panel) -> table.Panel:
-    """A row an engine: answers with equal labels are joined, and labels without a heading are hidden.
+    """A row for each engine: answers with equal labels are joined, and labels without a heading are hidden.
 
     A table of one query is about its labels, so its value is hidden.
     """
@@ -233,7 +233,7 @@ def _style(panel: Panel, name: str) -> list[model.DynamicConfigValue]:
     properties = [
         model.DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": COLOURS[name]}),
     ]
-    if panel.kind is Kind.STACK and name == "capacity":  # a line over the stack, not a part of it
+    if panel.kind is Kind.STACK and name == "capacity":  # a line above the stack, not a part of it
         properties += [
             model.DynamicConfigValue(id_val="custom.stacking", value={"mode": "none", "group": "A"}),
             model.DynamicConfigValue(id_val="custom.fillOpacity", value=0),
@@ -264,7 +264,7 @@ _MAKERS: dict[Kind, Callable[[Panel], PanelBuilder]] = {
 
 
 def _variable(name: str, label: str) -> build.QueryVariable:
-    """A filter; it offers the values that the chosen ones before it leave."""
+    """A filter that offers the values of the engines chosen by the filters before it."""
     before = list(VARIABLES.items())[: list(VARIABLES).index(name)]
     chosen = ", ".join(f'{one}=~"${other}"' for other, one in before)
     query: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""Grafana's variables in PromQL: a panel's query gets them, and a Prometheus gets values instead."""
+"""Grafana's variables in PromQL: added to panels' queries, and replaced by values for Prometheus."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ VARIABLES = {
     "model": "model_name",
     "engine": "engine",
 }
-"""The dashboards' variables, and the label that each filters by. A label that a server lacks filters nothing."""
+"""The dashboards' variables, and the label that each of them filters. A label that a server lacks filters nothing."""
 ENGINE_LABELS = ", ".join(VARIABLES.values())
-"""What tells engines apart."""
+"""The labels that distinguish engines."""
 _CHOSEN = ", ".join(f'{label}=~"${name}"' for name, label in VARIABLES.items())
 _SERIES = re.compile(r"((?:kvoffload_|vllm:|ALERTS)\w*)(?:\{([^}]*)\})?")
 _MATCHER = re.compile(r'(\w+)(=~|!=|=)"([^"]*)"')
@@ -46,7 +46,7 @@ def choose_engines(promql: str) -> str:
     """Return PromQL for the engines that the dashboard's variables choose.
 
     Args:
-        promql: has no filter by engine; `$engine_labels` are the labels that tell engines apart.
+        promql: without filters by engine; `$engine_labels` are the labels that distinguish engines.
 
     Raises:
         ValueError: it selects a series, or the value of a label, that does not exist.
@@ -55,7 +55,7 @@ def choose_engines(promql: str) -> str:
 
 
 def values_of(promql: str, label: str) -> tuple[str, ...]:
-    """Return every value that a label of the selected series can have; none if the catalogue does not list them."""
+    """Return every value that a label of the selected series can have; empty if the catalogue does not list them."""
     found = _SERIES.search(promql)
     assert found is not None, promql
     excluded = {
@@ -68,7 +68,7 @@ def substitute(expr: str, rate_interval: str, time_range: str, tier: str = ".*")
     """Return PromQL without Grafana's variables.
 
     Raises:
-        ValueError: a variable is not known.
+        ValueError: a variable is unknown.
     """
     values = {"$__rate_interval": rate_interval, "$__range": time_range, '"$tier"': f'"{tier}"'}
     values |= {f'"${name}"': '".*"' for name in VARIABLES}

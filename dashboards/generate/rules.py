@@ -1,6 +1,6 @@
-"""An alert: its rule, and the runbook's paragraph, which the alert carries too.
+"""Alerts: their rules, and the runbook's paragraphs, which the alerts contain too.
 
-Rules keep the labels of their series: an alert is about one engine, and can be routed by namespace, pod or cluster.
+Rules keep the labels of their series, so an alert is about one engine and can be routed by namespace, pod or cluster.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Alert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         severity: critical, warning or info.
         expr: fires while it has a series.
         summary: what is wrong, without a full stop.
-        description: the same with its numbers; the engine's name is put before it.
+        description: the same with numbers; the engine's name precedes it.
         runbook: what it means and what to do.
         board: the dashboard that shows it.
         tier: the value of that dashboard's variable `tier`, if it has one.
-        wait: how long it must hold.
+        wait: how long the condition must hold.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Alert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"KVOffload{self.name}"
 
     def to_rule(self) -> dict[str, object]:
-        """Return it as Prometheus' file of rules holds it."""
+        """Return its entry in Prometheus' file of rules."""
         filters = [f"var-tier={self.tier}"] if self.tier else []
         filters += [
             f"{{{{ with $labels.{name} }}}}var-{name}={{{{ urlquery . }}}}{{{{ end }}}}"

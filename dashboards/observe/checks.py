@@ -1,4 +1,4 @@
-"""What must hold of every query after Prometheus has scraped a working engine."""
+"""Checks of every query after Prometheus has scraped a working engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Finding:
     """The result of one query.
 
     Args:
-        where: the panel's dashboard and title, with the tier that was chosen, or the rule.
+        where: dashboard and title of the panel, with the chosen tier, or the rule.
         expr: the query as Prometheus received it.
         series: the number of series.
         is_active: whether any value was not 0.
@@ -55,8 +55,8 @@ def wait_for_scrape(prometheus: Prometheus, targets: Sequence[str]) -> None:
 def check_panels(prometheus: Prometheus, start: float, end: float) -> Iterator[Finding]:
     """Evaluate every query of every panel over a time range, as Grafana would, for each tier that can be chosen.
 
-    Rates are over the whole range, so that the result depends on the first and the last scrape in it and not on those between,
-    of which a busy machine loses some.
+    Rates are over the whole range, so that the result depends only on its first and last scrape: a busy machine loses some of
+    those in between.
     """
     has_vllm = bool(prometheus.query(_ENGINE_PROBE))
     seconds = math.ceil(end - start)
@@ -73,7 +73,7 @@ def check_panels(prometheus: Prometheus, start: float, end: float) -> Iterator[F
 
 
 def check_rules(prometheus: Prometheus) -> Iterator[Finding]:
-    """Check every rule's health, and what each recording rule has recorded."""
+    """Check every rule's health, and the results of each recording rule."""
     for rule in prometheus.rules():
         problem = "" if rule["health"] == "ok" else f"{rule['health']}: {rule.get('lastError', '')}"
         found = prometheus.query(rule["name"] if rule["type"] == "recording" else rule["query"])

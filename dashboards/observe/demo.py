@@ -21,8 +21,8 @@ from kvoffload.model.errors import RemoteError
 _WORKLOAD = ["--model", "tiny", "--conversations", "12", "--turns", "8", "--first-tokens", "384"]
 _WORKLOAD += ["--turn-tokens", "96", "--answer-tokens", "24", "--host-bytes", "14MiB"]
 _WORKLOAD += ["--disk", ".", "--config", "disk_bytes=11MiB"]
-# A store or a disk that is slow for a while must not change what is found where: each call may take a minute, and each turn of
-# all conversations ends when everything is written.
+# A remote tier or a disk that is slow for a while must not change where blocks are found: each call may take a minute, and each
+# turn of all conversations ends when everything is written.
 _WORKLOAD += ["--config", "remote_timeout_s=60", "--config", "drain_s=60"]
 _SERVE_S = 600
 
@@ -39,7 +39,7 @@ class Demo:
         self._wait_for_line(SERVES)
 
     def result(self) -> dict[str, Any]:
-        """Let the conversations begin, wait for their end and return their result. The demo goes on serving.
+        """Start the conversations, wait for their end and return their result. The demo continues to serve.
 
         Raises:
             ObserveError: it failed.
@@ -48,7 +48,7 @@ class Demo:
         self._wait_for_line("metrics stay at")
         assert self._process.stdout is not None
         text = ""
-        for line in self._process.stdout:  # has no end yet: the demo goes on
+        for line in self._process.stdout:  # does not end: the demo still runs
             text += line
             with suppress(json.JSONDecodeError):
                 result: dict[str, Any] = json.loads(text)

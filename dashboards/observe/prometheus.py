@@ -1,4 +1,4 @@
-"""A real Prometheus on the loopback, in a folder of its own, for as long as a `with` block lasts."""
+"""A real Prometheus on the loopback, in a folder of its own, within a `with` block."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ END_S = 60.0
 
 
 class ObserveError(Exception):
-    """Raised when a program that the check needs does not do what it must."""
+    """Raised when a program that the check needs fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Prometheus:
         return [rule for group in self.get("rules")["groups"] for rule in group["rules"]]
 
     def get(self, path: str, **parameters: object) -> Any:  # noqa: ANN401  # as the API answers
-        """Return the data that the HTTP API answers.
+        """Return the data of the HTTP API's answer.
 
         Raises:
             ObserveError: it answers with an error.
@@ -134,7 +134,7 @@ def run_prometheus(targets: Sequence[str]) -> Iterator[Prometheus]:
 
 
 def end(process: subprocess.Popen[Any], timeout_s: float = END_S) -> None:
-    """End a child by SIGTERM, and by SIGKILL where that does not.
+    """End a child by SIGTERM, or else by SIGKILL.
 
     Raises:
         ObserveError: SIGTERM did not end it in time.

@@ -1,1 +1,1 @@
-"""The README's pictures, of real runs: `make screenshot`."""
+"""Takes the README's pictures of real runs: `make screenshot`."""

@@ -1,4 +1,4 @@
-"""`make screenshot`: pictures of the dashboards and of a report, each of a real run, as a browser shows them."""
+"""`make screenshot`: pictures of the dashboards and of a report in a browser, from real runs."""
 
 from __future__ import annotations
 
