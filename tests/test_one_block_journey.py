@@ -21,11 +21,12 @@ from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import DeviceBlockId, GroupId, Rank, RequestId, SlotId
 from kvoffload.model.wire import NOTHING, TransferPlan
 from kvoffload.runtime.scheduler_side import SchedulerSide
-from kvoffload.testing import FakeClock, FakeDevice, GatedCopier, ManualExecutor, wait_all_blocked
+from kvoffload.testing import FakeClock, FakeDevice, GatedCopier, wait_all_blocked
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.pump import TransferPump
 from kvoffload_reference.scheduler import PoolDevice
+from tests.gates import ManualExecutor
 from tests.keys import block_key
 
 BLOCK_TOKENS = 16

@@ -19,12 +19,12 @@ import torch
 from kvoffload.model.errors import KVOffloadError
 from kvoffload.model.wire import Direction
 from kvoffload.runtime.portal import DaemonExecutor
-from kvoffload.testing import ManualExecutor
 from kvoffload.transfer.arena import CHUNK_BYTES, Arena
 from kvoffload.transfer.factory import make_allocator, make_copier
 from kvoffload.transfer.layout import layout_of
 from kvoffload.transfer.ports import SystemClock, TicketState
 from kvoffload.transfer.runs import merge_runs
+from tests.gates import ManualExecutor
 
 if TYPE_CHECKING:
     from collections.abc import Callable

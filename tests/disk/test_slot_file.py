@@ -17,7 +17,7 @@ from kvoffload.disk.open_folder import open_folder
 from kvoffload.disk.slot_file import PIECE_BYTES, SlotFile, SlotShape, open_slot_file
 from kvoffload.disk.system import PAGE, aligned_buffer
 from kvoffload.model.errors import DiskError
-from kvoffload.testing.logs import capture_logs
+from tests.captured_logs import capture_logs
 
 SHAPE = SlotShape(rank=1, ranks=2, slot_bytes=6000, layout=b"a rank's layout.")
 

@@ -11,7 +11,7 @@ from kvoffload.checks.machine import Machine
 from kvoffload.checks.startup import examine, examine_rank, log_warnings
 from kvoffload.model.config import OffloadConfig
 from kvoffload.testing import FakeDevice
-from kvoffload.testing.logs import capture_logs
+from tests.captured_logs import capture_logs
 from tests.doctor.trees import GIB, machine, setup
 from tests.reference.rig import rig
 

@@ -14,9 +14,10 @@ from kvoffload.runtime.portal import Portal
 from kvoffload.telemetry.journal import JournalFile
 from kvoffload.telemetry.logging import LogObserver
 from kvoffload.telemetry.records import read_journal
-from kvoffload.testing import FakeClock, ThreadGate
+from kvoffload.testing import FakeClock
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.engine.tiny import assert_same, taken
+from tests.gates import ThreadGate
 from tests.reference.rig import (
     TIMEOUT_S,
     TOLERANCE,

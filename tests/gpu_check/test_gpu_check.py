@@ -18,11 +18,11 @@ from kvoffload.gpu_check import command, copies, decode, hazards, latencies
 from kvoffload.gpu_check.parts import Line, Options, Part, asked, measured
 from kvoffload.gpu_check.rig import Rig
 from kvoffload.model.wire import Direction
-from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer import factory
 from kvoffload.transfer.cuda import crossover, driver
 from kvoffload.transfer.cuda.copier import CudaCopier, GpuProfile, profile_path, read_profile
 from kvoffload.transfer.cuda.driver import NvidiaDriver
+from tests.captured_logs import capture_logs
 from tests.cuda_emulator import Emulator, Engine
 from tests.cuda_emulator.page_kernel import install
 

@@ -20,8 +20,8 @@ from kvoffload.disk.tier_key import TierKey
 from kvoffload.model.causes import EvictionCause, MissCause, TierOutcome
 from kvoffload.model.events import Event, TierCopyEnded
 from kvoffload.model.wire import Direction
-from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer import disk
+from tests.captured_logs import capture_logs
 from tests.reference.rig import BLOCK, KINDS, Options, Rig, rig, slot_bytes, text
 
 PROMPT = text(1, 10 * BLOCK)

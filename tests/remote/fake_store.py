@@ -8,7 +8,7 @@ from kvoffload.model.errors import RemoteError, RemoteGone
 from kvoffload.model.ids import BlockKey
 from kvoffload.remote.store import MISSING
 from kvoffload.remote.values import Shard
-from kvoffload.testing import ThreadGate
+from tests.gates import ThreadGate
 
 
 class FakeStore:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from kvoffload.testing import ThreadGate
+from tests.gates import ThreadGate
 
 
 class Proxy(ThreadingHTTPServer):

@@ -18,8 +18,9 @@ from kvoffload.remote.values import generation_name
 from kvoffload.runtime import remote_catalog
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.remote_catalog import LOOK_PERIOD_S, RemoteCatalog
-from kvoffload.testing import FakeClock, ManualExecutor
-from kvoffload.testing.logs import capture_logs
+from kvoffload.testing import FakeClock
+from tests.captured_logs import capture_logs
+from tests.gates import ManualExecutor
 from tests.remote.fake_store import FakeStore
 
 NAME = generation_name("print")

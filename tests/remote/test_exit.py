@@ -14,8 +14,8 @@ from kvoffload.model.errors import RemoteError
 from kvoffload.model.wire import Direction
 from kvoffload.remote.address import MooncakeAddress
 from kvoffload.remote.mooncake import own_address
-from kvoffload.testing import ThreadGate
 from kvoffload.transfer.blocking_calls import BlockingCalls
+from tests.gates import ThreadGate
 from tests.remote.servers import Bucket, Mooncake, resume, suspend
 from tests.remote.sharing import Served
 

@@ -27,8 +27,8 @@ from kvoffload.remote.local import Server
 from kvoffload.remote.values import TRAILER_BYTES, Shard
 from kvoffload.runtime import remote_catalog
 from kvoffload.telemetry.catalogue import TierState, tier_state
-from kvoffload.testing import ThreadGate
-from kvoffload.testing.logs import capture_logs
+from tests.captured_logs import capture_logs
+from tests.gates import ThreadGate
 from tests.reference.rig import BLOCK, slot_bytes, text
 from tests.remote.proxy import Proxy
 from tests.remote.servers import Bucket, Mooncake, SecureBucket, resume, suspend

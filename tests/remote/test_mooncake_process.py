@@ -23,7 +23,7 @@ from kvoffload.model.wire import Direction, Tier
 from kvoffload.remote import mooncake
 from kvoffload.runtime import remote_catalog
 from kvoffload.telemetry.catalogue import TierState, tier_state
-from kvoffload.testing.logs import capture_logs
+from tests.captured_logs import capture_logs
 from tests.reference.rig import BLOCK, text
 from tests.remote.sharing import PATIENCE_S, PROMPT, Served, StartEngine
 

@@ -19,7 +19,7 @@ from kvoffload.remote.bucket import BucketStore
 from kvoffload.remote.packs import Catalogue, index_of, new_name, place_at
 from kvoffload.remote.store import MISSING
 from kvoffload.remote.values import Shard
-from kvoffload.testing.logs import capture_logs
+from tests.captured_logs import capture_logs
 from tests.remote.s3_server import BUCKET, S3Server
 
 SHARD = Shard("print/generation", 0, 1)

@@ -11,7 +11,7 @@ import pytest
 from kvoffload.model.wire import Direction, Tier
 from kvoffload.runtime import remote_catalog
 from kvoffload.telemetry.catalogue import TierState, tier_state
-from kvoffload.testing.logs import capture_logs
+from tests.captured_logs import capture_logs
 from tests.reference.rig import BLOCK, text
 from tests.remote.sharing import PROMPT, StartEngine
 

@@ -7,7 +7,8 @@ from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from kvoffload.runtime.portal import Portal, PortalClosed
-from kvoffload.testing import FakeClock, ManualExecutor
+from kvoffload.testing import FakeClock
+from tests.gates import ManualExecutor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

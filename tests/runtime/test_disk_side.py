@@ -18,7 +18,7 @@ from kvoffload.model.config import AUTO, OffloadConfig
 from kvoffload.model.ids import RequestId
 from kvoffload.model.wire import Direction, JobReport, TransferPlan
 from kvoffload.runtime import disk_catalog
-from kvoffload.testing.logs import capture_logs
+from tests.captured_logs import capture_logs
 from tests.operations import calls
 from tests.runtime.parts import BLOCK, IDENTITY, RELOAD, TIMEOUT_S, Side, loading
 from tests.runtime.test_hook_calls import counted

@@ -15,7 +15,7 @@ from kvoffload.model.wire import TransferReport
 from kvoffload.remote.address import MooncakeAddress, RemotePlace
 from kvoffload.runtime.tiers_side import OPENING_S
 from kvoffload.testing import FakeClock
-from kvoffload.testing.logs import capture_logs
+from tests.captured_logs import capture_logs
 from tests.remote.fake_store import FakeStore
 from tests.runtime.manual_portal import ManualPortal
 from tests.runtime.parts import IDENTITY, Side

@@ -14,7 +14,7 @@ from concurrent.futures import wait as wait_for
 import pytest
 
 from kvoffload.runtime.portal import DaemonExecutor, Portal, PortalClosed
-from kvoffload.testing import ThreadGate
+from tests.gates import ThreadGate
 
 PATIENCE_S = 30
 

@@ -22,7 +22,7 @@ from kvoffload.model.errors import ConfigError
 from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.model.wire import JobReport
 from kvoffload.telemetry import otel, spans, timeline
-from kvoffload.testing import ManualExecutor
+from tests.gates import ManualExecutor
 from tests.runtime.manual_portal import ManualPortal
 from tests.runtime.parts import BLOCK, RELOAD, TIMEOUT_S, Side, loading
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from kvoffload.runtime.portal import Portal, PortalClosed
-from kvoffload.testing import ManualExecutor
+from tests.gates import ManualExecutor
 from tests.runtime.manual_portal import TaskFuture
 
 if TYPE_CHECKING:

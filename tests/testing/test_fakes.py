@@ -1,4 +1,4 @@
-"""The shipped fakes do what their users rely on."""
+"""The fakes do what tests rely on."""
 
 from __future__ import annotations
 
@@ -9,17 +9,10 @@ import numpy as np
 import pytest
 
 from kvoffload.model.wire import Direction
-from kvoffload.testing import (
-    FakeClock,
-    FakeDevice,
-    GatedCopier,
-    GatedTicket,
-    ManualExecutor,
-    ThreadGate,
-    wait_all_blocked,
-)
+from kvoffload.testing import FakeClock, FakeDevice, GatedCopier, GatedTicket, wait_all_blocked
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns
+from tests.gates import ManualExecutor, ThreadGate
 
 
 @pytest.mark.asyncio

@@ -10,12 +10,13 @@ from typing import Any
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import Rank
 from kvoffload.model.wire import DeviceJob, Direction, JobReport
-from kvoffload.testing import FakeClock, FakeDevice, GatedCopier, ManualExecutor, wait_all_blocked
+from kvoffload.testing import FakeClock, FakeDevice, GatedCopier, wait_all_blocked
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.factory import make_checksums
 from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.pump import TransferPump
 from tests.copy_jobs import device_job
+from tests.gates import ManualExecutor
 from tests.transfer.counts import statistics_of
 
 DONE, FAILED, CORRUPT = CopyOutcome.DONE, CopyOutcome.FAILED, CopyOutcome.CORRUPT

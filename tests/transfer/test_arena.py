@@ -15,10 +15,11 @@ import pytest
 
 from kvoffload.model.errors import HostMemoryBusy, HostMemoryError
 from kvoffload.runtime import worker_side
-from kvoffload.testing import FakeClock, FakeDevice, ManualExecutor, wait_all_blocked
-from kvoffload.testing.logs import capture_logs
+from kvoffload.testing import FakeClock, FakeDevice, wait_all_blocked
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.host_memory import HostChunk, MmapAllocator
+from tests.captured_logs import capture_logs
+from tests.gates import ManualExecutor
 
 LAYOUT = FakeDevice(4, [4096, 1024]).layout
 CHUNK = 3 * LAYOUT.slot_bytes

@@ -16,11 +16,12 @@ from kvoffload.model.ids import BlockKey
 from kvoffload.remote.store import RemoteStore
 from kvoffload.remote.values import Shard
 from kvoffload.runtime.portal import DaemonExecutor
-from kvoffload.testing import FakeClock, ManualExecutor, ThreadGate
-from kvoffload.testing.logs import capture_logs
+from kvoffload.testing import FakeClock
 from kvoffload.transfer import blocking_calls
 from kvoffload.transfer.blocking_calls import BlockingCalls, Call, ErrorRow
 from kvoffload.transfer.remote import remote_calls
+from tests.captured_logs import capture_logs
+from tests.gates import ManualExecutor, ThreadGate
 from tests.remote.fake_store import FakeStore
 
 if TYPE_CHECKING:

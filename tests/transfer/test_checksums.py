@@ -11,7 +11,7 @@ import pytest
 
 from kvoffload.model.errors import CopyError
 from kvoffload.model.wire import Direction
-from kvoffload.testing import FakeDevice, ManualExecutor
+from kvoffload.testing import FakeDevice
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.checksums import (
     Checksums,
@@ -25,6 +25,7 @@ from kvoffload.transfer.checksums import (
 from kvoffload.transfer.factory import make_checksums
 from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.ports import TicketState
+from tests.gates import ManualExecutor
 
 SLOTS = 7
 PAGES = [[64, 32], [1], [100, 5000, 100], [4096, 4096], [9000], [70_000, 70_001]]

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.model.wire import Direction
-from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer.cuda import crossover, driver
 from kvoffload.transfer.cuda.copier import ENGINE_ONLY, CudaCopier, GpuProfile, split
 from kvoffload.transfer.cuda.crossover import Trial, learn
 from kvoffload.transfer.host_copier import copy_by_memmove
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns
+from tests.captured_logs import capture_logs
 from tests.transfer.fake_cuda import FakeCuda, Stream
 
 KIB = 1024

@@ -9,10 +9,10 @@ import pytest
 
 from kvoffload.model.errors import DeviceLost
 from kvoffload.model.wire import Direction
-from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer.cuda.copier import CudaCopier
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns
+from tests.captured_logs import capture_logs
 from tests.transfer.fake_cuda import FakeCuda
 
 

@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from kvoffload.model.wire import Direction
-from kvoffload.testing import ManualExecutor
-from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.cuda.copier import ENGINE_ONLY, CudaCopier
 from kvoffload.transfer.cuda.crossover import SCRATCH_BYTES, Trial, learn
@@ -20,6 +18,8 @@ from kvoffload.transfer.factory import current_stream, make_allocator, make_copi
 from kvoffload.transfer.layout import layout_of
 from kvoffload.transfer.ports import SystemClock, Ticket, TicketState
 from kvoffload.transfer.runs import CopyRuns, merge_runs
+from tests.captured_logs import capture_logs
+from tests.gates import ManualExecutor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TRITON_")]  # of its own defaults
 

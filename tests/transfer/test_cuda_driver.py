@@ -15,8 +15,6 @@ import pytest
 
 from kvoffload.model.errors import CopyError, DeviceLost, HostMemoryBusy, HostMemoryError
 from kvoffload.model.wire import Direction
-from kvoffload.testing import ManualExecutor
-from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer import host_memory
 from kvoffload.transfer.cuda.copier import CudaCopier
 from kvoffload.transfer.cuda.driver import CudaPin, NvidiaDriver, _hint
@@ -24,7 +22,9 @@ from kvoffload.transfer.cuda.library import CudaError, CudaLibrary
 from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.ports import HELD_COPIES, TicketState
 from kvoffload.transfer.runs import CopyRuns
+from tests.captured_logs import capture_logs
 from tests.cuda_emulator import Emulator, Engine
+from tests.gates import ManualExecutor
 
 T = TypeVar("T")
 PIECE = 64

@@ -17,11 +17,11 @@ from kvoffload.model.errors import HostMemoryBusy
 from kvoffload.model.wire import Direction, TransferPlan
 from kvoffload.runtime import worker_side
 from kvoffload.runtime.worker_side import WorkerSide
-from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer.cuda import driver as driver_module
 from kvoffload.transfer.cuda.copier import CudaCopier, CudaTicket
 from kvoffload.transfer.cuda.driver import CudaPin, NvidiaDriver
 from kvoffload.transfer.pump import TransferPump
+from tests.captured_logs import capture_logs
 from tests.cuda_emulator import Emulator
 from tests.cuda_emulator.life import SLOTS, Life
 from tests.transfer.counts import statistics_of

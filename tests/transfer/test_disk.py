@@ -24,11 +24,12 @@ from kvoffload.model.errors import DiskError
 from kvoffload.model.ids import JobId, SlotId
 from kvoffload.model.wire import CopyJob, Direction, JobReport, Tier
 from kvoffload.runtime.portal import DaemonExecutor
-from kvoffload.testing import FakeClock, FakeDevice, ManualExecutor, ThreadGate
+from kvoffload.testing import FakeClock, FakeDevice
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.disk import RankDisk
 from kvoffload.transfer.factory import make_checksums
 from kvoffload.transfer.host_memory import MmapAllocator
+from tests.gates import ManualExecutor, ThreadGate
 
 DONE, FAILED, CORRUPT = CopyOutcome.DONE, CopyOutcome.FAILED, CopyOutcome.CORRUPT
 PAGES = [640, 96, 5000]

@@ -9,10 +9,11 @@ from kvoffload.disk.folder import DiskPlace
 from kvoffload.disk.identity import KVIdentity
 from kvoffload.disk.slot_file import SlotShape, open_slot_file
 from kvoffload.model.ids import JobId
-from kvoffload.testing import FakeClock, FakeDevice, ManualExecutor
+from kvoffload.testing import FakeClock, FakeDevice
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.disk import FileOpening, RankDisk
 from kvoffload.transfer.host_memory import MmapAllocator
+from tests.gates import ManualExecutor
 from tests.runtime.parts import IDENTITY
 
 if TYPE_CHECKING:

@@ -8,11 +8,12 @@ import sys
 import pytest
 
 from kvoffload.model.errors import EngineContractError
-from kvoffload.testing import FakeClock, FakeDevice, ManualExecutor
+from kvoffload.testing import FakeClock, FakeDevice
 from kvoffload.transfer.factory import make_allocator, make_copier
 from kvoffload.transfer.host_copier import HostCopier
 from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.layout import DeviceLayout, DeviceRegion
+from tests.gates import ManualExecutor
 
 
 def test_host_memory_on_the_cpu() -> None:

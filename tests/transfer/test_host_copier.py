@@ -10,10 +10,11 @@ import pytest
 
 from kvoffload.model.errors import CopyError
 from kvoffload.model.wire import Direction
-from kvoffload.testing import FakeClock, ManualExecutor
+from kvoffload.testing import FakeClock
 from kvoffload.transfer.host_copier import HostCopier, WatchfulCopy, choose_copy, copy_by_memmove
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns
+from tests.gates import ManualExecutor
 
 
 def runs_between(source: np.ndarray, target: np.ndarray) -> CopyRuns:

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from kvoffload.model.wire import Direction
 from kvoffload.runtime.portal import DaemonExecutor
-from kvoffload.testing import FakeClock, ManualExecutor, ThreadGate
+from kvoffload.testing import FakeClock
 from kvoffload.transfer.host_copier import HostCopier, HostTicket, cut
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns
+from tests.gates import ManualExecutor, ThreadGate
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 

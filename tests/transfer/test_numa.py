@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.testing import ManualExecutor
-from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer.host_memory import HostChunk, MmapAllocator, PreferredNode, preferred_node
+from tests.captured_logs import capture_logs
+from tests.gates import ManualExecutor
 
 MAPS = Path("/proc/self/numa_maps")
 SIZE = 2**20

@@ -11,8 +11,9 @@ import pytest
 
 from kvoffload.model.errors import IllegalTransition
 from kvoffload.model.wire import Direction
-from kvoffload.testing import ManualExecutor, wait_all_blocked
+from kvoffload.testing import wait_all_blocked
 from kvoffload.transfer.ports import TicketState
+from tests.gates import ManualExecutor
 from tests.transfer.counts import statistics_of
 from tests.transfer.rig import DONE, Rig, load, running, store
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.testing import wait_all_blocked
-from kvoffload.testing.logs import capture_logs
+from tests.captured_logs import capture_logs
 from tests.transfer.counts import statistics_of
 from tests.transfer.rig import CORRUPT, DONE, FAILED, TIMEOUT_S, Rig, load, running, store
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from kvoffload.model.errors import CopyError
 from kvoffload.testing import wait_all_blocked
-from kvoffload.testing.logs import capture_logs
+from tests.captured_logs import capture_logs
 from tests.transfer.counts import statistics_of
 from tests.transfer.rig import DONE, FAILED, TIMEOUT_S, Rig, load, running, store
 

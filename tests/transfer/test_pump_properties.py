@@ -17,13 +17,13 @@ from kvoffload.model.ids import Rank
 from kvoffload.model.wire import DeviceJob, Direction
 from kvoffload.runtime.portal import Portal
 from kvoffload.testing import FakeDevice, GatedTicket, wait_all_blocked
-from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.factory import make_checksums
 from kvoffload.transfer.host_copier import HostCopier
 from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.ports import SystemClock
 from kvoffload.transfer.pump import TransferPump
+from tests.captured_logs import capture_logs
 from tests.transfer.counts import statistics_of
 from tests.transfer.rig import CORRUPT, DONE, TIMEOUT_S, Rig, load, running, store
 

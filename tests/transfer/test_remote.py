@@ -12,7 +12,7 @@ from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import BlockKey, JobId, SlotId
 from kvoffload.model.wire import CopyJob, Direction, JobReport, Tier
 from kvoffload.remote.values import TRAILER_BYTES, Shard, seal
-from kvoffload.testing import FakeClock, FakeDevice, ManualExecutor
+from kvoffload.testing import FakeClock, FakeDevice
 from kvoffload.transfer import remote
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.factory import make_checksums
@@ -20,6 +20,7 @@ from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.layout import digest_of
 from kvoffload.transfer.remote import RemoteMover, remote_calls
 from kvoffload.transfer.tier_jobs import TierJobs, TierReport
+from tests.gates import ManualExecutor
 from tests.remote.fake_store import FakeStore
 
 DONE, FAILED, CORRUPT = CopyOutcome.DONE, CopyOutcome.FAILED, CopyOutcome.CORRUPT

@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.model.wire import Direction
-from kvoffload.testing import FakeDevice, ManualExecutor
+from kvoffload.testing import FakeDevice
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.host_copier import HostCopier, choose_copy, copy_by_memmove
 from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.ports import SystemClock, TicketState
 from kvoffload.transfer.runs import CopyRuns, geometry_of, merge_runs
+from tests.gates import ManualExecutor
 
 
 def array(*numbers: int) -> np.ndarray:

@@ -10,7 +10,7 @@ import pytest
 
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.errors import ConfigError
-from kvoffload.testing.logs import capture_logs
+from tests.captured_logs import capture_logs
 from tests.vllm_adapter.engine_rig import MARKS
 
 pytestmark = MARKS

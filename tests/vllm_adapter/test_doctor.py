@@ -19,9 +19,9 @@ from kvoffload.checks.machine import Gpus, Machine
 from kvoffload.cli.main import main
 from kvoffload.model.config import OffloadConfig
 from kvoffload.testing import FakeDevice
-from kvoffload.testing.logs import capture_logs
 from kvoffload_vllm import doctor
 from kvoffload_vllm.support import NEWEST_RUN, VERSIONS
+from tests.captured_logs import capture_logs
 from tests.doctor.trees import ask, machine, setup
 from tests.vllm_adapter.stand_ins import cache_config, full, group, vllm_config
 

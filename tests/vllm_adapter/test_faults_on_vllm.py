@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from kvoffload.core.machine import SlotState
-from kvoffload.testing.logs import capture_logs
+from tests.captured_logs import capture_logs
 from tests.vllm_adapter.engine_rig import (
     MARKS,
     Asked,

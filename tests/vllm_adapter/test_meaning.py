@@ -19,9 +19,9 @@ from kvoffload.model.wire import CopyJob, Direction, Tier, TransferPlan, Transfe
 from kvoffload.remote.address import MooncakeAddress
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.testing import FakeClock
-from kvoffload.testing.logs import capture_logs
 from kvoffload.transfer.layout import DeviceLayout
 from kvoffload_vllm.layout import layout_of_caches, meaning_of_caches
+from tests.captured_logs import capture_logs
 from tests.remote.fake_store import FakeStore
 from tests.runtime.manual_portal import ManualPortal
 from tests.runtime.parts import IDENTITY

@@ -13,7 +13,7 @@ import pytest
 
 from kvoffload.core.machine import SlotState
 from kvoffload.telemetry.counters import Snapshot
-from kvoffload.testing.logs import capture_logs
+from tests.captured_logs import capture_logs
 from tests.vllm_adapter.engine_rig import (
     MARKS,
     Asked,
