@@ -5,7 +5,6 @@ from __future__ import annotations
 from kvoffload.checks.check import Check, Finding, Setup, go, no_go, not_known, warn
 from kvoffload.checks.machine import Machine
 from kvoffload.model.config import size_text
-from kvoffload.transfer.arena import arena_bytes
 from kvoffload.transfer.host_memory import exceeded, memory_limits
 
 _SPARE = 10  # a tenth of the memory should stay free
@@ -19,11 +18,11 @@ SPEEDS = ((2 * 2**20, 0.85), (64 * 2**10, 0.8), (4 * 2**10, 0.5))
 
 
 def needed_bytes(setup: Setup) -> int:
-    """Return the host memory of all ranks on this machine; rounded as the start rounds it if a block's size is known."""
+    """Return the host memory of all ranks on this machine: whole blocks, if a block's size is known."""
     sizes = setup.sizes
     share = setup.config.host_bytes // sizes.ranks
     if sizes.block_bytes is not None:
-        share = arena_bytes(share, sizes.page_bytes or (sizes.block_bytes,))
+        share -= share % sizes.block_bytes
     return sizes.ranks * share
 
 

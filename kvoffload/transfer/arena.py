@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     Pages: TypeAlias = NDArray[np.uint8]  # [regions, slots, page]: regions whose pages have one size
 
 _LINE = 64
-KERNEL_PAGE = 4096
-"""The kernel hands out, and pins, memory in these; huge pages lie inside a mapping and round nothing."""
-
 CHUNK_BYTES = 64 * 2**20
 """Takes about 6 ms to pin, in which the driver may block all other calls: short beside a step, long beside a call."""
 
@@ -218,23 +215,6 @@ class Arena:
         self.geometry = self.geometry.with_chunk(starts)
         self._pages.append(_pages_at(starts, sizes, count))
         self.ready_slots += count  # last: who sees the slots must find their addresses
-
-
-def arena_bytes(bytes_per_rank: int, page_bytes: Sequence[int]) -> int:
-    """Return the bytes that a rank's arena takes, and pins on a CUDA device: what fits, with all rounding.
-
-    Args:
-        bytes_per_rank: what the rank may use.
-        page_bytes: one block's bytes in each of the rank's regions.
-    """
-    slot_bytes = sum(page_bytes)
-    chunk_slots = max(1, CHUNK_BYTES // slot_bytes)
-    chunks, rest = divmod(bytes_per_rank // slot_bytes, chunk_slots)
-    return chunks * _mapped(page_bytes, chunk_slots) + _mapped(page_bytes, rest)
-
-
-def _mapped(page_bytes: Sequence[int], slots: int) -> int:
-    return -(-region_offsets(page_bytes, slots)[-1] // KERNEL_PAGE) * KERNEL_PAGE
 
 
 def region_offsets(page_bytes: Sequence[int], count: int) -> list[int]:

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Protocol
 from kvoffload.logs import get_logger
 from kvoffload.model.config import size_text
 from kvoffload.model.errors import ConfigError, HostMemoryError
-from kvoffload.transfer.arena import arena_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -255,16 +254,17 @@ def slots_for(
     Raises:
         ConfigError: less than one block fits, or the ranks need more than this machine or this process's cgroup has left.
     """
-    if bytes_per_rank < layout.slot_bytes:
+    slots = bytes_per_rank // layout.slot_bytes
+    if not slots:
         problem = (
             f"host_bytes gives each rank {bytes_per_rank} bytes, below one block of {layout.slot_bytes} bytes"
         )
         raise ConfigError([problem])
-    needed = ranks * arena_bytes(bytes_per_rank, layout.page_bytes)
+    needed = ranks * slots * layout.slot_bytes
     if (limit := exceeded(needed, memory_limits(read))) is not None:
         together = "" if ranks == 1 else f", all {ranks} ranks of this machine {size_text(needed)}"
         raise ConfigError([f"host_bytes gives each rank {bytes_per_rank} bytes{together}, above {limit}"])
-    return bytes_per_rank // layout.slot_bytes
+    return slots
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +16,7 @@ from kvoffload.model.errors import CopyError, DeviceLost, HostMemoryBusy, HostMe
 from kvoffload.model.wire import Direction
 from kvoffload.transfer import host_memory
 from kvoffload.transfer.cuda.copier import CudaCopier
-from kvoffload.transfer.cuda.driver import CudaPin, NvidiaDriver, _hint
+from kvoffload.transfer.cuda.driver import CudaPin, NvidiaDriver
 from kvoffload.transfer.cuda.library import CudaError, CudaLibrary
 from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.ports import HELD_COPIES, TicketState
@@ -342,14 +341,6 @@ def test_a_driver_before_cuda_12_has_no_batches(emulator: Emulator, monkeypatch:
 
     monkeypatch.setattr(ctypes, "CDLL", Old)
     assert CudaLibrary().batch_copy() is None
-
-
-def test_a_library_that_was_not_found_is_named_where_it_lies(tmp_path: Path) -> None:
-    assert _hint((str(tmp_path),)) == ""
-    (tmp_path / "libcuda.so.1").touch()
-    assert _hint(("/none", str(tmp_path))) == (
-        f"; {tmp_path} has one, so put this folder into LD_LIBRARY_PATH"
-    )
 
 
 def test_a_question_during_a_capture_neither_fails_nor_spoils_it(emulator: Emulator) -> None:

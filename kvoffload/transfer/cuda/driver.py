@@ -23,7 +23,6 @@ import time
 from collections import deque
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,7 +58,6 @@ _LAUNCH = 2  # the descriptors' copy and the kernel
 _PATIENCE_S = 10.0  # with copies of a few megabytes
 
 _WITHOUT_PINNING = "; run the engine without confidential computing, or without kvoffload"
-_FOLDERS = ("/usr/local/nvidia/lib64", "/usr/lib/wsl/lib")  # where containers and WSL have the library
 
 _pinned: dict[int, NDArray[np.uint8]] = {}  # by address; what a device may touch must stay mapped
 
@@ -162,9 +160,7 @@ class NvidiaDriver:
         try:
             self.library = library = cuda_library()
         except OSError as error:
-            raise EngineContractError(
-                f"no NVIDIA driver library for {device}: {error}{_hint(_FOLDERS)}"
-            ) from error
+            raise EngineContractError(f"no NVIDIA driver library for {device}: {error}") from error
         self._current_stream = current_stream
         self._device = _answer(ctypes.c_int, library.cuDeviceGet, int(device.partition(":")[2] or 0))
         self._context = _answer(ctypes.c_void_p, library.cuDevicePrimaryCtxRetain, self._device)
@@ -460,12 +456,6 @@ def _answer(kind: Callable[[], Any], call: Callable[..., int], *arguments: int) 
     place = kind()
     call(ctypes.byref(place), *arguments)
     return place.value
-
-
-def _hint(folders: tuple[str, ...]) -> str:
-    """Return where the library lies although it was not found."""
-    found = next((folder for folder in folders if Path(folder, "libcuda.so.1").exists()), None)
-    return f"; {found} has one, so put this folder into LD_LIBRARY_PATH" if found else ""
 
 
 class CudaPin:
