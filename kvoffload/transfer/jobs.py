@@ -11,7 +11,7 @@ import numpy as np
 
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import CopyError, IllegalTransition
-from kvoffload.model.wire import JobReport
+from kvoffload.model.wire import Direction, JobReport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from kvoffload.model.wire import DeviceJob
     from kvoffload.transfer.ports import Fence
     from kvoffload.transfer.runs import Numbers
-
-_REMEMBERED = 4096  # ended jobs whose ids are still refused: a plan received twice must not copy twice
-
 
 @dataclass(slots=True, eq=False)
 class OpenJob:
@@ -103,26 +100,25 @@ class JobLedger:
     def __init__(self) -> None:
         self._open: dict[JobId, OpenJob] = {}
         self._ended: deque[JobReport] = deque()
-        self._remembered: deque[JobId] = deque()
-        self._remembered_ids: set[JobId] = set()
+        self._newest = dict.fromkeys(Direction, -1)
 
     def __len__(self) -> int:
         """Jobs that have not ended."""
         return len(self._open)
 
     def accept(self, jobs: Sequence[DeviceJob], now: float) -> list[OpenJob]:
-        """Take `jobs` in, all or none.
+        """Take `jobs` of one direction in, all or none. A plan that is received twice must not copy twice.
 
         Raises:
-            IllegalTransition: one of them was accepted before; nothing changed.
+            IllegalTransition: a job was accepted before, or one with a higher number was; nothing changed.
         """
-        named: set[JobId] = set()
+        direction = jobs[0].direction
+        newest = self._newest[direction]
         for job in jobs:
-            if job.id in named or job.id in self._open:
-                raise IllegalTransition(f"transfer job {job.id}", "open", "submit")
-            if job.id in self._remembered_ids:
-                raise IllegalTransition(f"transfer job {job.id}", "ended", "submit")
-            named.add(job.id)
+            if job.id <= newest:
+                raise IllegalTransition(f"transfer job {job.id}", "accepted", "submit")
+            newest = job.id
+        self._newest[direction] = newest
         accepted = [OpenJob(job, now) for job in jobs]
         self._open.update((open_job.job.id, open_job) for open_job in accepted)
         return accepted
@@ -134,7 +130,6 @@ class JobLedger:
         noticed the end.
         """
         job = open_job.job
-        self._remember(job.id)  # first: at no time may the id look new
         del self._open[job.id]
         outcome = open_job.outcome
         self._ended.append(
@@ -152,12 +147,6 @@ class JobLedger:
     def take_reports(self) -> tuple[JobReport, ...]:
         """Return the jobs that ended since the last call, in the order in which they did."""
         return tuple(self._ended.popleft() for _ in range(len(self._ended)))
-
-    def _remember(self, job: JobId) -> None:
-        self._remembered.append(job)
-        self._remembered_ids.add(job)
-        if len(self._remembered) > _REMEMBERED:
-            self._remembered_ids.discard(self._remembered.popleft())
 
 
 def _check_range(what: str, numbers: Numbers, end: int) -> None:
