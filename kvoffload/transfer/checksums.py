@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvoffload.transfer.arena import Arena
+    from kvoffload.transfer.ports import Ticket
     from kvoffload.transfer.runs import Numbers
 
     Positions = tuple[int, ...]
@@ -61,31 +62,41 @@ _STRETCH = 4096  # what is lost, replaced or written over as a whole is seldom l
 _LINES = 4096  # gathered at once: some 100 us, during which numpy may keep the interpreter's lock
 
 
-class ChecksumTicket:
-    """One batch whose slots are being read.
+class CheckedTicket:
+    """One batch that ends when its copies have ended and then its slots have been read.
 
     Args:
-        work: the reading.
+        copies: the copier's ticket.
+        read: begins to read the slots.
+
+    Attributes:
+        corrupt: of an ended load, positions of slots whose bytes are not those that were stored.
     """
 
-    copy_seconds = 0.0
-    """The time of reading counts as waiting."""
-
-    def __init__(self, work: Future[Positions]) -> None:
-        self._work = work
+    def __init__(self, copies: Ticket, read: Callable[[], Future[Positions]]) -> None:
+        self._copies = copies
+        self._read = read
+        self._work: Future[Positions] | None = None
         self.corrupt: Positions = ()
-        """Of an ended load: positions of slots whose bytes are not those that were stored."""
+
+    @property
+    def copy_seconds(self) -> float | None:
+        """The copier's; the time of reading counts as waiting."""
+        return self._copies.copy_seconds
 
     def query(self) -> TicketState:
-        """Return whether the slots have been read.
+        """Return where the batch stands, and begin to read the slots once the copies have ended well.
 
         Raises:
-            Exception: what reading them raised; nothing runs any more.
+            Exception: what the copier or reading the slots raised; nothing runs any more.
         """
+        if self._work is None:
+            state = self._copies.query()
+            if state is not TicketState.DONE:
+                return state
+            self._work = self._read()
         if not self._work.done():
-            return TicketState.PENDING
-        if self._work.cancelled():
-            return TicketState.FAILED
+            return TicketState.READING
         self.corrupt = self._work.result()
         return TicketState.DONE
 
@@ -106,14 +117,14 @@ class Checksums:
         self._executor = executor
         self._known = np.zeros(slots, np.uint64)
 
-    def start(self, direction: Direction, slots: Numbers) -> ChecksumTicket:
+    def start(self, direction: Direction, slots: Numbers) -> Future[Positions]:
         """Begin to take the checksums of slots that stores have filled, or to compare those of slots that loads read.
 
         Raises:
             Exception: nothing was started.
         """
         work = self._take if direction is Direction.STORE else self._compare
-        return ChecksumTicket(self._executor.submit(work, slots))
+        return self._executor.submit(work, slots)
 
     def take(self, *slots: int) -> None:
         """Take the checksums of slots that a fetch has filled. The calling thread reads them."""

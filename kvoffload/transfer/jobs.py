@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -29,8 +29,7 @@ class OpenJob:
         job: the job.
         accepted_at: time of acceptance on the pump's clock.
         fence: what its copies wait for.
-        slots: of the job, as an array; set with `blocks` by `resolve`.
-        blocks: of the job, as an array.
+        slots, blocks: of the job, as arrays; set by `resolve`.
         started: pairs handed to the copier so far.
         open_parts: open batches that contain a part of it.
         copy_s: seconds of the copies that have ended.
@@ -41,8 +40,8 @@ class OpenJob:
     job: DeviceJob
     accepted_at: float
     fence: Fence = None
-    slots: Numbers | None = None
-    blocks: Numbers | None = None
+    slots: Numbers = field(init=False)
+    blocks: Numbers = field(init=False)
     started: int = 0
     open_parts: int = 0
     copy_s: float = 0.0

@@ -50,6 +50,7 @@ class TicketState(Enum):
     """What is true of a submitted batch now."""
 
     PENDING = "pending"  # it may still touch memory on both sides
+    READING = "reading"  # its copies have ended, the checksums of its host slots are being read
     DONE = "done"  # every byte has arrived; it touches nothing any more
     FAILED = "failed"  # it touches nothing any more; what the destination holds is undefined
 

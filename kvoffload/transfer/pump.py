@@ -20,9 +20,8 @@ waits for them. Stores wait in a queue for the coroutine, because no request wai
 * With nothing pending the coroutine sleeps until a job comes; it is not woken while it is awake. With copies pending it
   polls the oldest ticket of each lane, at intervals that double while nothing ends, and at once while a large batch is being
   started in slices.
-* Where checksums are kept, a batch passes through two lanes: that of its copies, and when they have ended that of its
-  checksums, which an executor's threads read. It keeps the time of its submission, so both together have `timeout_s`, and
-  its bytes count as in flight: time-outs, drain and death treat it as a running copy.
+* Where checksums are kept, a batch's ticket has an executor's threads read them when the copies have ended. Copies and
+  reading together have `timeout_s`; time-outs, drain and death treat a batch that is being read as a running copy.
 * A started copy cannot be cancelled. On cancellation, jobs that were not started fail at once; the coroutine stays, even if
   cancelled again, until started copies have ended or been written off.
 * If the coroutine dies, the hook's `poll` notices ends in its place and fails jobs that were not started.
@@ -33,7 +32,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from dataclasses import replace
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -43,9 +42,9 @@ import numpy as np
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import DeviceLost
 from kvoffload.model.wire import Direction, TransferReport
-from kvoffload.transfer.checksums import ChecksumTicket
+from kvoffload.transfer.checksums import CheckedTicket
 from kvoffload.transfer.jobs import JobLedger, Part
-from kvoffload.transfer.lanes import Batch, Lanes
+from kvoffload.transfer.lanes import Batch, Lane
 from kvoffload.transfer.runs import merge_runs
 from kvoffload.transfer.store_queue import StoreQueue
 
@@ -57,9 +56,8 @@ if TYPE_CHECKING:
     from kvoffload.transfer.arena import Arena
     from kvoffload.transfer.checksums import Checksums
     from kvoffload.transfer.jobs import OpenJob
-    from kvoffload.transfer.lanes import EndedBatch, Lane
-    from kvoffload.transfer.ports import Clock, Copier, Fence
-    from kvoffload.transfer.runs import CopyRuns, Numbers
+    from kvoffload.transfer.lanes import EndedBatch
+    from kvoffload.transfer.ports import Clock, Copier, Fence, Ticket
 
 log = get_logger("transfer")
 
@@ -140,7 +138,9 @@ class TransferPump:
         self._checksums = checksums
         self._ledger = JobLedger()
         self._queue = StoreQueue(store_bytes_in_flight, arena.layout.slot_bytes)
-        self._lanes = Lanes(timeout_s, reads=checksums is not None)
+        self._loads = Lane(Direction.LOAD, timeout_s)
+        self._stores = Lane(Direction.STORE, timeout_s)
+        self._lanes = self._loads, self._stores
         self._late_look_at = 0.0
         self._lost: str | None = None  # why the device runs nothing more of this process
         self._admission = Lock()
@@ -150,7 +150,6 @@ class TransferPump:
         self._is_closing = False
         self._gone: str | None = None  # why the coroutine will start nothing more
         self._reported: tuple[int, bool, str | None] = (0, True, None)
-        self._wake_ups = 0
 
     # --- the hook's thread ---
 
@@ -205,7 +204,7 @@ class TransferPump:
     def poll(self) -> None:
         """Notice what has ended, without waiting for anything."""
         is_stranded = self._gone is not None and bool(self._queue)
-        if not (self._lanes.is_pending or self._lanes.written_off or is_stranded):
+        if not (any(self._lanes) or self._written_off or is_stranded):
             return
         if not self._reaping.acquire(blocking=False):
             return
@@ -226,7 +225,7 @@ class TransferPump:
         # Asked in this order, so that the last slots are there when no more are on their way.
         is_growing = self._arena.is_growing
         ready_slots = max(self._arena.ready_slots, self._reported[0])
-        lost = self._lost or self._lanes.lost
+        lost = self._lost or self._loads.lost or self._stores.lost
         state = ready_slots, is_growing, lost
         if not (reports or is_due) and state == self._reported:
             return None
@@ -253,9 +252,8 @@ class TransferPump:
         self.poll()
 
     @property
-    def is_alive(self) -> bool:
-        """Whether the coroutine may still start stores."""
-        return self._gone is None
+    def _written_off(self) -> int:
+        return self._loads.written_off + self._stores.written_off
 
     # --- the coroutine ---
 
@@ -297,7 +295,7 @@ class TransferPump:
                     was_cancelled = True
         if was_cancelled:
             raise asyncio.CancelledError
-        return self._lanes.written_off
+        return self._written_off
 
     async def close(self) -> None:
         """Drain, then close the copier and the arena. The arena stays where a written-off copy may still touch it."""
@@ -311,7 +309,6 @@ class TransferPump:
     async def _turns(self) -> None:
         while True:
             self._wakeup.clear()
-            self._wake_ups += 1
             slices = self._copier.slices
             if not self._turn():
                 await self._wakeup.wait()
@@ -326,7 +323,7 @@ class TransferPump:
             progress = self._reap()
             progress |= self._start_stores()
             # Asked before the hook may look: with nothing pending the coroutine sleeps, also beside a queue.
-            is_pending = self._lanes.is_pending
+            is_pending = any(self._lanes)
         self._pause_s = _FIRST_PAUSE_S if progress else min(2 * self._pause_s, LONGEST_PAUSE_S)
         return is_pending
 
@@ -359,33 +356,31 @@ class TransferPump:
         for part in parts:
             part.job.started = part.end
         if parts:
-            self._submit(self._lanes.loads, Direction.LOAD, parts)
+            self._submit(self._loads, Direction.LOAD, parts)
 
     def _start_stores(self) -> bool:
         """Submit queued stores as far as the bound allows; return whether any was."""
         started = False
-        while parts := self._queue.next_batch(self._lanes.store_bytes, self._resolve):
-            self._submit(self._lanes.stores, Direction.STORE, parts)
+        while parts := self._queue.next_batch(self._stores.pending_bytes, self._resolve):
+            self._submit(self._stores, Direction.STORE, parts)
             started = True
         return started
 
     def _reap(self) -> bool:
         """Notice which batches have ended; return whether any has."""
         now = self._clock.monotonic()
-        is_load_pending = bool(self._lanes.loads)  # before its lane is reaped: it was while the stores ran
-        copied = [found for lane in self._lanes.copies for found in lane.reap(now)]
-        self._note_stores(copied, now, is_load_pending=is_load_pending)
-        read = [found for lane in self._lanes.readings for found in lane.reap(now)]
-        if self._lanes.written_off and now >= self._late_look_at:
+        is_load_pending = bool(self._loads)  # before its lane is reaped: it was while the stores ran
+        ended = [*self._loads.reap(now)]
+        for found in self._stores.reap(now):
+            ended.append(found)
+            if not found.failed:
+                self._queue.batch_ended(found.batch, found.copy_s, now, is_load_pending=is_load_pending)
+        if self._written_off and now >= self._late_look_at:
             self._late_look_at = now + self._timeout_s / 4
-            copied += itertools.chain.from_iterable(lane.reap_late(now) for lane in self._lanes.copies)
-            read += itertools.chain.from_iterable(lane.reap_late(now) for lane in self._lanes.readings)
-        for found in read:
+            ended += itertools.chain.from_iterable(lane.reap_late(now) for lane in self._lanes)
+        for found in ended:
             self._settle(found, now)
-        for found in copied:
-            if found.failed or not self._read(found):
-                self._settle(found, now)
-        return bool(read or copied)
+        return bool(ended)
 
     def _fail(self, jobs: Iterable[OpenJob], reason: str) -> None:
         """Start no more of `jobs`, and report those of which nothing runs."""
@@ -402,7 +397,7 @@ class TransferPump:
 
     def _resolve(self, job: OpenJob) -> bool:
         """Whether the job can be copied; one that cannot fails here, alone."""
-        if job.slots is not None:
+        if job.started:
             return True
         try:
             job.resolve(self._arena.ready_slots, self._arena.layout.blocks)
@@ -414,44 +409,24 @@ class TransferPump:
     def _submit(self, lane: Lane, direction: Direction, parts: Sequence[Part]) -> None:
         now = self._clock.monotonic()
         try:
-            runs = self._merged(direction, parts)
+            slots = np.concatenate([part.job.slots[part.start : part.end] for part in parts])
+            blocks = np.concatenate([part.job.blocks[part.start : part.end] for part in parts])
+            runs = merge_runs(self._arena.geometry, direction, slots, blocks)
             fences = {id(part.job.fence): part.job.fence for part in parts}
-            ticket = self._copier.submit(direction, runs, tuple(fences.values()))
+            ticket: Ticket = self._copier.submit(direction, runs, tuple(fences.values()))
         except Exception as error:  # nothing was started, so the jobs can end
             self._note_lost(error)
             self._fail([part.job for part in parts], f"not submitted: {error!r}")
             return
+        if self._checksums is not None:
+            ticket = CheckedTicket(ticket, partial(self._checksums.start, direction, slots))
         for part in parts:
             part.job.open_parts += 1
-        lane.add(Batch(ticket, direction, tuple(parts), runs.total_bytes, len(runs), now))
+        lane.add(Batch(ticket, tuple(parts), runs.total_bytes, len(runs), now))
 
     def _note_lost(self, error: Exception) -> None:
         if isinstance(error, DeviceLost):
             self._lost = str(error)
-
-    def _merged(self, direction: Direction, parts: Sequence[Part]) -> CopyRuns:
-        blocks = [part.job.blocks[part.start : part.end] for part in parts if part.job.blocks is not None]
-        return merge_runs(self._arena.geometry, direction, _slots(parts), np.concatenate(blocks))
-
-    def _note_stores(self, copied: Iterable[EndedBatch], now: float, *, is_load_pending: bool) -> None:
-        for found in copied:
-            if found.batch.direction is Direction.STORE and not found.failed:
-                self._queue.batch_ended(found.batch, found.copy_s, now, is_load_pending=is_load_pending)
-
-    def _read(self, copied: EndedBatch) -> bool:
-        """Start reading the checksums of a batch whose copies have ended well; False if nothing was started."""
-        if self._checksums is None:
-            return False
-        batch = copied.batch
-        try:
-            ticket = self._checksums.start(batch.direction, _slots(batch.parts))
-        except Exception as error:  # as with a copy: whatever it is, the jobs end
-            self._fail([part.job for part in batch.parts], f"checksums not read: {error!r}")
-            return False
-        for part in batch.parts:
-            part.job.copy_s += copied.copy_s
-        self._lanes.reading_of(batch.direction).add(replace(batch, ticket=ticket, copies=0))
-        return True
 
     def _settle(self, ended: EndedBatch, now: float) -> None:
         self._note_corrupt(ended.batch)
@@ -464,7 +439,7 @@ class TransferPump:
                 self._ledger.end(job, now, self._arena.layout.slot_bytes)
 
     def _note_corrupt(self, batch: Batch) -> None:
-        found = batch.ticket.corrupt if isinstance(batch.ticket, ChecksumTicket) else ()
+        found = batch.ticket.corrupt if isinstance(batch.ticket, CheckedTicket) else ()
         first = 0
         for part in batch.parts:
             job, end = part.job, first + part.end - part.start
@@ -474,9 +449,3 @@ class TransferPump:
                 slots = [job.job.slots[position] for position in bad]
                 log.error("blocks_corrupt", job=job.job.id, blocks=len(bad), slots=slots)
             first = end
-
-
-def _slots(parts: Iterable[Part]) -> Numbers:
-    return np.concatenate(
-        [part.job.slots[part.start : part.end] for part in parts if part.job.slots is not None]
-    )

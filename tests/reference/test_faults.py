@@ -201,7 +201,7 @@ def test_the_engine_goes_on_when_the_portals_thread_is_gone(
         made.assert_clean()
         assert made.count("load_blocks", "loaded") > 0
         assert made.count("store_blocks", "failed") > 0
-        assert not made.workers[0].pump.is_alive
+        assert made.workers[0].pump._gone
         made.portal.is_dead = False
 
 

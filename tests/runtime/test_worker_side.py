@@ -192,7 +192,7 @@ def test_a_coroutine_that_ends_is_noticed(made: Side) -> None:
     pump = made.side.pump
     made.side._tasks[1].cancel()
     made.portal.advance()
-    assert not pump.is_alive
+    assert pump._gone
     made.side.start_stores(made.plan(Direction.STORE))
     assert made.outcomes() == {1: CopyOutcome.FAILED}
 

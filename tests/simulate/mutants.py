@@ -134,7 +134,7 @@ def _load_reported_at_once() -> list[Patch]:
     real = TransferPump._reap
 
     def reap(self: TransferPump) -> bool:
-        for batch in self._lanes.loads._pending:
+        for batch in self._loads._pending:
             batch.ticket.query = lambda: TicketState.DONE  # type: ignore[method-assign]
         return real(self)
 

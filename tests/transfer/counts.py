@@ -1,12 +1,20 @@
-"""What a pump has done, read from its private counters."""
+"""What a pump has done, read from its private state."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kvoffload.transfer.pump import TransferPump
+from kvoffload.transfer.pump import TransferPump
+
+
+class CountedPump(TransferPump):
+    """Counts its turns."""
+
+    turns = 0
+
+    def _turn(self) -> bool:
+        self.turns += 1
+        return super()._turn()
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +23,6 @@ class TransferStatistics:
 
     Args:
         wake_ups: turns of the coroutine; grows only while something is pending or comes in.
-        queries: questions put to tickets.
-        batches: submissions to the copier.
-        copies: contiguous copies in them.
         open_jobs: jobs that have not ended.
         queued_stores: stores of which a part has not been started.
         pending_batches: batches that have not ended, those written off apart.
@@ -27,9 +32,6 @@ class TransferStatistics:
     """
 
     wake_ups: int
-    queries: int
-    batches: int
-    copies: int
     open_jobs: int
     queued_stores: int
     pending_batches: int
@@ -40,16 +42,12 @@ class TransferStatistics:
 
 def statistics_of(pump: TransferPump) -> TransferStatistics:
     """Return the counts as they are now."""
-    lanes, ledger = pump._lanes, pump._ledger
     return TransferStatistics(
-        wake_ups=pump._wake_ups,
-        queries=sum(lane.queries for lane in lanes.all),
-        batches=sum(lane.batches for lane in lanes.copies),
-        copies=sum(lane.copies for lane in lanes.copies),
-        open_jobs=len(ledger),
+        wake_ups=pump.turns if isinstance(pump, CountedPump) else 0,
+        open_jobs=len(pump._ledger),
         queued_stores=len(pump._queue),
-        pending_batches=sum(map(len, lanes.all)),
-        written_off_batches=lanes.written_off,
-        store_bytes_in_flight=lanes.store_bytes,
+        pending_batches=sum(map(len, pump._lanes)),
+        written_off_batches=pump._written_off,
+        store_bytes_in_flight=pump._stores.pending_bytes,
         store_bytes_bound=int(pump._queue.limit.value),
     )

@@ -14,10 +14,9 @@ from kvoffload.testing import FakeClock, FakeDevice, GatedCopier, wait_all_block
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.factory import make_checksums
 from kvoffload.transfer.host_memory import MmapAllocator
-from kvoffload.transfer.pump import TransferPump
 from tests.copy_jobs import device_job
 from tests.gates import ManualExecutor
-from tests.transfer.counts import statistics_of
+from tests.transfer.counts import CountedPump, statistics_of
 
 DONE, FAILED, CORRUPT = CopyOutcome.DONE, CopyOutcome.FAILED, CopyOutcome.CORRUPT
 TIMEOUT_S = 2.0
@@ -61,7 +60,7 @@ class Rig:
             chunk_bytes=5 * size,
         )
         self.reader = ManualExecutor()
-        self.pump = TransferPump(
+        self.pump = CountedPump(
             Rank(0),
             self.arena,
             self.copier,
@@ -96,7 +95,7 @@ class Rig:
     @property
     def has_work(self) -> bool:
         """Whether copies are queued or pending, or a report waits to be taken. Written-off copies are no work."""
-        return self.pump._lanes.is_pending or bool(self.pump._queue) or bool(self.pump._ledger._ended)
+        return any(self.pump._lanes) or bool(self.pump._queue) or bool(self.pump._ledger._ended)
 
 
 @asynccontextmanager

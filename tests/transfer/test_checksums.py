@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from concurrent.futures import CancelledError
+from functools import partial
 
 import numpy as np
 import pytest
 
 from kvoffload.model.errors import CopyError
 from kvoffload.model.wire import Direction
-from kvoffload.testing import FakeDevice
+from kvoffload.testing import FakeDevice, GatedTicket
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.checksums import (
+    CheckedTicket,
     Checksums,
     GatheredSlots,
     SampledSlots,
@@ -25,6 +28,7 @@ from kvoffload.transfer.checksums import (
 from kvoffload.transfer.factory import make_checksums
 from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.ports import TicketState
+from kvoffload.transfer.runs import CopyRuns
 from tests.gates import ManualExecutor
 
 SLOTS = 7
@@ -167,16 +171,12 @@ def test_what_changed_since_its_store_is_named_by_its_position(verify: str) -> N
     checksums = checksums_of(arena, executor, verify)
     checksums.start(Direction.STORE, np.array([4, 0, 6]))
     spoil(arena, 0, 0, 0, 4096)
-    ticket = checksums.start(Direction.LOAD, np.array([6, 0, 4, 0]))
-    assert ticket.query() is TicketState.DONE
-    assert ticket.corrupt == (1, 3)
+    assert checksums.start(Direction.LOAD, np.array([6, 0, 4, 0])).result() == (1, 3)
 
 
 def test_a_slot_that_no_store_was_seen_to_fill_is_not_trusted() -> None:
     checksums = checksums_of(arena_of([64]), ManualExecutor(held=False))
-    ticket = checksums.start(Direction.LOAD, np.array([2]))
-    assert ticket.query() is TicketState.DONE
-    assert ticket.corrupt == (0,)
+    assert checksums.start(Direction.LOAD, np.array([2])).result() == (0,)
 
 
 def test_a_store_renews_the_checksum() -> None:
@@ -185,17 +185,28 @@ def test_a_store_renews_the_checksum() -> None:
     for _ in range(2):
         spoil(arena, 1, 0, 5)
         checksums.start(Direction.STORE, np.array([1]))
-        ticket = checksums.start(Direction.LOAD, np.array([1]))
-        assert (ticket.query(), ticket.corrupt) == (TicketState.DONE, ())
+        assert checksums.start(Direction.LOAD, np.array([1])).result() == ()
 
 
 def test_the_caller_reads_nothing_itself() -> None:
     executor = ManualExecutor()
     checksums = checksums_of(arena_of([64]), executor)
-    ticket = checksums.start(Direction.LOAD, np.array([0]))
-    assert (ticket.query(), executor.waiting) == (TicketState.PENDING, 1)
+    copies = GatedTicket(Direction.LOAD, CopyRuns(*[np.empty(0, np.int64)] * 3), ())
+    ticket = CheckedTicket(copies, partial(checksums.start, Direction.LOAD, np.array([0])))
+    assert (ticket.query(), executor.waiting) == (TicketState.PENDING, 0)
+    copies.finish()
+    assert (ticket.query(), executor.waiting) == (TicketState.READING, 1)
     executor.run_all()
-    assert ticket.query() is TicketState.DONE
+    assert (ticket.query(), ticket.corrupt) == (TicketState.DONE, (0,))
+
+
+def test_slots_of_copies_that_failed_are_not_read() -> None:
+    executor = ManualExecutor()
+    checksums = checksums_of(arena_of([64]), executor)
+    copies = GatedTicket(Direction.LOAD, CopyRuns(*[np.empty(0, np.int64)] * 3), ())
+    ticket = CheckedTicket(copies, partial(checksums.start, Direction.LOAD, np.array([0])))
+    copies.fail()
+    assert (ticket.query(), executor.waiting) == (TicketState.FAILED, 0)
 
 
 def test_a_ticket_says_when_reading_failed_or_will_not_happen() -> None:
@@ -204,13 +215,14 @@ def test_a_ticket_says_when_reading_failed_or_will_not_happen() -> None:
 
     executor = ManualExecutor()
     checksums = Checksums(fail, 3, executor)
-    failed = checksums.start(Direction.STORE, np.array([0]))
+    failed, cancelled = (checksums.start(Direction.STORE, np.array([0])) for _ in range(2))
+    cancelled.cancel()
     executor.run_all()
-    with pytest.raises(CopyError):
-        failed.query()
-    cancelled = checksums.start(Direction.LOAD, np.array([0]))
-    cancelled._work.cancel()
-    assert cancelled.query() is TicketState.FAILED
+    copies = GatedTicket(Direction.STORE, CopyRuns(*[np.empty(0, np.int64)] * 3), ())
+    copies.finish()
+    for work, error in ((failed, CopyError), (cancelled, CancelledError)):
+        with pytest.raises(error):
+            CheckedTicket(copies, lambda work=work: work).query()  # type: ignore[misc]
 
 
 def test_off_keeps_no_checksums() -> None:

@@ -88,7 +88,7 @@ def test_the_coroutines_death_releases_nothing_and_the_hooks_see_its_copies_to_t
     with monkeypatch.context() as broken:
         broken.setattr(life.clock, "sleep", lambda seconds: 1 / 0)
         life.portal.advance()
-    assert not pump.is_alive
+    assert pump._gone
     assert emulator.registrations == registered
     life.step()  # loads need no coroutine; a new store fails at once
     assert statistics_of(pump).pending_batches

@@ -22,7 +22,7 @@ async def test_cancelled_while_asleep() -> None:
         await asyncio.wait([task])
         assert task.cancelled()
         rig.assert_nothing_held()
-        assert not rig.pump.is_alive
+        assert rig.pump._gone
 
 
 async def test_cancelled_with_copies_pending_it_waits_for_them() -> None:

@@ -178,7 +178,7 @@ async def test_when_the_coroutine_dies_the_hook_does_its_work() -> None:
             await asyncio.wait([task])
         assert isinstance(task.exception(), TypeError)
         assert [entry["event"] for entry in logs] == ["transfer_coroutine_died", "job_failed"]
-        assert not rig.pump.is_alive
+        assert rig.pump._gone
         assert rig.outcomes() == {2: FAILED}
         rig.copier.tickets[0].finish()
         assert rig.outcomes() == {1: DONE}
@@ -213,7 +213,7 @@ async def test_a_loop_that_is_closed_under_the_coroutine_is_noticed() -> None:
         thread = threading.Thread(target=run_and_drop, args=(rig,))
         thread.start()
         thread.join()
-    assert not rig.pump.is_alive
+    assert rig.pump._gone
     with capture_logs():
         rig.pump.submit_stores([store(1, [1], [1])])
     assert rig.outcomes() == {1: FAILED}
