@@ -1,9 +1,7 @@
 """How much host memory this process may use, how it is allocated, and on which NUMA node.
 
-Copies from another node than the GPU's cross a second, slower bus. The node is a preference (`MPOL_PREFERRED`): if it
-is full, the kernel takes another. If the kernel refuses the call, as under Docker's default profile, the thread that touches
-the memory runs on the node's processors while it does so: a page is placed on the node of the thread that first touches it.
-If that is refused too, the kernel places the memory as usual.
+Copies from another node than the GPU's cross a second, slower bus. So the thread that first touches the memory runs on the
+node's processors while it does so, where they are among the process's. Unlike `mbind`, Docker's default profile allows that.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import contextlib
 import ctypes
 import mmap
 import os
-import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -33,9 +30,6 @@ if TYPE_CHECKING:
 
 log = get_logger("transfer")
 
-_MBIND = {"x86_64": 237, "aarch64": 235}
-_PREFERRED = 1
-_NODES = 1024  # the kernel's own limit
 _KEPT: list[object] = []  # memory that a device may still reach
 _RESERVE = (
     256 * 2**20
@@ -138,8 +132,8 @@ class MmapAllocator:
             raise HostMemoryError(f"the system refused {size} bytes of host memory: {error}") from error
         _advise(memory)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        # Touches every page, outside the interpreter's lock. A page stays on the node where it was first touched.
-        with nullcontext() if self.node is None else self.node.claim(address, size):
+        # Touches every page, outside the interpreter's lock.
+        with nullcontext() if self.node is None else self.node.processors():
             ctypes.memset(address, 0, size)
         if self.pin is not None:
             try:
@@ -175,42 +169,30 @@ def preferred_node(pci_address: str, read: ReadText = read_file) -> PreferredNod
     """
     path = f"/sys/bus/pci/devices/{pci_address.lower()}/numa_node"
     node = _number(read(path))
-    return None if node is None or node >= _NODES else PreferredNode(node)
+    return None if node is None else PreferredNode(node)
 
 
 @dataclass
 class PreferredNode:
-    """Asks the kernel to take memory from one node.
+    """Takes memory from one node: a page lies on the node of the thread that first touches it, or elsewhere if that is full.
 
     Args:
         node: its number.
-        syscall: tests hand in their own; by default that of the C library.
         read: reads the kernel's files; tests hand in their own.
         was_logged: whether the first outcome was.
     """
 
     node: int
-    syscall: Callable[..., int] | None = None
     read: ReadText = read_file
     was_logged: bool = False
 
     @contextmanager
-    def claim(self, address: int, size: int) -> Iterator[None]:
-        """Ask for the pages of a mapping that the caller touches within the context. Logs the first outcome; raises nothing."""
-        try:
-            problem = self._prefer(address, size)
-        except Exception as error:  # where memory lies is not worth the memory
-            problem = repr(error)
-        before = self._move_here() if problem is not None else None
+    def processors(self) -> Iterator[None]:
+        """Run the calling thread on the node's processors within the context, unless that is refused. Logs the first outcome."""
+        before = self._move_here()
         if not self.was_logged:
             self.was_logged = True
-            log.info(
-                "host_memory_node",
-                node=self.node,
-                is_preferred=problem is None,
-                touched_there=before is not None,
-                reason=problem,
-            )
+            log.info("host_memory_node", node=self.node, touched_there=before is not None)
         try:
             yield
         finally:
@@ -219,7 +201,7 @@ class PreferredNode:
                     os.sched_setaffinity(0, before)
 
     def _move_here(self) -> set[int] | None:
-        """Let the calling thread run on the node's processors only; return where it ran before, None if refused."""
+        """Return where the thread ran before, None if moving it is refused."""
         try:
             text = self.read(f"/sys/devices/system/node/node{self.node}/cpulist") or ""
             before = os.sched_getaffinity(0)
@@ -227,17 +209,6 @@ class PreferredNode:
         except (OSError, ValueError, AttributeError):  # also where none of them may be used
             return None
         return before
-
-    def _prefer(self, address: int, size: int) -> str | None:
-        """Return why the kernel refuses, None where it does not."""
-        number = _MBIND.get(platform.machine())
-        if number is None:
-            return "this system has no mbind"
-        call = self.syscall or ctypes.CDLL(None, use_errno=True).syscall
-        mask = (1 << self.node).to_bytes(_NODES // 8, "little")
-        words = ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_ulong(size)
-        code = call(*words, ctypes.c_int(_PREFERRED), mask, ctypes.c_ulong(_NODES), ctypes.c_uint(0))
-        return os.strerror(ctypes.get_errno()) if code != 0 else None
 
 
 def slots_for(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvoffload.transfer.ports import Fence
     from kvoffload.transfer.runs import Numbers
 
+
 @dataclass(slots=True, eq=False)
 class OpenJob:
     """One accepted job. A load is one part; a store is cut into parts as the budget allows.
