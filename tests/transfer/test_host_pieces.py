@@ -100,29 +100,6 @@ def test_stores_leave_a_thread_to_loads() -> None:
     assert copied.starts == [500, 510, 0, 10, 100, 110]
 
 
-def test_a_store_that_never_ends_does_not_end_storing() -> None:
-    gate, clock, executor = ThreadGate(), FakeClock(), DaemonExecutor("test", 2)
-
-    def before(runs: CopyRuns) -> None:
-        if runs.source[0] == 0:
-            gate.arrive()
-
-    queue = queue_with(executor, Copied(before), clock=clock)
-    hung = queue.add(STORE, runs_of(10))
-    gate.wait_for_arrivals(1)
-    behind = queue.add(STORE, runs_of(10, start=100))
-    executor.submit(lambda: None).result(30)
-    assert behind.query() is TicketState.PENDING
-    clock.jump(2.0)
-    later = queue.add(STORE, runs_of(10, start=200))
-    executor.submit(lambda: None).result(30)
-    assert (behind.query(), later.query()) == (TicketState.DONE, TicketState.DONE)
-    assert hung.query() is TicketState.PENDING
-    gate.open()
-    wait_until(lambda: hung.query() is TicketState.DONE)
-    executor.shutdown()
-
-
 def test_one_batch_of_loads_is_copied_by_several_threads() -> None:
     gate = ThreadGate()
 
