@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.model.wire import Direction
-from kvoffload.transfer.cuda import crossover, driver
+from kvoffload.transfer.cuda import crossover
 from kvoffload.transfer.cuda.copier import ENGINE_ONLY, CudaCopier, GpuProfile, split
 from kvoffload.transfer.cuda.crossover import Trial, learn
 from kvoffload.transfer.host_copier import copy_by_memmove
@@ -98,7 +98,7 @@ def has_no_memory(device: Device) -> None:
 def test_whatever_goes_wrong_while_measuring_leaves_all_to_the_copy_engine(
     fault: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(crossover, "_PATIENCE_S", 0.0)
     device = Device(load_wins_from=32 * KIB, store_wins_from=32 * KIB)
     assert callable(fault)
     fault(device)

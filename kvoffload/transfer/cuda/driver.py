@@ -19,9 +19,8 @@ import contextlib
 import ctypes
 import mmap
 import threading
-import time
 from collections import deque
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -55,11 +54,10 @@ _CALLS = 256  # copies by one call each in a millisecond
 _ROOM = 768  # pending on a stream: about 1,000 launches are known to fit. A copy of a batch may take as much, so it counts as one
 _RUNNING = 8192  # pending copies of batches where nothing but copies lies before them: enough for the pauses between looks
 _LAUNCH = 2  # the descriptors' copy and the kernel
-_PATIENCE_S = 10.0  # with copies of a few megabytes
 
 _WITHOUT_PINNING = "; run the engine without confidential computing, or without kvoffload"
 
-_pinned: dict[int, NDArray[np.uint8]] = {}  # by address; what a device may touch must stay mapped
+_pinned: list[NDArray[np.uint8]] = []  # what a device may touch must stay mapped
 
 
 # How a batch reads its sources: CUmemcpyAttributes, of which only the first number is set. The location hints concern
@@ -307,20 +305,18 @@ class NvidiaDriver:
     def scratch(self, size: int, stream: int) -> Iterator[CudaScratch]:
         """Lend `size` bytes of the device and twice as many of the host, for work of `stream` only.
 
-        They come from the driver's own pool: torch's would keep them, and may lend what another stream still uses.
+        The device's come from the driver's own pool: torch's would keep them, and may lend what another stream still uses. The
+        host's stay pinned.
 
         Raises:
             Exception: they cannot be had, or a kernel cannot reach the host's.
         """
-        with self.relaxed(), ExitStack() as undo:
+        with self.relaxed():
             host = self.pinned(2 * size)
-            undo.callback(self._unpin, host)
             device = self.allocate(size, stream)
             try:
                 yield CudaScratch(device, host)
             finally:
-                if not self._comes_to_rest(stream):
-                    undo.pop_all()
                 self.library.cuMemFreeAsync(device, stream)  # behind all that uses it
 
     @contextmanager
@@ -344,10 +340,9 @@ class NvidiaDriver:
         """
         memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
         self.register(memory.ctypes.data, size)
-        _pinned[memory.ctypes.data] = memory
+        _pinned.append(memory)
         find = self.library.cuMemHostGetDevicePointer_v2
         if _answer(ctypes.c_uint64, find, memory.ctypes.data, 0) != memory.ctypes.data:
-            self._unpin(memory)
             raise HostMemoryError("a kernel cannot use the host's addresses on this device")
         return memory
 
@@ -378,10 +373,6 @@ class NvidiaDriver:
             for pool in self._spare.values():
                 while pool:
                     self.library.cuEventDestroy_v2(pool.popleft())
-
-    def _unpin(self, memory: NDArray[np.uint8]) -> None:
-        self.unregister(memory.ctypes.data)
-        del _pinned[memory.ctypes.data]
 
     def _enqueue(self, name: str, stream: int, *arguments: int) -> None:
         """Call the function of this name, which enqueues one operation on the stream."""
@@ -431,24 +422,6 @@ class NvidiaDriver:
         place = ctypes.c_int(mode)
         self.library.cuThreadExchangeStreamCaptureMode(ctypes.byref(place))
         return place.value
-
-    def _comes_to_rest(self, stream: int) -> bool:
-        """Wait until the stream is idle; False if that takes too long or the device fails."""
-        with contextlib.suppress(CudaError, DeviceLost):
-            end = self.event(timed=False)
-            self.record(end, stream)
-            return passes_soon(self, end)
-        return False
-
-
-def passes_soon(driver: NvidiaDriver, event: Event) -> bool:
-    """Wait until all work before `event` is done; return False if that takes too long."""
-    deadline = time.monotonic() + _PATIENCE_S
-    while not driver.has_passed(event):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(1e-4)
-    return True
 
 
 def _answer(kind: Callable[[], Any], call: Callable[..., int], *arguments: int) -> Any:  # noqa: ANN401  # by its kind
