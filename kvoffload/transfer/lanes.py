@@ -22,7 +22,7 @@ log = get_logger("transfer")
 _OPEN = (TicketState.PENDING, TicketState.READING)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Batch:
     """One submission.
 
@@ -32,6 +32,8 @@ class Batch:
         size: its bytes.
         copies: contiguous copies in it.
         submitted_at: when, on the pump's clock.
+        copy_s: seconds that its copies took, once it has ended.
+        failed: whether it ended badly.
     """
 
     ticket: Ticket
@@ -39,15 +41,15 @@ class Batch:
     size: int
     copies: int
     submitted_at: float
+    copy_s: float = 0.0
+    failed: bool = False
 
-
-@dataclass(frozen=True, slots=True)
-class EndedBatch:
-    """A batch that touches no memory any more, and the seconds that its copies took."""
-
-    batch: Batch
-    failed: bool
-    copy_s: float
+    def end(self, state: TicketState, now: float) -> Batch:
+        """Note how it ended; return it."""
+        measured = self.ticket.copy_seconds
+        self.copy_s = now - self.submitted_at if measured is None else measured
+        self.failed = state is TicketState.FAILED
+        return self
 
 
 class Lane:
@@ -90,7 +92,7 @@ class Lane:
         self._added_bytes += batch.size
         self._pending.append(batch)
 
-    def reap(self, now: float) -> Iterator[EndedBatch]:
+    def reap(self, now: float) -> Iterator[Batch]:
         """Take out the batches that have ended, oldest first, up to the first whose copies have not."""
         for batch in tuple(self._pending):
             state = self._query(batch)
@@ -105,16 +107,16 @@ class Lane:
                 self._written_off.append(batch)
                 self._say(log.error, "written_off", batch, timeout_s=self._timeout_s)
             else:
-                yield _ended(batch, state, now)
+                yield batch.end(state, now)
 
-    def reap_late(self, now: float) -> Iterator[EndedBatch]:
+    def reap_late(self, now: float) -> Iterator[Batch]:
         """Take out the written-off batches that have ended after all."""
         for batch in tuple(self._written_off):
             state = self._query(batch)
             if state not in _OPEN:
                 self._written_off.remove(batch)
                 self._say(log.warning, "ended_late", batch)
-                yield _ended(batch, state, now)
+                yield batch.end(state, now)
 
     def _query(self, batch: Batch) -> TicketState:
         try:
@@ -131,9 +133,3 @@ class Lane:
     def _say(self, say: Callable[..., object], what: str, batch: Batch, **more: object) -> None:
         jobs = [part.job.job.id for part in batch.parts]
         say(f"copy_{what}", direction=self._direction.value, jobs=jobs, **more)
-
-
-def _ended(batch: Batch, state: TicketState, now: float) -> EndedBatch:
-    measured = batch.ticket.copy_seconds
-    seconds = now - batch.submitted_at if measured is None else measured
-    return EndedBatch(batch, state is TicketState.FAILED, seconds)

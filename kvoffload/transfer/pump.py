@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from kvoffload.transfer.arena import Arena
     from kvoffload.transfer.checksums import Checksums
     from kvoffload.transfer.jobs import OpenJob
-    from kvoffload.transfer.lanes import EndedBatch
     from kvoffload.transfer.ports import Clock, Copier, Fence, Ticket
 
 log = get_logger("transfer")
@@ -371,15 +370,15 @@ class TransferPump:
         now = self._clock.monotonic()
         is_load_pending = bool(self._loads)  # before its lane is reaped: it was while the stores ran
         ended = [*self._loads.reap(now)]
-        for found in self._stores.reap(now):
-            ended.append(found)
-            if not found.failed:
-                self._queue.batch_ended(found.batch, found.copy_s, now, is_load_pending=is_load_pending)
+        for batch in self._stores.reap(now):
+            ended.append(batch)
+            if not batch.failed:
+                self._queue.batch_ended(batch, now, is_load_pending=is_load_pending)
         if self._written_off and now >= self._late_look_at:
             self._late_look_at = now + self._timeout_s / 4
             ended += itertools.chain.from_iterable(lane.reap_late(now) for lane in self._lanes)
-        for found in ended:
-            self._settle(found, now)
+        for batch in ended:
+            self._settle(batch, now)
         return bool(ended)
 
     def _fail(self, jobs: Iterable[OpenJob], reason: str) -> None:
@@ -428,13 +427,13 @@ class TransferPump:
         if isinstance(error, DeviceLost):
             self._lost = str(error)
 
-    def _settle(self, ended: EndedBatch, now: float) -> None:
-        self._note_corrupt(ended.batch)
-        for part in ended.batch.parts:
+    def _settle(self, batch: Batch, now: float) -> None:
+        self._note_corrupt(batch)
+        for part in batch.parts:
             job = part.job
             job.open_parts -= 1
-            job.copy_s += ended.copy_s
-            job.failed |= ended.failed
+            job.copy_s += batch.copy_s
+            job.failed |= batch.failed
             if job.is_over:
                 self._ledger.end(job, now, self._arena.layout.slot_bytes)
 

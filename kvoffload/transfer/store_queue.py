@@ -66,19 +66,18 @@ class StoreQueue:
                 self._jobs.popleft()
         return parts
 
-    def batch_ended(self, batch: Batch, copy_s: float, now: float, *, is_load_pending: bool) -> None:
+    def batch_ended(self, batch: Batch, now: float, *, is_load_pending: bool) -> None:
         """Learn from a batch that was copied. It is compared with batches whose copies are about as long.
 
         Args:
             batch: which.
-            copy_s: seconds that its copies took.
             now: when its end was noticed.
             is_load_pending: whether a load had not ended when it was looked for.
         """
         is_measured = 2 * batch.size >= self._least  # a small batch is mostly what it costs to begin one
         self.limit.ended(
             batch.size,
-            copy_s if is_measured else 0.0,
+            batch.copy_s if is_measured else 0.0,
             (batch.size // batch.copies).bit_length(),
             began=batch.submitted_at,
             now=now,

@@ -36,8 +36,8 @@ class Flow:
     ) -> int:
         self.now += 1.0
         ticket = GatedCopier(held=False).submit(Direction.STORE, _NOTHING, ())
-        batch = Batch(ticket, (), size, max(size // piece, 1), self.now - age)
-        self.queue.batch_ended(batch, size / (gb_s * 1e9), self.now, is_load_pending=load)
+        batch = Batch(ticket, (), size, max(size // piece, 1), self.now - age, size / (gb_s * 1e9))
+        self.queue.batch_ended(batch, self.now, is_load_pending=load)
         return int(self.queue.limit.value)
 
 
