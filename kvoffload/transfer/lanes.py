@@ -59,7 +59,7 @@ class Lane:
     `timeout_s` is set aside: it is no longer work, nothing waits behind it, and `reap_late` queries it seldom. Its memory
     stays out of use until it has ended, because no report says that it has.
 
-    `add` may run beside the other methods, which must exclude each other; each count has one writer.
+    `add` may run beside the other methods, which must exclude each other.
 
     Attributes:
         lost: why the device runs nothing more of this process, None while it does.
@@ -70,8 +70,6 @@ class Lane:
         self._timeout_s = timeout_s
         self._pending: deque[Batch] = deque()
         self._written_off: list[Batch] = []
-        self._added_bytes = 0
-        self._removed_bytes = 0
         self.lost: str | None = None
 
     def __len__(self) -> int:
@@ -81,7 +79,7 @@ class Lane:
     @property
     def pending_bytes(self) -> int:
         """Bytes of the pending batches."""
-        return self._added_bytes - self._removed_bytes
+        return sum([batch.size for batch in tuple(self._pending)])
 
     @property
     def written_off(self) -> int:
@@ -89,7 +87,6 @@ class Lane:
         return len(self._written_off)
 
     def add(self, batch: Batch) -> None:
-        self._added_bytes += batch.size
         self._pending.append(batch)
 
     def reap(self, now: float) -> Iterator[Batch]:
@@ -102,7 +99,6 @@ class Lane:
                     return
                 continue
             self._pending.remove(batch)
-            self._removed_bytes += batch.size
             if is_open:
                 self._written_off.append(batch)
                 self._say(log.error, "written_off", batch, timeout_s=self._timeout_s)

@@ -98,6 +98,21 @@ async def test_bytes_that_change_between_the_copy_and_the_check_are_noticed_too(
             assert rig.outcomes() == {2: CORRUPT}
 
 
+async def test_the_next_batch_is_queried_while_the_checksums_of_one_are_being_read() -> None:
+    rig = Rig(verify="full")
+    async with running(rig):
+        await stored(rig, [1, 2], [1, 2])
+        rig.copier.hold()
+        for number in (2, 3, 4):
+            rig.pump.submit_loads([load(number, [1], [3 + number])])
+        for ticket in rig.copier.open_tickets[:2]:
+            ticket.finish()
+        assert rig.outcomes() == {}
+        assert rig.reader.waiting == 2
+        rig.reader.run_all()
+        assert rig.outcomes() == {2: DONE, 3: DONE}
+
+
 async def test_a_loads_fence_is_the_hooks_and_it_starts_at_once() -> None:
     rig = Rig(verify="full")
     async with running(rig):
