@@ -1,4 +1,4 @@
-"""A copier whose copies end when and how the test says."""
+"""A copier whose copies a test ends, well or badly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class GatedTicket:
-    """One batch that waits for the test.
+    """One batch, which the test ends.
 
     A ticket that the test never ends stays open.
 
@@ -50,21 +50,21 @@ class GatedTicket:
         return self._state
 
     def finish(self) -> None:
-        """Copy all bytes and end well."""
+        """Copy all bytes and succeed."""
         copy_by_memmove(self.runs)
         self._state = TicketState.DONE
 
     def fail(self) -> None:
-        """Copy nothing and end badly."""
+        """Copy nothing and fail."""
         self._state = TicketState.FAILED
 
     def tear(self) -> None:
-        """Copy the first half of each contiguous piece, then end badly."""
+        """Copy the first half of each contiguous piece, then fail."""
         copy_by_memmove(CopyRuns(self.runs.source, self.runs.target, self.runs.size // 2))
         self._state = TicketState.FAILED
 
     def corrupt(self) -> None:
-        """Copy all bytes, flip the first one's bits, and claim to have ended well."""
+        """Copy all bytes, flip the first one's bits, and claim success."""
         copy_by_memmove(self.runs)
         first = ctypes.c_ubyte.from_address(int(self.runs.target[0]))
         first.value ^= 0xFF
@@ -72,15 +72,15 @@ class GatedTicket:
 
 
 class GatedCopier:
-    """Really copies host bytes, each batch when the test releases its ticket.
+    """Copies host bytes, each batch when the test finishes its ticket.
 
     Args:
-        held: False ends every batch as it is submitted, until `hold`.
+        held: False finishes every batch when it is submitted, until `hold`.
     """
 
     def __init__(self, *, held: bool = True) -> None:
         self.slices = 0
-        """Count one up to say that a query has started a part of a batch."""
+        """Add one to act as if a query had started a part of a batch."""
         self.tickets: list[GatedTicket] = []
         """All batches, in order of submission."""
         self.fences = 0
@@ -96,7 +96,7 @@ class GatedCopier:
         return [ticket for ticket in self.tickets if ticket.is_open]
 
     def release(self) -> None:
-        """End every open batch well, and from now on each one as it is submitted."""
+        """Finish every open batch, and from now on each new one at once."""
         self._held = False
         for ticket in self.open_tickets:
             ticket.finish()

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 _LINE = 64
 CHUNK_BYTES = 64 * 2**20
-"""Takes about 6 ms to pin, in which the driver may block all other calls: short beside a step, long beside a call."""
+"""Takes about 6 ms to pin, during which the driver may block other calls: short beside a step, long beside a call."""
 
-_RETRY_S = 1.0  # after memory that was busy; doubles
+_RETRY_S = 1.0  # after memory that could not be pinned now; doubles
 _LONGEST_RETRY_S = 30.0
 
 log = get_logger("transfer")
@@ -57,7 +57,7 @@ class Arena:
     Attributes:
         ready_slots: slots that can be used; never shrinks before `close`. Readable from any thread.
         geometry: addresses of all ready slots; a new object each time the arena has grown.
-        refusal: why growth stopped early; None while it did not.
+        refusal: why growth stopped early; None if it did not.
     """
 
     def __init__(
@@ -85,18 +85,18 @@ class Arena:
 
     @property
     def is_growing(self) -> bool:
-        """Whether more slots are on their way. Readable from any thread."""
+        """Whether more slots will be ready. Readable from any thread."""
         return self.ready_slots < self.slots and self.refusal is None and not self._closed
 
     async def prepare_for(self, seconds: float) -> None:
-        """Make slots ready, and begin no chunk after `seconds`; memory that is busy is left to `prepare`."""
+        """Make slots ready, and begin no chunk after `seconds`; `prepare` retries memory that cannot be pinned now."""
         deadline = self._clock.monotonic() + seconds
         with suppress(HostMemoryBusy):
             while self.is_growing and self._clock.monotonic() < deadline:
                 await self._grow()
 
     async def prepare(self, *, with_pauses: bool = False) -> None:
-        """Make all slots ready, chunk by chunk, in the background. Memory that is busy is asked for again later.
+        """Make all slots ready, chunk by chunk, in the background. Retry memory that cannot be pinned now.
 
         A refused chunk ends growth: what is ready stays, `refusal` holds the reason, and the log has it.
 
@@ -122,7 +122,7 @@ class Arena:
         return [page.data for pages in self._pages_of(slot) for page in pages]
 
     def views(self, memory: memoryview) -> list[Pages]:
-        """Return the beginning of `memory` as `read` and `write` take it: a slot's bytes, region by region."""
+        """Return the beginning of `memory` in the form that `read` and `write` take: a slot, region by region."""
         flat, start, found = np.frombuffer(memory, np.uint8), 0, list["Pages"]()
         for size, group in groupby(self.layout.page_bytes):
             end = start + size * len(list(group))
@@ -142,7 +142,7 @@ class Arena:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep all memory within the context, even if `close` is called. For any thread.
+        """Keep the memory within the context, even if `close` is called. For any thread.
 
         Raises:
             HostMemoryError: `close` was called before.
@@ -214,7 +214,7 @@ class Arena:
         starts = [chunk.address + offset for offset in region_offsets(sizes, count)[:-1]]
         self.geometry = self.geometry.with_chunk(starts)
         self._pages.append(_pages_at(starts, sizes, count))
-        self.ready_slots += count  # last: who sees the slots must find their addresses
+        self.ready_slots += count  # last: readers of it use the addresses
 
 
 def region_offsets(page_bytes: Sequence[int], count: int) -> list[int]:

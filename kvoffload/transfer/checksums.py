@@ -3,7 +3,7 @@
 A load is compared after its copy, not before, so no byte can change unnoticed in between: what the host holds after the
 copy it held during the copy (unless it was wrong and has become right again). The hook still starts loads at once. By
 then a bad block's bytes lie on the device, which does no harm: its load is not reported yet, its blocks are leased
-until it is, and a failed copy leaves no better bytes.
+until it is, and a copy that failed leaves no better bytes.
 
 Not noticed: bytes that were wrong when the store arrived, and bytes that change on their way to the device.
 
@@ -52,13 +52,13 @@ if TYPE_CHECKING:
     Positions = tuple[int, ...]
 
 SlotReader: TypeAlias = "Callable[[Numbers], Iterable[Iterable[memoryview]]]"
-"""Returns the bytes to be hashed of each slot, all ready; each is valid until the next one is asked for. For several threads at once."""
+"""Returns the bytes of each slot; each is valid until the next one is asked for. Several threads may call it at once."""
 
 
 _LONG = 2**16  # bytes of a piece from which on the library releases the interpreter's lock
 _SCRATCH = 2**20  # gathered bytes: what a core's cache holds, and many pages in a call
 _LINE = 64
-_STRETCH = 4096  # what is lost, replaced or written over as a whole is seldom less than a page of memory
+_STRETCH = 4096  # less than a page of memory is seldom lost or overwritten as a whole
 _LINES = 4096  # gathered at once: some 100 us, during which numpy may keep the interpreter's lock
 
 
@@ -131,7 +131,7 @@ class Checksums:
         self._take(np.array(slots))
 
     def changed(self, slots: Sequence[int]) -> Positions:
-        """Return the positions in `slots` of those that no longer hold the bytes that arrived. The calling thread reads them."""
+        """Return the positions in `slots` whose bytes are not those that arrived. The calling thread reads them."""
         return self._compare(np.array(slots))
 
     def _take(self, slots: Numbers) -> Positions:
@@ -156,18 +156,18 @@ def _digest(pieces: Iterable[memoryview]) -> int:
 
 
 def whole_slots(arena: Arena) -> SlotReader:
-    """Return what reads every byte of a slot, in the way that suits the size of the pages."""
+    """Return a reader of every byte of a slot, the one that suits the size of the pages."""
     is_long = arena.layout.slot_bytes > _LONG * len(arena.layout.regions)
     return slots_in_place(arena) if is_long else GatheredSlots(arena)
 
 
 def slots_in_place(arena: Arena) -> SlotReader:
-    """Return what reads every byte where it lies."""
+    """Return a reader of every byte where it lies."""
     return lambda slots: map(arena.pages, slots.tolist())
 
 
 class _Scratch(threading.local):
-    """Memory of each thread: made anew for each call, it would take as long to touch as to fill."""
+    """Memory of each thread. New memory for each call would take as long to touch as to fill."""
 
     def __init__(self, size: int) -> None:
         self.memory = np.empty(size, np.uint8)

@@ -50,10 +50,10 @@ def make_copier(
 
 
 def make_allocator(layout: DeviceLayout, *, executor: Executor) -> HostAllocator:
-    """Return what makes the arena's memory: pinned where the device is a CUDA device.
+    """Return the allocator of the arena's memory, which pins it if the device is a CUDA device.
 
     Args:
-        layout: whose copies the memory is for.
+        layout: of the tensors that are copied.
         executor: its threads touch and pin.
 
     Raises:
@@ -68,7 +68,7 @@ def make_allocator(layout: DeviceLayout, *, executor: Executor) -> HostAllocator
 
 
 def current_stream(device: str) -> Callable[[], int]:
-    """Return what asks torch for the handle of the calling thread's current stream on a device."""
+    """Return a function that asks torch for the handle of the calling thread's current stream on a device."""
     import torch
 
     place = torch.device(device)

@@ -8,8 +8,8 @@ back while the engine's thread runs Python, and holds that thread up in between.
 * The quick way takes the lock more often: `memmove` for long pieces; numpy's indexing for short ones, 512 at a time, through a
   buffer that stays in the cache (for a short piece the kernel's lookup takes longer than the copy).
 
-The quick way is used while no other thread wants the lock, which shows in its speed. `memmove` always copies pieces of a
-megabyte, which lose little, and everything if the kernel or a sandbox refuses the call.
+The quick way is used while no other thread wants the lock, which shows in its speed. Pieces of a megabyte lose little, so
+`memmove` always copies them. It copies everything if the kernel or a sandbox refuses the call.
 
 Batches are cut into pieces, which threads take in turns. A request waits for a load, none waits for a store. So every free
 thread takes loads before stores, and only one thread at a time copies stores; it looks for loads after each piece. A load that
@@ -65,7 +65,7 @@ _LEAST_UNIT = 2**9
 _ROWS = 512  # that indexing copies in one call; up to 500 numpy keeps the interpreter's lock
 _MEASURABLE = 2**21  # bytes of a copy from which its speed counts: a smaller one may lie in a cache
 _SLOWER = 2.5  # times slower means that another thread wants the lock: one wait takes as long as two copies
-_FORGET = 0.98  # of the best speed, with each copy: a cache or a faster moment must not stay the measure
+_FORGET = 0.98  # of the best speed, with each copy: one copy out of a cache must not count forever
 
 
 class HostTicket:
@@ -86,7 +86,7 @@ class HostTicket:
         if error is not None:
             self._error = error
         self._begun.append(begun)
-        self._ended.append(now)  # last: a thread that counts it must see the others
+        self._ended.append(now)  # last, because `query` counts these
 
     def query(self) -> TicketState:
         """Return where the batch stands.
@@ -119,9 +119,9 @@ class HostCopier:
     """Copies on the threads of `executor`, loads first.
 
     Args:
-        executor: runs what it is handed in order, on as many threads as it likes.
+        executor: runs calls in order, on as many threads as it likes.
         clock: time.
-        copy: what copies both ways; by default the fastest for each way.
+        copy: copies in both directions; by default the fastest way for each.
         piece_bytes: about how much is copied at a time.
     """
 
@@ -154,7 +154,7 @@ class HostCopier:
         try:
             self._executor.submit(self._serve)
         except RuntimeError:
-            with suppress(ValueError):  # a thread that is still at work has taken it, and copies all of it
+            with suppress(ValueError):  # a thread has taken it, and copies all of it
                 queue.remove(piece)
                 raise
         return piece.ticket
@@ -171,7 +171,7 @@ class HostCopier:
                 return
 
     def _store_one(self) -> bool:
-        """Copy a piece of a store; False if there is none, or if another thread copies stores, which then continues."""
+        """Copy a piece of a store; return False if there is none or another thread is copying stores."""
         if not self._stores or not self._storing.acquire(blocking=False):
             return False
         try:
@@ -190,7 +190,7 @@ class HostCopier:
         piece.ticket.end(begun, self._clock.monotonic(), error)
 
     def _take(self, queue: deque[_Piece]) -> _Piece | None:
-        """Take the first piece; a batch is cut, and what is left of it goes back for other threads."""
+        """Take the first piece. A batch that is not cut yet is cut, and its other pieces go back for other threads."""
         try:
             piece = queue.popleft()
         except IndexError:
@@ -211,7 +211,7 @@ def choose_copy(*, arena_is_target: bool = False) -> Copy:
     """Return the fastest copy that this system allows, tried out on a few bytes.
 
     Args:
-        arena_is_target: which side lies in the arena, for which the kernel was asked for huge pages.
+        arena_is_target: whether it copies into the arena, which has huge pages, or out of it.
     """
     vector = _vector_copy(far_is_target=arena_is_target)
     if vector is None:

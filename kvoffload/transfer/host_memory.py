@@ -33,7 +33,7 @@ log = get_logger("transfer")
 _KEPT: list[object] = []  # memory that a device may still reach
 _RESERVE = (
     256 * 2**20
-)  # stays free for others while an arena grows: some chunks, so that ranks may look at once
+)  # left free while an arena grows: some chunks, since several ranks may check at the same time
 _NO_LIMIT = 2**60  # version 1 writes no limit as a number that no machine has, version 2 as "max"
 
 
@@ -61,14 +61,14 @@ class HostChunk:
 
 
 class HostAllocator(Protocol):
-    """Hands out host memory that is ready for copies at full speed."""
+    """Allocates host memory that is ready for copies at full speed."""
 
     async def allocate(self, size: int) -> HostChunk:
         """Return `size` bytes, every page of them present (and pinned, where the device wants that).
 
         Raises:
-            HostMemoryBusy: they cannot be had now.
-            HostMemoryError: they cannot be had.
+            HostMemoryBusy: not now; a later call may succeed.
+            HostMemoryError: they cannot be allocated.
         """
         ...
 
@@ -99,8 +99,8 @@ class MmapAllocator:
 
     Args:
         executor: its threads do the work.
-        pin: makes the memory known to a device, where it should be.
-        node: where the memory should lie, None for the kernel's choice.
+        pin: registers the memory with a device; None where the device is the CPU.
+        node: where the memory should lie; None leaves that to the kernel.
         read: reads the kernel's files; tests hand in their own.
     """
 
@@ -114,7 +114,7 @@ class MmapAllocator:
         try:
             return await asyncio.wrap_future(work)
         except asyncio.CancelledError:
-            # The thread cannot be stopped; what it still makes must not be lost.
+            # The thread cannot be stopped, so what it allocates is released when it ends.
             work.add_done_callback(_release_result)
             raise
 
@@ -174,7 +174,7 @@ def preferred_node(pci_address: str, read: ReadText = read_file) -> PreferredNod
 
 @dataclass
 class PreferredNode:
-    """Takes memory from one node: a page lies on the node of the thread that first touches it, or elsewhere if that is full.
+    """Takes memory from one node. A page lies on the node of the thread that first touches it, unless that is full.
 
     Args:
         node: its number.
@@ -188,7 +188,10 @@ class PreferredNode:
 
     @contextmanager
     def processors(self) -> Iterator[None]:
-        """Run the calling thread on the node's processors within the context, unless that is refused. Logs the first outcome."""
+        """Run the calling thread on the node's processors within the context, unless that is refused.
+
+        The first outcome is logged.
+        """
         before = self._move_here()
         if not self.was_logged:
             self.was_logged = True
@@ -219,7 +222,7 @@ def slots_for(
     Args:
         bytes_per_rank: host memory that this rank may use.
         layout: of this rank.
-        ranks: how many ranks of this machine are to get as much from what is left now.
+        ranks: how many ranks of this machine take as much each from what is left now.
         read: reads the kernel's files; tests hand in their own.
 
     Raises:
@@ -257,14 +260,14 @@ class MemoryLimit:
 def exceeded(needed: int, limits: Iterable[MemoryLimit]) -> MemoryLimit | None:
     """Return the tightest of the limits that so many bytes exceed; None where they fit all of them.
 
-    It decides at the start whether ranks get their host memory, and in the doctor whether they will.
+    The start and the doctor decide by it.
     """
     above = [limit for limit in limits if limit.left < needed]
     return min(above, key=lambda limit: limit.left, default=None)
 
 
 def memory_limits(read: ReadText) -> list[MemoryLimit]:
-    """Return the limits of the machine and of every enclosing memory cgroup, as far as there are any and the kernel says them."""
+    """Return the limits of the machine and of every enclosing memory cgroup, as far as the kernel reports them."""
     kilobytes = _number(_fields(read("/proc/meminfo")).get("MemAvailable:"))
     machine = [] if kilobytes is None else [MemoryLimit("the machine", 1024 * kilobytes)]
     return [*machine, *_cgroup_limits(read)]
@@ -310,7 +313,7 @@ def _number(text: str | None) -> int | None:
 
 
 def _fields(text: str | None) -> dict[str, str]:
-    """Return what stands behind the first word of each line."""
+    """Return the second word of each line, by the first."""
     lines = [line.split() for line in (text or "").splitlines()]
     return {words[0]: words[1] for words in lines if len(words) > 1}
 
@@ -318,8 +321,8 @@ def _fields(text: str | None) -> dict[str, str]:
 def _advise(memory: mmap.mmap) -> None:
     """Ask for huge pages, and keep the memory out of forks and core dumps.
 
-    Huge pages need fewer address translations for scattered copies. Pinned pages would be copied at each fork. A kernel that
-    refuses serves as well.
+    Huge pages need fewer address translations for scattered copies. Pinned pages would be copied at each fork. A refusal
+    does no harm.
 
     khugepaged scans memory so marked under the lock of the process's mappings. `MADV_COLLAPSE` would avoid the scans, but holds
     that lock while it waits for a kernel thread on every processor, which took up to 6 s beside vLLM's spinning threads.
@@ -335,6 +338,6 @@ def _release_result(work: Future[HostChunk]) -> None:
 
 
 def _processors(text: str) -> set[int]:
-    """Return what a list such as "0-3,8" names."""
+    """Return the numbers in a list such as "0-3,8"."""
     spans = [part.partition("-")[::2] for part in text.strip().split(",")]
     return {number for first, last in spans for number in range(int(first), int(last or first) + 1)}

@@ -58,7 +58,7 @@ class OpenJob:
 
     @property
     def is_over(self) -> bool:
-        """Whether no copy of it runs and none is to be started."""
+        """Whether no copy of it runs or will be started."""
         return self.open_parts == 0 and (self.failed or self.started == len(self.job.slots))
 
     def resolve(self, ready_slots: int, blocks: int) -> None:
@@ -78,7 +78,7 @@ class OpenJob:
 
 
 class Part(NamedTuple):
-    """Pairs `start` up to but not including `end` of a job; both threads of a pump make them."""
+    """Pairs `start` to `end - 1` of a job."""
 
     job: OpenJob
     start: int
@@ -86,15 +86,15 @@ class Part(NamedTuple):
 
 
 def _numbers(ids: Sequence[int]) -> Numbers:
-    """Return ids as an array that is only read; in half the time of `np.fromiter`, as it is done inside a hook."""
+    """Return ids as a read-only array. Hooks call it, and it takes half as long as `np.fromiter`."""
     return np.ndarray((len(ids),), np.int64, struct.pack(f"{len(ids)}q", *ids))
 
 
 class JobLedger:
     """Accepts jobs and returns reports; each accepted job is reported exactly once.
 
-    The hook's thread accepts and reports; either thread may end a job. Containers are touched only by single
-    operations that Python makes whole.
+    The hook's thread accepts and reports; either thread may end a job. Each access to a container is one operation that is
+    atomic in Python.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class JobLedger:
         return len(self._open)
 
     def accept(self, jobs: Sequence[DeviceJob], now: float) -> list[OpenJob]:
-        """Take `jobs` of one direction in, all or none. A plan that is received twice must not copy twice.
+        """Accept all of `jobs`, which have one direction, or none. A plan that is received twice must not copy twice.
 
         Raises:
             IllegalTransition: a job was accepted before, or one with a higher number was; nothing changed.
@@ -126,8 +126,8 @@ class JobLedger:
     def end(self, open_job: OpenJob, now: float, slot_bytes: int) -> None:
         """Report a job that is over.
 
-        `queue_s` is all that was not copying: the wait for the budget, for the fence, for the checksums, and until someone
-        noticed the end.
+        `queue_s` is all time without copies: the wait for the limit, the fence and the checksums, and until the end was
+        noticed.
         """
         job = open_job.job
         del self._open[job.id]

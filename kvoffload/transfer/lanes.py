@@ -73,7 +73,7 @@ class Lane:
         self.lost: str | None = None
 
     def __len__(self) -> int:
-        """Pending batches; those that were written off are not among them."""
+        """Pending batches, without those that timed out."""
         return len(self._pending)
 
     @property
@@ -83,14 +83,14 @@ class Lane:
 
     @property
     def written_off(self) -> int:
-        """Batches that were set aside and have not ended."""
+        """Batches that timed out and have not ended."""
         return len(self._written_off)
 
     def add(self, batch: Batch) -> None:
         self._pending.append(batch)
 
     def reap(self, now: float) -> Iterator[Batch]:
-        """Take out the batches that have ended, oldest first, up to the first whose copies have not."""
+        """Remove and yield the batches that have ended, oldest first, up to the first that is still being copied."""
         for batch in tuple(self._pending):
             state = self._query(batch)
             is_open = state in _OPEN
@@ -106,7 +106,7 @@ class Lane:
                 yield batch.end(state, now)
 
     def reap_late(self, now: float) -> Iterator[Batch]:
-        """Take out the written-off batches that have ended after all."""
+        """Remove and yield the batches that timed out and have ended since."""
         for batch in tuple(self._written_off):
             state = self._query(batch)
             if state not in _OPEN:
@@ -117,7 +117,7 @@ class Lane:
     def _query(self, batch: Batch) -> TicketState:
         try:
             state = batch.ticket.query()
-        except Exception as error:  # whatever a copier raises, the job must end
+        except Exception as error:  # the job must end, whatever a copier raises
             if isinstance(error, DeviceLost):
                 self.lost = str(error)
             self._say(log.error, "failed", batch, reason=repr(error))

@@ -25,7 +25,7 @@ class DeviceRegion:
         page_bytes: bytes of one block in this tensor.
         blocks: number of blocks.
         device: torch's name of the device, such as "cpu" or "cuda:0".
-        owner: whatever must stay alive for the address to be valid.
+        owner: what must stay alive for the address to be valid.
 
     Raises:
         EngineContractError: the numbers do not describe a tensor of separate pages.
@@ -51,8 +51,8 @@ class DeviceLayout:
 
     Args:
         regions: each address once.
-        meaning: what the engine's own identity does not say of the bytes of a page, such as the attention backends and the order of
-            a cache's dimensions. Other processes use a block only if theirs is equal.
+        meaning: what the bytes of a page mean beyond the engine's own identity, such as the attention backends and the order
+            of a cache's dimensions. Other processes use a block only if theirs is equal.
 
     Raises:
         EngineContractError: there is no region, or they differ in their number of blocks or in their device.

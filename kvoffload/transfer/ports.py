@@ -1,4 +1,4 @@
-"""What the transfer side is given: a clock, a copier, and a reader of the machine's files."""
+"""Interfaces of what the transfer side is given: a clock, a copier, a reader of the machine's files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvoffload.transfer.runs import CopyRuns
 
 HELD_COPIES = 256
-"""Copies up to which a copier enqueues a batch without releasing the interpreter's lock, unless much is pending."""
+"""A copier keeps the interpreter's lock while it enqueues a batch of up to so many copies, unless much is pending."""
 
 Fence: TypeAlias = object
 """Recorded by a copier on the hook's thread; a copy waits for it. Only the copier looks inside."""
@@ -25,7 +25,7 @@ ReadText: TypeAlias = Callable[[str], str | None]
 
 
 class Clock(Protocol):
-    """Time, handed in so that tests own it."""
+    """Time; tests pass a clock of their own."""
 
     def monotonic(self) -> float:
         """Return seconds from an arbitrary start; never goes back. Callable from any thread."""
@@ -47,7 +47,7 @@ class SystemClock:
 
 
 class TicketState(Enum):
-    """What is true of a submitted batch now."""
+    """Where a submitted batch stands."""
 
     PENDING = "pending"  # it may still touch memory on both sides
     READING = "reading"  # its copies have ended, the checksums of its host slots are being read
@@ -61,8 +61,8 @@ class Ticket(Protocol):
     def query(self) -> TicketState:
         """Return where the batch stands, without blocking. Not called again once it has ended.
 
-        A ticket that raises here is taken as failed, so a copier may raise only where nothing runs any more: `DeviceLost`
-        where that holds for all of its batches.
+        A batch whose query raises counts as failed, so a copier may raise only when nothing of the batch runs any more.
+        `DeviceLost` says that of all its batches.
         """
         ...
 
@@ -91,7 +91,7 @@ class Copier(Protocol):
         """Start a batch behind all of `fences`, without waiting for it.
 
         Raises:
-            Exception: nothing was started. Where a part was, a ticket is returned that fails once that part has ended.
+            Exception: nothing was started. If a part was, `submit` returns a ticket that fails once that part has ended.
         """
         ...
 

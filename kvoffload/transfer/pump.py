@@ -8,22 +8,21 @@ waits for them. Stores wait in a queue for the coroutine, because no request wai
                       submit_stores ─ fence ─▶ store queue                    ├─ reap ─▶ ledger ─▶ take_report
     coroutine         store queue ─ within the byte budget ─────▶ store lane ─┘
 
-* A job is in the ledger from acceptance to its report, and leaves it once. What was submitted lies in a lane. Whatever a
-  copier raises, the job ends. The last part of this file follows one job; what comes before it decides which thread may
-  do what when.
-* `_admission` is held while jobs are submitted, and once by the drain that ends submission; otherwise it is uncontended.
-* `_reaping` guards the lanes' heads and every part count of a store. The hook only ever tries it: when the coroutine
-  holds it, ends are being noticed anyway. The coroutine waits for the hook, which holds it for a few queries.
+* A job is in the ledger from acceptance to its report. Submitted batches are in a lane. A job ends whatever a copier
+  raises. The last part of this file follows one job; the parts before it decide which thread may do what when.
+* `_admission` is held while jobs are submitted, and once by the drain that ends submission.
+* `_reaping` guards the lanes' heads and every part count of a store. The hook only tries to take it: while the
+  coroutine holds it, ends are being noticed anyway. The coroutine waits for the hook, which holds it for a few queries.
 * Stores in flight stay under a limit that adapts below `store_bytes_in_flight` (`AdaptiveLimit`), in batches of at most
   half of it: the copier always has a next batch while an end is being noticed, and a load waits for at most that many
   bytes where both share a resource.
 * With nothing pending the coroutine sleeps until a job comes; it is not woken while it is awake. With copies pending it
-  polls the oldest ticket of each lane, at intervals that double while nothing ends, and at once while a large batch is being
+  polls each lane, at intervals that double while nothing ends, and at once while a large batch is being
   started in slices.
 * Where checksums are kept, a batch's ticket has an executor's threads read them when the copies have ended. Copies and
   reading together have `timeout_s`; time-outs, drain and death treat a batch that is being read as a running copy.
 * A started copy cannot be cancelled. On cancellation, jobs that were not started fail at once; the coroutine stays, even if
-  cancelled again, until started copies have ended or been written off.
+  cancelled again, until started copies have ended or timed out.
 * If the coroutine dies, the hook's `poll` notices ends in its place and fails jobs that were not started.
 """
 
@@ -67,10 +66,10 @@ LONGEST_PAUSE_S = 0.005
 
 
 class Wakeup:
-    """A flag that a coroutine sleeps on. Waking one that is awake costs an attribute's write and no system call.
+    """A flag that a coroutine waits for. While the coroutine is awake, `set` makes no system call.
 
-    No wake-up is lost: `set` writes the flag before it looks whether the coroutine sleeps, and the coroutine says that it
-    sleeps before it looks at the flag.
+    No wake-up is lost: `set` raises the flag before it checks whether the coroutine sleeps, and the coroutine notes that it
+    sleeps before it checks the flag.
     """
 
     def __init__(self) -> None:
@@ -86,11 +85,11 @@ class Wakeup:
         sleeper, loop = self._sleeper, self._loop
         if sleeper is None or loop is None:
             return
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it went the sleeper
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits
             loop.call_soon_threadsafe(sleeper.set)
 
     def clear(self) -> None:
-        """Lower the flag; done before looking for work, so that work that comes later raises it again."""
+        """Lower the flag. Call this before looking for work, so that later work raises it again."""
         self._is_set = False
 
     async def wait(self) -> None:
@@ -114,7 +113,7 @@ class TransferPump:
         copier: moves the bytes; `close` closes it.
         clock: time.
         store_bytes_in_flight: most bytes of submitted stores; a single block may exceed it.
-        timeout_s: seconds after which a submitted batch counts as never ending.
+        timeout_s: seconds after which a submitted batch counts as hanging.
         checksums: of the arena's slots, None where none are kept.
     """
 
@@ -170,7 +169,7 @@ class TransferPump:
             fence: taken before by the same thread; the loads then wait only for what was enqueued before it.
 
         Raises:
-            IllegalTransition: a job was handed in before; nothing changed.
+            IllegalTransition: a job was submitted before; nothing changed.
         """
         if not jobs:
             return
@@ -188,7 +187,7 @@ class TransferPump:
         A job that will not be started is reported as failed.
 
         Raises:
-            IllegalTransition: a job was handed in before; nothing changed.
+            IllegalTransition: a job was submitted before; nothing changed.
         """
         if not jobs:
             return
@@ -201,7 +200,7 @@ class TransferPump:
         self._wakeup.set()
 
     def poll(self) -> None:
-        """Notice what has ended, without waiting for anything."""
+        """Handle the batches that have ended, without waiting for anything."""
         is_stranded = self._gone is not None and bool(self._queue)
         if not (any(self._lanes) or self._written_off or is_stranded):
             return
@@ -218,10 +217,10 @@ class TransferPump:
         """Return what ended since the last call and the slots that are ready, None when there is nothing new.
 
         Args:
-            is_due: something else is to be reported, so return a report in any case.
+            is_due: there is something else to report, so return a report in any case.
         """
         reports = self._ledger.take_reports()
-        # Asked in this order, so that the last slots are there when no more are on their way.
+        # Read in this order: once the arena has stopped growing, `ready_slots` is final.
         is_growing = self._arena.is_growing
         ready_slots = max(self._arena.ready_slots, self._reported[0])
         lost = self._lost or self._loads.lost or self._stores.lost
@@ -276,10 +275,10 @@ class TransferPump:
     async def drain(self) -> int:
         """Take no more jobs, fail those not started, and wait until the started ones have ended.
 
-        Cancelling it does not end it: what was started is waited for all the same, each batch for `timeout_s` at most.
+        Cancelling it does not shorten it: it waits for started batches all the same, for each `timeout_s` at most.
 
         Returns:
-            The number of written-off batches that may still touch memory.
+            How many batches timed out and may still touch memory.
         """
         with self._admission:
             self._is_closing = True
@@ -297,7 +296,7 @@ class TransferPump:
         return self._written_off
 
     async def close(self) -> None:
-        """Drain, then close the copier and the arena. The arena stays where a written-off copy may still touch it."""
+        """Drain, then close the copier and the arena. The arena stays if a copy that timed out may still touch it."""
         left = await self.drain()
         self._copier.close()
         if left:
@@ -321,7 +320,7 @@ class TransferPump:
         with self._reaping:
             progress = self._reap()
             progress |= self._start_stores()
-            # Asked before the hook may look: with nothing pending the coroutine sleeps, also beside a queue.
+            # Read under the lock: if the hook could end the last batch before, the coroutine would sleep beside queued stores.
             is_pending = any(self._lanes)
         self._pause_s = _FIRST_PAUSE_S if progress else min(2 * self._pause_s, LONGEST_PAUSE_S)
         return is_pending
@@ -329,7 +328,7 @@ class TransferPump:
     # --- a job, from acceptance to report ---
 
     def _accept(self, jobs: Sequence[DeviceJob], fence: Fence = None) -> list[OpenJob]:
-        """Take jobs in and record what their copies wait for; return those that may be started.
+        """Accept jobs and record what their copies wait for; return those that may be started.
 
         Args:
             jobs: all of one direction.
@@ -358,7 +357,7 @@ class TransferPump:
             self._submit(self._loads, Direction.LOAD, parts)
 
     def _start_stores(self) -> bool:
-        """Submit queued stores as far as the bound allows; return whether any was."""
+        """Submit queued stores as far as the limit allows; return whether any was."""
         started = False
         while parts := self._queue.next_batch(self._stores.pending_bytes, self._resolve):
             self._submit(self._stores, Direction.STORE, parts)
@@ -368,7 +367,7 @@ class TransferPump:
     def _reap(self) -> bool:
         """Notice which batches have ended; return whether any has."""
         now = self._clock.monotonic()
-        is_load_pending = bool(self._loads)  # before its lane is reaped: it was while the stores ran
+        is_load_pending = bool(self._loads)  # before loads are reaped: they were pending while the stores ran
         ended = [*self._loads.reap(now)]
         for batch in self._stores.reap(now):
             ended.append(batch)
@@ -391,16 +390,16 @@ class TransferPump:
                 self._ledger.end(job, now, self._arena.layout.slot_bytes)
 
     def _fail_queue(self, reason: str) -> None:
-        """Fail every store of which a part was not started."""
+        """Fail every store that was not started completely."""
         self._fail([job for job in self._queue.take_all() if not job.failed], reason)
 
     def _resolve(self, job: OpenJob) -> bool:
-        """Whether the job can be copied; one that cannot fails here, alone."""
+        """Return whether the job can be copied; if not, fail only this job."""
         if job.started:
             return True
         try:
             job.resolve(self._arena.ready_slots, self._arena.layout.blocks)
-        except Exception as error:  # also what no type check would let through
+        except Exception as error:  # also what no type check would have let through
             self._fail([job], str(error))
             return False
         return True

@@ -1,14 +1,14 @@
 """From slots and blocks to the fewest contiguous copies.
 
-A block lies in as many places as there are regions, and so does a slot. Host memory is region-major within a chunk, so
+A block has a page in each region, and so has a slot. Host memory is region-major within a chunk, so
 slots that follow each other do so in every region:
 
     device, region 0   | b4 | b5 | b6 | b7 |          host chunk   | region 0: s0 s1 s2 s3 | region 1: s0 s1 s2 s3 |
     job  b5->s1, b6->s2, b4->s0   becomes one copy of three pages in each region
 
 Two pairs join when both block and slot follow each other, both slots are in one chunk (chunks are separate pieces of
-memory, each pinned on its own), and the region's pages touch on the device. Pairs are sorted by block first: where a
-block is named once, every pair that can join then stands beside its partner.
+memory, each pinned on its own), and the region's pages touch on the device. Pairs are sorted by block first: if no
+block is named twice, every pair that can join then stands beside its partner.
 """
 
 from __future__ import annotations

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from kvoffload.transfer.jobs import OpenJob
     from kvoffload.transfer.lanes import Batch
 
-_PARTS = 8  # the least limit and a step, in parts of the most: a batch or two, or the coroutine's own pace would starve the stores
-_LOCK_S = 0.01  # what waits for the interpreter's lock may add to the time of a batch that is enqueued in several calls
+# The lowest limit and a step, as a part of the highest. Below a batch or two, stores would wait for the coroutine's next turn.
+_PARTS = 8
+_LOCK_S = 0.01  # that waiting for the interpreter's lock may add to a batch that is enqueued in several calls
 
 
 class StoreQueue:
@@ -26,7 +27,7 @@ class StoreQueue:
 
     Args:
         most: the highest limit on bytes of submitted stores.
-        slot_bytes: bytes of one block; two of them are never held back where `most` allows them.
+        slot_bytes: bytes of one block. The limit always admits two blocks if `most` does.
 
     Attributes:
         limit: on these bytes.
@@ -45,11 +46,11 @@ class StoreQueue:
         self._jobs.extend(jobs)
 
     def next_batch(self, pending_bytes: int, usable: Callable[[OpenJob], bool]) -> list[Part]:
-        """Take out what may be submitted now, at most half of the limit; nothing where there is no room.
+        """Remove and return what may be submitted now: at most half of the limit, nothing if there is no room.
 
         Args:
             pending_bytes: bytes of submitted stores that have not ended.
-            usable: whether a job can be started; it is asked once for each part.
+            usable: whether a job can be started; called once for each part.
         """
         room = self._pairs_that_fit(pending_bytes)
         parts: list[Part] = []
@@ -67,7 +68,7 @@ class StoreQueue:
         return parts
 
     def batch_ended(self, batch: Batch, now: float, *, is_load_pending: bool) -> None:
-        """Learn from a batch that was copied. It is compared with batches whose copies are about as long.
+        """Adapt the limit to a batch that was copied. It is compared with batches whose copies are about as long.
 
         Args:
             batch: which.
@@ -86,7 +87,7 @@ class StoreQueue:
         )
 
     def take_all(self) -> list[OpenJob]:
-        """Take out every job, also the one that was started in part."""
+        """Remove and return every job, also one that was started in part."""
         return [self._jobs.popleft() for _ in range(len(self._jobs))]
 
     def _pairs_that_fit(self, pending_bytes: int) -> int:

@@ -7,13 +7,13 @@
 
 Priorities act on the page kernel only. Copy engines know none.
 
-The fence is an event recorded by the hook's own thread on whatever stream is current there, and the only place that asks
-which one that is. A store must read after the forward pass has written, a load must write after earlier kernels have
-read or zeroed: both wait for it. A host slot needs no fence: it is loaded only after its store was seen to end.
+The hook's own thread records the fence, an event, on its current stream. Nothing else asks which stream that is. A store
+must read after the forward pass has written, a load must write after earlier kernels have read or zeroed: both wait for it.
+A host slot needs no fence: it is loaded only after its store was seen to end.
 
-The start event lies behind the waits, so the two events measure the copies only. Nothing here waits for the device.
-Both events exist before anything is enqueued. If the end event cannot be recorded behind the copies, the batch stays pending, and each
-query tries to record it again.
+The start event lies behind the waits, so the two events measure the copies only. Nothing here waits for the device. Both
+events exist before anything is enqueued. If the end event cannot be recorded behind the copies, the batch stays pending, and
+each query tries to record it again.
 
 A batch is enqueued in slices, as far as its stream has room: a call on a full stream would wait, on a store's for the whole
 forward pass. A load is submitted on the engine's thread, which enqueues one slice; each query enqueues more of what is left,
@@ -23,7 +23,7 @@ lies behind that one.
 
 Slices for the page kernel come first. When all buffers for its descriptors are in use, they wait for one.
 
-How the kernel is best used on a card, `kvoffload gpu-check` measures there, once for each card and driver:
+`kvoffload gpu-check` measures how the kernel is best used, once for each card and driver, and writes that to a file:
 
     ~/.cache/kvoffload/nvidia-h100-80gb-hbm3-cuda-13-0.json     {"programs": 12, "fewest": 32, "stores": false}
 """
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 log = get_logger("transfer")
 
 Limits = Mapping[Direction, int]
-"""By direction, bytes of a copy from which on it is not short: the copy engine is as fast."""
+"""For each direction, bytes of a copy from which on the copy engine is as fast as the kernel."""
 
 ENGINE_ONLY: Limits = dict.fromkeys(Direction, 0)
 """Every copy goes through the copy engine."""
@@ -128,9 +128,9 @@ class CudaTicket:
     """One batch on the stream of its direction, between two events.
 
     Args:
-        copier: whose.
+        copier: the one that submits it.
         direction: of its copies.
-        left: what is to be enqueued; the first slices at once.
+        left: slices to enqueue, the first ones at once.
         fences: what they wait for.
 
     Raises:
@@ -189,7 +189,7 @@ class CudaTicket:
         return TicketState.DONE if self._is_whole else TicketState.FAILED
 
     def _enqueue(self) -> int:
-        """Enqueue some of what is left, as far as there is room, and the end event behind the last; return how many slices.
+        """Enqueue the next slices, as far as there is room, and the end event behind the last one; return how many.
 
         After a refusal nothing more is enqueued, but some of the copies may run.
         """
@@ -206,7 +206,9 @@ class CudaTicket:
 
     def _enqueue_one(self, *, may_wait: bool) -> bool:
         """Enqueue the first slice; return False where it has to wait."""
-        if self._left[0].by_kernel and not self._copier.kernel_below[self._direction]:  # it failed since
+        if (
+            self._left[0].by_kernel and not self._copier.kernel_below[self._direction]
+        ):  # the kernel has failed since
             self._left.extendleft(reversed(self._copier.engine_slices(self._left.popleft().runs)))
         runs, by_kernel = self._left[0]
         if not self._driver.has_room(self._stream, _LAUNCH if by_kernel else len(runs), may_wait=may_wait):
@@ -223,7 +225,7 @@ class CudaTicket:
                 break
             self._marks.popleft()
         self._copier.slices += self._enqueue()
-        # Later batches may have the room, and are not asked before this one has ended.
+        # Later batches may fill the room, and they are not queried before this one has ended.
         if self._left and not self._marks:
             self._mark()
 
@@ -237,7 +239,7 @@ class CudaTicket:
             self._driver.copy_by_kernel(runs, self._stream)
         except BufferError:  # too many are under way
             return False
-        except Exception as error:  # should it run after all, the same bytes are written twice
+        except Exception as error:  # if it runs after all, it writes the same bytes again
             self._copier.kernel_below = ENGINE_ONLY
             log.warning("page_kernel_off", direction=self._direction.value, reason=repr(error))
             return self._enqueue_one(may_wait=may_wait)
@@ -248,7 +250,7 @@ class CudaTicket:
         self._left.popleft()
         try:
             self._driver.copy(self._direction, runs, self._stream)
-        except Exception as error:  # the end event must follow what was enqueued, whatever this is
+        except Exception as error:  # the end event must follow the copies before it
             log.error("copy_refused", direction=self._direction.value, copies=len(runs), reason=repr(error))
             self._is_whole = False
             self._left.clear()
@@ -271,8 +273,8 @@ class CudaCopier:
         profile: how the kernel is used on it.
 
     Attributes:
-        kernel_below: for each direction the bytes of a run from which the copy engine copies it; 0 at first, and again
-            should the kernel not be launched (`crossover.py`).
+        kernel_below: for each direction, the kernel copies runs of fewer bytes (`crossover.py`); 0 at first, and after the
+            kernel could not be launched.
         slices: enqueued so far by queries.
     """
 

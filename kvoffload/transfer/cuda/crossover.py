@@ -51,7 +51,7 @@ def learn(copier: CudaCopier, device: str) -> None:
     """Measure the device, and let the copier use what was found. Never raises.
 
     Args:
-        copier: whose driver measures.
+        copier: uses what was found; its driver measures.
         device: its name.
     """
     begun, driver = time.perf_counter(), copier.driver
@@ -88,7 +88,7 @@ class Trial:
     scratch: CudaScratch
     deadline: float = math.inf
     cover_s: float = math.inf  # that one covering copy takes
-    # Before, by kernel or not.
+    # Of the batch before, by whether the kernel made it.
     enqueue_s: dict[bool, float] = field(default_factory=lambda: dict.fromkeys((True, False), 0.0))
 
     def limits(self, *, stores: bool = True) -> Limits:

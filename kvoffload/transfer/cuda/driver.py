@@ -79,8 +79,8 @@ class Event:
     Args:
         handle: the driver's.
         pool: of handles.
-        queue: of the stream that it was recorded on, if that is ours.
-        place: in the queue.
+        queue: of the stream that it was recorded on; None if that is not one of ours.
+        place: how many operations that stream had when it was recorded.
     """
 
     handle: int
@@ -127,7 +127,7 @@ class CudaScratch:
 
 
 class _Threads(threading.local):
-    """What each calling thread has: a place for the library to answer into, and its capture mode relaxed."""
+    """A variable for the library's answers on each thread. Its first use relaxes the thread's capture mode."""
 
     def __init__(self, relax: Callable[[], int], engine_thread: int) -> None:
         self.current = ctypes.c_void_p()
@@ -205,7 +205,7 @@ class NvidiaDriver:
         return made
 
     def event(self, *, timed: bool) -> Event:
-        """Return an event without other references."""
+        """Return an unused event."""
         pool = self._spare[timed]
         try:
             return Event(pool.popleft(), pool)
@@ -279,7 +279,7 @@ class NvidiaDriver:
                 raise self.library.error("cuMemcpyAsync", code)
 
     def prepare_kernel(self, stream: int, programs: int) -> None:
-        """Take what `copy_by_kernel` needs on `stream`, for launches of so many thread blocks.
+        """Allocate what `copy_by_kernel` needs on `stream`, for launches of so many thread blocks.
 
         Raises:
             Exception: there is no such kernel here.
@@ -305,8 +305,8 @@ class NvidiaDriver:
     def scratch(self, size: int, stream: int) -> Iterator[CudaScratch]:
         """Lend `size` bytes of the device and twice as many of the host, for work of `stream` only.
 
-        The device's come from the driver's own pool: torch's would keep them, and may lend what another stream still uses. The
-        host's stay pinned.
+        The device's come from the driver's own pool: torch's would keep them, and may lend what another stream still uses.
+        The host's stay pinned.
 
         Raises:
             Exception: they cannot be had, or a kernel cannot reach the host's.
@@ -332,7 +332,7 @@ class NvidiaDriver:
     def pinned(self, size: int) -> NDArray[np.uint8]:
         """Return zeroed host memory that is registered, and that a kernel reaches by the host's own addresses.
 
-        It stays for the life of the process: batches that were abandoned may still use it.
+        It stays for the life of the process: batches that timed out may still use it.
 
         Raises:
             HostMemoryError: this device sees host memory elsewhere.
@@ -382,8 +382,8 @@ class NvidiaDriver:
     def _keeps_lock(self, stream: int, operations: int) -> bool:
         """Count what is enqueued; return whether the interpreter's lock is kept over it.
 
-        It is kept over what is short, so that no wait for it lies between a batch's events. It is released where the call may
-        wait: on a stream of the engine's, too, of which only the engine knows what is pending.
+        It is kept over short calls, so that no wait for it falls between a batch's events. It is released where the call may
+        wait, and on the engine's streams, since only the engine knows what is pending there.
         """
         queue = self._queues.get(stream)
         if queue is None:
@@ -425,7 +425,7 @@ class NvidiaDriver:
 
 
 def _answer(kind: Callable[[], Any], call: Callable[..., int], *arguments: int) -> Any:  # noqa: ANN401  # by its kind
-    """Return what a function writes to the place that is its first argument."""
+    """Return the value that a function writes through its first argument."""
     place = kind()
     call(ctypes.byref(place), *arguments)
     return place.value

@@ -2,8 +2,8 @@
 
 Functions that only ask or set are called with the interpreter's lock held (`PyDLL`): they take less than a microsecond, and
 a thread that releases the lock may wait 5 ms to get it back while the engine computes. Functions that may take long release it
-(`CDLL`). A function that enqueues is there in both ways, because it waits where its stream is full: its caller knows how much
-is pending there (`driver.py`), and checks the code, which in a loop would take as long as the call.
+(`CDLL`). A function that enqueues exists in both ways, because it waits if its stream is full: its caller knows how much is
+pending there (`driver.py`). The caller also checks the code: here that would take as long as the call.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _BATCH = (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, 
 # context, a terminated client of MPS, an unknown error. All other errors say nothing about copies that are under way.
 _LOST = frozenset({3, 4, 46, 201, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 810, 999})
 CAPTURE = range(900, 909)
-"""A graph capture somewhere in the process is why, so the same call may succeed later."""
+"""The reason is a graph capture somewhere in the process, so the same call may succeed later."""
 
 
 class CudaError(CopyError):
@@ -137,7 +137,7 @@ class CudaLibrary:
 
 
 def _typed(function: Any, types: tuple[Any, ...]) -> Any:  # noqa: ANN401  # ctypes has no types for these
-    """Declare a library's item, which is a new object each time."""
+    """Set a function's types. A library returns a new object for each look-up, so the types stay with this one."""
     function.argtypes = types
     function.restype = c_int
     return function

@@ -106,7 +106,7 @@ class PageKernel:
         self._buffers.append(buffer)  # not after an error: the device may still read it
 
     def _free_buffer(self) -> _Buffer:
-        """Take out the buffer that has been in use for longest."""
+        """Remove and return the buffer that has been in use for longest."""
         with suppress(IndexError):  # another thread may hold one
             buffer = self._buffers.popleft()
             with suppress(CudaError):  # a refused question is asked again
@@ -118,7 +118,7 @@ class PageKernel:
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """A place for the descriptors of one launch.
+    """Memory for the descriptors of one launch.
 
     Args:
         rows: pinned memory.
