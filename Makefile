@@ -134,7 +134,7 @@ same: venv  ## compare what a restructuring must not change
 journeys: venv  ## count functions in the way of a store and a load
 	@PYTHONPATH=$(CURDIR):$(CURDIR)/plugins $(BIN)/python -m tests.same.journeys $(ARGS)
 
-mutants: venv  ## break one line at a time; a test must notice (long)
+mutants: venv  ## change 1,500 lines; which test notices each? (long)
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
 soak: venv vllm-env  ## run an hour of traffic; nothing may grow (long)

@@ -1,4 +1,4 @@
-"""Whether the tests would notice: lines of real code removed or swapped, at least one for every rule.
+"""Shows what the tests notice: small changes of the code, which a program makes, and rules left out.
 
-`make mutants` breaks one line at a time in a copy of the sources and runs the tests that must fail then.
+`make mutants` runs on each change the tests that run the changed line.
 """

@@ -1,63 +1,152 @@
-"""`make mutants`: break one line at a time and see that a test notices."""
+"""`make mutants`: change the code in many small ways, and see which test notices each change."""
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import ast
+import hashlib
 import os
+import re
 import sys
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import date
 from functools import partial
 from pathlib import Path
 
-from tests.mutants.hunt import first_failure, killer, snapshot
-from tests.mutants.mutant import Mutant
-from tests.mutants.of_rules import MUTANTS
+import msgspec
+
+from tests.mutants.covering import Tests, record
+from tests.mutants.generate import Mutant, sample
+from tests.mutants.hunt import PYTEST, FromMemory, Trial, hunt, in_fork, prepare
+from tests.mutants.table import Result, summary, written
+
+_PACKAGES = ("core", "runtime", "transfer", "disk", "remote")
+_RULES = Path("tests/mutants/rules.py")
 
 
 def main() -> int:
-    """Hunt every mutant; return 1 where one survives."""
+    """Try the mutants, or the missing rules; return 1 if a missing rule was not noticed."""
+    options = _parser().parse_args()
+    options.keep.mkdir(parents=True, exist_ok=True)
+    paths = sorted(
+        path for folder in options.sources for path in folder.rglob("*.py") if path.name != "__init__.py"
+    )
+    prepare()
+    tests = _measured(options, paths)
+    print(f"{len(tests.chosen)} tests; {len(tests.left_out)} are slow, fail or start processes", flush=True)
+    return _try_rules(tests, options.processes) if options.rules else _try_sample(options, paths, tests)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
-    parser.add_argument("--rule", type=int, help="only those of one rule")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="mutants at a time")
-    options = parser.parse_args()
-    chosen = [mutant for mutant in MUTANTS if options.rule in (None, mutant.rule)]
-    began = time.monotonic()
-    with snapshot() as sources:
-        if misfits := [*_misfits(chosen, sources)]:  # known now, not after half of the hunt
-            print(*misfits, sep="\n")
-            return 1
-        tests = sorted(set(itertools.chain.from_iterable(mutant.tests for mutant in chosen)))
-        # With a test that fails anyway, every mutant would seem to be killed.
-        if (failed := first_failure(sources, tests)) is not None:
-            print(f"With nothing broken this fails, see `make test-fast`: {failed}")
-            return 1
-        killed = _hunt(chosen, sources, options.processes)
-    print(f"{time.monotonic() - began:.0f} s")
-    print(f"killed {killed} of {len(chosen)}")
-    return 0 if killed == len(chosen) else 1
+    option = parser.add_argument
+    option("--number", type=int, default=1500, help="mutants, drawn from all (%(default)s)")
+    option("--seed", type=int, default=1, help="of the draw; a smaller draw is the beginning of a larger one")
+    option("--processes", type=int, default=os.cpu_count() or 1, help="mutants at a time (%(default)s)")
+    option(
+        "--all", action="store_true", help="run all tests of a mutant, not only up to the first that fails"
+    )
+    option("--table", type=Path, metavar="FILE", help="write all results to this file")
+    option("--rules", action="store_true", help="instead of mutants, leave out one rule at a time")
+    folders = [Path("kvoffload", name) for name in _PACKAGES]
+    option("--sources", type=Path, nargs="+", default=folders, metavar="DIR", help="what is changed")
+    folders = [Path("tests", name) for name in _PACKAGES]
+    option("--tests", type=Path, nargs="+", default=folders, metavar="DIR", help="what should notice")
+    folder = Path(".venv/mutants")
+    option("--keep", type=Path, default=folder, metavar="DIR", help="for results, which a later run reuses")
+    return parser
 
 
-def _misfits(chosen: list[Mutant], sources: Path) -> Iterator[str]:
-    """Find the mutants whose line is no longer what they say."""
-    for mutant in chosen:
-        try:
-            mutant.broken(sources)
-        except ValueError as misfit:
-            yield str(misfit)
+def _measured(options: argparse.Namespace, paths: Sequence[Path]) -> Tests:
+    """Return which tests run which line. They run for it if sources or tests have changed since the last time."""
+    digest = _digest([*options.sources, *options.tests])
+    file = options.keep / "tests.json"
+    if file.exists() and (tests := msgspec.json.decode(file.read_bytes(), type=Tests)).digest == digest:
+        return tests
+
+    new = file.with_suffix(".new")
+
+    def measure() -> None:
+        arguments = [*PYTEST, "-m", "not full and not gpu and not vllm", *map(str, options.tests)]
+        new.write_bytes(msgspec.json.encode(record(paths, arguments, digest)))
+
+    in_fork(measure)
+    tests = msgspec.json.decode(new.read_bytes(), type=Tests)
+    no_change = Trial("no change", lambda: None, list(tests.seconds), tests.limit_s(tests.seconds))
+    for _, verdict in hunt([no_change], 1, is_to_run_all=True):
+        tests.left_out |= dict.fromkeys(verdict.by, "fails without a mutant")
+    new.write_bytes(msgspec.json.encode(tests))
+    return msgspec.json.decode(new.rename(file).read_bytes(), type=Tests)
 
 
-def _hunt(chosen: list[Mutant], sources: Path, processes: int) -> int:
-    """Print what becomes of each; return how many were killed."""
-    killed = 0
-    with ThreadPoolExecutor(processes) as pool:
-        found = pool.map(partial(killer, sources=sources), chosen)
-        for mutant, test in zip(chosen, found, strict=True):
-            killed += test is not None
-            print(f"killed   {mutant} by {test}" if test else f"SURVIVED {mutant}", flush=True)
-    return killed
+def _digest(folders: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
+        source = path.read_bytes()
+        digest.update(f"{path} {len(source)}\n".encode() + source)
+    return digest.hexdigest()
+
+
+# -- a sample ---------------------------------------------------------------------------------------------------------
+
+
+def _try_sample(options: argparse.Namespace, paths: Iterable[Path], tests: Tests) -> int:
+    chosen = sample(paths, options.seed, options.number)
+    kept = options.keep / ("all-tests.jsonl" if options.all else "first-test.jsonl")
+    lines = kept.read_bytes().splitlines() if kept.exists() else []
+    results = {
+        (result.key, result.digest): result
+        for result in (msgspec.json.decode(line, type=Result) for line in lines)
+    }
+    left = [mutant for mutant in chosen if (mutant.key, mutant.digest) not in results]
+    with kept.open("ab", buffering=0) as file:
+        for result in _results(left, tests, options):
+            results[result.key, result.digest] = result
+            file.write(msgspec.json.encode(result) + b"\n")
+            if result.outcome in ("survived", "not run"):
+                print(result.outcome, result.place, result.change, sep="  ", flush=True)
+    found = [results[mutant.key, mutant.digest] for mutant in chosen]
+    print(*summary(found, tests.chosen, options.all), sep="\n")
+    if options.table:
+        options.table.write_text(written(found, f"{date.today()}, seed {options.seed}"))
+    return 0
+
+
+def _results(mutants: Iterable[Mutant], tests: Tests, options: argparse.Namespace) -> Iterator[Result]:
+    by_key, trials = {mutant.key: mutant for mutant in mutants}, list[Trial]()
+    for mutant in by_key.values():
+        if chosen := tests.of(mutant):
+            trials.append(Trial(mutant.key, FromMemory(mutant).install, chosen, tests.limit_s(chosen)))
+        else:
+            yield Result(mutant.key, mutant.digest, mutant.lines[0], "not run")
+    for trial, verdict in hunt(trials, options.processes, options.all):
+        mutant = by_key[trial.name]
+        how = verdict.outcome, verdict.by, len(trial.tests), verdict.seconds
+        yield Result(mutant.key, mutant.digest, mutant.lines[0], *how)
+
+
+# -- rules ------------------------------------------------------------------------------------------------------------
+
+
+def _try_rules(tests: Tests, processes: int) -> int:
+    """Leave out one rule at a time, and run the tests with its number first."""
+    trials = []
+    for node in ast.parse(_RULES.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and (rule := re.match(r"r\d+_", node.name)):
+            of_rule = [test for test in tests.chosen if f"_{rule[0]}" in test]
+            chosen = list(dict.fromkeys([*of_rule, *tests.chosen]))
+            trials.append(Trial(node.name, partial(_undo, node.name), chosen, tests.limit_s(chosen)))
+    unnoticed = 0
+    for trial, verdict in hunt(trials, processes):
+        unnoticed += verdict.outcome == "survived"
+        print(verdict.outcome, trial.name, *verdict.by, sep="  ", flush=True)
+    return int(unnoticed > 0)
+
+
+def _undo(name: str) -> None:
+    from tests.mutants.rules import undo  # here, in a process that may import the project
+
+    undo(name)
 
 
 if __name__ == "__main__":

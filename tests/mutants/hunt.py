@@ -1,86 +1,220 @@
-"""Breaks copies of the sources and runs the tests on them."""
+"""Runs tests on mutants, each in a forked process that imports the mutated module from memory."""
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import os
-import re
+import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
+from itertools import islice
+from multiprocessing.connection import wait
 from pathlib import Path
+from types import ModuleType
 
-from tests.mutants.mutant import Mutant
+import pytest
+from hypothesis import HealthCheck, Phase, settings
 
-ROOT = Path(__file__).parents[2]
-_SOURCES = ("kvoffload", "plugins", "tests", "dashboards", "pyproject.toml", "README.md", "Makefile")
-_LIMIT_S = 1800  # a test has a limit of its own; this one is for what hangs between tests, or behind the last
-_FINE = 0
-_NONE_CHOSEN = 5
-_NOTICED = (1, 2)  # a test failed, or the tests cannot even be read
-_CRASHED = (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT)  # a copy ran into memory that was given back
-_SAID = re.compile(r"(?:FAILED|ERROR) (tests/.+?)(?: - .*)?")
+from tests.mutants.generate import Mutant
 
-
-@contextmanager
-def snapshot(sources: Path = ROOT) -> Iterator[Path]:
-    """Lend a copy of the sources. A hunt breaks copies of one, so that it may take long while the sources change."""
-    with tempfile.TemporaryDirectory(prefix="kvoffload-mutant-") as folder:
-        for name in _SOURCES:
-            source, target = sources / name, Path(folder) / name
-            if source.is_dir():
-                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(source, target)
-        yield Path(folder)
+PYTEST = ["-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+_LIBRARIES = ("anyio", "hypothesis.stateful", "msgspec", "numpy", "prometheus_client", "rich", "torch")
+_MEMORY_BYTES = 4 << 30  # a loop that does not end should not take it from others
+_PROFILE = "mutants"
+_STARTED, _FAILED = "started", "failed"
+_FORK = multiprocessing.get_context("fork")
 
 
-def killer(mutant: Mutant, sources: Path = ROOT) -> str | None:
-    """Return the first test that notices the mutant, None for a survivor."""
-    with snapshot(sources) as root:
-        mutant.apply(root)
-        # The tests of its own rule are few and the likeliest to notice.
-        first = first_failure(root, mutant.tests, "-k", f"test_r{mutant.rule}_")
-        return first or next(filter(None, (first_failure(root, [tests]) for tests in mutant.tests)), None)
+@dataclass(frozen=True)
+class Trial:
+    """Tests to be run on a change.
+
+    Args:
+        name: of the change.
+        install: makes the change, in the forked process, before anything of the project is imported.
+        tests: in their order.
+        limit_s: when the process is killed.
+    """
+
+    name: str
+    install: Callable[[], None]
+    tests: Sequence[str]
+    limit_s: float
 
 
-def first_failure(root: Path, tests: Sequence[str], *options: str) -> str | None:
-    """Run tests of a copy of the sources; return the first that fails, None where all pass."""
-    path = os.pathsep.join((str(root), str(root / "plugins")))
-    # No bytecode: a line that changes within a second, and not in length, would be taken for the old one.
-    environment = os.environ | {
-        "PYTHONPATH": path,
-        "PYTHONSAFEPATH": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "HYPOTHESIS_PROFILE": "fast",
-    }
-    marks = "not slow and not gpu and not vllm"
-    # One seed: an example that a property test happens to find in one run of many is not what notices a mutant.
-    drawing = "--hypothesis-seed=0"
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", drawing, "-m", marks]
-    try:
-        done = subprocess.run(
-            [*command, *options, *tests],
-            cwd=root,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_LIMIT_S,
+@dataclass(frozen=True)
+class Verdict:
+    """How a trial ended.
+
+    Args:
+        outcome: "killed" where a test failed, "import" where the tests could not be read, "timeout" and "crash" where the
+            process ended in the middle, or "survived".
+        by: the tests that failed, or during which the process ended; only the first one unless all were asked for.
+        seconds: how long it took.
+    """
+
+    outcome: str
+    by: list[str]
+    seconds: float
+
+
+class FromMemory(MetaPathFinder, Loader):
+    """Imports one module from a mutant instead of its file."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self._mutant = mutant
+        self._file = Path(mutant.path).resolve()
+        parts = Path(mutant.path).with_suffix("").parts
+        self._name = ".".join(parts[1:] if parts[0] == "plugins" else parts)
+
+    def install(self) -> None:
+        """Import the mutant from now on."""
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
+        """Find the one module."""
+        return spec_from_file_location(name, self._file, loader=self) if name == self._name else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the mutant as the module."""
+        exec(self._mutant.compiled(), module.__dict__)
+
+
+class _Chosen:
+    """A plugin of pytest that runs some tests, in their order, and writes down what they do."""
+
+    def __init__(self, tests: Sequence[str], notes: Path) -> None:
+        self._order = {test: number for number, test in enumerate(tests)}
+        self._notes = notes.open("w", buffering=1)
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = sorted(
+            (item for item in items if item.nodeid in self._order), key=lambda item: self._order[item.nodeid]
         )
-    except subprocess.TimeoutExpired:
-        return f"{', '.join(tests)}: no end within {_LIMIT_S} s"
-    if done.returncode in (*_NOTICED, *_CRASHED):
-        return _named(done.stdout) or f"{', '.join(tests)}: pytest ended with {done.returncode}"
-    if done.returncode == _FINE or (done.returncode == _NONE_CHOSEN and options):
-        return None
-    raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        print(_STARTED, nodeid, file=self._notes)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            print(_FAILED, report.nodeid, file=self._notes)
 
 
-def _named(output: str) -> str | None:
-    """Return the test that pytest's summary says has failed."""
-    said = filter(None, map(_SAID.fullmatch, output.splitlines()))
-    return next((match[1] for match in said), None)
+class _Run:
+    """A process that tries one change."""
+
+    def __init__(self, trial: Trial, is_to_run_all: bool) -> None:
+        self.trial = trial
+        self._folder = Path(tempfile.mkdtemp(prefix="kvoffload-mutant-"))
+        self._began = time.monotonic()
+        self.deadline = self._began + trial.limit_s
+        self.process = _FORK.Process(target=_run, args=(trial, self._folder, is_to_run_all))
+        self.process.start()
+
+    def end(self, *, is_late: bool) -> Verdict:
+        """End the process and whatever it has started.
+
+        Raises:
+            RuntimeError: pytest did not find the tests.
+        """
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
+        self.process.join()
+        notes = [line.split(" ", 1) for line in (self._folder / "notes").read_text().splitlines()]
+        output = (self._folder / "output").read_text(errors="replace")
+        shutil.rmtree(self._folder, ignore_errors=True)
+        failed = list(dict.fromkeys(test for what, test in notes if what == _FAILED))
+        outcome = "timeout" if is_late else _outcome(self.process.exitcode, failed, output)
+        if outcome in ("timeout", "crash"):
+            failed += [test for _, test in notes[-1:] if test not in failed]
+        return Verdict(outcome, failed, round(time.monotonic() - self._began, 2))
+
+
+def prepare() -> None:
+    """Import what every trial needs, but nothing of the project, and choose how property tests draw."""
+    for name in _LIBRARIES:
+        importlib.import_module(name)
+    importlib.import_module("torch").set_num_threads(1)
+    # The same examples each time. A failing one need not become a small one.
+    settings.register_profile(
+        _PROFILE,
+        derandomize=True,
+        deadline=None,
+        max_examples=30,
+        stateful_step_count=30,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.explicit, Phase.generate),
+    )
+    os.environ["HYPOTHESIS_PROFILE"] = _PROFILE
+
+
+def in_fork(work: Callable[[], None]) -> None:
+    """Do something in a process of its own.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    process = _FORK.Process(target=work)
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise RuntimeError(f"the process ended with {process.exitcode}")
+
+
+def hunt(
+    trials: Iterable[Trial], processes: int, is_to_run_all: bool = False
+) -> Iterator[tuple[Trial, Verdict]]:
+    """Try every change, several at a time; each ends at its first failing test unless all are to run."""
+    waiting = iter(trials)
+    running: dict[int, _Run] = {}
+    try:
+        while True:
+            for trial in islice(waiting, processes - len(running)):
+                run = _Run(trial, is_to_run_all)
+                running[run.process.sentinel] = run
+            if not running:
+                return
+            ended = wait(running, max(min(run.deadline for run in running.values()) - time.monotonic(), 0))
+            for sentinel, run in list(running.items()):
+                if sentinel in ended or run.deadline <= time.monotonic():
+                    del running[sentinel]
+                    yield run.trial, run.end(is_late=sentinel not in ended)
+    finally:
+        for run in running.values():
+            run.end(is_late=True)
+
+
+def _run(trial: Trial, folder: Path, is_to_run_all: bool) -> None:
+    os.setsid()
+    plugin = _Chosen(trial.tests, folder / "notes")
+    with (folder / "output").open("wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
+    trial.install()
+    files = dict.fromkeys(test.split("::")[0] for test in trial.tests)
+    options = [f"--basetemp={folder}/tests", *([] if is_to_run_all else ["-x"])]
+    status = pytest.main([*PYTEST, *options, *files], plugins=[plugin])
+    sys.stdout.flush()
+    os._exit(status)  # without waiting for threads that hang
+
+
+def _outcome(status: int | None, failed: Sequence[str], output: str) -> str:
+    if status == pytest.ExitCode.NO_TESTS_COLLECTED:
+        raise RuntimeError(f"pytest found no tests:\n{output[-2000:]}")
+    if status == pytest.ExitCode.OK:
+        return "survived"
+    if failed:
+        return "killed"
+    unread = (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR)
+    return "import" if status in unread else "crash"

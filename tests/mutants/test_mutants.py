@@ -1,76 +1,258 @@
-"""The list is up to date and complete, and the hunt can both kill and miss."""
+"""Mutants of each kind are made, always the same ones; the run tells those that tests notice from the others."""
 
 from __future__ import annotations
 
+import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.mutants.hunt import ROOT, killer, snapshot
-from tests.mutants.mutant import Mutant
-from tests.mutants.of_rules import MUTANTS
+from tests.mutants.generate import KINDS, Mutant, mutants, parameters_with_defaults, sample
+from tests.mutants.rules import RULES, undone
+from tests.mutants.table import Result, summary, written
 
-_STATES = "kvoffload/core/machine.py"
-_TESTS = ("tests/core/test_states.py",)
+ROOT = Path(__file__).parents[2]
+SOURCES = [ROOT / "kvoffload/core/stores.py", ROOT / "kvoffload/transfer/disk.py"]
+
+EXAMPLE = """
+class Shelf(Struct):
+    size: int = 3
+    def __init__(self, books: list[str], *, is_old: bool = False) -> None:
+        self.books = books
+    def lend(self, number: int) -> str:
+        if number < 0 or not self.books:
+            raise ValueError("which book?")
+        self.lent = Book(
+            self.books.pop(number), is_old=self.is_old
+        )
+        return sorted(self.books)[number - 1]
+    def name(self) -> list[bytes]:
+        return [max(x, b"x") for x in self.lent if x]
+    def burn(self):
+        while self.books:
+            self.books.clear()
+            Shelf([], is_old=True)
+"""
+
+MADE = """
+Shelf 3: constant: 3 -> 4
+Shelf.__init__ 4: constant: False -> True
+Shelf.lend 7: and for or: number < 0 or not self.books -> number < 0 and (not self.books)
+Shelf.lend 7: condition forced: number < 0 or not self.books -> False
+Shelf.lend 7: condition forced: number < 0 or not self.books -> True
+Shelf.lend 7: comparison swapped: number < 0 -> number <= 0
+Shelf.lend 7: constant: 0 -> 1
+Shelf.lend 7: not removed: not self.books -> self.books
+Shelf.lend 8: early exit removed: raise ValueError('which book?') -> pass
+Shelf.lend 9-11: statement deleted: self.lent = Book(self.books.pop(number), is_old=self.is_old) -> pass
+Shelf.lend 12: return value: return sorted(self.books)[number - 1] -> return ''
+Shelf.lend 12: call: sorted(self.books) -> self.books
+Shelf.lend 12: arithmetic: number - 1 -> number + 1
+Shelf.lend 12: arithmetic: number - 1 -> number - 1 + 1
+Shelf.lend 12: arithmetic: number - 1 -> number - 1 - 1
+Shelf.lend 12: constant: 1 -> 2
+Shelf.name 14: return value: return [max(x, b'x') for x in self.lent if x] -> return []
+Shelf.name 14: call: max(x, b'x') -> min(x, b'x')
+Shelf.name 14: constant: b'x' -> b'x_'
+Shelf.name 14: condition forced: x -> False
+Shelf.name 14: condition forced: x -> True
+Shelf.burn 16: condition forced: self.books -> False
+Shelf.burn 17: statement deleted: self.books.clear() -> pass
+Shelf.burn 18: statement deleted: Shelf([], is_old=True) -> pass
+Shelf.burn 18: argument dropped: Shelf([], is_old=True) -> Shelf([])
+Shelf.burn 18: constant: True -> False
+"""
+
+OF_NO_USE = '''
+"""A module."""
+from typing import TYPE_CHECKING, NewType, Protocol
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+Name = NewType("Name", str)
+Either = int | str
 
 
-def test_every_rule_has_a_mutant() -> None:
-    assert {mutant.rule for mutant in MUTANTS} == set(range(1, 19))
-    assert len(set(MUTANTS)) == len(MUTANTS)
+class Reads(Protocol):
+    limit: int = 1
 
 
-def test_every_mutants_line_is_there_once_and_changes() -> None:
-    for mutant in MUTANTS:
-        broken = mutant.broken(ROOT)
-        assert broken != (ROOT / mutant.path).read_text(), mutant
-        compile(broken, mutant.path, "exec")
-        for tests in mutant.tests:
-            assert (ROOT / tests).exists(), mutant
+class Reader:
+    __slots__ = ("name",)
+    """A reader."""
+
+    def __repr__(self) -> str:
+        return "reader" + "s"
+
+    def read(self, size: int) -> None:
+        assert size > 0, "no size"
+        log.info("read", size=size)
+        print(f"{size + 1}")  # mutant: no
+'''
+
+MODULE = """
+def least(numbers):
+    return min(numbers)
+
+def unused():
+    return 1
+
+def is_positive(number):
+    return number > 0
+"""
+
+TESTS = """
+from example.module import is_positive, least
+
+def test_least():
+    assert least([2, 1]) == 1
+
+def test_one_is_positive():
+    assert is_positive(1)
+"""
+
+TRIALS = """
+import os, sys, threading
+from tests.mutants.hunt import Trial, hunt, prepare
+
+CHANGES = {
+    "hangs": threading.Event().wait,
+    "aborts": os.abort,
+    "cannot be imported": lambda: sys.modules.update({"example.module": None}),
+    "as before": lambda: None,
+}
+
+prepare()
+tests = ["checks/test_module.py::test_least"]
+trials = [Trial(name, change, tests, 5 if name == "hangs" else 60) for name, change in CHANGES.items()]
+for trial, verdict in hunt(trials, 2):
+    print(f"{trial.name}: {verdict.outcome}")
+"""
 
 
-def test_a_line_that_is_gone_is_an_error(tmp_path: Path) -> None:
-    mutant = Mutant(1, "a.py", "was here")
-    (tmp_path / "a.py").write_text("is not here")
-    with pytest.raises(ValueError, match="0 times"):
-        mutant.broken(tmp_path)
+def test_each_kind_of_mutant_is_made() -> None:
+    found = list(mutants("example.py", EXAMPLE, parameters_with_defaults([EXAMPLE])))
+    assert "".join(map(described, found)) == MADE.removeprefix("\n")
+    assert {mutant.key.split(": ")[1] for mutant in found} == set(KINDS)
+
+
+def described(mutant: Mutant) -> str:
+    _, scope, change = mutant.key.split(" ", 2)
+    lines = dict.fromkeys([mutant.lines[0], mutant.lines[-1]])
+    return f"{scope[:-1]} {'-'.join(map(str, lines))}: {change}\n"
+
+
+def test_every_mutant_compiles_and_leaves_the_tree_as_it_was() -> None:
+    for mutant in [*mutants("example.py", EXAMPLE), *sample(SOURCES, 1, 100)]:
+        before = ast.dump(mutant.tree)
+        mutant.compiled()
+        assert ast.dump(mutant.tree) == before
+
+
+def test_what_only_types_and_readers_need_is_left_alone() -> None:
+    assert [mutant.key for mutant in mutants("example.py", OF_NO_USE)] == []
+
+
+def test_a_seed_draws_the_same_mutants_and_fewer_are_the_first_of_more() -> None:
+    few, many, others = sample(SOURCES, 1, 20), sample(SOURCES, 1, 50), sample(SOURCES, 2, 20)
+    keys = [mutant.key for mutant in many]
+    assert [mutant.key for mutant in few] == keys[:20]
+    assert len(set(keys)) == 50
+    assert {mutant.key for mutant in others} != set(keys[:20])
+
+
+def test_a_mutant_keeps_its_name_when_lines_above_it_are_added() -> None:
+    before = [mutant.key for mutant in mutants("example.py", EXAMPLE)]
+    assert [mutant.key for mutant in mutants("example.py", f"import os\n\n{EXAMPLE}")] == before
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_what_a_missing_rule_replaces_is_there(name: str) -> None:
+    with undone(name):
+        assert int(name[1:].split("_")[0]) in range(1, 19)
+
+
+def test_a_table_numbers_the_tests_and_joins_those_in_a_row() -> None:
+    results = [
+        Result("a.py f: call: x -> y", "", 7, "killed", ["t1", "t2", "t3", "t5"]),
+        Result("a.py f: constant: 1 -> 2", "", 3, "killed", ["t0"]),
+        Result("a.py g: constant: 1 -> 2", "", 9, "survived"),
+    ]
+    assert written(results, "today").splitlines() == [
+        "# today: 3 mutants",
+        "# killed: 2",
+        "# survived: 1",
+        "a.py:3\tf: constant: 1 -> 2\tkilled\t0",
+        "a.py:7\tf: call: x -> y\tkilled\t1-4",
+        "a.py:9\tg: constant: 1 -> 2\tsurvived\t",
+        "0\tt0",
+        "1\tt1",
+        "2\tt2",
+        "3\tt3",
+        "4\tt5",
+    ]
+    assert list(summary(results, ["t0", "t1", "t2", "t9"], has_all=True))[-3:] == [
+        "1 tests notice a mutant that no other test notices",
+        "4 tests notice only what other tests notice too",
+        "1 tests notice nothing",
+    ]
 
 
 @pytest.mark.slow
-def test_a_mutant_that_a_test_notices_is_killed() -> None:
-    table = "(JobState.PLANNED, JobEvent.SUBMIT): JobState.SUBMITTED"
-    wrong = "(JobState.PLANNED, JobEvent.SUBMIT): JobState.DONE"
-    mutant = Mutant(4, _STATES, table, wrong, _TESTS)
-    assert (killer(mutant) or "").startswith("tests/core/test_states.py::test_")
+@pytest.mark.timeout(300)
+def test_a_run_tells_what_became_of_each_mutant_and_does_not_repeat_it(tmp_path: Path) -> None:
+    example(tmp_path)
+    options = ["--sources", "example", "--tests", "checks", "--keep", "kept", "--table", "table"]
+    printed = run(tmp_path, "-m", "tests.mutants", *options, "--all", "--processes", "2")
+    rows = {
+        row[1]: row[2:]
+        for line in (tmp_path / "table").read_text().splitlines()
+        if len(row := line.split("\t")) == 4
+    }
+    assert rows == {
+        "least: call: min(numbers) -> max(numbers)": ["killed", "0"],
+        "least: return value: return min(numbers) -> return None": ["killed", "0"],
+        "unused: constant: 1 -> 2": ["not run", ""],
+        "unused: return value: return 1 -> return None": ["not run", ""],
+        "is_positive: comparison swapped: number > 0 -> number >= 0": ["survived", ""],
+        "is_positive: constant: 0 -> 1": ["killed", "1"],
+        "is_positive: return value: return number > 0 -> return None": ["killed", "1"],
+    }
+    assert "survived  example/module.py:9  is_positive: comparison swapped" in printed
+    assert "2 tests notice a mutant that no other test notices" in printed
+    kept = (tmp_path / "kept/all-tests.jsonl").read_bytes()
+    assert "survived  example" not in run(tmp_path, "-m", "tests.mutants", *options, "--all")
+    assert (tmp_path / "kept/all-tests.jsonl").read_bytes() == kept
+    assert (tmp_path / "example/module.py").read_text() == MODULE
 
 
-@pytest.mark.full
 @pytest.mark.slow
-def test_a_mutant_that_cannot_be_imported_is_killed() -> None:
-    assert killer(Mutant(4, _STATES, "class JobState(IntEnum):", "class OfJob(IntEnum):", _TESTS))
+@pytest.mark.timeout(300)
+def test_hangs_crashes_and_errors_at_import_are_told_apart(tmp_path: Path) -> None:
+    example(tmp_path)
+    (tmp_path / "trials.py").write_text(TRIALS)
+    outcomes = ["aborts: crash", "as before: survived", "cannot be imported: import", "hangs: timeout"]
+    assert sorted(run(tmp_path, "trials.py").splitlines()) == outcomes
 
 
-@pytest.mark.full
-@pytest.mark.slow
-def test_a_mutant_that_crashes_the_process_is_killed() -> None:
-    crash = "import os; os.abort()\n\nclass JobState(IntEnum):"
-    assert killer(Mutant(4, _STATES, "class JobState(IntEnum):", crash, _TESTS))
+def example(folder: Path) -> None:
+    for name, source in {"example/module.py": MODULE, "checks/test_module.py": TESTS}.items():
+        (folder / name).parent.mkdir()
+        (folder / name).write_text(source)
 
 
-@pytest.mark.full
-@pytest.mark.slow
-def test_a_change_that_changes_nothing_survives() -> None:
-    assert (
-        killer(Mutant(4, _STATES, "class JobState(IntEnum):", "\n\nclass JobState(IntEnum):", _TESTS)) is None
+def run(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_a_hunt_breaks_the_sources_as_they_were_when_it_began() -> None:
-    mutant = Mutant(4, _STATES, "class JobState(IntEnum):", "\n\nclass JobState(IntEnum):", _TESTS)
-    with snapshot() as sources:
-        before = (sources / _STATES).read_text()
-        assert before == (ROOT / _STATES).read_text()
-        (sources / "tests/core/test_states.py").write_text("def test_r4_that_fails():\n    assert False\n")
-        assert killer(mutant, sources) == "tests/core/test_states.py::test_r4_that_fails"
-        assert (sources / _STATES).read_text() == before
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

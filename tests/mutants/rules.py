@@ -1,0 +1,275 @@
+"""Rules undone as a whole, which no single change of a line does: in several places, or in another order.
+
+`make mutants ARGS="--rules"` expects a test to fail on each, and `tests/simulate` expects most of them to show in a simulation.
+The name of a function here begins with its rule; it returns what it replaces.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from msgspec import structs
+
+from kvoffload.core.block_tables import BlockTables
+from kvoffload.core.jobs import Failure, Job, Jobs, Leases, Load, Store
+from kvoffload.core.loads import Loads
+from kvoffload.core.offload_core import OffloadCore
+from kvoffload.core.request import SharedLoads
+from kvoffload.core.slots import HostPool, LruOrder, count, uncount
+from kvoffload.core.stores import InFlight, Stores
+from kvoffload.model.causes import CopyOutcome, StoreOutcome
+from kvoffload.model.facts import StepScheduled
+from kvoffload.model.ids import BlockKey, DeviceBlockId, Rank, RequestId, SlotId
+from kvoffload.model.wire import TransferPlan
+from kvoffload.remote.values import Shard
+from kvoffload.runtime.copies import LoadAnswers, OpenCopies
+from kvoffload.runtime.faults import Faults
+from kvoffload.runtime.remote_catalog import RemoteCatalog
+from kvoffload.runtime.worker_side import WorkerSide
+from kvoffload.transfer import disk, remote
+from kvoffload.transfer.blocking_calls import Breaker
+from kvoffload.transfer.cuda.copier import CudaCopier
+from kvoffload.transfer.lanes import Lane
+from kvoffload.transfer.ports import TicketState
+from kvoffload.transfer.pump import TransferPump
+
+Patch = tuple[Any, str, Any]  # a class or a module, an attribute, and what is put there
+
+
+def _nothing(*args: object, **settings: object) -> None:
+    """Replaces a method whose effect must be missing."""
+
+
+def r1_load_without_pin() -> list[Patch]:
+    real = Loads._plan
+
+    def plan(self: Loads, record: Any, slots: Any, blocks: Any, tokens: int) -> None:  # noqa: ANN401
+        self._state.pool.unpin(slots)
+        real(self, record, slots, blocks, tokens)
+
+    return [(Loads, "_plan", plan)]
+
+
+def r2_tokens_without_a_pin_count_as_loaded() -> list[Patch]:
+    def refuse(self: Loads, request: RequestId, external_tokens: int) -> None:
+        self._state.results.loaded.append(request)
+
+    return [(Loads, "refuse", refuse)]
+
+
+def r3_keys_in_flight_are_not_known() -> list[Patch]:
+    return [(InFlight, "began", _nothing), (InFlight, "ended", lambda self, keys: [])]
+
+
+def r4_torn_copy_counts_as_done() -> list[Patch]:
+    real = Lane._query
+
+    def query(self: Lane, batch: Any) -> TicketState:  # noqa: ANN401
+        state = real(self, batch)
+        return TicketState.DONE if state is TicketState.FAILED else state
+
+    return [(Lane, "_query", query)]
+
+
+def r4_one_rank_is_enough() -> list[Patch]:
+    real = Job.reported
+
+    def reported(self: Job, *part: Any) -> bool:  # noqa: ANN401
+        is_new = real(self, *part)
+        self.waiting.clear()
+        return is_new
+
+    return [(Job, "reported", reported)]
+
+
+def r4_late_rank_is_ignored() -> list[Patch]:
+    real = Job.reported
+
+    def reported(self: Job, rank: Rank, outcome: CopyOutcome) -> bool:
+        return (rank == 0 or outcome is CopyOutcome.DONE) and real(self, rank, outcome)
+
+    return [(Job, "reported", reported)]
+
+
+def r5_no_lease() -> list[Patch]:
+    def take(self: Leases, blocks: Sequence[DeviceBlockId]) -> None:
+        count(self.counts, blocks)
+
+    def release(self: Leases, blocks: Sequence[DeviceBlockId]) -> None:
+        uncount(self.counts, blocks)
+
+    return [(Leases, "take", take), (Leases, "release", release)]
+
+
+def r5_overdue_load_frees_its_blocks() -> list[Patch]:
+    real = Loads.failed
+
+    def failed(self: Loads, job: Load, why: Failure) -> None:
+        real(self, job, why)
+        if why is Failure.TIMED_OUT:
+            self._state.device.release(job.targets)
+
+    return [(Loads, "failed", failed)]
+
+
+def r7_stale_ids_stay() -> list[Patch]:
+    """With the last check gone too: the engine's own word for what a block holds."""
+    real = Stores._by_block
+
+    def by_block(self: Stores, offer: Any, holds: Any) -> Any:  # noqa: ANN401
+        verdict = real(self, offer, holds)
+        return offer if verdict in (StoreOutcome.STALE, StoreOutcome.NOT_HASHED) and offer.block else verdict
+
+    return [(BlockTables, "handed_out", lambda self, blocks: 0), (Stores, "_by_block", by_block)]
+
+
+def r8_nothing_is_held() -> list[Patch]:
+    return [(HostPool, "hold", _nothing), (HostPool, "release", _nothing)]
+
+
+def r9_failed_load_counts_as_loaded() -> list[Patch]:
+    def failed(self: Loads, job: Load, why: Failure) -> None:
+        self._arrived(job)
+
+    return [(Loads, "failed", failed)]
+
+
+def r9_loads_are_not_reported() -> list[Patch]:
+    return [(OpenCopies, "answer", lambda self, results: LoadAnswers())]
+
+
+def r10_reset_forgets_nothing() -> list[Patch]:
+    def forget_all(self: HostPool) -> Mapping[BlockKey, SlotId]:
+        return {}
+
+    return [(HostPool, "forget_all", forget_all)]
+
+
+def r10_store_of_before_reset_arrives() -> list[Patch]:
+    real = Stores.failed
+
+    def failed(self: Stores, job: Store, why: Failure) -> None:
+        if why is not Failure.DROPPED:
+            real(self, job, why)
+
+    return [(Stores, "failed", failed)]
+
+
+def r10_state_offered_before_the_steps_facts() -> list[Patch]:
+    real = OffloadCore.step_scheduled
+
+    def step_scheduled(self: OffloadCore, fact: StepScheduled) -> None:
+        if self.state.degraded is None:
+            self._offer_states(fact.states)
+        real(self, structs.replace(fact, states=()))
+
+    return [(OffloadCore, "step_scheduled", step_scheduled)]
+
+
+def r11_tables_are_kept() -> list[Patch]:
+    return [(BlockTables, "forget", _nothing)]
+
+
+def r12_what_the_core_raised_is_forgotten() -> list[Patch]:
+    return [(Faults, "raised", _nothing), (Faults, "raised_on_another_thread", _nothing)]
+
+
+def r13_load_reported_at_once() -> list[Patch]:
+    """The pump reports a load as soon as it was submitted."""
+    real = TransferPump._reap
+
+    def reap(self: TransferPump) -> bool:
+        for batch in self._loads._pending:
+            batch.ticket.query = lambda: TicketState.DONE  # type: ignore[method-assign]
+        return real(self)
+
+    return [(TransferPump, "_reap", reap)]
+
+
+def r13_stores_start_before_the_forward_pass() -> list[Patch]:
+    """A recurrent state's block has its key by then, but not its bytes."""
+    loads, stores = WorkerSide.start_loads, WorkerSide.start_stores
+
+    def start_loads(self: WorkerSide, plan: TransferPlan) -> None:
+        loads(self, plan)
+        stores(self, plan)
+        self._live_pump._start_stores()
+
+    return [(WorkerSide, "start_loads", start_loads), (WorkerSide, "start_stores", _nothing)]
+
+
+def r13_copies_wait_for_nothing() -> list[Patch]:
+    real = CudaCopier.submit
+
+    def submit(self: CudaCopier, way: Any, runs: Any, fences: Any) -> Any:  # noqa: ANN401
+        return real(self, way, runs, ())
+
+    return [(CudaCopier, "submit", submit)]
+
+
+def r14_shared_load_never_ends() -> list[Patch]:
+    return [(SharedLoads, "ended", _nothing)]
+
+
+def r15_the_head_of_a_prefix_is_evicted_first() -> list[Patch]:
+    real = LruOrder.add
+    return [(LruOrder, "add", lambda self, slots: real(self, slots[::-1]))]
+
+
+def r16_quarantined_slot_comes_back() -> list[Patch]:
+    return [(HostPool, "quarantine", lambda self, slot: self.invalidate(slot))]
+
+
+def r16_timed_out_job_counts_as_ended() -> list[Patch]:
+    """Its owner ends it although copies may still run."""
+    real = Jobs.time_out
+
+    def time_out(self: Jobs, job: Job) -> None:
+        real(self, job)
+        job.owner.ended(job)
+
+    return [(Jobs, "time_out", time_out)]
+
+
+def r17_disk_is_not_compared() -> list[Patch]:
+    return [(disk, "_checksum", lambda pieces, size: 0)]
+
+
+def r17_remote_value_is_not_compared() -> list[Patch]:
+    return [(remote, "is_whole", lambda value, arrived, name, layout, key: arrived == len(value))]
+
+
+def r17_dead_store_is_called_on() -> list[Patch]:
+    return [(Breaker, "failed", _nothing)]
+
+
+def r18_generation_is_not_in_the_name() -> list[Patch]:
+    return [(Shard, "name", lambda self, key: f"{key.hex()}/{self.part}")]
+
+
+def r18_generation_stays_at_a_reset() -> list[Patch]:
+    return [(RemoteCatalog, "reset", _nothing)]
+
+
+RULES: dict[str, Callable[[], list[Patch]]] = {
+    name: make for name, make in globals().items() if re.match(r"r\d+_", name)
+}
+
+
+@contextmanager
+def undone(name: str) -> Iterator[None]:
+    """Run without a rule."""
+    with ExitStack() as stack:
+        for owner, attribute, new in RULES[name]():
+            stack.enter_context(mock.patch.object(owner, attribute, new))
+        yield
+
+
+def undo(name: str) -> None:
+    """Do without a rule until the process ends."""
+    for owner, attribute, new in RULES[name]():
+        setattr(owner, attribute, new)
