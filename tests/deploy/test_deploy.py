@@ -122,7 +122,7 @@ def test_the_pod_is_guaranteed_and_confined(name: str) -> None:
         assert resources["requests"] == resources["limits"]
         assert float(resources["limits"]["cpu"]).is_integer()
         assert security["allowPrivilegeEscalation"] is False
-        assert security["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK", "SYS_NICE"]}
+        assert security["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
 
 
 def test_only_servers_and_the_store_reach_mooncake() -> None:
