@@ -26,6 +26,7 @@ from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.pump import TransferPump
 from kvoffload_reference.scheduler import PoolDevice
+from tests.core.audit import audit_side
 from tests.gates import ManualExecutor
 from tests.keys import block_key
 
@@ -145,4 +146,4 @@ async def test_one_block_goes_to_the_host_and_comes_back(story: Story) -> None:
     pool.release([target, tail])
     assert pool.free_blocks == 4
     assert not scheduler.has_work
-    assert scheduler.audit() == []
+    assert audit_side(scheduler) == []

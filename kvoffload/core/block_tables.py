@@ -92,24 +92,6 @@ class BlockTables:
                 if block != NULL_BLOCK:
                     self._drop((record, group, position), block)
 
-    def problems(self, records: Iterable[RequestRecord]) -> list[str]:
-        """Return where the reverse index and the tables disagree. Reads only."""
-        expected = {
-            (block, (record, group, position))
-            for record in records
-            if record.table is not None
-            for group, row in enumerate(record.table)
-            if self._recycles[group]
-            for position, block in enumerate(row)
-            if block != NULL_BLOCK
-        }
-        found = {(block, entry) for block, named in self.shared.items() for entry in named}
-        found.update(self.entries.items())
-        return [
-            f"block {block} at {record.request}, group {group}, position {position}: index and table disagree"
-            for block, (record, group, position) in expected ^ found
-        ]
-
     def _name(self, named: dict[DeviceBlockId, TableEntry]) -> None:
         """Index these entries by their blocks, without the null block."""
         named.pop(NULL_BLOCK, None)

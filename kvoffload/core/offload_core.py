@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvoffload.core.audit import audit, audit_at_rest
+from kvoffload.core.audit import audit
 from kvoffload.core.jobs import DeviceJob, Failure, Load, Offer
 from kvoffload.core.loads import Loads, PendingHits
 from kvoffload.core.machine import JobState, RequestEvent, RequestState, SlotState
@@ -21,7 +21,7 @@ from kvoffload.core.tier_copies import LowerTiers
 from kvoffload.model import events, facts
 from kvoffload.model.causes import DegradeCause, EvictionCause, PinDropCause, RejectionCause, StoreOutcome
 from kvoffload.model.engine import BlockPool, EngineShape
-from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, RequestId, SlotId
+from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, RequestId
 from kvoffload.model.wire import NOTHING, Tier, TransferPlan, TransferReport
 
 _SEEN, _LOADING, _RUNNING = RequestState.SEEN, RequestState.LOADING, RequestState.RUNNING
@@ -429,12 +429,8 @@ class OffloadCore:
         return 0 if record is None else record.boundary
 
     def audit(self) -> list[str]:
-        """Return every broken invariant as text."""
+        """Return the totals that are wrong, as text."""
         return audit(self.state, self.stores)
-
-    def audit_at_rest(self, slots: Iterable[SlotId]) -> list[str]:
-        """Return the invariants that are broken while no request is known and no copy waited for, looking at these slots only."""
-        return audit_at_rest(self.state, self.stores, slots)
 
     # -- device blocks that were handed out -----------------------------------------------------------------------
 

@@ -183,21 +183,6 @@ class HostPool:
         states = self._states
         return [slot for slot in slots if states[slot] == _PINNED]
 
-    def problems(self) -> list[str]:
-        """Return where the counts, the eviction order or the free slots disagree with the slots' records."""
-        ready = {slot for slot, state in enumerate(self._states) if state == SlotState.READY}
-        empty = [slot for slot, state in enumerate(self._states) if state == SlotState.EMPTY]
-        problems = [
-            f"{self._states.count(state)} slots are {state.name}, {self._counts[state]} are counted"
-            for state in SlotState
-            if self._states.count(state) != self._counts[state]
-        ]
-        if ready - self.holds.keys() != set(self._order) or self._order.count != len(set(self._order)):
-            problems.append("the eviction order is not the ready slots without a hold")
-        if sorted([*self._freed, *range(self._fresh, len(self._states))]) != empty:
-            problems.append("the free slots are not the empty ones")
-        return problems
-
     # -- changes ------------------------------------------------------------------------------------------------
 
     def grow(self, capacity: int) -> int:

@@ -488,23 +488,6 @@ class Stores:
         block = blocks[position] if position < len(blocks) else NULL_BLOCK
         return Offer(record.keys[group][position], block, record, record.incarnation, group, position)
 
-    # -- questions ----------------------------------------------------------------------------------------------
-
-    def waiting(self) -> int:
-        """Return how many offers have no outcome and are in no job. Reads only."""
-        state = self._state
-        waiting = sum(len(record.waiting) for record in state.requests.live.values())
-        return waiting + sum(map(len, self.in_flight.duplicates.values())) + len(self.again)
-
-    def problems(self) -> list[str]:
-        """Return where what waits for room and what waits at all disagree. Reads only."""
-        return [
-            f"{record.request} waits for room at {position} but has its outcome"
-            for record, positions in (*self.for_room.items(), *self.states_for_room.items())
-            for position in positions
-            if position not in record.waiting
-        ]
-
 
 _OUTCOMES = {
     Failure.FAILED: StoreOutcome.FAILED,

@@ -7,7 +7,7 @@ happen needs little: which blocks are leased, and which jobs the workers have.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 from kvoffload.bus.bus import Bus
@@ -17,15 +17,12 @@ from kvoffload.model.causes import DegradeCause
 from kvoffload.model.engine import AuditsLeases, BlockPool
 from kvoffload.model.events import OffloadingDegraded
 from kvoffload.model.facts import InvariantBroken
-from kvoffload.model.ids import SlotId
 from kvoffload.runtime.copies import OpenCopies
 from kvoffload.runtime.observation import Observation
 
 Result = TypeVar("Result")
 
 log = get_logger("scheduler")
-
-_SLOTS_AT_REST = 16  # some ten microseconds in all: the next request may be a moment away
 
 
 class Faults:
@@ -52,7 +49,6 @@ class Faults:
         self._copies = copies
         self._device = device if isinstance(device, AuditsLeases) else None
         self._observation = observation
-        self._next_slot = 0
         self.cause: DegradeCause | None = None
         """Why offloading is off, None while it is on."""
         self.error: str | None = None
@@ -118,20 +114,10 @@ class Faults:
     # -- audits -------------------------------------------------------------------------------------------------
 
     def audit(self) -> list[str]:
-        """Return every violated invariant, at any time between two hooks. Costs time in the size of the pool."""
+        """Return what is wrong in the totals, at any time between two hooks. Costs no time in the size of the pool."""
         problems: list[str] = self.ask("audit", lambda: [*self._core.audit(), *self._engine_problems()], [])
-        return self._judge(problems) if self.error is None else self._problems_of_a_broken_core()
-
-    def audit_at_rest(self) -> None:
-        """The last request has ended and no copy is waited for: check the totals and some slots, in bounded time.
-
-        Totals show whatever is left over. The slots' records are compared some at a time, the next ones the next time, so
-        that the cost does not grow with the host's memory.
-        """
-        if self.cause is None:
-            self._judge([*self._core.audit_at_rest(self._some_slots()), *self._engine_problems()])
-
-    def _judge(self, problems: list[str]) -> list[str]:
+        if self.error is not None:
+            return self._problems_of_a_broken_core()
         self._observation.counters.add("kvoffload_audits_total")
         if problems:
             self._bus.publish(InvariantBroken(DegradeCause.INVARIANT_BROKEN, "; ".join(problems)))
@@ -139,12 +125,6 @@ class Faults:
 
     def _engine_problems(self) -> list[str]:
         return self._device.lease_problems(self._core.state.leases.counts) if self._device else []
-
-    def _some_slots(self) -> Iterator[SlotId]:
-        capacity = self._core.state.pool.capacity
-        first = self._next_slot if self._next_slot < capacity else 0
-        self._next_slot = min(first + _SLOTS_AT_REST, capacity)
-        return map(SlotId, range(first, self._next_slot))
 
     def _problems_of_a_broken_core(self) -> list[str]:
         leased, touched = Counter(self._core.state.leases.counts), self._copies.blocks()

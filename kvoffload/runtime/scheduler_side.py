@@ -222,8 +222,8 @@ class SchedulerSide:
             if self._tiers_side is not None:
                 self._tiers_side.rest(began)
             self.benefit.idle()
-            if not self._jobs.pending:
-                self.faults.ask("audit", self.faults.audit_at_rest, None)
+            if not self._jobs.pending and self.faults.cause is None:
+                self.faults.audit()
         self._hook.spent[_ENDED] += self._now() - began
 
     # -- steps --------------------------------------------------------------------------------------------------
@@ -356,10 +356,10 @@ class SchedulerSide:
         return has_ended and is_forgotten
 
     def audit(self) -> list[str]:
-        """Return every violated invariant; a violation switches offloading off (R12).
+        """Return what is wrong in the totals; anything wrong switches offloading off (R12).
 
-        On the engine's thread, between two hooks. Costs time in the size of the pool; at rest a cheaper one is made
-        each time without being asked for.
+        On the engine's thread, between two hooks. It is made without being asked for each time the engine becomes idle; while
+        requests run it compares little.
         """
         return self.faults.audit()
 
@@ -389,8 +389,8 @@ class SchedulerSide:
             self.faults.release_loose()
         if self.copies.draining:
             self.faults.ask("report", self.copies.look_at_reset, None)
-        if not (self._jobs.pending or self._live):
-            self.faults.ask("audit", self.faults.audit_at_rest, None)
+        if not (self._jobs.pending or self._live or self.faults.cause):
+            self.faults.audit()
 
 
 def _policy(

@@ -1,4 +1,4 @@
-"""Every invariant is broken once, by hand, and the audit says so."""
+"""Every invariant is broken once, by hand, and the audit of the tests or of production says so."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from kvoffload.core.request import PendingHit, RequestRecord
 from kvoffload.core.slots import HostPool
 from kvoffload.core.state import CoreState
 from kvoffload.core.tally import MissMemory, Tally
+from kvoffload.core.tiers import LowerTier
 from kvoffload.model.causes import DegradeCause, MissCause
 from kvoffload.model.events import BlocksOffered, OffloadingDegraded
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, RequestId, SlotId
 from kvoffload.model.wire import Direction, Tier
+from tests.core.audit import audit
 from tests.core.disk_world import DiskWorld
 from tests.core.world import DevicePool, World, full, window
 
@@ -212,23 +214,9 @@ def test_a_broken_invariant_is_reported(invariant: str) -> None:
     breaks, reported = INVARIANTS[invariant]
     world = scene()
     breaks(Broken(world))
-    problems = world.core.audit()
+    problems = audit(world.core)
     assert problems
     assert any(re.search(reported, problem) for problem in problems), problems
-
-
-def test_after_all_has_drained_there_are_more_invariants() -> None:
-    world = World()
-    world.serve("first", TEXT)
-    state = world.core.state
-    state.pool.pin((SlotId(0),))
-    assert "1 slots are PINNED after all has drained" in world.core.audit()
-    state.pool.unpin((SlotId(0),))
-    blocks = world.device.hand_out(1)
-    state.leases.take(blocks)
-    assert "1 leases and 0 records after all has drained" in world.core.audit()
-    state.leases.release(blocks)
-    assert world.core.audit() == []
 
 
 # -- small parts that the stories do not reach -------------------------------------------------------------------
@@ -267,37 +255,72 @@ def test_a_large_memory_of_misses_is_bounded_in_parts() -> None:
 
 # -- at rest ------------------------------------------------------------------------------------------------------
 
-AT_REST: dict[str, tuple[Callable[[CoreState], object], str]] = {
+AT_REST: dict[str, tuple[Callable[[OffloadCore], object], str]] = {
     "a slot in no count": (
-        lambda it: it.pool._counts.__setitem__(SlotState.EMPTY, 1),
+        lambda it: it.state.pool._counts.__setitem__(SlotState.EMPTY, 1),
         "slots in all states: ",
     ),
-    "a pin without an owner": (lambda it: it.pool.pin((SlotId(0),)), "pins of slots, 0: 1 kept, None found"),
-    "a filling slot without a job": (
-        lambda it: it.pool.reserve([BlockKey(b"x")]),
-        "1 slots are FILLING after all has drained",
+    "a key that no slot has": (
+        lambda it: it.state.pool.index.parts[0].__setitem__(BlockKey(b"x"), SlotId(0)),
+        "keys of slots that can hit: 4 counted, 3 expected",
     ),
-    "a lease without a job": (
-        lambda it: it.leases.take([DeviceBlockId(1)]),
-        "1 leases and 0 records after all has drained",
+    "a pin without an owner": (lambda it: it.state.pool.pin((SlotId(0),)), "pins of slots: 1 counted, 0"),
+    "a filling slot without a job": (
+        lambda it: it.state.pool.reserve([BlockKey(b"x")]),
+        "slots that are FILLING, PINNED or DRAINING: 1 counted, 0",
     ),
     "a slot that cannot be evicted": (
-        lambda it: it.pool._order.remove([SlotId(0)]),
-        "2 slots can be evicted",
+        lambda it: it.state.pool._order.remove([SlotId(0)]),
+        "slots that can be evicted: 2 counted, 3",
     ),
-    "a key that cannot be found": (
-        lambda it: it.pool.index.parts[0].__setitem__(BlockKey(b"x"), it.pool.index.parts[0].popitem()[1]),
-        "is READY but not indexed",
+    "a hold without a request": (
+        lambda it: it.state.pool.hold((SlotId(0),)),
+        "slots that requests hold: 1 counted",
     ),
-    "an empty slot with a key": (
-        lambda it: it.pool._keys.__setitem__(SlotId(9), BlockKey(b"x")),
-        "slot 9 is EMPTY and has a key",
+    "a lease without a job": (
+        lambda it: it.state.leases.take([DeviceBlockId(1)]),
+        "leases: 1 counted, 0 expected",
     ),
-    "a full slot without a key": (
-        lambda it: it.pool._keys.__setitem__(SlotId(0), None),
-        "slot 0 is READY and has no key",
+    "a record of no job": (
+        lambda it: it.state.requests.finishing.add(RequestRecord(RequestId("x"), 1, ())),
+        "ended requests: 1 counted",
     ),
-    "an offer without an outcome": (lambda it: it.tally.offered(1), "offers without an outcome: "),
+    "a table of no request": (
+        lambda it: it.state.tables.shared.setdefault(DeviceBlockId(1), set()),
+        "device blocks in tables: 1 counted",
+    ),
+    "a key of no job": (
+        lambda it: it.stores.in_flight.keys.setdefault(BlockKey(b"x"), Store(it.stores, [], [])),
+        "keys in flight: 1 counted",
+    ),
+    "an offer without an outcome": (lambda it: it.state.tally.offered(1), "offers without an outcome: 1"),
+    "a slot that no request loads": (
+        lambda it: it.state.shared.owners.setdefault(SlotId(0), []),
+        "slots that others wait for: 1 counted",
+    ),
+    "a key that no request watches": (
+        lambda it: it.stores.evictions.offers.setdefault(BlockKey(b"x"), {}),
+        "keys watched for eviction: 1 counted",
+    ),
+}
+
+ON_DISK: dict[str, tuple[Callable[[LowerTier], object], str]] = {
+    "a key of no spill": (
+        lambda it: it.spilling.add(BlockKey(b"x")),
+        "keys being written to the disk: 1 counted",
+    ),
+    "blocks of no fetch": (
+        lambda it: setattr(it, "fetching", 1),
+        "blocks being read from the disk: 1 counted",
+    ),
+    "a pin of no fetch": (
+        lambda it: it.pool.pin([next(iter(it.pool.index.values()))]),
+        "pins of the disk: 1 counted",
+    ),
+    "a filling slot of no spill": (
+        lambda it: it.pool.reserve([BlockKey(b"x")]),
+        "filling slots of the disk: 1 counted",
+    ),
 }
 
 
@@ -318,33 +341,42 @@ def drained() -> World:
 def test_what_is_left_over_is_reported_at_rest(invariant: str) -> None:
     breaks, reported = AT_REST[invariant]
     world = drained()
-    slots = [SlotId(slot) for slot in range(world.core.state.pool.capacity)]
-    assert world.core.audit_at_rest(slots) == []
-    breaks(world.core.state)
-    problems = world.core.audit_at_rest(slots)
-    assert any(re.search(reported, problem) for problem in problems), problems
+    assert world.core.audit() == []
+    breaks(world.core)
+    problems = world.core.audit()
+    assert any(problem.startswith(reported) for problem in problems), problems
 
 
-def test_at_rest_only_the_given_slots_are_looked_at() -> None:
-    world = drained()
-    world.core.state.pool._keys[SlotId(9)] = BlockKey(b"x")
-    assert world.core.audit_at_rest([SlotId(8)]) == []
-    assert world.core.audit_at_rest([SlotId(9)]) != []
+@pytest.mark.parametrize("invariant", ON_DISK)
+def test_what_copies_with_the_disk_leave_over_is_reported_at_rest(invariant: str) -> None:
+    breaks, reported = ON_DISK[invariant]
+    world = DiskWorld(host=16)
+    world.only_on_disk(TEXT)
+    assert is_at_rest(world)
+    disk = world.core.state.disk
+    assert disk is not None
+    assert world.core.audit() == []
+    breaks(disk)
+    problems = world.core.audit()
+    assert any(problem.startswith(reported) for problem in problems), problems
 
 
-def test_at_rest_the_disks_slots_are_not_gone_through() -> None:
+def test_at_rest_no_slot_is_gone_through() -> None:
     """There may be a million of them, and the audit is made in a hook."""
     world = DiskWorld(host=16)
     world.only_on_disk(TEXT)
     disk = world.core.state.disk
     assert disk is not None
     disk.has_block[next(iter(disk.pool.index.values()))] = 0
-    assert world.core.audit() == ["2 slots of the disk have checksums, 3 can be found"]
-    disk.has_block = None  # type: ignore[assignment]  # code that walks through them raises
-    assert world.core.audit_at_rest([]) == []
+    assert audit(world.core) == ["2 slots of the disk have checksums, 3 can be found"]
+    disk.has_block = None  # type: ignore[assignment]  # a look at it raises
+    for pool in (world.core.state.pool, disk.pool):
+        pool._keys = None  # type: ignore[assignment]  # the same
+        pool._states = bytearray(pool.capacity)  # all of them EMPTY
+    assert world.core.audit() == []
 
 
-def test_with_an_abandoned_copy_alone_the_engine_is_at_rest_and_its_request_may_keep_slots() -> None:
+def test_a_copy_that_timed_out_may_keep_its_leases_and_its_request_at_rest() -> None:
     """No request waits for it. What its request holds may be neither evicted nor missed."""
     world = World()
     first = world.add("first", TEXT)
@@ -358,4 +390,17 @@ def test_with_an_abandoned_copy_alone_the_engine_is_at_rest_and_its_request_may_
         world.overdue(store)
     assert is_at_rest(world)
     assert world.core.state.requests.finishing
-    assert world.core.audit_at_rest(map(SlotId, range(world.core.state.pool.capacity))) == []
+    assert world.core.state.leases.counts
+    assert world.core.audit() == []
+
+
+def test_a_spill_that_timed_out_may_keep_its_pins_at_rest() -> None:
+    world = DiskWorld()
+    world.serve("first", TEXT)
+    world.serve("again", TEXT, drains=False)
+    world.idle_step()
+    (spill,) = world.disk_jobs(Direction.STORE)
+    world.overdue(spill)
+    assert is_at_rest(world)
+    assert world.core.state.pool.pins
+    assert world.core.audit() == []

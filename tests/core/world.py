@@ -48,6 +48,7 @@ from kvoffload.model.wire import (
     TransferPlan,
     TransferReport,
 )
+from tests.core.audit import audit
 from tests.core.fingerprint import fingerprint
 from tests.keys import block_key
 
@@ -339,7 +340,7 @@ class World:
 
     def check(self) -> None:
         """The core's audit, and what only the world can see."""
-        problems = [*self.core.audit(), *self.device.problems()]
+        problems = [*audit(self.core), *self.device.problems()]
         assert not problems, problems
         leases = self.core.state.leases.counts
         assert leases == dict(self.device.leased), "leases and the device's references disagree"

@@ -20,6 +20,7 @@ from kvoffload.core.machine import SlotState
 from kvoffload.engine import Engine, SamplingParams, Token
 from kvoffload.model.events import TierCopyEnded
 from kvoffload_reference.plugin import ReferencePlugin
+from tests.core.audit import audit_side
 from tests.engine.tiny import assert_same, taken, tiny_config
 from tests.reference.rig import BLOCK, LAYERS, TOLERANCE, config_of, slot_bytes, text
 
@@ -83,7 +84,7 @@ class Driven:
         return self.state()
 
     def state(self) -> dict[str, Any]:
-        assert self.offload.audit() == []
+        assert audit_side(self.offload) == []
         assert self.offload.degraded is None
         disk = self.offload.core.state.disk
         assert disk is not None

@@ -16,6 +16,7 @@ from kvoffload.telemetry.logging import LogObserver
 from kvoffload.telemetry.records import read_journal
 from kvoffload.testing import FakeClock
 from kvoffload_reference.plugin import ReferencePlugin
+from tests.core.audit import audit_side
 from tests.engine.tiny import assert_same, taken
 from tests.gates import ThreadGate
 from tests.reference.rig import (
@@ -87,7 +88,7 @@ def test_an_observer_that_blocks_the_loop_holds_up_stores_and_nothing_else(
     gate.open()
     while engine.statistics().leased_blocks:
         engine.step()
-    assert engine.audit() == plugin.offload.audit() == []
+    assert engine.audit() == audit_side(plugin.offload) == []
     assert plugin.offload.degraded is None
     engine.close()
 

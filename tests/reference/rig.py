@@ -18,6 +18,7 @@ from kvoffload.telemetry.counters import Snapshot
 from kvoffload.testing import FakeClock, GatedCopier, GatedTicket
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.conservation import conservation, slot_problems
+from tests.core.audit import audit
 from tests.engine.tiny import assert_same, taken, tiny_config, tiny_model
 from tests.runtime.manual_portal import ManualPortal
 
@@ -195,7 +196,7 @@ class Rig:
     def check(self) -> None:
         """The invariants that hold between any two steps."""
         assert self.engine.audit() == []
-        assert self.offload.core.audit() == []
+        assert audit(self.offload.core) == []
         assert conservation(self.counts()) == []
         assert slot_problems(self.offload.gauges()) == []
         for copier in self.copiers:

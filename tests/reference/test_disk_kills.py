@@ -27,6 +27,7 @@ from kvoffload.model.causes import TierOutcome
 from kvoffload.model.events import TierCopyEnded
 from kvoffload.model.wire import Direction, DiskRecord, Put, Strike
 from kvoffload_reference.plugin import ReferencePlugin
+from tests.core.audit import audit_side
 from tests.disk.fork_server import forking
 from tests.engine.tiny import assert_same, taken
 from tests.reference.rig import BLOCK, TOLERANCE, config_of, plain, slot_bytes, text
@@ -193,5 +194,5 @@ def test_after_an_end_at_any_moment_the_next_engine_finds_what_was_put_and_answe
     assert lives.restored
     assert last.fetched + lives.fetched
     assert last.plugin.offload is not None
-    assert last.plugin.offload.audit() == []
+    assert audit_side(last.plugin.offload) == []
     last.engine.close()

@@ -18,6 +18,7 @@ from kvoffload.testing import GatedCopier, GatedTicket
 from kvoffload.transfer.runs import CopyRuns
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.conservation import conservation
+from tests.core.audit import audit_side
 from tests.engine.tiny import assert_idle, assert_same, taken
 from tests.reference.rig import (
     KINDS,
@@ -164,7 +165,7 @@ async def test_the_plugin_is_found_or_made(
             answers += [await _answer(engine, prompt) for prompt in prompts]
         assert hits
         assert_idle(engine)
-        assert offload.audit() == []
+        assert audit_side(offload) == []
         assert conservation(offload.counters.snapshot(), drained=True) == []
     for prompt, answer in zip(cycle(prompts), answers, strict=False):
         assert_same(answer, plain(kind, prompt, 4), TOLERANCE)

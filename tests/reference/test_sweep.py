@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 
 from kvoffload.model.causes import DegradeCause
+from tests.core.audit import audit_side
 from tests.reference.rig import STEP_S, TIMEOUT_S, Options, Rig, rig, text
 from tests.sweep import Place, chosen, places, raising
 
@@ -102,7 +103,7 @@ def test_r12_wherever_the_core_raises_the_engine_goes_on_and_nothing_is_leased(n
     with rig(kind, **options) as made:
         found = places(partial(live, made))
         assert problems_at_end(made) == []
-        assert made.offload.audit() == []
+        assert audit_side(made.offload) == []
     assert len(found) > 150
     tried = {place: trial(partial(Rig, kind, **options), place) for place in chosen(found, every=40)}
     wrong = {str(place): problems for place, problems in tried.items() if problems}

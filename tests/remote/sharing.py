@@ -11,6 +11,7 @@ from kvoffload.model.events import TierCopyEnded
 from kvoffload.model.wire import Direction
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload_reference.plugin import ReferencePlugin
+from tests.core.audit import audit_side
 from tests.engine.tiny import assert_same, taken
 from tests.reference.rig import BLOCK, TOLERANCE, config_of, plain, text
 
@@ -67,7 +68,7 @@ class Served:
         while self.engine.has_work:
             self.engine.step()
         assert_same(taken(stream), plain(self.kind, tuple(prompt), NEW_TOKENS), TOLERANCE)
-        assert self.offload.audit() == []
+        assert audit_side(self.offload) == []
 
     def share(self) -> None:
         self.run()

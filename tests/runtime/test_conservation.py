@@ -8,8 +8,7 @@ import pytest
 
 from kvoffload.core.machine import SlotState
 from kvoffload.model.causes import DegradeCause
-from kvoffload.model.ids import BlockKey, DeviceBlockId, SlotId
-from kvoffload.runtime import faults
+from kvoffload.model.ids import DeviceBlockId
 from tests.runtime.parts import RELOAD, TIMEOUT_S, Pool, Side, loading
 
 
@@ -63,21 +62,6 @@ def test_what_is_found_at_rest_switches_offloading_off_at_once(caplog: pytest.Lo
     side.seen("b")
     side.ended("b")
     assert audits(side) == before  # once is enough
-
-
-def test_a_slots_record_is_compared_some_at_a_time_and_all_in_the_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(faults, "_SLOTS_AT_REST", 20)
-    side = Side(slots=50)
-    side.seen("a")
-    side.side.core.state.pool._keys[SlotId(49)] = BlockKey(b"x")
-    ended = 0
-    while side.side.degraded is None:
-        side.ended("a")
-        side.seen("a")
-        ended += 1
-    assert 1 < ended <= 4
 
 
 def test_an_audit_that_raises_switches_offloading_off_and_nothing_else(

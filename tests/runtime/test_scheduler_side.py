@@ -18,6 +18,7 @@ from kvoffload.model.ids import RequestId
 from kvoffload.model.wire import Direction
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from tests.conservation import conservation, slot_problems
+from tests.core.audit import audit_side
 from tests.runtime.parts import RELOAD, SHAPE, TIMEOUT_S, Pool, Side, loading
 
 # -- deadlines --------------------------------------------------------------------------------------------------
@@ -42,7 +43,7 @@ def test_jobs_that_have_ended_are_not_overdue() -> None:
     side.clock.jump(2 * TIMEOUT_S)
     side.step(("a", RELOAD))
     assert side.side.counters.snapshot().total("kvoffload_load_blocks_total") == 3
-    assert side.side.audit() == []
+    assert audit_side(side.side) == []
 
 
 def test_a_lookup_may_wait_for_anothers_load_until_its_patience_ends() -> None:

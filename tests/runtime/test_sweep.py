@@ -10,6 +10,7 @@ import pytest
 from kvoffload.model.causes import CopyOutcome, DegradeCause
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.wire import Direction
+from tests.core.audit import audit_side
 from tests.core.world import CORRUPT, FAILED, full, window
 from tests.runtime.side_world import TIMEOUT_S, SideWorld
 from tests.sweep import Place, chosen, places, raising
@@ -136,7 +137,7 @@ def test_the_life_is_one_without_a_fault(name: str) -> None:
     world = WORLDS[name]()
     live(world)
     assert world.problems_at_end() == []
-    assert world.side.audit() == []
+    assert audit_side(world.side) == []
     assert world.side.degraded is None
 
 

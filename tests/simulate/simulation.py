@@ -29,6 +29,7 @@ from kvoffload.runtime.copies import Clocks
 from kvoffload.telemetry.journal import line_of
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.conservation import conservation, slot_problems
+from tests.core.audit import audit
 from tests.reference.rig import assert_exclusive
 from tests.simulate.copier import ChaosCopier
 from tests.simulate.counting import CountingRunner, expected
@@ -404,7 +405,7 @@ class Simulation:
         problems = [*self.runner.wrong, *self.engine.audit()]
         problems += self._store.problems if self._store is not None else ()
         # Of a core that has raised, the first line says so.
-        problems += self.offload.audit()[1:] if self.is_cut_off else self.offload.core.audit()
+        problems += self.offload.audit()[1:] if self.is_cut_off else audit(self.offload.core)
         if self.steps % 8 == 0:
             problems += slot_problems(self.offload.gauges())
             problems += conservation(self.offload.counters.snapshot())

@@ -13,6 +13,7 @@ import pytest
 from kvoffload.core.tally import MissMemory
 from kvoffload.transfer import host_copier
 from kvoffload.transfer.runs import CopyRuns
+from tests.core.audit import audit_side
 from tests.soak.growth import Reading, read
 from tests.vllm_adapter.engine_rig import DEVICE_BLOCKS, Asked, Rig, offloading
 from tests.vllm_stock import checkpoints
@@ -86,7 +87,7 @@ def soak(
             talk, begun = Talk(made, choose), time.monotonic()
             while time.monotonic() - begun < seconds:
                 talk.serve(apart_s)
-                assert made.side.audit() == []
+                assert audit_side(made.side) == []
                 readings.append(read(made.side.gauges()))
                 reported(f"{(time.monotonic() - begun) / 60:.1f} minutes, {talk.answers} answers")
             made.check_clean()

@@ -26,6 +26,7 @@ from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.telemetry.counters import Snapshot
 from kvoffload.testing import FakeClock, GatedCopier
 from tests.conservation import conservation
+from tests.core.audit import audit_side
 from tests.vllm_stock import checkpoints, engines
 
 _SLOWER = 5 if engines.IS_V2_RUNNER else 1  # its kernels are interpreted
@@ -201,7 +202,7 @@ class Rig:
         """As above, without what the worker has: it may live in a process of its own."""
         self.finish()
         assert engines.held_blocks(self.llm) == 0
-        assert self.side.audit() == []
+        assert audit_side(self.side) == []
         assert conservation(self.counts, drained=True) == []
         assert (self.side.core.state.degraded is not None) == degraded
         state = self.side.core.state

@@ -18,6 +18,7 @@ import pytest
 from kvoffload.model.causes import TierOutcome
 from kvoffload.model.events import TierCopyEnded
 from kvoffload.model.wire import Direction, Tier
+from tests.core.audit import audit_side
 from tests.vllm_adapter.engine_rig import Asked, Reported, Rig, offloading, plain
 from tests.vllm_stock import checkpoints
 
@@ -127,7 +128,7 @@ class _Host:
         assert self._sharing is not None
         rig = self._sharing.rig
         rig.finish()
-        assert rig.side.audit() == []
+        assert audit_side(rig.side) == []
         if rig.llm.llm_engine.vllm_config.parallel_config.world_size == 1:
             rig.check_clean()
 

@@ -20,6 +20,7 @@ import pytest
 
 from kvoffload.core.machine import SlotState
 from tests.captured_logs import capture_logs
+from tests.core.audit import audit_side
 from tests.vllm_adapter.engine_rig import (
     MARKS,
     Asked,
@@ -115,7 +116,7 @@ def test_vllms_own_reference_counts_are_compared(hands: Hands) -> None:
     block.ref_cnt -= 1  # as if vLLM had taken back what we lease
     assert len(device.lease_problems(leases)) == 1
     block.ref_cnt += 1
-    assert rig.side.audit() == []
+    assert audit_side(rig.side) == []
 
 
 def retrain(model: Any, factor: float) -> None:

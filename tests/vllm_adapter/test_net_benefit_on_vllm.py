@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.core.audit import audit_side
 from tests.vllm_adapter.engine_rig import MARKS, Asked, Rig, offloading
 
 pytestmark = MARKS
@@ -71,4 +72,4 @@ def test_what_auto_declines_is_computed_and_counted(folder: Path) -> None:
             "kvoffload_miss_blocks_total"
         )
         assert (declined > 0) <= (value(rig, "break_even_tokens") > 0)
-        assert rig.side.audit() == []
+        assert audit_side(rig.side) == []

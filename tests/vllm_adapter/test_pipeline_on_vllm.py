@@ -17,6 +17,7 @@ import pytest
 
 from kvoffload.model.ids import SlotId
 from tests.conservation import conservation
+from tests.core.audit import audit_side
 from tests.vllm_adapter.engine_rig import (
     MARKS,
     Asked,
@@ -100,7 +101,7 @@ class Ranks:
         self.rig.finish()
         side = self.rig.side
         assert engines.held_blocks(self.rig.llm) == 0
-        assert side.audit() == []
+        assert audit_side(side) == []
         assert conservation(self.rig.counts, drained=True) == []
         state = side.core.state
         assert state.degraded is None

@@ -12,6 +12,7 @@ from kvoffload.model.engine import AuditsLeases
 from kvoffload.model.ids import BlockKey, DeviceBlockId, Rank
 from kvoffload.model.wire import TransferReport
 from kvoffload_vllm.pool_device import VllmDevice
+from tests.core.audit import audit_side
 
 
 def test_a_block_with_fewer_references_than_leases_is_reported() -> None:
@@ -63,4 +64,4 @@ def test_lazy_stores_whole_blocks_alone() -> None:
         pool.free_blocks(blocks)
         (job,) = side.step(facts.StepScheduled(0)).stores
         assert set(job.targets) == {block.block_id for block in blocks[:2]}
-        assert side.audit() == []
+        assert audit_side(side) == []

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 
 from kvoffload.model.ids import RequestId
+from tests.core.audit import audit_side
 from tests.vllm_adapter.engine_rig import MARKS, Asked, Reported, Rig, offloading, same
 from tests.vllm_adapter.scheduler_rig import adapter
 
@@ -120,7 +121,7 @@ def test_the_core_knows_a_sessions_hashes_as_they_are_now(computed: int) -> None
             assert known_keys(scheduler) == list(request.block_hashes)
         run(scheduler, request, [1, 2, 3, 4, 5, 6], until=request.num_tokens)
         assert known_keys(scheduler) == list(request.block_hashes)
-        assert scheduler.offload.audit() == []
+        assert audit_side(scheduler.offload) == []
         scheduler.request_finished_all_groups(request, ([1],))
         assert not scheduler._tracked
         assert not scheduler.offload.core.state.requests.live
@@ -138,7 +139,7 @@ def test_a_session_that_ends_with_rewritten_hashes_reports_none_of_them() -> Non
         go_on(request, tokens(2, 200))
         scheduler.request_finished_all_groups(request, ([1],))
         assert record.keys[0] == before
-        assert scheduler.offload.audit() == []
+        assert audit_side(scheduler.offload) == []
 
 
 # -- a stock engine -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,235 @@
+"""The invariants: counts and indexes that the core keeps are derived again from its records, and compared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
+from typing import Any
+
+from kvoffload.core.jobs import DeviceJob, Fetch, Job, Load, Spill, Store
+from kvoffload.core.machine import JobState, RequestState, SlotState
+from kvoffload.core.offload_core import OffloadCore
+from kvoffload.core.request import RequestRecord
+from kvoffload.core.slots import HostPool
+from kvoffload.core.state import CoreState
+from kvoffload.core.stores import Stores
+from kvoffload.model.ids import NULL_BLOCK, SlotId
+from kvoffload.model.wire import Direction, Tier
+from kvoffload.runtime.scheduler_side import SchedulerSide
+
+_CAN_HIT = (SlotState.READY, SlotState.PINNED)
+_WITHOUT_KEY = (SlotState.EMPTY, SlotState.QUARANTINED)
+_OPEN = (JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED)
+_HAS_TABLE = (RequestState.LOADING, RequestState.RUNNING)
+
+
+def audit(core: OffloadCore) -> list[str]:
+    """Return every broken invariant as one line of text. Reads only; costs time in the size of the pools."""
+    state, stores = core.state, core.stores
+    problems = [*core.audit(), *_without_pool(state, stores), *_slots(state), *pool_problems(state.pool)]
+    if state.disk is not None:
+        has = {slot for slot, has_block in enumerate(state.disk.has_block) if has_block}
+        if has != set(state.disk.pool.index.values()):
+            problems.append(
+                f"{len(has)} slots of the disk have checksums, {len(state.disk.pool.index)} can be found"
+            )
+    for tier in state.tiers:
+        if tier.is_open:
+            problems += pool_problems(tier.pool)
+    return problems
+
+
+def audit_side(side: SchedulerSide) -> list[str]:
+    """Return every broken invariant, as the scheduler's side and as this module see them."""
+    return [*side.audit(), *audit(side.core)]
+
+
+def _without_pool(state: CoreState, stores: Stores) -> Iterator[str]:
+    for what, counted, found in _counts(state, stores):
+        if counted != found:
+            yield f"{what}: {counted} counted, {found} found"
+    for what, kept, derived in _indexes(state, stores):
+        yield from _differences(what, kept, derived)
+    if stores.leased_blocks > state.shape.lease_limit:
+        yield f"stores lease {stores.leased_blocks} blocks, {state.shape.lease_limit} are allowed"
+    yield from _waiting_for_room(stores)
+    yield from _tables(state)
+    for job in state.jobs.open.values():
+        yield from _job(job)
+    for record in _records(state):
+        yield from _request(record)
+
+
+def _differences(what: str, kept: Mapping[Any, Any], derived: Mapping[Any, Any]) -> Iterator[str]:
+    for key in kept.keys() | derived.keys():
+        if kept.get(key) != derived.get(key):
+            yield f"{what}, {key}: {kept.get(key)!s:.40} kept, {derived.get(key)!s:.40} found"
+
+
+def _records(state: CoreState) -> Iterable[RequestRecord]:
+    return (*state.requests.live.values(), *state.requests.finishing)
+
+
+def _counts(state: CoreState, stores: Stores) -> Iterator[tuple[str, int, int]]:
+    """Yield what is counted, the count, and the number that the records give."""
+    pool, jobs, opened = state.pool, state.jobs, state.jobs.open.values()
+    yield "slots in all states", sum(map(pool.count, SlotState)), pool.capacity
+    yield "keys of slots that can hit", len(pool.index), sum(map(pool.count, _CAN_HIT))
+    filled = [
+        slot for job in opened if isinstance(job, Store | Fetch) and not job.settled for slot in job.slots
+    ]
+    filling = {slot for slot in filled if pool.state(slot) is SlotState.FILLING}
+    yield "filling slots", pool.count(SlotState.FILLING), len(filling)
+    yield "filling slots of open jobs", len(filled), len(filling)
+    by_state = Counter((job.tier, job.direction, job.state) for job in opened)
+    for tier, direction, job_state in product((Tier.HOST, Tier.DISK, Tier.REMOTE), Direction, _OPEN):
+        what = f"{tier.value} {direction.value} jobs that are {job_state.name}"
+        yield what, jobs.count(direction, job_state, tier), by_state[tier, direction, job_state]
+    late = [job for job in opened if job.state is JobState.ABANDONED]
+    yield "pending jobs", jobs.pending, len(opened) - len(late)
+    under_late = sum([len(job.targets) for job in late if isinstance(job, DeviceJob)])
+    yield "device blocks under copies that timed out", state.stall.blocks, under_late
+    open_stores = [job for job in opened if isinstance(job, Store)]
+    yield "blocks that stores lease", stores.leased_blocks, sum([len(job.targets) for job in open_stores])
+    copying = sum([len(job.offers) for job in open_stores if not job.settled])
+    yield "offers without an outcome", state.tally.open_offers, _waiting(state, stores) + copying
+    of_request = Counter(record for job in opened if isinstance(job, DeviceJob) for record in job.concerns)
+    for record in _records(state):
+        yield f"jobs of request {record.request}", record.jobs, of_request[record]
+    for lower in state.tiers:
+        name = lower.tier.value
+        yield f"{name} jobs that timed out", lower.timed_out, sum([job.tier is lower.tier for job in late])
+        spills = [job for job in opened if isinstance(job, Spill) and job.tier is lower.tier]
+        written = sum([len(job.tier_slots) for job in spills if not job.settled])
+        yield f"filling slots of the {name}", lower.pool.count(SlotState.FILLING), written
+        fetches = [job for job in opened if isinstance(job, Fetch) and job.tier is lower.tier]
+        read = sum([len(job.keys) for job in fetches if not job.settled])
+        yield f"blocks being read from the {name}", lower.fetching, read
+
+
+def _indexes(state: CoreState, stores: Stores) -> Iterator[tuple[str, Mapping[Any, Any], Mapping[Any, Any]]]:
+    """Yield what is indexed, the index, and the index that the records give."""
+    live, opened, in_flight = state.requests.live.values(), state.jobs.open.values(), stores.in_flight
+    pins: Counter[SlotId] = Counter()
+    for record in live:
+        pins.update(record.hit.slots if record.hit is not None else ())
+    for job in opened:
+        # Some rank may read for a spill after its outcome is known.
+        if isinstance(job, Spill) or (isinstance(job, Load) and not job.settled):
+            pins.update(job.slots)
+    yield "pins of slots", state.pool.pins, pins
+    yield (
+        "holds of slots",
+        state.pool.holds,
+        Counter(slot for each in _records(state) for slot in each.held),
+    )
+    leased = Counter(block for job in opened if isinstance(job, DeviceJob) for block in job.targets)
+    yield "leases of blocks", state.leases.counts, leased
+    planned = [job for job in opened if job.state is JobState.PLANNED]
+    yield "jobs of the next plan", dict(enumerate(state.jobs.planned)), dict(enumerate(planned))
+    keys = {
+        offer.key: job for job in opened if isinstance(job, Store) and not job.settled for offer in job.offers
+    }
+    yield "keys in flight", in_flight.keys, keys | _keys(opened, Fetch)
+    duplicates = dict.fromkeys(in_flight.duplicates, True)
+    yield "keys that offers wait for", duplicates, {key: key in in_flight.keys for key in duplicates}
+    owners = {(slot, record): True for slot, records in state.shared.owners.items() for record in records}
+    loading = {(slot, record): True for record in live for slot in record.loading}
+    yield "slots that others wait for", owners, loading
+    watches = {(key, record): True for key, offers in stores.evictions.offers.items() for record in offers}
+    watched = {(key, record): True for record in live for key in record.watched}
+    yield "keys watched for eviction", watches, watched
+    for tier in state.tiers:
+        name, jobs = tier.tier.value, [job for job in opened if job.tier is tier.tier]
+        spilling = dict.fromkeys(tier.spilling, True)
+        yield f"keys being written to the {name}", spilling, dict.fromkeys(_keys(jobs, Spill), True)
+        fetches = [job for job in jobs if isinstance(job, Fetch) and not job.settled]
+        yield (
+            f"pins of the {name}",
+            tier.pool.pins,
+            Counter(slot for job in fetches for slot in job.tier_slots),
+        )
+
+
+def _keys(jobs: Iterable[Job], kind: type[Fetch | Spill]) -> dict[Any, Job]:
+    """Return the keys of the jobs of a kind that have no outcome."""
+    return {key: job for job in jobs if isinstance(job, kind) and not job.settled for key in job.keys}
+
+
+def _job(job: Job) -> Iterator[str]:
+    if job.state not in _OPEN or not job.waiting:
+        yield f"job {job.id} is {job.state.name} and open, {len(job.waiting)} ranks copy"
+
+
+def _request(record: RequestRecord) -> Iterator[str]:
+    """Only a request with a block table has what is tied to one. Only such a one loads for others (R14)."""
+    where, has_table = f"request {record.request} is {record.state.name}", record.state in _HAS_TABLE
+    if (record.table is not None) != has_table:
+        yield f"{where} and has {'no' if record.table is None else 'a'} table"
+    if record.waiting and record.state is not RequestState.RUNNING:
+        yield f"{where} with offers waiting"
+    if record.watched and not has_table:
+        yield f"{where} and watches for evictions"
+    if record.loading and not has_table:
+        yield f"{where} and loads for others"
+    if record.hit is not None and record.state is not RequestState.SEEN:
+        yield f"{where} with a pending hit"
+
+
+def _waiting(state: CoreState, stores: Stores) -> int:
+    """Return how many offers have no outcome and are in no job."""
+    waiting = sum(len(record.waiting) for record in state.requests.live.values())
+    return waiting + sum(map(len, stores.in_flight.duplicates.values())) + len(stores.again)
+
+
+def _waiting_for_room(stores: Stores) -> Iterator[str]:
+    for record, positions in (*stores.for_room.items(), *stores.states_for_room.items()):
+        for position in positions:
+            if position not in record.waiting:
+                yield f"{record.request} waits for room at {position} but has its outcome"
+
+
+def _tables(state: CoreState) -> Iterator[str]:
+    """Yield where the reverse index and the block tables disagree."""
+    tables = state.tables
+    expected = {
+        (block, (record, group, position))
+        for record in state.requests.live.values()
+        if record.table is not None
+        for group, row in enumerate(record.table)
+        if state.shape.groups[group].recycles_blocks
+        for position, block in enumerate(row)
+        if block != NULL_BLOCK
+    }
+    found = {(block, entry) for block, named in tables.shared.items() for entry in named}
+    found.update(tables.entries.items())
+    for block, (record, group, position) in expected ^ found:
+        where = f"block {block} at {record.request}, group {group}, position {position}"
+        yield f"{where}: index and table disagree"
+
+
+def pool_problems(pool: HostPool) -> Iterator[str]:
+    """Yield where the counts, the eviction order or the free slots disagree with the slots' records."""
+    states = bytes(pool.state(SlotId(slot)) for slot in range(pool.capacity))
+    ready = {slot for slot, state in enumerate(states) if state == SlotState.READY}
+    empty = [slot for slot, state in enumerate(states) if state == SlotState.EMPTY]
+    for state in SlotState:
+        if states.count(state) != pool.count(state):
+            yield f"{states.count(state)} slots are {state.name}, {pool.count(state)} are counted"
+    order = pool._order
+    if ready - pool.holds.keys() != set(order) or order.count != len(set(order)):
+        yield "the eviction order is not the ready slots without a hold"
+    if sorted([*pool._freed, *range(pool._fresh, pool.capacity)]) != empty:
+        yield "the free slots are not the empty ones"
+
+
+def _slots(state: CoreState) -> Iterator[str]:
+    """Yield the slots that can hit but are not in the index under their keys, and slots without bytes that have a key."""
+    pool, parts = state.pool, state.pool.index.parts
+    for slot in map(SlotId, range(pool.capacity)):
+        key, slot_state = pool.key(slot), pool.state(slot)
+        if (key is None) != (slot_state in _WITHOUT_KEY):
+            yield f"slot {slot} is {slot_state.name} and has {'no' if key is None else 'a'} key"
+        elif key is not None and slot_state in _CAN_HIT and parts[key[0]].get(key) != slot:
+            yield f"slot {slot} is {slot_state.name} but not indexed"
