@@ -62,5 +62,5 @@ def _at_rest(state: CoreState, stores: Stores) -> Iterator[_Total]:
     yield "device blocks in tables", len(state.tables.entries) + len(state.tables.shared), 0
     yield "keys in flight", len(stores.in_flight.keys), 0
     yield "offers without an outcome", state.tally.open_offers, len(stores.again)
-    yield "slots that others wait for", len(state.shared.owners), 0
+    yield "slots that others wait for", len(state.requests.loading), 0
     yield "keys watched for eviction", len(stores.evictions.offers), 0

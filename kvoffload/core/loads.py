@@ -77,7 +77,8 @@ class PendingHits:
             if cause is not hit.cause:
                 hit = hit._replace(cause=cause)
         if slots:
-            owner = state.shared.owner(slots) if may_wait and state.shared.owners else None
+            requests = state.requests
+            owner = requests.loader(slots) if may_wait and requests.loading else None
             if owner is not None:
                 self._not_yet(record, owner)
                 return None
@@ -270,8 +271,7 @@ class Loads:
             incarnation=record.incarnation,
         )
         state.jobs.plan(job)
-        record.jobs += 1
-        state.shared.started(record, slots)
+        state.requests.loads(record, slots)
         state.tally.events.append(
             events.LoadScheduled(job.id, record.request, len(slots), tokens, tuple(slots))
         )
@@ -390,7 +390,6 @@ class Loads:
         record.load_failed = True
         state.requests.move(record, RequestEvent.LOAD_FAILED)
         state.tables.forget(record)
-        state.shared.ended(record)
 
 
 _OUTCOMES = {

@@ -131,7 +131,7 @@ class OffloadCore:
             record.may_store = not self.state.epoch or self._is_untainted(fact)
         elif was is _RUNNING and record.loading:
             # What it loaded is there, or was lost with its table before a report came: no request waits for it.
-            self.state.shared.ended(record)
+            self.state.requests.load_is_over(record)
         self._new[record] = None
         if self.state.tables.entries or self.state.tables.shared or self.state.epoch:
             self._handed_out(self._new_blocks(fact), since_reset=record.may_store)
@@ -194,8 +194,6 @@ class OffloadCore:
         state.tables.forget(record)
         if record.watched:
             self.stores.evictions.forget(record)
-        if record.loading:
-            state.shared.ended(record)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -255,7 +253,7 @@ class OffloadCore:
                 self.state.tally.rejected(RejectionCause.UNKNOWN_REQUEST, request)
                 continue
             if record.loading:
-                state.shared.ended(record)
+                state.requests.load_is_over(record)
             if new_blocks:
                 state.tables.extended(record, new_blocks)
             if new_keys:
@@ -369,7 +367,7 @@ class OffloadCore:
             self._hits.drop(record, PinDropCause.RESET)
             record.may_store = False
             self.stores.evictions.forget(record)
-            state.shared.ended(record)
+            state.requests.load_is_over(record)
         for record in (*live, *state.requests.finishing):
             state.retention.release(record)
         dropped = state.pool.forget_all()

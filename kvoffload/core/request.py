@@ -14,6 +14,7 @@ from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, Request
 from kvoffload.model.wire import Tier
 
 _FINISHING = RequestState.FINISHING
+_HAS_TABLE = (RequestState.LOADING, RequestState.RUNNING)
 _END, _LAST_JOB = RequestEvent.END, RequestEvent.LAST_JOB
 
 Position = tuple[GroupId, int]
@@ -52,7 +53,7 @@ class RequestRecord(Struct, eq=False):
         incarnation: the number of its block tables so far; jobs and offers of an earlier one settle memory only.
         table: per group, the device block of each position; None without a table. `BlockTables` writes it.
         hit: what its last lookup found, pinned until consumed. `PendingHits` writes it.
-        loading: slots that it loads, for which other requests wait. `SharedLoads` writes it.
+        loading: slots that it loads, for which other requests wait. `Requests` writes it.
         found_tokens, loaded_tokens: where the device's own hit ended, and where the load behind it ended.
         confirmed_tokens: tokens computed for certain in this incarnation.
         offered: per group, the first position not offered yet. The planners write it.
@@ -63,7 +64,7 @@ class RequestRecord(Struct, eq=False):
             before its head. `Retention` writes it.
         watched: keys that it offered while the host had them; it offers them again if they are evicted.
         stored_again: keys offered again after an eviction, once each.
-        jobs: open jobs that copy its blocks.
+        jobs: open jobs that copy its blocks. `Requests` writes it.
         has_timed_out: one of its jobs timed out and may never end.
         load_failed: one of its loads failed; from now on its lookups return 0.
         may_store: False where its blocks were computed, wholly or in part, before the last reset.
@@ -126,25 +127,54 @@ class RequestRecord(Struct, eq=False):
 
 
 class Requests:
-    """Every record: live ones by name, and those that ended while jobs were open on their blocks."""
+    """Every record: live ones by name, and those that ended while jobs were open on their blocks.
+
+    The only writer of a record's `state`, `jobs` and `loading`.
+
+    Requests with one prefix that is on the host load it once; the others wait (R14). A request owns the slots that it loads from
+    its allocation until it runs (the device's own prefix cache then has the blocks), fails, or is gone. A slot may have several
+    owners, because a request that has waited too long starts its own load.
+    """
 
     def __init__(self) -> None:
         self.live: dict[RequestId, RequestRecord] = {}
         self.finishing: set[RequestRecord] = set()
+        self.loading: dict[SlotId, list[RequestRecord]] = {}
+        """By slot, the requests that load it."""
 
     def move(self, record: RequestRecord, event: RequestEvent) -> None:
-        """Apply an event to a record.
+        """Apply an event to a record. One that loses its block table does not load for others any more.
 
         Raises:
             IllegalTransition: its state does not take it; nothing has changed.
         """
         record.state = REQUEST.steps[event][record.state]
+        if record.loading and record.state not in _HAS_TABLE:
+            self.load_is_over(record)
         if event is _END:
             del self.live[record.request]
             if record.jobs:
                 self.finishing.add(record)
             else:
                 record.state = REQUEST.steps[_LAST_JOB][record.state]
+
+    def loads(self, record: RequestRecord, slots: Iterable[SlotId]) -> None:
+        """Note that a job copies these slots to a request's blocks: others wait for it."""
+        record.jobs += 1
+        record.loading = tuple(slots)
+        for slot in record.loading:
+            self.loading.setdefault(slot, []).append(record)
+
+    def stores(
+        self, concerns: dict[RequestRecord, None], tables: Iterable[tuple[RequestRecord | None, int]]
+    ) -> None:
+        """Add to a store's requests those that still have these block tables, which are named by incarnation."""
+        for record, incarnation in dict.fromkeys(tables):
+            if record is None or record in concerns:
+                continue
+            if record.incarnation == incarnation and record.state < _FINISHING:
+                concerns[record] = None
+                record.jobs += 1
 
     def job_ended(self, record: RequestRecord) -> None:
         """Note that the last copy of a job on this request's blocks has ended."""
@@ -153,39 +183,19 @@ class Requests:
             record.state = REQUEST.steps[_LAST_JOB][record.state]
             self.finishing.discard(record)
 
-
-class SharedLoads:
-    """Requests with one prefix that is on the host load it once; the others wait (R14).
-
-    A request owns the slots that it loads from its allocation until it runs (the device's own prefix cache then has the
-    blocks), fails, or is gone. A slot may have several owners, because a request that has waited too long starts its own load.
-    The runtime bounds the wait: a lookup that may not wait any longer ignores owners.
-
-    The only writer of `RequestRecord.loading`, and of the index by slot.
-    """
-
-    def __init__(self) -> None:
-        self.owners: dict[SlotId, list[RequestRecord]] = {}
-
-    def started(self, record: RequestRecord, slots: Iterable[SlotId]) -> None:
-        """Make a request the owner of slots that it loads."""
-        record.loading = tuple(slots)
-        for slot in record.loading:
-            self.owners.setdefault(slot, []).append(record)
-
-    def owner(self, slots: Iterable[SlotId]) -> RequestId | None:
+    def loader(self, slots: Iterable[SlotId]) -> RequestId | None:
         """Return the first request that is loading one of these slots, None without one. Reads only.
 
-        It is never the request that asks: an owner has a block table, and only requests without one look up.
+        It is never the request that asks: only a request with a block table loads, and only one without looks up.
         """
-        owners = self.owners.get
-        return next((found[0].request for slot in slots if (found := owners(slot))), None)
+        loading = self.loading.get
+        return next((found[0].request for slot in slots if (found := loading(slot))), None)
 
-    def ended(self, record: RequestRecord) -> None:
-        """Forget what a request owns, if anything: it runs, has failed, or is gone."""
+    def load_is_over(self, record: RequestRecord) -> None:
+        """Let no other request wait for what this one loads, if anything."""
         slots, record.loading = record.loading, ()
         for slot in slots:
-            owners = self.owners[slot]
-            owners.remove(record)
-            if not owners:
-                del self.owners[slot]
+            loading = self.loading[slot]
+            loading.remove(record)
+            if not loading:
+                del self.loading[slot]

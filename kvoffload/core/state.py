@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from kvoffload.core.block_tables import BlockTables
 from kvoffload.core.jobs import Jobs, Leases, Stall
-from kvoffload.core.request import Requests, SharedLoads
+from kvoffload.core.request import Requests
 from kvoffload.core.retention import Retention
 from kvoffload.core.slots import HostPool
 from kvoffload.core.tally import MissMemory, Tally
@@ -70,7 +70,6 @@ class CoreState:
         self.leases = Leases(device)
         self.retention = Retention(self.pool, shape.groups, self.tiers)
         self.tables = BlockTables(shape.groups)
-        self.shared = SharedLoads()
         self.misses = MissMemory()
         self.tally = Tally(self.jobs.planned)
         self.results = LoadResults()

@@ -186,15 +186,33 @@ class Stores:
 
     def _decide(self, offers: Sequence[Offer], *, last_chance: bool) -> None:
         """Accept or decline each offer, or let it wait. What comes first in `offers` is stored first."""
-        if self._state.degraded is not None:
+        state = self._state
+        if state.degraded is not None:
             for offer in offers:
                 self._settle(offer.key, StoreOutcome.DEGRADED)
             return
         keys = list(map(_KEY, offers))
-        if not (self.in_flight.keys.keys().isdisjoint(keys) and self._state.pool.index.isdisjoint(keys)):
+        if not (self.in_flight.keys.keys().isdisjoint(keys) and state.pool.index.isdisjoint(keys)):
             offers = self._fresh(offers)
-        if offers:
-            self._admit(offers, last_chance=last_chance)
+        if not offers:
+            return
+        # The last check of all is against the engine's own knowledge of the blocks (R7).
+        held = state.device.keys_of(list(map(_BLOCK, offers)))
+        if None in held and not state.epoch:
+            offers, held = self._hashed(offers, held)
+            if not offers:
+                return
+        keys, blocks = list(map(_KEY, offers)), list(map(_BLOCK, offers))
+        if (
+            not state.epoch
+            and held == keys
+            and len(keys) <= min(state.pool.room, self.room)
+            and state.leases.counts.keys().isdisjoint(blocks)
+            and len(set(keys)) == len(keys)
+        ):
+            self._accept(offers)  # as a rule
+        else:
+            self._admit_some(offers, held, last_chance=last_chance)
 
     def _fresh(self, offers: Sequence[Offer]) -> list[Offer]:
         """Return the offers of what the host does not have; what is on its way there waits for how that ends."""
@@ -213,28 +231,6 @@ class Stores:
         if cached:
             self._already_cached(cached)
         return fresh
-
-    def _admit(self, offers: Sequence[Offer], *, last_chance: bool) -> None:
-        """Accept the offers whose device block holds its key, as far as there is room. Mostly that is all of them."""
-        state = self._state
-        keys, blocks = list(map(_KEY, offers)), list(map(_BLOCK, offers))
-        # The last check of all is against the engine's own knowledge of the blocks (R7).
-        held = state.device.keys_of(blocks)
-        if None in held and not state.epoch:
-            offers, held = self._hashed(offers, held)
-            if not offers:
-                return
-            keys, blocks = list(map(_KEY, offers)), list(map(_BLOCK, offers))
-        if (
-            not state.epoch
-            and held == keys
-            and len(keys) <= min(state.pool.room, self.room)
-            and state.leases.counts.keys().isdisjoint(blocks)
-            and len(set(keys)) == len(keys)
-        ):
-            self._accept(offers)
-        else:
-            self._admit_some(offers, held, last_chance=last_chance)
 
     def _hashed(
         self, offers: Sequence[Offer], held: Sequence[BlockKey | None]
@@ -343,12 +339,7 @@ class Stores:
         state.leases.take(blocks)
         job.targets += blocks
         self.leased_blocks += len(blocks)
-        for record, incarnation in dict.fromkeys(map(TABLE, offers)):
-            if record is None or record in job.concerns:
-                continue
-            if record.incarnation == incarnation and record.state < _FINISHING:
-                job.concerns[record] = None
-                record.jobs += 1
+        state.requests.stores(job.concerns, map(TABLE, offers))
 
     # -- endings ------------------------------------------------------------------------------------------------
 

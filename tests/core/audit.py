@@ -134,7 +134,7 @@ def _indexes(state: CoreState, stores: Stores) -> Iterator[tuple[str, Mapping[An
     yield "keys in flight", in_flight.keys, keys | _keys(opened, Fetch)
     duplicates = dict.fromkeys(in_flight.duplicates, True)
     yield "keys that offers wait for", duplicates, {key: key in in_flight.keys for key in duplicates}
-    owners = {(slot, record): True for slot, records in state.shared.owners.items() for record in records}
+    owners = {(slot, record): True for slot, records in state.requests.loading.items() for record in records}
     loading = {(slot, record): True for record in live for slot in record.loading}
     yield "slots that others wait for", owners, loading
     watches = {(key, record): True for key, offers in stores.evictions.offers.items() for record in offers}

@@ -148,11 +148,11 @@ INVARIANTS: dict[str, tuple[Callable[[Broken], object], str]] = {
     ),
     "an offer without an outcome": (lambda it: it.state.tally.offered(1), "offers without an outcome: "),
     "a load for others that no request makes": (
-        lambda it: it.state.shared.owners.setdefault(SlotId(63), []).append(it.runs),
+        lambda it: it.state.requests.loading.setdefault(SlotId(63), []).append(it.runs),
         "slots that others wait for, .*: True kept, None found",
     ),
     "a load for others without a table": (
-        lambda it: it.state.shared.started(it.asks, (SlotId(63),)),
+        lambda it: it.state.requests.loads(it.asks, (SlotId(63),)),
         "request asks is SEEN and loads for others",
     ),
     "a key that no request watches": (
@@ -295,7 +295,7 @@ AT_REST: dict[str, tuple[Callable[[OffloadCore], object], str]] = {
     ),
     "an offer without an outcome": (lambda it: it.state.tally.offered(1), "offers without an outcome: 1"),
     "a slot that no request loads": (
-        lambda it: it.state.shared.owners.setdefault(SlotId(0), []),
+        lambda it: it.state.requests.loading.setdefault(SlotId(0), []),
         "slots that others wait for: 1 counted",
     ),
     "a key that no request watches": (

@@ -132,7 +132,9 @@ class WithDisk(Everything):
         answer = world.lookup(request, may_wait=may_wait)
         if answer is None:
             assert may_wait
-            assert world.disk.fetching or any(set(each) - {record} for each in state.shared.owners.values())
+            assert world.disk.fetching or any(
+                set(each) - {record} for each in state.requests.loading.values()
+            )
             return None
         is_barred = not record.reads_cache or record.load_failed or state.degraded is not None
         assert answer == (0 if is_barred else self._naive(request, world.device_hit(request)))

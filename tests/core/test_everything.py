@@ -283,7 +283,7 @@ class Everything(RuleBasedStateMachine):
             expected = 0
         answer = world.lookup(request, may_wait=may_wait)
         hit = record.hit
-        others = {slot for slot, owners in state.shared.owners.items() if set(owners) - {record}}
+        others = {slot for slot, owners in state.requests.loading.items() if set(owners) - {record}}
         if answer is None:
             assert may_wait
             assert expected

@@ -566,7 +566,7 @@ def test_r14_an_owner_that_was_given_blocks_again_keeps_no_request_waiting() -> 
     world = cached()
     owner = loading(world)
     world.finish()
-    owners = {record.request for each in world.core.state.shared.owners.values() for record in each}
+    owners = {record.request for each in world.core.state.requests.loading.values() for record in each}
     assert owners == {owner.name}
     world.preempt(owner)
     world.device.forget_keys()

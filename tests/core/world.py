@@ -121,7 +121,7 @@ def left_behind(core: OffloadCore) -> dict[str, object]:
         "jobs": (*state.jobs.open.values(), *state.jobs.planned),
         "keys in flight": core.stores.in_flight.keys,
         "duplicates": core.stores.in_flight.duplicates,
-        "loads that others wait for": state.shared.owners,
+        "loads that others wait for": state.requests.loading,
         "keys watched for eviction": core.stores.evictions.offers,
         "entries in tables": state.tables.entries,
         "shared entries in tables": state.tables.shared,

@@ -204,7 +204,7 @@ def check_lookup(scene: Scene, name: str, answer: int | None, *, is_patient: boo
     assert bool(pinned) == bool(answer), f"R1: answered {answer}, pinned {pinned}"
     assert not is_patient or others.isdisjoint(pinned), "R14: loads what another request is loading"
     below = record.awaits_answer or any(tier.fetching for tier in state.tiers)
-    assert answer is not None or others or state.shared.owners or below, (
+    assert answer is not None or others or state.requests.loading or below, (
         "R14: 'not yet' with nothing to wait for"
     )
 

@@ -12,7 +12,7 @@ from msgspec import structs
 from kvoffload.core.block_tables import BlockTables
 from kvoffload.core.jobs import Job, Leases, Spill
 from kvoffload.core.loads import Loads, PendingHits
-from kvoffload.core.request import SharedLoads
+from kvoffload.core.request import Requests
 from kvoffload.core.slots import HostPool
 from kvoffload.core.stores import InFlight, Stores
 from kvoffload.core.tier_copies import Fetches, LowerTiers, Spills, _Copies
@@ -142,8 +142,8 @@ BREAKS: dict[str, tuple[str, type, str, object]] = {
     ),
     "R14 each request loads for itself": (
         "sharing a load",
-        SharedLoads,
-        "owner",
+        Requests,
+        "loader",
         lambda self, slots: None,
     ),
 }
