@@ -28,9 +28,8 @@ def audit(state: CoreState, stores: Stores) -> list[str]:
         for tier in state.tiers:
             name = tier.tier.value
             totals += [
-                (f"keys being written to the {name}", len(tier.spilling), 0),
+                (f"keys being written to the {name}", len(tier.in_flight.keys), 0),
                 (f"blocks being read from the {name}", tier.fetching, 0),
-                (f"pins of the {name}", len(tier.pool.pins), 0),
                 (f"filling slots of the {name}", tier.pool.count(SlotState.FILLING), 0),
             ]
     return [

@@ -15,7 +15,7 @@ it was dropped. Its *memory* is free only when every rank has ended its copy. R4
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
@@ -178,6 +178,11 @@ class TierJob(Job, kw_only=True, eq=False):
     copy_s: float = 0.0
 
     @property
+    def read(self) -> list[SlotId]:
+        """The slots that its copies read."""
+        return self.tier_slots if self.direction is Direction.LOAD else self.slots
+
+    @property
     def written(self) -> list[SlotId]:
         """The slots that its copies write."""
         return self.slots if self.direction is Direction.LOAD else self.tier_slots
@@ -214,9 +219,10 @@ class Jobs:
         self._ranks = frozenset(map(Rank, range(ranks)))
         self.last = JobId(-1)
         """The number of the job that was planned last."""
-        self._counts = {
+        self.by_state = {
             (tier, direction): [0] * len(JobState) for tier in (Tier.HOST, *_LOWER) for direction in Direction
         }
+        """By tier and direction, how many open jobs are in each state."""
         self.open: dict[JobId, Job] = {}
         """By number, the oldest first."""
         self.planned: list[Job] = []
@@ -236,11 +242,11 @@ class Jobs:
         self.planned.append(job)
         self.pending += 1
         self.open_on_tiers += job.tier is not Tier.HOST
-        self._counts[job.tier, job.direction][job.state] += 1
+        self.by_state[job.tier, job.direction][job.state] += 1
 
     def count(self, direction: Direction, state: JobState, tier: Tier = Tier.HOST) -> int:
         """Return how many open jobs of a tier and a direction are in a state."""
-        return self._counts[tier, direction][state]
+        return self.by_state[tier, direction][state]
 
     def on_tiers(self) -> list[JobId]:
         """Return the open jobs between the host and a lower tier."""
@@ -249,13 +255,13 @@ class Jobs:
     @property
     def is_loading(self) -> bool:
         """Whether a load is planned or submitted."""
-        counts = self._counts[Tier.HOST, Direction.LOAD]
+        counts = self.by_state[Tier.HOST, Direction.LOAD]
         return bool(counts[_PLANNED] or counts[_SUBMITTED])
 
     @property
     def pending_on_tiers(self) -> int:
         """Pending jobs between the host and a lower tier."""
-        counts = [self._counts[tier, direction] for tier in _LOWER for direction in Direction]
+        counts = [self.by_state[tier, direction] for tier in _LOWER for direction in Direction]
         return sum([each[_PLANNED] + each[_SUBMITTED] for each in counts])
 
     def submit(self) -> TransferPlan:
@@ -277,7 +283,7 @@ class Jobs:
         plan = TransferPlan(tuple(loads), tuple(stores), tuple(disk), tuple(self.cancelled), tuple(remote))
         moved = JOB.steps[_SUBMIT][_PLANNED]
         for job in self.planned:
-            counts = self._counts[job.tier, job.direction]
+            counts = self.by_state[job.tier, job.direction]
             counts[_PLANNED] -= 1
             counts[moved] += 1
             job.state = moved
@@ -290,7 +296,7 @@ class Jobs:
         """Wait no longer for a submitted job; its copies may still run."""
         was = job.state
         job.state = JOB.steps[JobEvent.ABANDON][was]
-        counts = self._counts[job.tier, job.direction]
+        counts = self.by_state[job.tier, job.direction]
         counts[was] -= 1
         counts[job.state] += 1
         self.pending -= 1
@@ -309,10 +315,41 @@ class Jobs:
         """Remove a job that every rank has ended, or that is cancelled."""
         was = job.state
         job.state = JOB.steps[event if job.failed is None else _FAIL][was]
-        self._counts[job.tier, job.direction][was] -= 1
+        self.by_state[job.tier, job.direction][was] -= 1
         self.pending -= was is not _ABANDONED
         del self.open[job.id]
         self.open_on_tiers -= job.tier is not Tier.HOST
+
+
+class InFlight:
+    """Keys on their way to a tier, and the offers that wait for them. The only writer of both.
+
+    A key leaves when its job's outcome is known: after a failure another block with the key may be stored. A copy may then still
+    read the first block, which is leased until its last copy has ended.
+    """
+
+    def __init__(self) -> None:
+        self.keys: dict[BlockKey, Job] = {}
+        """Keys that a store or a fetch brings to the host, or a spill to a lower tier."""
+        self.duplicates: dict[BlockKey, list[Offer]] = {}
+        """By key, offers of other blocks with that key."""
+
+    def began(self, keys: Iterable[BlockKey], job: Job) -> None:
+        """A job brings these keys to the tier."""
+        self.keys.update(dict.fromkeys(keys, job))
+
+    def wait(self, duplicate: Offer) -> None:
+        """Keep an offer until the job that brings its key has an outcome."""
+        self.duplicates.setdefault(duplicate.key, []).append(duplicate)
+
+    def ended(self, keys: Sequence[BlockKey]) -> list[Offer]:
+        """Forget keys whose job has an outcome; return the offers that waited for them."""
+        in_flight, duplicates = self.keys, self.duplicates
+        for key in keys:
+            del in_flight[key]
+        if not duplicates:
+            return []
+        return [offer for key in keys if key in duplicates for offer in duplicates.pop(key)]
 
 
 class Leases:

@@ -19,13 +19,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import itemgetter
 
-from kvoffload.core.jobs import Failure, Load
+from kvoffload.core.jobs import Failure, InFlight, Load
 from kvoffload.core.machine import RequestEvent, RequestState
 from kvoffload.core.match import longest_match
 from kvoffload.core.planners import StorePlanner
 from kvoffload.core.request import PendingHit, RequestRecord, from_fields
 from kvoffload.core.state import CoreState
-from kvoffload.core.stores import InFlight
 from kvoffload.core.tier_copies import FetchPlanner
 from kvoffload.model import events
 from kvoffload.model.causes import (

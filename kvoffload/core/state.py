@@ -60,13 +60,13 @@ class CoreState:
         self.none_offered = (0,) * len(shape.groups)
         """What `RequestRecord.offered` is for a new block table."""
         ranks = [Rank(rank) for rank in range(shape.ranks)]
-        self.disk = None if (hits := policy.spill_after_hits) is None else DiskTier(hits, shape.ranks)
-        self.remote = None if (hits := policy.share_after_hits) is None else RemoteTier(hits, ranks)
+        self.jobs = jobs = Jobs(shape.ranks)
+        self.disk = None if (hits := policy.spill_after_hits) is None else DiskTier(hits, jobs, shape.ranks)
+        self.remote = None if (hits := policy.share_after_hits) is None else RemoteTier(hits, jobs, ranks)
         self.tiers = tuple([tier for tier in (self.disk, self.remote) if tier is not None])
         """The tiers below the host, in the order in which they are searched."""
         self.pool = HostPool()
         self.requests = Requests()
-        self.jobs = Jobs(shape.ranks)
         self.leases = Leases(device)
         self.retention = Retention(self.pool, shape.groups, self.tiers)
         self.tables = BlockTables(shape.groups)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 
-from kvoffload.core.jobs import TABLE, Failure, Job, Offer, Store, owner
+from kvoffload.core.jobs import TABLE, Failure, InFlight, Offer, Store, owner
 from kvoffload.core.machine import RequestState
 from kvoffload.core.request import Position, RequestRecord
 from kvoffload.core.state import CoreState
@@ -29,37 +29,6 @@ _STORED, _ALREADY_CACHED = StoreOutcome.STORED, StoreOutcome.ALREADY_CACHED
 _FINISHING = RequestState.FINISHING
 _KEY: Callable[[Offer], BlockKey] = itemgetter(0)
 _BLOCK: Callable[[Offer], DeviceBlockId] = itemgetter(1)
-
-
-class InFlight:
-    """Keys on their way to the host, and the offers that wait for them. The only writer of both.
-
-    A key leaves when its job's outcome is known: after a failure another block with the key may be stored. A copy may then still
-    read the first block, which is leased until its last copy has ended.
-    """
-
-    def __init__(self) -> None:
-        self.keys: dict[BlockKey, Job] = {}
-        """Keys that a store or a fetch is bringing to the host."""
-        self.duplicates: dict[BlockKey, list[Offer]] = {}
-        """By key, offers of other blocks with that key."""
-
-    def began(self, keys: Iterable[BlockKey], job: Job) -> None:
-        """A job brings these keys to the host."""
-        self.keys.update(dict.fromkeys(keys, job))
-
-    def wait(self, duplicate: Offer) -> None:
-        """Keep an offer until the job that brings its key has an outcome."""
-        self.duplicates.setdefault(duplicate.key, []).append(duplicate)
-
-    def ended(self, keys: Sequence[BlockKey]) -> list[Offer]:
-        """Forget keys whose job has an outcome; return the offers that waited for them."""
-        in_flight, duplicates = self.keys, self.duplicates
-        for key in keys:
-            del in_flight[key]
-        if not duplicates:
-            return []
-        return [offer for key in keys if key in duplicates for offer in duplicates.pop(key)]
 
 
 class EvictionWatch:

@@ -35,13 +35,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from kvoffload.core.jobs import Failure, Fetch, Spill
+from kvoffload.core.jobs import Failure, Fetch, InFlight, Offer, Spill
 from kvoffload.core.machine import JobState, RequestState, SlotState
 from kvoffload.core.match import longest_match
 from kvoffload.core.request import PendingHit, RequestRecord
 from kvoffload.core.slots import HostPool
 from kvoffload.core.state import CoreState
-from kvoffload.core.stores import InFlight, Stores
+from kvoffload.core.stores import Stores
 from kvoffload.core.tiers import ON_DEVICE, Block, LayeredIndex, LowerTier
 from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome, EvictionCause, MissCause, TierOutcome
@@ -73,16 +73,32 @@ _OUTCOMES = {
 class _Copies(ABC, Generic[JobT]):
     """What the owners of fetches and of spills have in common.
 
+    A job reserves slots of one pool and pins slots of the other. Its keys are in flight until its outcome is known.
+
     Args:
         state: the core's.
         tier: below the host.
-        written: the pool whose slots the jobs write.
+        read: the pool whose slots the jobs read.
+        written: the pool whose slots they write.
+        in_flight: the keys that they bring there, and perhaps others.
     """
 
-    def __init__(self, state: CoreState, tier: LowerTier, written: HostPool) -> None:
+    def __init__(
+        self, state: CoreState, tier: LowerTier, read: HostPool, written: HostPool, in_flight: InFlight
+    ) -> None:
         self._state = state
         self._tier = tier
+        self._read = read
         self._written = written
+        self._in_flight = in_flight
+
+    def _plan(self, job: JobT, name: RequestId | None = None, tokens: int = 0) -> None:
+        """Plan a job whose slots are reserved."""
+        self._state.jobs.plan(job)
+        event = TierCopyScheduled(job.id, job.direction, len(job.keys), name, tokens, job.tier)
+        self._state.tally.events.append(event)
+        self._read.pin(job.read)
+        self._in_flight.began(job.keys, job)
 
     def reported(self, job: JobT, rank: Rank, report: JobReport) -> None:
         """Note the end of a rank's copy. One failed rank fails the job at once; its memory waits for every rank (R4)."""
@@ -98,9 +114,8 @@ class _Copies(ABC, Generic[JobT]):
         """Settle a job of which nothing comes. After a time-out the slots that it writes are never allocated again (R16)."""
         if not job.settled:
             job.settled = True
-            self._fail(job, _OUTCOMES[why])
+            self._lose(job, range(len(job.keys)), _OUTCOMES[why])
         if why is Failure.TIMED_OUT:
-            self._tier.timed_out += 1
             for slot in job.written:
                 self._written.quarantine(slot)
 
@@ -109,25 +124,22 @@ class _Copies(ABC, Generic[JobT]):
         if not job.settled:
             job.settled = True
             self._arrived(job)
-        if job.state is JobState.ABANDONED:
-            self._tier.timed_out -= 1
         for position in job.stuck:
             self._written.quarantine(job.written[position])
         self._written.drained(job.written)
 
-    def _plan(self, job: JobT, name: RequestId | None = None, tokens: int = 0) -> None:
-        self._state.jobs.plan(job)
-        event = TierCopyScheduled(job.id, job.direction, len(job.keys), name, tokens, job.tier)
-        self._state.tally.events.append(event)
-
-    def _settle(self, job: JobT, keys: Sequence[BlockKey], outcome: TierOutcome) -> None:
-        """Give some of a job's blocks their outcome."""
+    def _settle(self, job: JobT, keys: Sequence[BlockKey], outcome: TierOutcome) -> list[Offer]:
+        """Give some of a job's blocks their outcome; return the offers that waited for it."""
         event = TierCopyEnded(job.id, job.direction, len(keys), outcome, job.copy_s, job.tier)
         self._state.tally.events.append(event)
+        return self._in_flight.ended(keys)
 
-    @abstractmethod
-    def _fail(self, job: JobT, outcome: TierOutcome) -> None:
-        """Give up all blocks of a job."""
+    def _lose(self, job: JobT, positions: Sequence[int], outcome: TierOutcome) -> list[Offer]:
+        """Give up some of a job's blocks; return the offers that waited for them."""
+        waited = self._settle(job, [job.keys[position] for position in positions], outcome)
+        for position in positions:
+            self._written.invalidate(job.written[position])
+        return waited
 
     @abstractmethod
     def _arrived(self, job: JobT) -> None:
@@ -142,10 +154,9 @@ class Fetches(_Copies[Fetch]):
     """
 
     def __init__(self, state: CoreState, tier: LowerTier, stores: Stores) -> None:
-        super().__init__(state, tier, state.pool)
+        super().__init__(state, tier, tier.pool, state.pool, stores.in_flight)
         self._stores = stores
         self.warm: deque[BlockKey] = deque(maxlen=_MOST_WARM)
-        self._is_trimmed = False
         self._left: set[BlockKey] = set()  # what requests fetch themselves
 
     def plan(
@@ -163,33 +174,16 @@ class Fetches(_Copies[Fetch]):
             record: the request that asks for them, None for a warm start.
             tokens: that they make its hit longer by.
         """
-        state, tier = self._state, self._tier
-        slots, evicted = state.pool.reserve(keys)
-        job = Fetch(
-            self,
-            slots,
-            tier.targets(keys, tier_slots),
-            tier.extra(tier_slots),
-            tier.tier,
-            keys=keys,
-            tier_slots=tier_slots,
-            wanted={} if record is None else {record: None},
-        )
+        tier = self._tier
+        slots, evicted = self._written.reserve(keys)
+        targets, extra = tier.targets(keys, tier_slots), tier.extra(tier_slots)
+        job = Fetch(self, slots, targets, extra, tier.tier, keys=keys, tier_slots=tier_slots)
+        if record is not None:
+            job.wanted[record] = None
         self._plan(job, None if record is None else record.request, tokens)
-        tier.pool.pin(tier_slots)
-        tier.fetching += len(keys)
-        self._stores.in_flight.began(keys, job)
         if evicted:
             self._stores.evicted(evicted)
         return job
-
-    def reported(self, job: Fetch, rank: Rank, report: JobReport) -> None:
-        """Note the end of a rank's copy. What one rank cannot read no rank may use (R4), nor is it found on the tier again."""
-        if report.corrupt or report.missing:
-            job.corrupt.update(report.corrupt)
-            self._invalidate(job, report.corrupt, MissCause.CORRUPT)
-            self._invalidate(job, report.missing)
-        super().reported(job, rank, report)
 
     # -- warm start ---------------------------------------------------------------------------------------------
 
@@ -213,17 +207,15 @@ class Fetches(_Copies[Fetch]):
         state, tier = self._state, self._tier
         if not self.is_due or state.growing or tier.fetching or state.jobs.is_loading:
             return
-        if not self._is_trimmed:
-            self._is_trimmed = True
-            while len(self.warm) > most_fetched(state):
-                self.warm.popleft()
+        while len(self.warm) > most_fetched(state):
+            self.warm.popleft()
         most = min(state.pool.count(SlotState.EMPTY), tier.spill_slots(state.pool.capacity))
         if not most:
             self.stop()
         keys: list[BlockKey] = []
         while self.warm and len(keys) < most:
             key = self.warm.popleft()
-            is_elsewhere = key in state.pool.index or key in self._stores.in_flight.keys or key in self._left
+            is_elsewhere = key in state.pool.index or key in self._in_flight.keys or key in self._left
             if key in tier.pool.index and not is_elsewhere:
                 keys.append(key)
         if keys:
@@ -232,14 +224,23 @@ class Fetches(_Copies[Fetch]):
 
     # -- endings ------------------------------------------------------------------------------------------------
 
-    def _fail(self, job: Fetch, outcome: TierOutcome) -> None:
-        self._release(job)
-        self._lose(job, range(len(job.keys)), outcome)
+    def reported(self, job: Fetch, rank: Rank, report: JobReport) -> None:
+        """Note the end of a rank's copy. What one rank cannot read no rank may use (R4), nor is it found on the tier again."""
+        if report.corrupt or report.missing:
+            job.corrupt.update(report.corrupt)
+            self._invalidate(job, report.corrupt, MissCause.CORRUPT)
+            self._invalidate(job, report.missing)
+        super().reported(job, rank, report)
+
+    def failed(self, job: Fetch, why: Failure) -> None:
+        if not job.settled:
+            self._read.unpin(job.read)
+        super().failed(job, why)
 
     def _arrived(self, job: Fetch) -> None:
         """Every rank has read: the host has the blocks, except those that some rank could not get (R4)."""
-        state, lost = self._state, job.corrupt | job.missing
-        self._release(job)
+        lost = job.corrupt | job.missing
+        self._read.unpin(job.read)
         keys, slots, tier_slots = job.keys, job.slots, job.tier_slots
         if lost:
             self._lose(job, sorted(lost), TierOutcome.CORRUPT if job.corrupt else TierOutcome.FAILED)
@@ -248,30 +249,23 @@ class Fetches(_Copies[Fetch]):
             slots = [slots[position] for position in came]
             tier_slots = [tier_slots[position] for position in came]
         if keys:
-            self._settle(job, keys, TierOutcome.DONE)
-            self._stores.arrived_otherwise(self._stores.in_flight.ended(keys))
-        state.pool.fill(slots[::-1])
-        state.misses.arrived(keys)
+            self._stores.arrived_otherwise(self._settle(job, keys, TierOutcome.DONE))
+        self._written.fill(slots[::-1])
+        self._state.misses.arrived(keys)
         for record in job.wanted:
             record.fetched_blocks += len(keys)
             record.fetched_from = job.tier
         if job.wanted:  # a warm start does not count as a use
             self._tier.read(tier_slots[::-1])
 
-    def _release(self, job: Fetch) -> None:
-        self._tier.pool.unpin(job.tier_slots)
-        self._tier.fetching -= len(job.keys)
-
-    def _lose(self, job: Fetch, positions: Sequence[int], outcome: TierOutcome) -> None:
+    def _lose(self, job: Fetch, positions: Sequence[int], outcome: TierOutcome) -> list[Offer]:
         """Give up these blocks. The requests that wait for them have no other fetch, unless nobody wanted this one any more."""
-        keys = [job.keys[position] for position in positions]
-        self._settle(job, keys, outcome)
-        self._stores.offer_again(self._stores.in_flight.ended(keys))
-        for position in positions:
-            self._state.pool.invalidate(job.slots[position])
+        waited = super()._lose(job, positions, outcome)
+        self._stores.offer_again(waited)
         if outcome is not TierOutcome.CANCELLED:
             for record in job.wanted:
                 record.asks_tiers = False
+        return waited
 
     def _invalidate(self, job: Fetch, positions: Sequence[int], cause: MissCause | None = None) -> None:
         """Remove blocks from the tier that cannot be read there, or are not what they should be."""
@@ -291,7 +285,7 @@ class Spills(_Copies[Spill]):
     """Plans and owns the spills to one tier."""
 
     def __init__(self, state: CoreState, tier: LowerTier) -> None:
-        super().__init__(state, tier, tier.pool)
+        super().__init__(state, tier, state.pool, tier.pool, tier.in_flight)
 
     @property
     def is_due(self) -> bool:
@@ -304,12 +298,13 @@ class Spills(_Copies[Spill]):
         state, tier = self._state, self._tier
         if not tier.candidates or not tier.is_usable or self._is_load_open:
             return False
-        limit = tier.spill_slots(state.pool.capacity) - len(tier.spilling)
+        spilling = self._in_flight.keys
+        limit = tier.spill_slots(state.pool.capacity) - len(spilling)
         on_host, on_tier = state.pool.index.parts, tier.pool.index.parts
         keys = [
             key
             for key in reversed(tier.take_candidates(min(limit, tier.pool.room)))
-            if key in on_host[key[0]] and key not in on_tier[key[0]] and key not in tier.spilling
+            if key in on_host[key[0]] and key not in on_tier[key[0]] and key not in spilling
         ]
         if keys:
             self._spill(keys, [on_host[key[0]][key] for key in keys])
@@ -321,21 +316,18 @@ class Spills(_Copies[Spill]):
 
     def _spill(self, keys: list[BlockKey], slots: list[SlotId]) -> None:
         """Write these blocks, heads first, to the tier, which has room for them."""
-        state, tier = self._state, self._tier
-        tier_slots, evicted = tier.pool.reserve(keys)
+        tier = self._tier
+        tier_slots, evicted = self._written.reserve(keys)
         if evicted:
             for tier_slot in tier_slots:
                 tier.invalidate(tier_slot)
-            state.tally.evicted_below(tier.tier, EvictionCause.SPACE, len(evicted))
+            self._state.tally.evicted_below(tier.tier, EvictionCause.SPACE, len(evicted))
         targets = tier.targets(keys, tier_slots)
-        job = Spill(self, slots, targets, tier.extra(), tier.tier, keys=keys, tier_slots=tier_slots)
-        state.pool.pin(slots)
-        tier.spilling.update(keys)
-        self._plan(job)
+        self._plan(Spill(self, slots, targets, tier.extra(), tier.tier, keys=keys, tier_slots=tier_slots))
 
     def ended(self, job: Spill) -> None:
         super().ended(job)
-        self._state.pool.unpin(job.slots)
+        self._read.unpin(job.read)
 
     def reported(self, job: Spill, rank: Rank, report: JobReport) -> None:
         """Note the end of a rank's copy. Host slots that are found corrupt on the way are lost."""
@@ -344,17 +336,10 @@ class Spills(_Copies[Spill]):
             self._quarantine(job, report.corrupt)
         super().reported(job, rank, report)
 
-    def _fail(self, job: Spill, outcome: TierOutcome) -> None:
-        self._tier.spilling.difference_update(job.keys)
-        self._settle(job, job.keys, outcome)
-        for tier_slot in job.tier_slots:
-            self._tier.pool.invalidate(tier_slot)
-
     def _arrived(self, job: Spill) -> None:
         """Every rank has written: the blocks can be found on the tier, on the disk also by the next process."""
         tier = self._tier
         tier.spill_ended(job, self._state.jobs.last, is_load_open=self._is_load_open)
-        tier.spilling.difference_update(job.keys)
         self._settle(job, job.keys, TierOutcome.DONE)
         tier_slots = job.tier_slots[::-1]
         if job.missing:

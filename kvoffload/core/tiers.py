@@ -15,15 +15,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from kvoffload.core.jobs import Spill
+from kvoffload.core.jobs import InFlight, Jobs, Spill
 from kvoffload.core.key_index import KeyIndex
-from kvoffload.core.machine import SlotState
+from kvoffload.core.machine import JobState, SlotState
 from kvoffload.core.match import PartOfKeys
 from kvoffload.core.slots import HostPool
 from kvoffload.model.engine import BlockPool
 from kvoffload.model.ids import BlockKey, JobId, Rank, RequestId, SlotId
 from kvoffload.model.limit import AdaptiveLimit
-from kvoffload.model.wire import DiskRecord, Put, Strike, Tier, Use
+from kvoffload.model.wire import Direction, DiskRecord, Put, Strike, Tier, Use
+
+_ABANDONED = JobState.ABANDONED
 
 Item = TypeVar("Item")
 Ask = tuple[RequestId, tuple[BlockKey, ...]]
@@ -43,6 +45,7 @@ class LowerTier:
     Args:
         tier: its name.
         after_hits: a block is written to the tier when it was found again this often.
+        jobs: the open ones.
 
     Attributes:
         takes_all: blocks are written to it although they were never found again.
@@ -50,9 +53,7 @@ class LowerTier:
         is_open: what it holds is known.
         is_closed: it cannot be used any more, or not for now.
         failing: ranks whose calls fail or hang.
-        timed_out: open jobs that some rank did not report in time. `tier_copies` writes this and the next two.
-        spilling: keys that open spills bring to the tier.
-        fetching: how many blocks open fetches bring from it.
+        in_flight: keys that open spills bring to the tier.
         limit: on the blocks of open spills and of a warm start, as a share of the most.
         slot_bytes: of a host slot, the most that any rank has reported.
         least_tokens: additions to a hit that are shorter are computed instead.
@@ -62,7 +63,7 @@ class LowerTier:
 
     namespace = ""
 
-    def __init__(self, tier: Tier, after_hits: int) -> None:
+    def __init__(self, tier: Tier, after_hits: int, jobs: Jobs) -> None:
         self.tier = tier
         self.takes_all = not after_hits
         self._after_hits = after_hits
@@ -71,19 +72,24 @@ class LowerTier:
         self.is_open = False
         self.is_closed = False
         self.failing: set[Rank] = set()
-        self.timed_out = 0
         self.limit = AdaptiveLimit(1.0, _EIGHTH, _EIGHTH)
         self.slot_bytes = 1
         self.least_tokens = 0
-        self.spilling: set[BlockKey] = set()
-        self.fetching = 0
+        self.in_flight = InFlight()
         self.candidates: deque[BlockKey] = deque()
         self._waiting: set[BlockKey] = set()  # the same keys
+        self._spills, self._fetches = [jobs.by_state[tier, way] for way in (Direction.STORE, Direction.LOAD)]
 
     @property
     def is_usable(self) -> bool:
         """Whether a copy may begin."""
-        return self.is_open and not self.is_closed and not self.failing and not self.timed_out
+        has_timed_out = self._spills[_ABANDONED] or self._fetches[_ABANDONED]
+        return self.is_open and not self.is_closed and not self.failing and not has_timed_out
+
+    @property
+    def fetching(self) -> int:
+        """How many blocks fetches bring from it: those pin its slots until their outcome is known, and nothing else does."""
+        return len(self.pool.pins)
 
     @property
     def has_blocks(self) -> bool:
@@ -134,9 +140,9 @@ class LowerTier:
 
     def reuse(self, keys: Sequence[BlockKey]) -> None:
         """Note that these blocks were found again, a prefix's head last."""
-        on_tier = self.pool.index.parts
+        on_tier, spilling = self.pool.index.parts, self.in_flight.keys
         for key in keys:
-            if key in on_tier[key[0]] or key in self._waiting or key in self.spilling:
+            if key in on_tier[key[0]] or key in self._waiting or key in spilling:
                 continue
             hits = self._hits.pop(key, 0) + 1
             if hits < self._after_hits:
@@ -181,7 +187,7 @@ class DiskTier(LowerTier):
     Slots without space on the disk are in the pool too, and never allocated.
 
     Args:
-        after_hits: as of `LowerTier`.
+        after_hits, jobs: as of `LowerTier`.
         ranks: how many write each block.
 
     Attributes:
@@ -191,8 +197,8 @@ class DiskTier(LowerTier):
             and then copy itself inside a hook, and tuples would need several times the memory and slow the garbage collector.
     """
 
-    def __init__(self, after_hits: int, ranks: int) -> None:
-        super().__init__(Tier.DISK, after_hits)
+    def __init__(self, after_hits: int, jobs: Jobs, ranks: int) -> None:
+        super().__init__(Tier.DISK, after_hits, jobs)
         self.capacity = 0
         self.has_block = bytearray()
         self.sums = [array("Q") for _ in range(ranks)]
@@ -264,12 +270,12 @@ class RemoteTier(LowerTier):
     """A remote store. It is open once its namespace is known, and closed while it does not answer.
 
     Args:
-        after_hits: as of `LowerTier`.
+        after_hits, jobs: as of `LowerTier`.
         ranks: none of which has reached the store yet.
     """
 
-    def __init__(self, after_hits: int, ranks: Iterable[Rank]) -> None:
-        super().__init__(Tier.REMOTE, after_hits)
+    def __init__(self, after_hits: int, jobs: Jobs, ranks: Iterable[Rank]) -> None:
+        super().__init__(Tier.REMOTE, after_hits, jobs)
         self.pool.grow(MOST_HINTS)
         self.failing = set(ranks)
         self.asks: list[Ask] = []
@@ -291,11 +297,11 @@ class RemoteTier(LowerTier):
 
     def note(self, found: Sequence[BlockKey], missing: Sequence[BlockKey]) -> None:
         """Keep what the store answered; without room for all of `found`, the first of them."""
-        index = self.pool.index
+        index, spilling = self.pool.index, self.in_flight.keys
         for key in missing:
             if (slot := index.get(key)) is not None:
                 self.pool.invalidate(slot)
-        new = [key for key in dict.fromkeys(found) if key not in index and key not in self.spilling]
+        new = [key for key in dict.fromkeys(found) if key not in index and key not in spilling]
         slots, _ = self.pool.reserve(new[: self.pool.room])
         self.pool.fill(slots[::-1])
 

@@ -99,7 +99,6 @@ def _counts(state: CoreState, stores: Stores) -> Iterator[tuple[str, int, int]]:
         yield f"jobs of request {record.request}", record.jobs, of_request[record]
     for lower in state.tiers:
         name = lower.tier.value
-        yield f"{name} jobs that timed out", lower.timed_out, sum([job.tier is lower.tier for job in late])
         spills = [job for job in opened if isinstance(job, Spill) and job.tier is lower.tier]
         written = sum([len(job.tier_slots) for job in spills if not job.settled])
         yield f"filling slots of the {name}", lower.pool.count(SlotState.FILLING), written
@@ -142,8 +141,7 @@ def _indexes(state: CoreState, stores: Stores) -> Iterator[tuple[str, Mapping[An
     yield "keys watched for eviction", watches, watched
     for tier in state.tiers:
         name, jobs = tier.tier.value, [job for job in opened if job.tier is tier.tier]
-        spilling = dict.fromkeys(tier.spilling, True)
-        yield f"keys being written to the {name}", spilling, dict.fromkeys(_keys(jobs, Spill), True)
+        yield f"keys being written to the {name}", tier.in_flight.keys, _keys(jobs, Spill)
         fetches = [job for job in jobs if isinstance(job, Fetch) and not job.settled]
         yield (
             f"pins of the {name}",

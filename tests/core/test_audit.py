@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from kvoffload.core.jobs import Job, Leases, Offer, Store
+from kvoffload.core.jobs import Job, Leases, Offer, Spill, Store
 from kvoffload.core.machine import JobState, SlotState
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.request import PendingHit, RequestRecord
@@ -106,7 +106,7 @@ INVARIANTS: dict[str, tuple[Callable[[Broken], object], str]] = {
         "device blocks under copies that timed out: 5 counted, 0 found",
     ),
     "counted jobs": (
-        lambda it: it.state.jobs._counts[Tier.HOST, Direction.LOAD].__setitem__(JobState.SUBMITTED, 7),
+        lambda it: it.state.jobs.by_state[Tier.HOST, Direction.LOAD].__setitem__(JobState.SUBMITTED, 7),
         "host load jobs that are SUBMITTED: 7 counted, 1 found",
     ),
     "pending jobs": (lambda it: setattr(it.state.jobs, "pending", 7), "pending jobs: 7 counted, 2 found"),
@@ -306,16 +306,12 @@ AT_REST: dict[str, tuple[Callable[[OffloadCore], object], str]] = {
 
 ON_DISK: dict[str, tuple[Callable[[LowerTier], object], str]] = {
     "a key of no spill": (
-        lambda it: it.spilling.add(BlockKey(b"x")),
+        lambda it: it.in_flight.keys.setdefault(BlockKey(b"x"), cast("Spill", None)),
         "keys being written to the disk: 1 counted",
-    ),
-    "blocks of no fetch": (
-        lambda it: setattr(it, "fetching", 1),
-        "blocks being read from the disk: 1 counted",
     ),
     "a pin of no fetch": (
         lambda it: it.pool.pin([next(iter(it.pool.index.values()))]),
-        "pins of the disk: 1 counted",
+        "blocks being read from the disk: 1 counted",
     ),
     "a filling slot of no spill": (
         lambda it: it.pool.reserve([BlockKey(b"x")]),

@@ -635,7 +635,7 @@ def test_r10_a_spill_that_was_planned_at_a_reset_is_taken_back() -> None:
     world.serve("again", TEXT, drains=False)
     world.checks_each_fact = False
     world.tell(facts.StepScheduled(world.steps))
-    assert len(world.disk.spilling) == 3
+    assert len(world.disk.in_flight.keys) == 3
     world.reset()
     world.idle_step()
     assert world.copies == {}

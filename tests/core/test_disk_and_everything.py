@@ -112,7 +112,7 @@ class WithDisk(Everything):
     def _nothing_is_left(self) -> None:
         super()._nothing_is_left()
         disk = self.world.disk
-        assert (disk.spilling, disk.fetching, disk.timed_out) == (set(), 0, 0)
+        assert (disk.in_flight.keys, disk.fetching) == ({}, 0)
         counts = [disk.pool.count(each) for each in (SlotState.EMPTY, SlotState.READY, SlotState.QUARANTINED)]
         assert sum(counts) == disk.pool.capacity
 

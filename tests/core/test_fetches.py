@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from kvoffload.core.jobs import Owner, Spill
+from kvoffload.core.jobs import Jobs, Owner, Spill
 from kvoffload.core.machine import SlotState
 from kvoffload.core.tiers import LowerTier
 from kvoffload.model.causes import MissCause, TierOutcome
@@ -263,7 +263,7 @@ def ended(tier: LowerTier, number: int, *, last: int = 0, is_load_open: bool = F
 
 
 def test_the_limit_is_64_mib_and_an_eighth_of_the_host() -> None:
-    tier = LowerTier(Tier.DISK, 1)
+    tier = LowerTier(Tier.DISK, 1, Jobs(1))
     tier.slot_bytes = 2**20
     assert (tier.spill_slots(10_000), tier.spill_slots(80), tier.spill_slots(1)) == (64, 10, 1)
     tier.slot_bytes = 2**30
@@ -271,7 +271,7 @@ def test_the_limit_is_64_mib_and_an_eighth_of_the_host() -> None:
 
 
 def test_a_spill_beside_a_load_halves_the_limit_once_for_all_planned_before() -> None:
-    tier = LowerTier(Tier.DISK, 1)
+    tier = LowerTier(Tier.DISK, 1, Jobs(1))
     assert ended(tier, 0, last=3, is_load_open=True) == 1 / 2
     assert ended(tier, 3, is_load_open=True) == 1 / 2
     assert [ended(tier, number, is_load_open=True) for number in (4, 5, 6)] == [1 / 4, 1 / 8, 1 / 8]

@@ -132,9 +132,8 @@ def left_behind(core: OffloadCore) -> dict[str, object]:
     for tier in state.tiers:
         kept |= {
             f"pins of {tier.tier.value}": tier.pool.pins,
-            f"spills to {tier.tier.value}": tier.spilling,
+            f"spills to {tier.tier.value}": tier.in_flight.keys,
             f"fetches from {tier.tier.value}": tier.fetching,
-            f"jobs on {tier.tier.value} that timed out": tier.timed_out,
         }
     return {what: there for what, there in kept.items() if there}
 

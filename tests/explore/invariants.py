@@ -51,7 +51,9 @@ class Before:
         pool = state.pool
         evictable = {slot: key for slot in pool._order if (key := pool.key(slot)) is not None}
         pinned = {slot: key for slot in pool.pins if (key := pool.key(slot)) is not None}
-        unusable = {tier.tier: _open_on(scene, tier.tier) for tier in state.tiers if not _answers(tier)}
+        unusable = {
+            tier.tier: _open_on(scene, tier.tier) for tier in state.tiers if not _answers(scene, tier)
+        }
         return cls(evictable, pinned, scene.world.resets, unusable)
 
 
@@ -135,8 +137,10 @@ def _open_on(scene: Scene, tier: Tier) -> set[JobId]:
     return {job.id for job in scene.world.core.state.jobs.open.values() if job.tier is tier}
 
 
-def _answers(tier: LowerTier) -> bool:
-    return tier.is_open and not (tier.is_closed or tier.failing or tier.timed_out)
+def _answers(scene: Scene, tier: LowerTier) -> bool:
+    opened = scene.world.core.state.jobs.open.values()
+    has_timed_out = any(job.tier is tier.tier and job.state is JobState.ABANDONED for job in opened)
+    return tier.is_open and not (tier.is_closed or tier.failing or has_timed_out)
 
 
 def _check_tiers(scene: Scene, before: Before) -> None:
@@ -157,7 +161,7 @@ def _check_tiers(scene: Scene, before: Before) -> None:
     fetched, budget = sum(tier.fetching for tier in state.tiers), max(state.pool.capacity // 4, 1)
     assert fetched <= budget, f"{fetched} blocks are fetched, {budget} may be"
     for tier in state.tiers:
-        if tier.tier in before.unusable and not _answers(tier):
+        if tier.tier in before.unusable and not _answers(scene, tier):
             began = len(_open_on(scene, tier.tier)) - len(before.unusable[tier.tier])
             assert began <= 0, f"R17: a copy was begun with {tier.tier.value}, which cannot be used"
 

@@ -10,11 +10,11 @@ import pytest
 from msgspec import structs
 
 from kvoffload.core.block_tables import BlockTables
-from kvoffload.core.jobs import Job, Leases, Spill
+from kvoffload.core.jobs import InFlight, Job, Leases, Spill
 from kvoffload.core.loads import Loads, PendingHits
 from kvoffload.core.request import Requests
 from kvoffload.core.slots import HostPool
-from kvoffload.core.stores import InFlight, Stores
+from kvoffload.core.stores import Stores
 from kvoffload.core.tier_copies import Fetches, LowerTiers, Spills, _Copies
 from kvoffload.core.tiers import DiskTier, RemoteTier
 from tests.core.world import DONE
@@ -103,9 +103,9 @@ BREAKS: dict[str, tuple[str, type, str, object]] = {
     "R10 a spill or a fetch survives a reset": ("spills", _Copies, "failed", lambda self, job, why: None),
     "R14 a key is fetched for each request": (
         "sharing a fetch",
-        DiskTier,
-        "fetching",
-        property(lambda self: {}, lambda self, value: None),
+        InFlight,
+        "began",
+        lambda self, keys, job: None,
     ),
     "R17 what the store does not have counts as fetched": (
         "sharing a fetch from the store",

@@ -553,7 +553,7 @@ def _journal_settings(folder: Path | None, life: int) -> dict[str, object]:
 
 def _left_of(tier: LowerTier) -> list[str]:
     """What jobs keep on a tier below the host."""
-    kept = {"spill": tier.spilling, "fetch": tier.fetching, "pin": tier.pool.pins, "hang": tier.timed_out}
+    kept = {"spill": tier.in_flight.keys, "fetch": tier.fetching}
     return [what for what, there in kept.items() if there]
 
 
