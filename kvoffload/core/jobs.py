@@ -15,6 +15,7 @@ it was dropped. Its *memory* is free only when every rank has ended its copy. R4
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from operator import itemgetter
@@ -269,18 +270,18 @@ class Jobs:
 
         The plan is whole before any job moves, and nothing can fail after the first has moved (R12).
         """
-        loads: list[AnyJob] = []
-        stores: list[AnyJob] = []
-        disk: list[AnyJob] = []
-        remote: list[AnyJob] = []
+        ways = defaultdict[Direction | Tier, list[AnyJob]](list)
         for job in self.planned:
-            if job.tier is Tier.HOST:
-                way = loads if job.direction is Direction.LOAD else stores
-            else:
-                way = disk if job.tier is Tier.DISK else remote
             slots, targets = tuple(job.slots), tuple(job.targets)
-            way.append(CopyJob(job.id, job.direction, job.tier, slots, targets, job.extra))
-        plan = TransferPlan(tuple(loads), tuple(stores), tuple(disk), tuple(self.cancelled), tuple(remote))
+            copy = CopyJob(job.id, job.direction, job.tier, slots, targets, job.extra)
+            ways[job.direction if job.tier is Tier.HOST else job.tier].append(copy)
+        plan = TransferPlan(
+            loads=tuple(ways[Direction.LOAD]),
+            stores=tuple(ways[Direction.STORE]),
+            disk=tuple(ways[Tier.DISK]),
+            cancelled=tuple(self.cancelled),
+            remote=tuple(ways[Tier.REMOTE]),
+        )
         moved = JOB.steps[_SUBMIT][_PLANNED]
         for job in self.planned:
             counts = self.by_state[job.tier, job.direction]

@@ -128,26 +128,21 @@ class PendingHits:
         missed = -(-(end - tokens) // alignment)
         tally = self._state.tally
         answered = record.request, device_tokens, found, missed, tokens - device_tokens, end - tokens
-        if not missed:
-            cause = None
+        fetched = 0
         if record.fetched_blocks and slots:
             fetched = (tokens - device_tokens) * min(record.fetched_blocks, len(slots)) // len(slots)
-            tally.events.append(events.LookupAnswered(*answered, cause, fetched, record.fetched_from))
-        else:
-            tally.events.append(events.LookupAnswered(*answered, cause))
+        tally.events.append(
+            events.LookupAnswered(*answered, cause if missed else None, fetched, record.fetched_from)
+        )
         return hit
 
     def drop(self, record: RequestRecord, cause: PinDropCause) -> None:
         """Forget the last lookup's answer, if there is one, and unpin what it found."""
         hit, record.hit = record.hit, None
         if hit is not None and hit.slots:
-            self.unpin(record, hit)
+            self._state.pool.unpin(hit.slots)
+            self._state.retention.used(record, hit.device_tokens)
             self._state.tally.events.append(events.HitDropped(record.request, len(hit.slots), cause))
-
-    def unpin(self, record: RequestRecord, hit: PendingHit) -> None:
-        """Unpin a hit that will not be loaded: what the device holds of the prefix is evicted after it (R15)."""
-        self._state.pool.unpin(hit.slots)
-        self._state.retention.used(record, hit.device_tokens)
 
     def _search(self, record: RequestRecord, device_tokens: int, full_tokens: int) -> PendingHit:
         """Return a lookup's answer, not yet pinned."""
@@ -212,10 +207,9 @@ class Loads:
             self._load(record, fact, hit)
             return
         if hit is not None and hit.slots:
-            # The engine takes nothing from the host, as its contract allows (R2).
-            self._hits.unpin(record, hit)
-            event = events.HitDropped(record.request, len(hit.slots), PinDropCause.NOT_ACCEPTED)
-            self._state.tally.events.append(event)
+            self._unpin_hit(
+                record, hit, ()
+            )  # its contract allows an engine to take nothing from the host (R2)
         self._state.requests.move(record, RequestEvent.ALLOCATE)
 
     def refuse(self, request: RequestId, external_tokens: int) -> None:
@@ -247,7 +241,7 @@ class Loads:
             self._answer(record, record.incarnation, loaded=True)
 
     def _unpin_hit(self, record: RequestRecord, hit: PendingHit, loading: Sequence[SlotId]) -> None:
-        """The load takes its own pins; the part of the hit that the engine did not accept is dropped."""
+        """Unpin a hit whose load takes pins of its own. What the load leaves is dropped, and evicted before what the device has (R15)."""
         self._state.pool.unpin(hit.slots)
         if rest := len(set(hit.slots).difference(loading)):
             self._state.retention.used(record, record.found_tokens)

@@ -18,26 +18,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from kvoffload.core.key_index import KeyIndex
 from kvoffload.core.request import from_fields
+from kvoffload.core.tiers import LayeredIndex
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, SlotId
 
-
-class PartOfKeys(Protocol):
-    """Some keys with their slots."""
-
-    def get(self, key: BlockKey, /) -> SlotId | None:
-        """Return the key's slot, None where it has none."""
-
-
-class FoundKeys(Protocol):
-    """Where a search looks: `parts[key[0]]` has a key, if any has."""
-
-    @property
-    def parts(self) -> Sequence[PartOfKeys]: ...
+FoundKeys = KeyIndex | LayeredIndex
+"""Where a search looks: `parts[key[0]]` has a key, if any has."""
 
 
 class Match(NamedTuple):

@@ -2,7 +2,7 @@
 
 `eager` offers a block as soon as it is confirmed. `lazy` offers only what the device is about to evict; because the engine
 hands freed blocks out again before anyone is asked, lazy also looks at a request's blocks when it ends. A planner is a
-class with the six methods of `StorePlanner` and a branch in `make_planner`.
+class with the six methods of `EagerPlanner` and a branch in `make_planner`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, count, repeat
 from operator import itemgetter
-from typing import Protocol
 
 from kvoffload.core.jobs import Offer
 from kvoffload.core.machine import RequestState
@@ -28,28 +27,6 @@ _POSITION: Callable[[Offer], int] = itemgetter(5)
 _offer = from_fields(Offer)
 
 
-class StorePlanner(Protocol):
-    """Decides when a block is offered."""
-
-    def allocated(self, record: RequestRecord) -> None:
-        """A request got a block table; it runs, or a load fills it first."""
-
-    def loaded(self, record: RequestRecord) -> None:
-        """A request's load ended well: it runs, and the device holds its confirmed tokens."""
-
-    def step(self, fact: StepScheduled, advanced: Sequence[RequestRecord]) -> None:
-        """A step was scheduled in which these running requests gained something: offer what is due."""
-
-    def states(self, offers: Sequence[Offer]) -> None:
-        """The step completes these recurrent states; the engine may soon release their blocks."""
-
-    def ending(self, record: RequestRecord) -> None:
-        """A running request is about to release its blocks: offer what is due, for the last time."""
-
-    def preempted(self, record: RequestRecord) -> None:
-        """A running request lost its blocks."""
-
-
 class EagerPlanner:
     """Offers every block once it is confirmed computed."""
 
@@ -59,13 +36,16 @@ class EagerPlanner:
         self._due: dict[RequestRecord, None] = {}
 
     def allocated(self, record: RequestRecord) -> None:
+        """A request got a block table; it runs, or a load fills it first."""
         if record.state is _RUNNING:
             self._due[record] = None
 
     def loaded(self, record: RequestRecord) -> None:
+        """A request's load ended well: it runs, and the device holds its confirmed tokens."""
         self._due[record] = None
 
     def step(self, fact: StepScheduled, advanced: Sequence[RequestRecord]) -> None:
+        """Offer what is due in a step in which these running requests gained something."""
         if not (self._due or advanced):
             return
         due = self._due | dict.fromkeys(advanced)
@@ -78,9 +58,11 @@ class EagerPlanner:
             self._stores.offer(offers)
 
     def states(self, offers: Sequence[Offer]) -> None:
+        """The step completes these recurrent states; the engine may soon release their blocks."""
         self._stores.offer(offers)
 
     def ending(self, record: RequestRecord) -> None:
+        """Offer what is due of a running request for the last time: it is about to release its blocks."""
         self._due.pop(record, None)
         if record.waiting:
             self._stores.ending(record)
@@ -88,6 +70,7 @@ class EagerPlanner:
             self._stores.offer(offers, last_chance=True)
 
     def preempted(self, record: RequestRecord) -> None:
+        """A running request lost its blocks."""
         self._due.pop(record, None)
         index = self._state.pool.index
         lost = [offer for offer in _confirmed(self._state, record) if offer.key not in index]
@@ -185,6 +168,9 @@ class LazyPlanner:
         if self._for_states:
             _sort_by_depth(offers, self._state)
         return [offer for offer in offers if offer.key not in index and offer.key not in in_flight]
+
+
+StorePlanner = EagerPlanner | LazyPlanner
 
 
 def make_planner(state: CoreState, stores: Stores) -> StorePlanner:

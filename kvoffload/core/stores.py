@@ -408,16 +408,13 @@ class Stores:
         """Blocks made room for others. What running requests still have on the device may be stored again, once."""
         state = self._state
         state.misses.note(keys, MissCause.EVICTED)
-        state.tally.evicted(EvictionCause.SPACE, len(keys) - self._without_spill(keys))
+        # What should have been on a tier below before.
+        lost = max([tier.evicted(keys) for tier in state.tiers], default=0)
+        state.tally.evicted(EvictionCause.SPILL_BEHIND, lost)
+        state.tally.evicted(EvictionCause.SPACE, len(keys) - lost)
         if self.evictions.offers and (again := self.evictions.evicted(keys)):
             state.tally.offered(len(again))
             self.again += again
-
-    def _without_spill(self, keys: Sequence[BlockKey]) -> int:
-        """Count those of evicted blocks that should have been on a tier below before."""
-        lost = max([tier.evicted(keys) for tier in self._state.tiers], default=0)
-        self._state.tally.evicted(EvictionCause.SPILL_BEHIND, lost)
-        return lost
 
     # -- waiting ------------------------------------------------------------------------------------------------
 

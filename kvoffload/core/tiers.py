@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 from kvoffload.core.jobs import InFlight, Jobs, Spill
 from kvoffload.core.key_index import KeyIndex
 from kvoffload.core.machine import JobState, SlotState
-from kvoffload.core.match import PartOfKeys
 from kvoffload.core.slots import HostPool
 from kvoffload.model.engine import BlockPool
 from kvoffload.model.ids import BlockKey, JobId, Rank, RequestId, SlotId
@@ -380,7 +379,7 @@ class LayeredIndex:
 
         self.get = get
         # Only `get`: a reference to `self` would keep `_found` alive until the garbage collector runs.
-        self.parts: Sequence[PartOfKeys] = (_AllKeys(get),) * 256
+        self.parts = (_AllKeys(get),) * 256
 
     def on_tiers(self, slots: Iterable[SlotId]) -> list[Block]:
         """Return the blocks of lower tiers among slots that `get` returned, in their order."""
