@@ -26,8 +26,9 @@ from msgspec import Struct
 from kvoffload.core.machine import JOB, JobEvent, JobState
 from kvoffload.core.request import RequestRecord
 from kvoffload.core.slots import count, uncount
-from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.causes import CopyOutcome, LoadOutcome, StoreOutcome, TierOutcome
 from kvoffload.model.engine import BlockPool
+from kvoffload.model.events import CopiesResumed, CopiesStalled, Event
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, Rank, SlotId
 from kvoffload.model.wire import AnyJob, CopyJob, Direction, JobReport, Tier, TransferPlan
 
@@ -66,13 +67,23 @@ def owner(offer: Offer) -> RequestRecord | None:
 
 
 class Failure(Enum):
-    """Why nothing comes of a job."""
+    """Why nothing comes of a job, and what that is to its blocks: of a store, of a load, of a copy with a lower tier."""
 
-    FAILED = "failed"  # a rank's copy failed
-    CORRUPT = "corrupt"  # a rank found wrong bytes
-    TIMED_OUT = "timed_out"  # a rank did not report in time and may still copy: what it writes is leaked
-    CANCELLED = "cancelled"  # it was dropped before any worker knew of it
-    DROPPED = "dropped"  # the workers copy on, but what they bring must not be found
+    # A rank's copy failed.
+    FAILED = StoreOutcome.FAILED, LoadOutcome.FAILED, TierOutcome.FAILED
+    # A rank found wrong bytes.
+    CORRUPT = StoreOutcome.FAILED, LoadOutcome.CORRUPT, TierOutcome.CORRUPT
+    # A rank did not report in time and may still copy: what it writes is leaked.
+    TIMED_OUT = StoreOutcome.ABANDONED, LoadOutcome.ABANDONED, TierOutcome.ABANDONED
+    # It was dropped before any worker knew of it.
+    CANCELLED = StoreOutcome.CANCELLED, LoadOutcome.CANCELLED, TierOutcome.CANCELLED
+    # The workers copy on, but what they bring must not be found: only a reset drops stores while offloading is on.
+    DROPPED = StoreOutcome.BEFORE_RESET, LoadOutcome.FAILED, TierOutcome.CANCELLED
+
+    def __init__(self, of_store: StoreOutcome, of_load: LoadOutcome, of_tier: TierOutcome) -> None:
+        self.of_store = of_store
+        self.of_load = of_load
+        self.of_tier = of_tier
 
 
 class Owner(Protocol[JobT_contra]):
@@ -401,21 +412,25 @@ class Stall:
         """Device blocks that jobs which timed out may touch: never less than the largest of these jobs has."""
         return max(self._limit, self._largest)
 
-    def timed_out(self, job: DeviceJob) -> bool:
-        """Count a job that timed out; return whether `is_on` has changed."""
+    def timed_out(self, job: DeviceJob) -> list[Event]:
+        """Count a job that timed out; return the event that reports it if `is_on` has changed."""
         self.blocks += len(job.slots)
         self._largest = max(self._largest, len(job.slots))
         self.jobs_in_a_row += 1
-        return self._has_turned()
+        return self._turned()
 
-    def ended(self, job: DeviceJob) -> bool:
-        """Note that the last copy of a job is about to end; return whether `is_on` has changed."""
+    def ended(self, job: DeviceJob) -> list[Event]:
+        """Note that the last copy of a job is about to end; return the event that reports it if `is_on` has changed."""
         if job.state is _ABANDONED:
             self.blocks -= len(job.slots)
         self.jobs_in_a_row = 0
-        return self._has_turned()
+        return self._turned()
 
-    def _has_turned(self) -> bool:
+    def _turned(self) -> list[Event]:
         was_on = self.is_on
         self.is_on = self.blocks > self.limit or self.jobs_in_a_row > _MOST_IN_A_ROW
-        return self.is_on is not was_on
+        if self.is_on is was_on:
+            return []
+        if self.is_on:
+            return [CopiesStalled(self.blocks, self.limit, self.jobs_in_a_row)]
+        return [CopiesResumed(self.blocks)]

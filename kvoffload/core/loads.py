@@ -25,7 +25,7 @@ from kvoffload.core.match import longest_match
 from kvoffload.core.planners import StorePlanner
 from kvoffload.core.request import PendingHit, RequestRecord, from_fields
 from kvoffload.core.state import CoreState
-from kvoffload.core.tier_copies import FetchPlanner
+from kvoffload.core.tier_copies import LowerTiers
 from kvoffload.model import events
 from kvoffload.model.causes import (
     CopyOutcome,
@@ -47,10 +47,10 @@ _hit = from_fields(PendingHit)
 class PendingHits:
     """Answers lookups. The only writer of `RequestRecord.hit` and `boundary`."""
 
-    def __init__(self, state: CoreState, in_flight: InFlight, fetches: FetchPlanner) -> None:
+    def __init__(self, state: CoreState, in_flight: InFlight, lower_tiers: LowerTiers) -> None:
         self._state = state
         self._in_flight = in_flight
-        self._fetches = fetches
+        self._lower_tiers = lower_tiers
 
     def lookup(
         self, record: RequestRecord, device_tokens: int, full_tokens: int = 0, *, may_wait: bool
@@ -62,17 +62,21 @@ class PendingHits:
         state = self._state
         if record.hit is not None:
             self.drop(record, PinDropCause.LOOKED_UP_AGAIN)
-        if record.awaits_fetch is not None and may_wait and self._fetches.is_awaited(record, device_tokens):
+        if (
+            record.awaits_fetch is not None
+            and may_wait
+            and self._lower_tiers.is_awaited(record, device_tokens)
+        ):
             self._not_yet(record)
             return None
         record.boundary = 0
         hit = self._search(record, device_tokens, full_tokens)
         slots = hit.slots
         if state.tiers and hit.missing is not None and record.persists:
-            if (self._fetches.look(record, hit) or record.awaits_answer) and may_wait:
+            if (self._lower_tiers.look(record, hit) or record.awaits_answer) and may_wait:
                 self._not_yet(record)
                 return None
-            cause = self._fetches.cause(hit.missing, hit.cause)
+            cause = self._lower_tiers.cause(hit.missing, hit.cause)
             if cause is not hit.cause:
                 hit = hit._replace(cause=cause)
         if slots:
@@ -207,9 +211,8 @@ class Loads:
             self._load(record, fact, hit)
             return
         if hit is not None and hit.slots:
-            self._unpin_hit(
-                record, hit, ()
-            )  # its contract allows an engine to take nothing from the host (R2)
+            # The engine takes nothing from the host, as its contract allows (R2).
+            self._unpin_hit(record, hit, ())
         self._state.requests.move(record, RequestEvent.ALLOCATE)
 
     def refuse(self, request: RequestId, external_tokens: int) -> None:
@@ -254,15 +257,8 @@ class Loads:
     ) -> None:
         state = self._state
         state.leases.take(blocks)
-        job = Load(
-            self,
-            slots,
-            blocks,
-            record.request,
-            concerns={record: None},
-            record=record,
-            incarnation=record.incarnation,
-        )
+        job = Load(self, slots, blocks, record.request, record=record, incarnation=record.incarnation)
+        job.concerns[record] = None
         state.jobs.plan(job)
         state.requests.loads(record, slots)
         state.tally.events.append(
@@ -314,7 +310,7 @@ class Loads:
         job.settled = True
         tally = self._state.tally
         request = job.record.request
-        outcome = _OUTCOMES[why]
+        outcome = why.of_load
         corrupt = len(job.corrupt) if why is Failure.CORRUPT else 0
         if corrupt:
             tally.events.append(events.LoadEnded(job.id, request, corrupt, outcome))
@@ -383,12 +379,3 @@ class Loads:
         record.load_failed = True
         state.requests.move(record, RequestEvent.LOAD_FAILED)
         state.tables.forget(record)
-
-
-_OUTCOMES = {
-    Failure.FAILED: LoadOutcome.FAILED,
-    Failure.CORRUPT: LoadOutcome.CORRUPT,
-    Failure.TIMED_OUT: LoadOutcome.ABANDONED,
-    Failure.CANCELLED: LoadOutcome.CANCELLED,
-    Failure.DROPPED: LoadOutcome.FAILED,
-}

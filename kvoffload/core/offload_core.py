@@ -40,9 +40,9 @@ class OffloadCore:
         self.state = CoreState(shape, policy, device)
         self.stores = Stores(self.state)
         self.lower_tiers = LowerTiers(self.state, self.stores)
-        """Handles the facts about the tiers below the host."""
+        """Handles the facts about the tiers below the host, and what is copied between them and the host."""
         self._planner = make_planner(self.state, self.stores)
-        self._hits = PendingHits(self.state, self.stores.in_flight, self.lower_tiers.fetches)
+        self._hits = PendingHits(self.state, self.stores.in_flight, self.lower_tiers)
         self._loads = Loads(self.state, self._hits, self._planner)
         self._least_tokens = policy.min_load_tokens
         self._new: dict[RequestRecord, None] = {}  # given a block table since the last step
@@ -122,7 +122,7 @@ class OffloadCore:
         record = self.state.requests.live.get(fact.request)
         if record is None:
             self.state.tally.rejected(RejectionCause.UNKNOWN_REQUEST, fact.request)
-            self._handed_out(self._new_blocks(fact), since_reset=False)
+            self._handed_out(fact, since_reset=False)
             self._loads.refuse(fact.request, fact.external_tokens)
             return
         was = record.state
@@ -134,7 +134,7 @@ class OffloadCore:
             self.state.requests.load_is_over(record)
         self._new[record] = None
         if self.state.tables.entries or self.state.tables.shared or self.state.epoch:
-            self._handed_out(self._new_blocks(fact), since_reset=record.may_store)
+            self._handed_out(fact, since_reset=record.may_store)
         self.state.tables.allocated(record, fact.tables)
         if was is _SEEN:
             self._loads.allocated(record, fact)
@@ -162,7 +162,7 @@ class OffloadCore:
                 state.jobs.drop(job)
                 break
         if state.tiers and record.state is _SEEN:
-            self.lower_tiers.fetches.leaves(record)
+            self.lower_tiers.leaves(record)
         self._new.pop(record, None)
         self._table_ended(record)
         state.requests.move(record, RequestEvent.END)
@@ -308,8 +308,8 @@ class OffloadCore:
             state.tally.events.append(event)
             job.owner.reported(job, report.rank, part)
             if not job.waiting:
-                if state.stall.blocks and isinstance(job, DeviceJob) and state.stall.ended(job):
-                    self._report_stall()
+                if state.stall.blocks and isinstance(job, DeviceJob):
+                    state.tally.events += state.stall.ended(job)
                 job.owner.ended(job)
                 state.jobs.close(job)
 
@@ -320,22 +320,12 @@ class OffloadCore:
             return
         state.jobs.time_out(job)
         if isinstance(job, DeviceJob):
-            if state.stall.timed_out(job):
-                self._report_stall()
+            state.tally.events += state.stall.timed_out(job)
             state.tally.events.append(events.JobAbandoned(job.id, job.direction, len(job.slots)))
             for record in job.concerns:
                 record.has_timed_out = True
                 state.retention.release_if_over(record)
         job.owner.failed(job, Failure.TIMED_OUT)
-
-    def _report_stall(self) -> None:
-        stall = self.state.stall
-        if stall.is_on:
-            self.state.tally.events.append(
-                events.CopiesStalled(stall.blocks, stall.limit, stall.jobs_in_a_row)
-            )
-        else:
-            self.state.tally.events.append(events.CopiesResumed(stall.blocks))
 
     def take_results(self) -> LoadResults:
         """Return the loads that ended since the last call, and forget them."""
@@ -432,15 +422,11 @@ class OffloadCore:
 
     # -- device blocks that were handed out -----------------------------------------------------------------------
 
-    def _new_blocks(self, fact: facts.BlocksAllocated) -> list[DeviceBlockId]:
-        blocks: list[DeviceBlockId] = []
-        for group, table in zip(self.state.shape.groups, fact.tables, strict=True):
+    def _handed_out(self, fact: facts.BlocksAllocated, *, since_reset: bool) -> None:
+        """Zero the new ids of an allocation in other tables, and note what a reset separates."""
+        state, blocks = self.state, list[DeviceBlockId]()
+        for group, table in zip(state.shape.groups, fact.tables, strict=True):
             blocks += table[-(-fact.device_tokens // group.block_tokens) :]
-        return blocks
-
-    def _handed_out(self, blocks: Sequence[DeviceBlockId], *, since_reset: bool) -> None:
-        """Zero these ids in other tables, and note what a reset separates."""
-        state = self.state
         if state.tables.entries or state.tables.shared:
             state.tally.zeroed(state.tables.handed_out(blocks))
         if state.epoch:

@@ -8,7 +8,7 @@ class with the six methods of `EagerPlanner` and a branch in `make_planner`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, count, repeat
+from itertools import count, repeat
 from operator import itemgetter
 
 from kvoffload.core.jobs import Offer
@@ -188,32 +188,13 @@ def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
 
     Blocks that a load brought are left out: the host has them. So are recurrent groups, whose states the engine offers.
     """
-    size, first = state.shape.block_tokens, record.offered[0]
-    is_even = size and record.offered.count(first) == len(record.offered)
-    if not is_even or record.loaded_tokens > first * size:
-        return _confirmed_by_group(state, record)
-    end, table = record.confirmed_tokens // size, record.table
-    assert table is not None, record
-    if end <= first:
-        return []
-    if end > min(*map(len, table), *map(len, record.keys)):
-        return _confirmed_by_group(state, record)
-    # The same positions of all groups, position by position.
-    record.offered = [end] * len(table)
-    owner = repeat(record), repeat(record.incarnation)
-    of_groups = [
-        map(_offer, zip(keys[first:end], blocks[first:end], *owner, repeat(group), count(first)))
-        for group, (keys, blocks) in enumerate(zip(record.keys, table, strict=True))
-    ]
-    return list(chain.from_iterable(zip(*of_groups, strict=True)))
-
-
-def _confirmed_by_group(state: CoreState, record: RequestRecord) -> list[Offer]:
-    groups, offers = state.shape.groups, list[Offer]()
+    shape, offered, confirmed_tokens = state.shape, record.offered, record.confirmed_tokens
+    offers: list[Offer] = []
+    if shape.block_tokens and confirmed_tokens < (min(offered) + 1) * shape.block_tokens:
+        return offers
     assert record.table is not None, record
-    confirmed_tokens, offered = record.confirmed_tokens, record.offered
     owner = repeat(record), repeat(record.incarnation)
-    for group in groups:
+    for group in shape.groups:
         number, size = group.group, group.block_tokens
         first = offered[number]
         if confirmed_tokens < (first + 1) * size or group.kind is _RECURRENT:
@@ -223,14 +204,14 @@ def _confirmed_by_group(state: CoreState, record: RequestRecord) -> list[Offer]:
         if end <= first:
             continue
         offered[number] = end
-        if first < (loaded := min(record.loaded_tokens // size, end)):
+        if first * size < record.loaded_tokens and first < (loaded := min(record.loaded_tokens // size, end)):
             found = min(record.found_tokens // size, end)
             fields = zip(keys[first:found], blocks[first:found], *owner, repeat(number), count(first))
             # Behind the window of the device's own hit the engine never held a block.
             offers += [_offer(each) for each in fields if each[1] != NULL_BLOCK]
             first = loaded
         offers += map(_offer, zip(keys[first:end], blocks[first:end], *owner, repeat(number), count(first)))
-    if offers and len(groups) > 1:
+    if offers and len(shape.groups) > 1:
         _sort_by_depth(offers, state)
     return offers
 

@@ -75,7 +75,7 @@ class RequestRecord(Struct, eq=False):
         fetched_from: the tier that brought some of them last.
         asks_tiers: False after one of its fetches failed: it gets no other.
         awaits_answer: the remote store was asked for its blocks and has not answered.
-        awaits_fetch: a fetch for which its lookups wait, and the tokens of the prefix with what it brings. `FetchPlanner` writes it.
+        awaits_fetch: a fetch for which its lookups wait, and the tokens of the prefix with what it brings. `LowerTiers` writes it.
         waits_for: what its last lookup was answered "not yet" for: another request, a fetch's job, or the remote store's answer; None
             where it had another answer.
     """

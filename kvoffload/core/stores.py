@@ -327,7 +327,7 @@ class Stores:
             job.settled = True
             for slot in job.slots:
                 pool.invalidate(slot)
-            outcome = _OUTCOMES[why] if self._state.degraded is None else StoreOutcome.DEGRADED
+            outcome = why.of_store if self._state.degraded is None else StoreOutcome.DEGRADED
             for offer in job.offers:
                 self._settle(offer.key, outcome)
             self.again += self.in_flight.ended(list(map(_KEY, job.offers)))
@@ -445,14 +445,6 @@ class Stores:
         block = blocks[position] if position < len(blocks) else NULL_BLOCK
         return Offer(record.keys[group][position], block, record, record.incarnation, group, position)
 
-
-_OUTCOMES = {
-    Failure.FAILED: StoreOutcome.FAILED,
-    Failure.TIMED_OUT: StoreOutcome.ABANDONED,
-    Failure.CANCELLED: StoreOutcome.CANCELLED,
-    Failure.DROPPED: StoreOutcome.BEFORE_RESET,
-}
-"""While offloading is on: only a reset drops stores then."""
 
 _FOR_ROOM = (
     StoreOutcome.LEASE_LIMIT,

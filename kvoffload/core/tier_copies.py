@@ -32,7 +32,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from kvoffload.core.jobs import Failure, Fetch, InFlight, Offer, Spill
@@ -57,15 +57,6 @@ _ENOUGH = 32
 """Candidates that do not wait. A job takes the hooks as long as some 80 more blocks in another job."""
 _MOST_WARM = 2**16
 """Most blocks that a warm start remembers."""
-
-_OUTCOMES = {
-    Failure.FAILED: TierOutcome.FAILED,
-    Failure.CORRUPT: TierOutcome.CORRUPT,
-    Failure.TIMED_OUT: TierOutcome.ABANDONED,
-    Failure.CANCELLED: TierOutcome.CANCELLED,
-    Failure.DROPPED: TierOutcome.CANCELLED,
-}
-
 
 # -- jobs -----------------------------------------------------------------------------------------------------------
 
@@ -114,7 +105,7 @@ class _Copies(ABC, Generic[JobT]):
         """Settle a job of which nothing comes. After a time-out the slots that it writes are never allocated again (R16)."""
         if not job.settled:
             job.settled = True
-            self._lose(job, range(len(job.keys)), _OUTCOMES[why])
+            self._lose(job, range(len(job.keys)), why.of_tier)
         if why is Failure.TIMED_OUT:
             for slot in job.written:
                 self._written.quarantine(slot)
@@ -296,7 +287,7 @@ class Spills(_Copies[Spill]):
     def step(self) -> bool:
         """Plan a spill, unless a load or a fetch is open; return whether there was something to spill."""
         state, tier = self._state, self._tier
-        if not tier.candidates or not tier.is_usable or self._is_load_open:
+        if not self.is_due or self._is_load_open:
             return False
         spilling = self._in_flight.keys
         limit = tier.spill_slots(state.pool.capacity) - len(spilling)
@@ -362,7 +353,7 @@ class Spills(_Copies[Spill]):
         self._state.tally.evicted(EvictionCause.CORRUPT, sum([pool.quarantine(slot) for slot, _ in corrupt]))
 
 
-# -- what is fetched ------------------------------------------------------------------------------------------------
+# -- what is copied, and when --------------------------------------------------------------------------------------
 
 
 class _Found(NamedTuple):
@@ -377,21 +368,48 @@ class _Found(NamedTuple):
 _NOTHING = _Found((), 0, 0, ())
 
 
-class FetchPlanner:
-    """Decides what is fetched for requests. The only writer of `RequestRecord.awaits_fetch`.
+class LowerTiers:
+    """Decides what is copied between the host and the tiers below it, and when; handles the facts about these tiers.
 
-    Args:
-        state: the core's.
-        in_flight: keys that are on their way to the host.
-        of_tiers: the owners of the jobs.
+    The only writer of `RequestRecord.awaits_fetch`.
+
+    Attributes:
+        queues: the blocks of which `step` plans copies. It is to be called in each step in which one of them has any.
     """
 
-    def __init__(self, state: CoreState, in_flight: InFlight, of_tiers: Mapping[LowerTier, Fetches]) -> None:
+    def __init__(self, state: CoreState, stores: Stores) -> None:
         self._state = state
-        self._in_flight = in_flight
-        self.of_tiers = of_tiers
+        self._in_flight = stores.in_flight
+        self._spills = [Spills(state, tier) for tier in state.tiers]
+        self._of_tiers: dict[LowerTier, Fetches] = {
+            tier: Fetches(state, tier, stores) for tier in state.tiers
+        }
+        self._fetches = list(self._of_tiers.values())
+        self._owners: list[Fetches | Spills] = [*self._fetches, *self._spills]
+        self.queues = [tier.candidates for tier in state.tiers] + [each.warm for each in self._fetches]
+        self._spilled_at = 0  # of the core's steps
+        self._enough = 1  # fewer than `_ENOUGH` where a job may have no more
 
-    def seen(self, record: RequestRecord) -> None:
+    # -- for requests -------------------------------------------------------------------------------------------
+
+    def request_seen(self, record: RequestRecord) -> None:
+        """Fetch what lower tiers have of an arriving request's prefix, and have the remote store asked for the rest."""
+        for fetches in self._fetches:
+            if fetches.warm:
+                fetches.leave_to(record)
+        self._seen(record)
+        state, remote = self._state, self._state.remote
+        if remote is None or not (remote.is_usable and record.reads_cache and record.persists):
+            return
+        if state.degraded is not None:
+            return
+        above = [state.pool.index, *[tier.pool.index for tier in state.tiers if tier is not remote]]
+        keys = [key for group in record.keys for key in group if not any(key in index for index in above)]
+        if keys:
+            record.awaits_answer = True
+            remote.ask(record.request, keys)
+
+    def _seen(self, record: RequestRecord) -> None:
         """Fetch what only lower tiers have of an arriving request's prefix."""
         state, tiers = self._state, self._usable()
         if not (tiers and record.persists and record.reads_cache):
@@ -525,41 +543,10 @@ class FetchPlanner:
             if some:
                 keys, tier_slots = [key for key, _, _ in some], [slot for _, _, slot in some]
                 gain = found.gain * len(some) // len(found.blocks)
-                job = self.of_tiers[tier].plan(keys, tier_slots, record, gain)
+                job = self._of_tiers[tier].plan(keys, tier_slots, record, gain)
                 record.awaits_fetch = job.id, found.tokens - found.gain + gain
 
-
-def most_fetched(state: CoreState) -> int:
-    """Return the most host slots that fetches may fill at a time, and the most blocks that they may bring for one request."""
-    return max(state.pool.capacity // 4, 1)
-
-
-def _have(tiers: Sequence[LowerTier], key: BlockKey) -> bool:
-    """Return whether one of these tiers has a block."""
-    return any(key in tier.pool.index.parts[key[0]] for tier in tiers)
-
-
-# -- facts, and when copies are planned -----------------------------------------------------------------------------
-
-
-class LowerTiers:
-    """Handles the facts about lower tiers, and plans the copies that no request waits for.
-
-    Attributes:
-        fetches: decides what is fetched for requests.
-        queues: the blocks of which `step` plans copies. It is to be called in each step in which one of them has any.
-    """
-
-    def __init__(self, state: CoreState, stores: Stores) -> None:
-        self._state = state
-        self._spills = [Spills(state, tier) for tier in state.tiers]
-        of_tiers: dict[LowerTier, Fetches] = {tier: Fetches(state, tier, stores) for tier in state.tiers}
-        self._fetches = list(of_tiers.values())
-        self._owners: list[Fetches | Spills] = [*self._fetches, *self._spills]
-        self.fetches = FetchPlanner(state, stores.in_flight, of_tiers)
-        self.queues = [tier.candidates for tier in state.tiers] + [each.warm for each in self._fetches]
-        self._spilled_at = 0  # of the core's steps
-        self._enough = 1  # fewer than `_ENOUGH` where a job may have no more
+    # -- for no request -----------------------------------------------------------------------------------------
 
     @property
     def is_due(self) -> bool:
@@ -585,12 +572,14 @@ class LowerTiers:
         limits = [tier.spill_slots(state.pool.capacity) for tier in state.tiers]
         self._enough = min(_ENOUGH, *limits)
 
+    # -- facts --------------------------------------------------------------------------------------------------
+
     def disk_restored(self, fact: facts.DiskRestored) -> None:
         """A part of the disk's index was read. With the last part the disk can be used."""
         disk = self._state.disk
         assert disk is not None, fact
         disk.restore(fact.slots, fact.puts, fact.free, is_last=fact.is_last)
-        self.fetches.of_tiers[disk].warm.extend([put.key for put in fact.puts])
+        self._of_tiers[disk].warm.extend([put.key for put in fact.puts])
         if disk.is_open:
             self._state.tally.events.append(DiskOpened(disk.capacity, len(disk.pool.index)))
 
@@ -624,24 +613,7 @@ class LowerTiers:
         if remote is not None and fact.namespace == remote.namespace:
             remote.note(fact.found, fact.missing)
             if record is not None and record.state is RequestState.SEEN:
-                self.fetches.seen(record)
-
-    def request_seen(self, record: RequestRecord) -> None:
-        """Fetch what lower tiers have of an arriving request's prefix, and have the remote store asked for the rest."""
-        for fetches in self._fetches:
-            if fetches.warm:
-                fetches.leave_to(record)
-        self.fetches.seen(record)
-        state, remote = self._state, self._state.remote
-        if remote is None or not (remote.is_usable and record.reads_cache and record.persists):
-            return
-        if state.degraded is not None:
-            return
-        above = [state.pool.index, *[tier.pool.index for tier in state.tiers if tier is not remote]]
-        keys = [key for group in record.keys for key in group if not any(key in index for index in above)]
-        if keys:
-            record.awaits_answer = True
-            remote.ask(record.request, keys)
+                self._seen(record)
 
     def rank_reported(self, report: TransferReport) -> None:
         """A rank reported whether its calls to the tiers work."""
@@ -660,3 +632,13 @@ class LowerTiers:
         """Plan nothing more that was planned for later."""
         for fetches in self._fetches:
             fetches.stop()
+
+
+def most_fetched(state: CoreState) -> int:
+    """Return the most host slots that fetches may fill at a time, and the most blocks that they may bring for one request."""
+    return max(state.pool.capacity // 4, 1)
+
+
+def _have(tiers: Sequence[LowerTier], key: BlockKey) -> bool:
+    """Return whether one of these tiers has a block."""
+    return any(key in tier.pool.index.parts[key[0]] for tier in tiers)

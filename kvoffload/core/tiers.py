@@ -12,7 +12,8 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from kvoffload.core.jobs import InFlight, Jobs, Spill
@@ -335,15 +336,6 @@ ON_DEVICE = SlotId(sys.maxsize)
 """Stands for a block that the device has."""
 
 
-class _AllKeys:
-    """In place of every part of an index. `get` is a closure, because a search calls it for each block."""
-
-    __slots__ = ("get",)
-
-    def __init__(self, get: Callable[[BlockKey], SlotId | None]) -> None:
-        self.get = get
-
-
 class LayeredIndex:
     """Several indexes as one. The host's slots are found as they are; a number below zero stands for a block of a lower tier.
 
@@ -379,7 +371,7 @@ class LayeredIndex:
 
         self.get = get
         # Only `get`: a reference to `self` would keep `_found` alive until the garbage collector runs.
-        self.parts = (_AllKeys(get),) * 256
+        self.parts = (SimpleNamespace(get=get),) * 256
 
     def on_tiers(self, slots: Iterable[SlotId]) -> list[Block]:
         """Return the blocks of lower tiers among slots that `get` returned, in their order."""
