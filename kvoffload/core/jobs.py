@@ -323,6 +323,16 @@ class Jobs:
         elif not job.settled:
             job.owner.failed(job, Failure.DROPPED)
 
+    def cancel(self, job: Fetch) -> None:
+        """Drop a fetch, and have the workers begin no more of its copies."""
+        self.drop(job)
+        if job.state is _SUBMITTED:
+            self.cancelled.append(job.id)
+
+    def cancel_nothing(self) -> None:
+        """Leave to the workers what they have."""
+        self.cancelled.clear()
+
     def close(self, job: Job, event: JobEvent = _FINISH) -> None:
         """Remove a job that every rank has ended, or that is cancelled."""
         was = job.state

@@ -24,7 +24,7 @@ from kvoffload.core.machine import RequestEvent, RequestState
 from kvoffload.core.match import longest_match
 from kvoffload.core.planners import StorePlanner
 from kvoffload.core.request import PendingHit, RequestRecord, from_fields
-from kvoffload.core.state import CoreState
+from kvoffload.core.state import CoreState, LoadResults
 from kvoffload.core.tier_copies import LowerTiers
 from kvoffload.model import events
 from kvoffload.model.causes import (
@@ -290,6 +290,11 @@ class Loads:
         return [slot for _, slot, _ in copies], [block for _, _, block in copies]
 
     # -- endings ------------------------------------------------------------------------------------------------
+
+    def take_results(self) -> LoadResults:
+        """Return the loads that ended since the last call, and forget them."""
+        results, self._state.results = self._state.results, LoadResults()
+        return results
 
     def reported(self, job: Load, rank: Rank, report: JobReport) -> None:
         """Note what a rank found bad: no rank may use it. The outcome waits for every rank (R9)."""

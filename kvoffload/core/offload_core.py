@@ -15,7 +15,7 @@ from kvoffload.core.loads import Loads, PendingHits
 from kvoffload.core.machine import JobState, RequestEvent, RequestState, SlotState
 from kvoffload.core.planners import make_planner
 from kvoffload.core.request import RequestRecord
-from kvoffload.core.state import CoreState, LoadResults, Policy
+from kvoffload.core.state import CoreState, Policy
 from kvoffload.core.stores import Stores
 from kvoffload.core.tier_copies import LowerTiers
 from kvoffload.model import events, facts
@@ -44,6 +44,7 @@ class OffloadCore:
         self._planner = make_planner(self.state, self.stores)
         self._hits = PendingHits(self.state, self.stores.in_flight, self.lower_tiers)
         self._loads = Loads(self.state, self._hits, self._planner)
+        self.take_results = self._loads.take_results
         self._least_tokens = policy.min_load_tokens
         self._new: dict[RequestRecord, None] = {}  # given a block table since the last step
 
@@ -327,11 +328,6 @@ class OffloadCore:
                 state.retention.release_if_over(record)
         job.owner.failed(job, Failure.TIMED_OUT)
 
-    def take_results(self) -> LoadResults:
-        """Return the loads that ended since the last call, and forget them."""
-        results, self.state.results = self.state.results, LoadResults()
-        return results
-
     def _ready(self, report: TransferReport) -> None:
         """Capacity is the minimum of what the ranks have ready, and final when no rank expects more."""
         state, rank = self.state, report.rank
@@ -386,7 +382,7 @@ class OffloadCore:
             if is_last or job.state is JobState.PLANNED or not isinstance(job, Load):
                 state.jobs.drop(job)
         self.lower_tiers.stop()
-        state.jobs.cancelled.clear()
+        state.jobs.cancel_nothing()
         self.stores.stop(StoreOutcome.DEGRADED)
 
     # -- questions that change nothing ----------------------------------------------------------------------------

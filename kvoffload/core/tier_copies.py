@@ -32,11 +32,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from kvoffload.core.jobs import Failure, Fetch, InFlight, Offer, Spill
-from kvoffload.core.machine import JobState, RequestState, SlotState
+from kvoffload.core.machine import RequestState, SlotState
 from kvoffload.core.match import longest_match
 from kvoffload.core.request import PendingHit, RequestRecord
 from kvoffload.core.slots import HostPool
@@ -169,8 +169,6 @@ class Fetches(_Copies[Fetch]):
         slots, evicted = self._written.reserve(keys)
         targets, extra = tier.targets(keys, tier_slots), tier.extra(tier_slots)
         job = Fetch(self, slots, targets, extra, tier.tier, keys=keys, tier_slots=tier_slots)
-        if record is not None:
-            job.wanted[record] = None
         self._plan(job, None if record is None else record.request, tokens)
         if evicted:
             self._stores.evicted(evicted)
@@ -183,6 +181,10 @@ class Fetches(_Copies[Fetch]):
         """Whether steps are needed for a warm start."""
         state = self._state
         return bool(self.warm) and self._tier.is_usable and state.degraded is None and not state.stall.is_on
+
+    def restored(self, keys: Iterable[BlockKey]) -> None:
+        """Fetch these blocks of an earlier process in the warm start, the most recently used of them last."""
+        self.warm.extend(keys)
 
     def leave_to(self, record: RequestRecord) -> None:
         """Fetch nothing of an arriving request's prefix in a warm start: the request fetches what it can use."""
@@ -465,9 +467,7 @@ class LowerTiers:
             del job.wanted[record]
             if job.wanted or job.settled:
                 continue
-            jobs.drop(job)
-            if job.state is JobState.SUBMITTED:
-                jobs.cancelled.append(job.id)
+            jobs.cancel(job)
 
     def cause(self, missing: BlockKey | None, cause: MissCause | None) -> MissCause | None:
         """Return why a block misses that is not on the host, given what the host knows of it."""
@@ -544,6 +544,7 @@ class LowerTiers:
                 keys, tier_slots = [key for key, _, _ in some], [slot for _, _, slot in some]
                 gain = found.gain * len(some) // len(found.blocks)
                 job = self._of_tiers[tier].plan(keys, tier_slots, record, gain)
+                job.wanted[record] = None
                 record.awaits_fetch = job.id, found.tokens - found.gain + gain
 
     # -- for no request -----------------------------------------------------------------------------------------
@@ -579,7 +580,7 @@ class LowerTiers:
         disk = self._state.disk
         assert disk is not None, fact
         disk.restore(fact.slots, fact.puts, fact.free, is_last=fact.is_last)
-        self._of_tiers[disk].warm.extend([put.key for put in fact.puts])
+        self._of_tiers[disk].restored([put.key for put in fact.puts])
         if disk.is_open:
             self._state.tally.events.append(DiskOpened(disk.capacity, len(disk.pool.index)))
 
