@@ -14,7 +14,7 @@ from kvoffload.core.state import CoreState
 from kvoffload.core.stores import Stores
 
 _CAN_HIT = (SlotState.READY, SlotState.PINNED)
-_Total = tuple[str, int, int]
+_IN_USE = (SlotState.FILLING, SlotState.PINNED, SlotState.DRAINING)
 
 
 def audit(state: CoreState, stores: Stores) -> list[str]:
@@ -22,16 +22,7 @@ def audit(state: CoreState, stores: Stores) -> list[str]:
 
     Few of them hold at any time. The others do while no request is known and no copy is waited for.
     """
-    totals = [*_at_any_time(state)]
-    if not (state.requests.live or state.jobs.pending):
-        totals += _at_rest(state, stores)
-        for tier in state.tiers:
-            name = tier.tier.value
-            totals += [
-                (f"keys being written to the {name}", len(tier.in_flight.keys), 0),
-                (f"blocks being read from the {name}", tier.fetching, 0),
-                (f"filling slots of the {name}", tier.pool.count(SlotState.FILLING), 0),
-            ]
+    totals = _totals(state, stores)
     return [
         f"{what}: {found} counted, {expected} expected"
         for what, found, expected in totals
@@ -39,21 +30,19 @@ def audit(state: CoreState, stores: Stores) -> list[str]:
     ]
 
 
-def _at_any_time(state: CoreState) -> Iterator[_Total]:
-    pool = state.pool
+def _totals(state: CoreState, stores: Stores) -> Iterator[tuple[str, int, int]]:
+    """Yield what is counted, the count, and what it must be."""
+    pool, opened = state.pool, state.jobs.open.values()
     yield "slots in all states", sum(map(pool.count, SlotState)), pool.capacity
     yield "keys of slots that can hit", len(pool.index), sum(map(pool.count, _CAN_HIT))
-
-
-def _at_rest(state: CoreState, stores: Stores) -> Iterator[_Total]:
-    """Yield what only jobs that timed out may still have: leases, and pins and requests of theirs."""
-    pool, opened = state.pool, state.jobs.open.values()
+    if state.requests.live or state.jobs.pending:
+        return
+    # Only jobs that timed out are open. They keep their leases, the requests whose blocks they copy, and pins of what they spill.
     spilled = [slot for job in opened if isinstance(job, Spill) for slot in job.slots]
     ended = {record for job in opened if isinstance(job, DeviceJob) for record in job.concerns}
-    in_use = [slot for slot in pool.pins if pool.state(slot) in (SlotState.PINNED, SlotState.DRAINING)]
-    busy = sum(map(pool.count, (SlotState.FILLING, SlotState.PINNED, SlotState.DRAINING)))
+    in_use = [slot for slot in pool.pins if pool.state(slot) in _IN_USE]
     yield "pins of slots", sum(pool.pins.values()), len(spilled)
-    yield "slots that are FILLING, PINNED or DRAINING", busy, len(in_use)
+    yield "slots that are FILLING, PINNED or DRAINING", sum(map(pool.count, _IN_USE)), len(in_use)
     yield "slots that can be evicted", pool.room - pool.count(SlotState.EMPTY), pool.count(SlotState.READY)
     yield "slots that requests hold", len(pool.holds), 0
     yield "leases", sum(state.leases.counts.values()), state.stall.blocks
@@ -63,3 +52,8 @@ def _at_rest(state: CoreState, stores: Stores) -> Iterator[_Total]:
     yield "offers without an outcome", state.tally.open_offers, len(stores.again)
     yield "slots that others wait for", len(state.requests.loading), 0
     yield "keys watched for eviction", len(stores.evictions.offers), 0
+    for tier in state.tiers:
+        name = tier.tier.value
+        yield f"keys being written to the {name}", len(tier.in_flight.keys), 0
+        yield f"blocks being read from the {name}", tier.fetching, 0
+        yield f"filling slots of the {name}", tier.pool.count(SlotState.FILLING), 0

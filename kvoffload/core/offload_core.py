@@ -290,8 +290,8 @@ class OffloadCore:
         state, report = self.state, fact.report
         if state.growing or state.ready.get(report.rank) != report.ready_slots:
             self._ready(report)
-        if state.tiers:
-            self.lower_tiers.rank_reported(report)
+        for tier in state.tiers:
+            tier.rank_reported(report)
         for part in report.jobs:
             job = state.jobs.open.get(part.job)
             if job is None or not job.reported(report.rank, part.outcome):

@@ -47,7 +47,7 @@ from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome, EvictionCause, MissCause, TierOutcome
 from kvoffload.model.events import DiskClosed, DiskOpened, TierCopyEnded, TierCopyScheduled
 from kvoffload.model.ids import BlockKey, Rank, RequestId, SlotId
-from kvoffload.model.wire import JobReport, Tier, TransferReport
+from kvoffload.model.wire import JobReport, Tier
 
 JobT = TypeVar("JobT", Fetch, Spill)
 
@@ -615,13 +615,6 @@ class LowerTiers:
             remote.note(fact.found, fact.missing)
             if record is not None and record.state is RequestState.SEEN:
                 self._seen(record)
-
-    def rank_reported(self, report: TransferReport) -> None:
-        """A rank reported whether its calls to the tiers work."""
-        for tier in self._state.tiers:
-            works = report.disk_works if tier.tier is Tier.DISK else report.remote_works
-            if works == (report.rank in tier.failing) or report.slot_bytes > tier.slot_bytes:
-                tier.rank_reported(report.rank, report.slot_bytes, works=works)
 
     def forget_all(self) -> None:
         """Find nothing on a lower tier again. The jobs have been dropped."""

@@ -23,7 +23,7 @@ from kvoffload.core.slots import HostPool
 from kvoffload.model.engine import BlockPool
 from kvoffload.model.ids import BlockKey, JobId, Rank, RequestId, SlotId
 from kvoffload.model.limit import AdaptiveLimit
-from kvoffload.model.wire import Direction, DiskRecord, Put, Strike, Tier, Use
+from kvoffload.model.wire import Direction, DiskRecord, Put, Strike, Tier, TransferReport, Use
 
 _ABANDONED = JobState.ABANDONED
 
@@ -100,13 +100,13 @@ class LowerTier:
         """Use the tier no more, or not until it is opened again."""
         self.is_closed = True
 
-    def rank_reported(self, rank: Rank, slot_bytes: int, *, works: bool) -> None:
+    def rank_reported(self, report: TransferReport) -> None:
         """Note what a rank reports of its calls to the tier."""
-        if works:
-            self.failing.discard(rank)
-        else:
-            self.failing.add(rank)
-        self.slot_bytes = max(slot_bytes, self.slot_bytes)
+        works = report.disk_works if self.tier is Tier.DISK else report.remote_works
+        if works == (report.rank in self.failing):
+            self.failing ^= {report.rank}
+        if report.slot_bytes > self.slot_bytes:
+            self.slot_bytes = report.slot_bytes
 
     def spill_slots(self, capacity: int) -> int:
         """Return the limit in blocks for a host of this capacity: at most an eighth of it."""
