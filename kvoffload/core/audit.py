@@ -1,7 +1,7 @@
 """The audit: totals that show what requests and jobs have left behind.
 
-It runs in a hook whenever the engine becomes idle, so it compares totals and looks at no slot. `tests/core/audit.py` derives
-every count and index from the records again.
+It runs in a hook whenever the engine becomes idle, so its cost must not grow with the pool. `tests/core/audit.py` derives every
+count and index from the records again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _IN_USE = (SlotState.FILLING, SlotState.PINNED, SlotState.DRAINING)
 
 
 def audit(state: CoreState, stores: Stores) -> list[str]:
-    """Return the totals that are wrong as one line of text each. Reads only.
+    """Return one line of text for each total that is wrong. Reads only.
 
-    Few of them hold at any time. The others do while no request is known and no copy is waited for.
+    Two totals are checked at any time, the others only while no request is known and no job is pending.
     """
     totals = _totals(state, stores)
     return [
@@ -37,7 +37,7 @@ def _totals(state: CoreState, stores: Stores) -> Iterator[tuple[str, int, int]]:
     yield "keys of slots that can hit", len(pool.index), sum(map(pool.count, _CAN_HIT))
     if state.requests.live or state.jobs.pending:
         return
-    # Only jobs that timed out are open. They keep their leases, the requests whose blocks they copy, and pins of what they spill.
+    # Only jobs that timed out are open now. They keep their leases, their requests' records, and the pins of a spill.
     spilled = [slot for job in opened if isinstance(job, Spill) for slot in job.slots]
     ended = {record for job in opened if isinstance(job, DeviceJob) for record in job.concerns}
     in_use = [slot for slot in pool.pins if pool.state(slot) in _IN_USE]

@@ -1,11 +1,10 @@
 """Block tables, and the positions in them that went stale (R7).
 
-In a window group the engine takes a block back when the window has moved on, and allocates it again. A table that still
-names the block would store another request's KV under this request's key. So a reverse index has every block of such a group,
-and the entries of allocated ids are zeroed in all tables. That costs the number of those ids, not the number of all requests
-times all blocks.
+In a window group the engine frees a block when the window has moved on, and allocates it again. A table that still names the
+block would store another request's KV under this request's key. So a reverse index lists every block of such a group, and the
+entries of newly allocated ids are zeroed in all tables. The cost grows with those ids, not with all requests times all blocks.
 
-Recurrent groups keep one or two blocks a request, and some engines move these within the table in entry. So a table has
+Recurrent groups keep one or two blocks per request, and some engines move these within the table in place. So a table has
 only the states that were handed off, at their positions.
 """
 
@@ -29,12 +28,12 @@ class BlockTables:
         self._recycles = [group.recycles_blocks for group in groups]
         self._recurrent = [group.kind is AttentionKind.RECURRENT for group in groups]
         self.entries: dict[DeviceBlockId, TableEntry] = {}
-        """Per block of a group that recycles blocks: the one entry that names it."""
+        """For each block of a group that recycles blocks: the one entry that names it."""
         self.shared: dict[DeviceBlockId, set[TableEntry]] = {}
-        """The entries of blocks that several have named at a time. A block is in one of the two."""
+        """The entries of blocks that several entries name. A block is in one of these two dicts."""
 
     def handed_out(self, blocks: Iterable[DeviceBlockId]) -> int:
-        """Zero these ids, which the engine has allocated, in every table that names them; return how many entries."""
+        """Zero these newly allocated ids in every table that names them; return how many entries were zeroed."""
         blocks = set(blocks)
         stale = [self.entries.pop(block) for block in self.entries.keys() & blocks]
         for block in self.shared.keys() & blocks:
@@ -45,7 +44,7 @@ class BlockTables:
         return len(stale)
 
     def allocated(self, record: RequestRecord, tables: Sequence[Sequence[DeviceBlockId]]) -> None:
-        """The engine gave a request a new table, which replaces any other. Call `handed_out` first."""
+        """Replace a request's table by the one that the engine gave it. Call `handed_out` first."""
         if record.table is not None and (self.entries or self.shared):
             self.forget(record)
         if not any(self._recycles):
@@ -55,7 +54,7 @@ class BlockTables:
         self.extended(record, tables)
 
     def extended(self, record: RequestRecord, new_blocks: Sequence[Sequence[DeviceBlockId]]) -> None:
-        """The engine continued a request's table. Call `handed_out` first."""
+        """Append the blocks that the engine added to a request's table. Call `handed_out` first."""
         assert record.table is not None, record
         named = dict[DeviceBlockId, TableEntry]()
         for group, (row, more) in enumerate(zip(record.table, new_blocks, strict=False)):
@@ -67,7 +66,7 @@ class BlockTables:
             self._name(named)
 
     def put(self, record: RequestRecord, group: int, position: int, block: DeviceBlockId) -> None:
-        """The engine handed off a state that lies in this block. Call `handed_out` first."""
+        """Note the block of a state that the engine handed off. Call `handed_out` first."""
         assert record.table is not None, record
         row = record.table[group]
         row += [NULL_BLOCK] * (position + 1 - len(row))
@@ -77,12 +76,12 @@ class BlockTables:
         self._name({block: (record, group, position)})
 
     def forget(self, record: RequestRecord) -> None:
-        """The engine took a request's table back."""
+        """Forget the table of a request whose blocks the engine has freed."""
         table, record.table = record.table, None
         if table is None or not (self.entries or self.shared):
             return
         recycling = [(group, row) for group, row in enumerate(table) if self._recycles[group]]
-        if not self.shared:  # so the one entry of each block is the record's
+        if not self.shared:  # then the only entry of each block is this record's
             entries = self.entries
             for block in [block for _, row in recycling for block in row if block != NULL_BLOCK]:
                 entries.pop(block, None)

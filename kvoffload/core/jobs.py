@@ -3,14 +3,15 @@
     Store   device ─▶ host            Spill   host ─▶ lower tier
     Load    host ─▶ device            Fetch   lower tier ─▶ host
 
-A job's owner planned it, and learns what becomes of it:
+The owner of a job plans it, and is called when something becomes of it:
 
     plan ─▶ submit ─▶ owner.reported, once for each rank ─▶ owner.ended ─▶ close
       │       └─ overdue, drop ─▶ owner.failed ─────────────────┘
       └─ drop ─▶ owner.failed ─▶ owner.ended ─▶ cancel
 
-A job's *outcome* is known (it is `settled`) when every rank has ended well, when a rank has failed, when it timed out, or when
-it was dropped. Its *memory* is free only when every rank has ended its copy. R4, R9 and R16 are about the time between the two.
+The *outcome* of a job is known (the job is `settled`) when every rank has copied, when one rank has failed, or when the job
+timed out or was dropped. Its *memory* is free only when every rank has ended its copy. Rules R4, R9 and R16 are about the time
+between the two.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ JobT_contra = TypeVar("JobT_contra", contravariant=True)
 class Offer(NamedTuple):
     """One computed block that may be stored.
 
-    `record` is None where the device's own free queue offers the block (lazy); the other fields are then meaningless.
+    `record` is None where the block was found in the device's free queue (lazy); the fields after it then mean nothing.
     """
 
     key: BlockKey
@@ -55,11 +56,11 @@ class Offer(NamedTuple):
 
 
 TABLE: Callable[[Offer], tuple[RequestRecord | None, int]] = itemgetter(2, 3)
-"""Return whose block table an offer was made from: the request and its incarnation."""
+"""Return the request and the incarnation whose block table an offer was made from."""
 
 
 def owner(offer: Offer) -> RequestRecord | None:
-    """Return the offering request while it has the block table that the offer was made from, else None."""
+    """Return the request that made an offer while it still has the same block table, else None."""
     record = offer.record
     if record is None or record.incarnation != offer.incarnation or not record.is_live:
         return None
@@ -67,7 +68,7 @@ def owner(offer: Offer) -> RequestRecord | None:
 
 
 class Failure(Enum):
-    """Why nothing comes of a job, and what that is to its blocks: of a store, of a load, of a copy with a lower tier."""
+    """Why a job brings nothing, with the outcome of its blocks if it is a store, a load, or a copy with a lower tier."""
 
     # A rank's copy failed.
     FAILED = StoreOutcome.FAILED, LoadOutcome.FAILED, TierOutcome.FAILED
@@ -77,7 +78,7 @@ class Failure(Enum):
     TIMED_OUT = StoreOutcome.ABANDONED, LoadOutcome.ABANDONED, TierOutcome.ABANDONED
     # It was dropped before any worker knew of it.
     CANCELLED = StoreOutcome.CANCELLED, LoadOutcome.CANCELLED, TierOutcome.CANCELLED
-    # The workers copy on, but what they bring must not be found: only a reset drops stores while offloading is on.
+    # The workers finish it, but its blocks must not be found. While offloading is on, only a reset drops stores.
     DROPPED = StoreOutcome.BEFORE_RESET, LoadOutcome.FAILED, TierOutcome.CANCELLED
 
     def __init__(self, of_store: StoreOutcome, of_load: LoadOutcome, of_tier: TierOutcome) -> None:
@@ -87,16 +88,16 @@ class Failure(Enum):
 
 
 class Owner(Protocol[JobT_contra]):
-    """Plans jobs of one kind. Nobody else settles them or releases their memory."""
+    """Plans jobs of one kind. Only the owner settles them and releases their memory."""
 
     def reported(self, job: JobT_contra, rank: Rank, report: JobReport, /) -> None:
         """Handle the end of one rank's copy."""
 
     def failed(self, job: JobT_contra, why: Failure, /) -> None:
-        """Settle a job of which nothing will come. One that timed out may have been settled before."""
+        """Settle a job that will bring nothing. A job that times out may have been settled before."""
 
     def ended(self, job: JobT_contra, /) -> None:
-        """Settle a job if that was not done before, and release its memory: no rank touches it any more."""
+        """Settle a job if that was not done before, and release its memory: every rank has ended its copy."""
 
 
 class Job(Struct, eq=False):
@@ -105,13 +106,13 @@ class Job(Struct, eq=False):
     Args:
         owner: who planned it.
         slots: host slots.
-        targets: at the other end of each copy, in the order of `slots`: a device block, a slot of the disk, or a block's key.
-        extra: what else the workers must know: see `CopyJob`.
-        tier: the lower end of its copies; HOST for those between device and host.
+        targets: the other end of each copy, in the order of `slots`: a device block, a slot of the disk, or a block's key.
+        extra: what else the workers must know; `CopyJob` lists it.
+        tier: the lower of the two tiers; HOST for copies between device and host.
         id: its number; `Jobs` gives it.
         waiting: ranks whose copy has not ended.
         failed: what the first failing rank reported.
-        settled: its outcome is known; only the ends of copies are pending.
+        settled: its outcome is known, though copies may still run.
     """
 
     direction: ClassVar[Direction]
@@ -150,7 +151,7 @@ class Store(DeviceJob, eq=False):
     """From the device to the host.
 
     Args:
-        offers: that it was planned for, in the order of `slots`.
+        offers: the accepted offers, in the order of `slots`.
     """
 
     direction = Direction.STORE
@@ -178,8 +179,8 @@ class TierJob(Job, kw_only=True, eq=False):
     Args:
         keys: of the blocks, in the order of `slots`, heads first.
         tier_slots: their slots in the tier's pool, in the same order.
-        missing: positions of which a remote store has no value.
-        stuck: positions that a call which hangs may still write: of a spill slots of the disk, of a fetch host slots.
+        missing: positions whose blocks the remote tier does not have.
+        stuck: positions that a hanging call may still write: slots of the disk in a spill, host slots in a fetch.
         copy_s: seconds of the slowest rank that has reported.
     """
 
@@ -217,7 +218,7 @@ class Spill(TierJob, eq=False):
     """From the host to a lower tier.
 
     Args:
-        sums: each rank's checksums, as far as reported.
+        sums: the checksums of each rank that has reported.
     """
 
     direction = Direction.STORE
@@ -238,13 +239,13 @@ class Jobs:
         self.open: dict[JobId, Job] = {}
         """By number, the oldest first."""
         self.planned: list[Job] = []
-        """What the step's plan will have, in the order in which it was planned."""
+        """The jobs of the step's plan, in the order in which they were planned."""
         self.cancelled: list[JobId] = []
-        """Submitted fetches that no request waits for any more: by the next plan the workers learn to begin no more of their copies."""
+        """Submitted fetches that no request waits for any more. The next plan tells the workers to start no more of their copies."""
         self.open_on_tiers = 0
         """Open jobs between the host and a lower tier."""
         self.pending = 0
-        """Jobs that are planned or submitted. Those that timed out are not waited for."""
+        """Jobs that are planned or submitted. Jobs that timed out are not counted."""
 
     def plan(self, job: Job) -> None:
         """Open a job and give it the next number."""
@@ -277,9 +278,9 @@ class Jobs:
         return sum([each[_PLANNED] + each[_SUBMITTED] for each in counts])
 
     def submit(self) -> TransferPlan:
-        """Return what is planned, which is with the workers from now on.
+        """Return the plan of the step. Its jobs count as submitted from now on.
 
-        The plan is whole before any job moves, and nothing can fail after the first has moved (R12).
+        The plan is complete before any job changes its state, and nothing can raise after that (R12).
         """
         ways = defaultdict[Direction | Tier, list[AnyJob]](list)
         for job in self.planned:
@@ -305,7 +306,7 @@ class Jobs:
         return plan
 
     def time_out(self, job: Job) -> None:
-        """Wait no longer for a submitted job; its copies may still run."""
+        """Stop waiting for a submitted job; its copies may still run."""
         was = job.state
         job.state = JOB.steps[JobEvent.ABANDON][was]
         counts = self.by_state[job.tier, job.direction]
@@ -314,7 +315,7 @@ class Jobs:
         self.pending -= 1
 
     def drop(self, job: Job) -> None:
-        """Let nothing come of a job. One that no worker knows of is cancelled; otherwise its copies run to their end."""
+        """Discard what a job brings. A planned job is cancelled; the copies of a submitted one run to their end."""
         if job.state is _PLANNED:
             job.owner.failed(job, Failure.CANCELLED)
             job.owner.ended(job)
@@ -324,17 +325,17 @@ class Jobs:
             job.owner.failed(job, Failure.DROPPED)
 
     def cancel(self, job: Fetch) -> None:
-        """Drop a fetch, and have the workers begin no more of its copies."""
+        """Drop a fetch, and tell the workers to start no more of its copies."""
         self.drop(job)
         if job.state is _SUBMITTED:
             self.cancelled.append(job.id)
 
     def cancel_nothing(self) -> None:
-        """Leave to the workers what they have."""
+        """Tell the workers nothing more about cancelled fetches."""
         self.cancelled.clear()
 
     def close(self, job: Job, event: JobEvent = _FINISH) -> None:
-        """Remove a job that every rank has ended, or that is cancelled."""
+        """Remove a job that is cancelled or whose last rank has ended."""
         was = job.state
         job.state = JOB.steps[event if job.failed is None else _FAIL][was]
         self.by_state[job.tier, job.direction][was] -= 1
@@ -346,15 +347,15 @@ class Jobs:
 class InFlight:
     """Keys on their way to a tier, and the offers that wait for them. The only writer of both.
 
-    A key leaves when its job's outcome is known: after a failure another block with the key may be stored. A copy may then still
-    read the first block, which is leased until its last copy has ended.
+    A key is removed when the outcome of its job is known, because another block with the key may be stored after a failure. The
+    first block stays leased until its last copy has ended.
     """
 
     def __init__(self) -> None:
         self.keys: dict[BlockKey, Job] = {}
         """Keys that a store or a fetch brings to the host, or a spill to a lower tier."""
         self.duplicates: dict[BlockKey, list[Offer]] = {}
-        """By key, offers of other blocks with that key."""
+        """By key, the offers of other blocks with that key."""
 
     def began(self, keys: Iterable[BlockKey], job: Job) -> None:
         """A job brings these keys to the tier."""
@@ -375,7 +376,7 @@ class InFlight:
 
 
 class Leases:
-    """Device blocks that the engine must not hand out while open jobs copy them (R5). The only caller of `lease` and `release`."""
+    """Device blocks that the engine must not allocate while open jobs copy them (R5). The only caller of `lease` and `release`."""
 
     def __init__(self, device: BlockPool) -> None:
         self._device = device
@@ -401,10 +402,10 @@ _MOST_IN_A_ROW = 2
 
 
 class Stall:
-    """Counts jobs that timed out and decides whether new copies may start, so that they do not take the device pool (R5, R16).
+    """Counts jobs that timed out, and stops new copies before such jobs take the whole device pool (R5, R16).
 
     Args:
-        limit: device blocks that such jobs may touch; one job may always time out.
+        limit: device blocks that such jobs may touch. A single job may exceed it.
     """
 
     def __init__(self, limit: int) -> None:
@@ -419,7 +420,7 @@ class Stall:
 
     @property
     def limit(self) -> int:
-        """Device blocks that jobs which timed out may touch: never less than the largest of these jobs has."""
+        """Device blocks that jobs which timed out may touch, at least as many as the largest of them has."""
         return max(self._limit, self._largest)
 
     def timed_out(self, job: DeviceJob) -> list[Event]:
@@ -430,7 +431,7 @@ class Stall:
         return self._turned()
 
     def ended(self, job: DeviceJob) -> list[Event]:
-        """Note that the last copy of a job is about to end; return the event that reports it if `is_on` has changed."""
+        """Note that the last copy of a job has ended; return the event that reports it if `is_on` has changed."""
         if job.state is _ABANDONED:
             self.blocks -= len(job.slots)
         self.jobs_in_a_row = 0

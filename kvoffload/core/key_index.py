@@ -1,14 +1,13 @@
-"""The keys that can hit, and a log of how they change for those who ask.
+"""The keys that can hit, and on request a log of their changes.
 
-A dict whose keys are added and removed copies itself whenever as many were added as it has room, all of it in one call:
-with a million keys that takes 0.2 s inside a hook. So the index is many dicts, by the first byte of a key, which belongs
-to a hash and is as good as random. It begins as one dict, and a dict that grows too long is split in two, up to one for
-each byte:
+A dict whose keys come and go copies itself now and then, all of it in one call: with a million keys that takes 0.2 s inside a
+hook. So the index consists of many dicts, chosen by the first byte of a key, which is part of a hash and as good as random. It
+starts as one dict; a dict that grows too long is split in two, until there is one for each byte:
 
     first byte    00 .............. 7f 80 ...... bf c0 .. ff
-    parts         [a, a, a, ... a,     b, b, ... b, c, ... c]      one place a byte, neighbours share a dict
+    parts         [a, a, a, ... a,     b, b, ... b, c, ... c]      one entry per byte, neighbours share a dict
 
-Keys that do not differ in their first byte share a dict for good; only the short pauses are lost then.
+Keys with the same first byte always share a dict; if all keys do, a copy takes as long as with one dict.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ _Part = dict[BlockKey, SlotId]
 
 _BYTES = 256
 _MOST = 2048
-"""Most keys of a part while it can be split: splitting or copying it takes a fraction of a millisecond."""
+"""A longer part is split if it can be. Splitting or copying one of this length takes a fraction of a millisecond."""
 _LOOK_AFTER = 256
-"""Keys added between two checks of the parts' lengths; a part may be longer by that many."""
+"""Keys that are added between two checks of the parts' lengths."""
 
 
 class KeyIndex(Mapping[BlockKey, SlotId]):
-    """The slot of each key that can hit. Only the pool writes; `parts[key[0]]` is the dict that has a key, if any has."""
+    """The slot of each key that can hit. Only the pool writes it. If a key is there, it is in `parts[key[0]]`."""
 
     __slots__ = ("_all", "_changes", "_unlooked", "parts")
 
@@ -56,7 +55,7 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
         return sum(map(len, self._all))
 
     def isdisjoint(self, keys: Iterable[BlockKey]) -> bool:
-        """Return whether none of these keys is there."""
+        """Return whether the index has none of these keys."""
         parts = self.parts
         for key in keys:  # noqa: SIM110  # a generator takes twice as long
             if key in parts[key[0]]:
@@ -66,12 +65,12 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
     # -- changes ------------------------------------------------------------------------------------------------
 
     def watch(self) -> list[tuple[BlockKey, bool]]:
-        """Return a list that gets each key that is added from now on (True) and each that is removed (False), in order."""
+        """Return a list to which every later change is appended: a key, and True if it was added, False if removed."""
         self._changes = []
         return self._changes
 
     def expect(self, count: int) -> None:
-        """Split for `count` keys while there are few: otherwise all parts would have to be split at the same time."""
+        """Split now for `count` keys to come, while there are few. Later all parts would grow too long at the same time."""
         width, parts = _BYTES, self.parts
         while width > 1 and count > _MOST * _BYTES // width:
             for byte in range(0, _BYTES, width):
@@ -80,7 +79,7 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
             width //= 2
 
     def add(self, keys: Sequence[BlockKey], slots: Sequence[SlotId]) -> None:
-        """Add keys with their slots, in this order."""
+        """Add keys with their slots."""
         parts = self.parts
         for key, slot in zip(keys, slots, strict=True):
             parts[key[0]][key] = slot
@@ -91,7 +90,7 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
             self._changes += [(key, True) for key in keys]
 
     def remove(self, keys: Collection[BlockKey]) -> None:
-        """Remove keys, all of which are there."""
+        """Remove keys. All of them must be there."""
         parts = self.parts
         for key in keys:
             del parts[key[0]][key]
@@ -110,14 +109,14 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _split_long(self) -> None:
-        """Split parts until none is too long that can be split."""
+        """Split every part that is too long and can be split."""
         self._unlooked = 0
         for part in self._all:  # which grows
             while len(part) > _MOST and self.parts[(byte := next(iter(part))[0]) ^ 1] is part:
                 self._split(part, byte)
 
     def _split(self, part: _Part, byte: int) -> None:
-        """Give the keys of the upper half of the bytes that share a part to a new one."""
+        """Move the keys of the upper half of a part's bytes to a new part."""
         width = sum(each is part for each in self.parts)
         middle = byte - byte % width + width // 2
         upper = {key: slot for key, slot in part.items() if key[0] >= middle}

@@ -1,17 +1,17 @@
-"""Loads: a lookup pins what it found, an allocation turns that hit into a load job, and its request runs or recomputes.
+"""Loads: a lookup pins the slots it found, an allocation turns this hit into a load job, and the request runs or recomputes.
 
     lookup ─▶ hit, pinned ─▶ allocated ─▶ _load ─▶ submit ─▶ reported ─▶ _arrived │ failed ─▶ _answer
                 │                           └─ nothing to load, or the host lacks some of it ─▶ _answer
                 └─ looked up again, the request ended, a reset: dropped
 
-A lookup goes through `PendingHits.lookup`, which searches (`match.longest_match`), pins what it found and keeps the
-answer in the request's record (R1). The matching allocation takes the answer (`take`); a repeated lookup, the request's end or
-a reset drops it (`drop`). Every load that the engine waits for is answered exactly once (`_answer`). Memory is released later,
-when every rank has ended its copy (`ended`).
+`PendingHits.lookup` searches (`match.longest_match`), pins the slots it found and keeps the answer in the request's record (R1).
+The matching allocation takes the answer (`take`); a repeated lookup, the request's end or a reset drops it (`drop`). Every load
+that the engine waits for is answered exactly once (`_answer`). Memory is released later, when every rank has ended its copy
+(`ended`).
 
-Engines keep few recurrent states, and a hit needs one at its end. If only that state is missing for a longer hit, the lookup
-notes a *shared-prefix boundary* in the record: if the engine hands off its state after these tokens, the next request with
-that prefix finds it.
+Engines keep few recurrent states, and a hit needs one at its end. If a longer hit lacks only that state, the lookup notes a
+*shared-prefix boundary* in the record: the engine is asked to hand off its state after these tokens, and the next request with
+this prefix finds it.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class PendingHits:
     def lookup(
         self, record: RequestRecord, device_tokens: int, full_tokens: int = 0, *, may_wait: bool
     ) -> int | None:
-        """Return the tokens that the host adds to the device's, pinned until consumed; None for "not yet".
+        """Return the tokens that the host adds to the device's hit, and pin their slots; None for "not yet".
 
-        A request may look up any number of times: each lookup drops what the last one had pinned.
+        A request may look up any number of times. Each lookup drops the hit of the last one.
         """
         state = self._state
         if record.hit is not None:
@@ -93,11 +93,11 @@ class PendingHits:
         return hit.tokens - device_tokens
 
     def _not_yet(self, record: RequestRecord, owner: RequestId | None = None) -> None:
-        """Report that a request waits: once for each load, fetch or store's answer, however often the engine asks.
+        """Report that a request waits: once per load, fetch or answer of the remote tier, however often the engine asks.
 
         Args:
-            record: which.
-            owner: the request that loads what it waits for; None where that comes from a lower tier.
+            record: the request that waits.
+            owner: the request whose load it waits for; None if it waits for a lower tier.
         """
         cause: RequestId | JobId | Tier | None = owner
         if owner is None:
@@ -107,15 +107,15 @@ class PendingHits:
             self._state.tally.events.append(events.LookupDeferred(record.request, owner))
 
     def boundary_stored(self, record: RequestRecord) -> None:
-        """Note that the engine handed off the state that a request was to leave at its shared-prefix boundary."""
+        """Note that the engine handed off the state at a request's shared-prefix boundary."""
         self._state.tally.events.append(events.BoundaryMade(record.request, record.boundary))
         record.boundary = 0
 
     def take(self, record: RequestRecord, accepted_tokens: int) -> PendingHit | None:
-        """An admission consumes the last lookup's answer, which counts now; the caller unpins its slots.
+        """Return and count the answer of the last lookup, None without one; the caller unpins its slots.
 
-        Counted are block positions behind what the device held. A hit is what the engine accepted of it: it may decline
-        all of it, where another connector's hit came first, or its end. None where nothing was looked up.
+        Block positions after the device's own hit are counted, and as hits only those that the engine accepted: it may decline
+        the end of a hit, or all of it if another connector's hit came first.
         """
         hit, record.hit = record.hit, None
         if hit is None:
@@ -141,7 +141,7 @@ class PendingHits:
         return hit
 
     def drop(self, record: RequestRecord, cause: PinDropCause) -> None:
-        """Forget the last lookup's answer, if there is one, and unpin what it found."""
+        """Forget the answer of the last lookup, if there is one, and unpin its slots."""
         hit, record.hit = record.hit, None
         if hit is not None and hit.slots:
             self._state.pool.unpin(hit.slots)
@@ -149,7 +149,7 @@ class PendingHits:
             self._state.tally.events.append(events.HitDropped(record.request, len(hit.slots), cause))
 
     def _search(self, record: RequestRecord, device_tokens: int, full_tokens: int) -> PendingHit:
-        """Return a lookup's answer, not yet pinned."""
+        """Return the answer to a lookup, without pins."""
         state = self._state
         if not record.reads_cache:
             return PendingHit(device_tokens, device_tokens, (), MissCause.OPTED_OUT)
@@ -173,7 +173,7 @@ class PendingHits:
         return _hit((device_tokens, tokens, slots, cause, missing))
 
     def _cause(self, record: RequestRecord, tokens: int, missing: BlockKey | None) -> MissCause | None:
-        """Return why the block position behind a match missed, None where no position is left."""
+        """Return why the first block position after a match missed, None if there is no such position."""
         lacking, alignment = record.prompt_tokens - tokens, self._state.shape.alignment
         if lacking <= 0:
             return None
@@ -191,8 +191,8 @@ class Loads:
 
     Args:
         state: the core's.
-        hits: what lookups found.
-        planner: learns which loads ended well.
+        hits: the answers of lookups.
+        planner: is called for each load that ended well.
     """
 
     def __init__(self, state: CoreState, hits: PendingHits, planner: StorePlanner) -> None:
@@ -203,7 +203,7 @@ class Loads:
     # -- allocations --------------------------------------------------------------------------------------------
 
     def allocated(self, record: RequestRecord, fact: BlocksAllocated) -> None:
-        """A request without a block table got one: its hit becomes a load, or is dropped (R2)."""
+        """Turn the hit of a request that got a block table into a load, or drop it (R2)."""
         hit = self._hits.take(record, fact.external_tokens)
         record.found_tokens = record.loaded_tokens = fact.device_tokens
         if fact.external_tokens:
@@ -216,13 +216,13 @@ class Loads:
         self._state.requests.move(record, RequestEvent.ALLOCATE)
 
     def refuse(self, request: RequestId, external_tokens: int) -> None:
-        """No lookup answered with these tokens, but the engine waits for them: they will not come."""
+        """Fail the tokens that the engine waits for although no lookup promised them."""
         if external_tokens:
             self._state.tally.rejected(RejectionCause.TOKENS_WITHOUT_PIN, request)
             self._state.results.failed.append(request)
 
     def _load(self, record: RequestRecord, fact: BlocksAllocated, hit: PendingHit | None) -> None:
-        """Plan the load of what the engine accepted. Tokens that the host does not have fail at once."""
+        """Plan a load of the tokens that the engine accepted. If the host lacks any of them, the load fails at once."""
         state = self._state
         length = fact.device_tokens + fact.external_tokens
         if hit is None or length > hit.tokens:
@@ -230,7 +230,7 @@ class Loads:
         may_load = state.degraded is None and not state.stall.is_on
         copies = self._copies(record, fact, length) if may_load else None
         slots, blocks = copies or ([], [])
-        if hit is None or hit.slots != tuple(slots):  # else the load takes the hit's pins over
+        if hit is None or hit.slots != tuple(slots):  # otherwise the load keeps the pins of the hit
             state.pool.pin(slots)
             if hit is not None and hit.slots:
                 self._unpin_hit(record, hit, slots)
@@ -244,7 +244,7 @@ class Loads:
             self._answer(record, record.incarnation, loaded=True)
 
     def _unpin_hit(self, record: RequestRecord, hit: PendingHit, loading: Sequence[SlotId]) -> None:
-        """Unpin a hit whose load takes pins of its own. What the load leaves is dropped, and evicted before what the device has (R15)."""
+        """Unpin a hit, and drop its slots that are not loaded. They are evicted before the blocks in front of them (R15)."""
         self._state.pool.unpin(hit.slots)
         if rest := len(set(hit.slots).difference(loading)):
             self._state.retention.used(record, record.found_tokens)
@@ -268,8 +268,8 @@ class Loads:
     def _copies(self, record: RequestRecord, fact: BlocksAllocated, length: int) -> _Copies | None:
         """Return the slots and blocks to copy for a prefix of `length` tokens, heads first; None if the host lacks any.
 
-        Blocks are found by key and not by what was pinned: a pinned block may have been invalidated since, and fewer tokens
-        than were found can need other blocks.
+        The blocks are looked up again by key: a pinned block may have been invalidated since, and a shorter hit can need other
+        blocks.
         """
         parts = self._state.pool.index.parts
         copies: list[tuple[int, SlotId, DeviceBlockId]] = []
@@ -297,16 +297,13 @@ class Loads:
         return results
 
     def reported(self, job: Load, rank: Rank, report: JobReport) -> None:
-        """Note what a rank found bad: no rank may use it. The outcome waits for every rank (R9)."""
+        """Invalidate the blocks that a rank could not load: no rank may use them. The outcome is known after the last rank (R9)."""
         job.corrupt.update(report.corrupt)
         if report.outcome is not CopyOutcome.DONE:
             self._distrust(job, report)
 
     def failed(self, job: Load, why: Failure) -> None:
-        """The load will not come, or cannot be trusted: the engine recomputes.
-
-        After a time-out the slots are never allocated again (R16).
-        """
+        """Let the engine recompute what a load was to bring. After a timeout the slots are never allocated again (R16)."""
         pool = self._state.pool
         if why is Failure.TIMED_OUT:
             self._note_misses(job.slots, MissCause.LOAD_FAILED)
@@ -325,10 +322,10 @@ class Loads:
         self._answer(job.record, job.incarnation, loaded=False)
 
     def ended(self, job: Load) -> None:
-        """No rank touches the job's memory any more: release it."""
+        """Release the job's memory: every rank has ended its copy."""
         state, record = self._state, job.record
         if not job.settled:
-            # After an invariant was broken, what was loaded is not trusted either.
+            # After a broken invariant the loaded bytes are not trusted either.
             if job.failed is None and state.degraded is None:
                 self._arrived(job)
             else:
@@ -339,7 +336,7 @@ class Loads:
         state.retention.release_if_over(record)
 
     def _arrived(self, job: Load) -> None:
-        """Every rank has copied: the request can run."""
+        """Let the request run: every rank has copied."""
         record, pool, shape = job.record, self._state.pool, self._state.shape
         if shape.state_key_ends and (states := shape.count_states(map(pool.key, job.slots))):
             self._state.tally.events.append(events.StatesCopied(Direction.LOAD, states))
@@ -354,9 +351,9 @@ class Loads:
             self._planner.loaded(record)
 
     def _distrust(self, job: Load, report: JobReport) -> None:
-        """A rank's copy failed: invalidate the slots at once, though other ranks may still read them (R4).
+        """Invalidate the slots of a failed copy at once, though other ranks may still read them (R4).
 
-        If a checksum showed which blocks are corrupt, only those are lost, and their slots are never allocated again.
+        If checksums showed which blocks are corrupt, only these are lost, and their slots are never allocated again.
         """
         pool, tally = self._state.pool, self._state.tally
         if report.outcome is CopyOutcome.CORRUPT:
@@ -368,12 +365,12 @@ class Loads:
             tally.evicted(EvictionCause.LOAD_FAILED, sum(map(pool.invalidate, job.slots)))
 
     def _note_misses(self, slots: Sequence[SlotId], cause: MissCause) -> None:
-        """Keys that are about to leave the index miss for this cause from now on."""
+        """Note why the keys of these slots, which are about to be invalidated, will miss."""
         pool = self._state.pool
         self._state.misses.note([key for slot in slots if (key := pool.indexed_key(slot)) is not None], cause)
 
     def _answer(self, record: RequestRecord, incarnation: int, *, loaded: bool) -> None:
-        """Answer the engine, exactly once a load, and move the request on if it still waits for this load."""
+        """Answer the engine, exactly once per load, and change the request's state if it still waits for this load."""
         state = self._state
         (state.results.loaded if loaded else state.results.failed).append(record.request)
         if record.state is not _LOADING or record.incarnation != incarnation:

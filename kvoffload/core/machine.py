@@ -1,11 +1,11 @@
 """The three state machines: slot, job and request, each one literal table.
 
-What a table does not hold is illegal: it raises `IllegalTransition` and changes nothing. The machines are three and not
-one product because they move for different reasons: a slot by what its bytes are worth, a job by what the workers report,
-a request by what the engine does.
+A transition that a table does not list raises `IllegalTransition` and changes nothing. There are three machines because slots,
+jobs and requests change for different reasons: a slot when its bytes become valid or invalid, a job when workers report, a request
+when the engine acts.
 
-Other modules keep the members that they compare often in names of their own, some as plain integers: CPython 3.11 is slow to
-reach an enum's member through its class, and to compare members of an `IntEnum`.
+Other modules bind the members that they compare often to module names, some as plain integers: in CPython 3.11 it is slow to
+access an enum's member through its class, and to compare members of an `IntEnum`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ E = TypeVar("E", bound=IntEnum)
 
 
 class Machine(Generic[S, E]):
-    """One table, in the encoding that the product runs on: `steps[event][state]` is the next state, or raises.
+    """One table. `steps[event][state]` is the next state, or raises.
 
     Args:
         name: of the machine, for errors.
-        states, events: what the table is made of; members are numbered from 0.
-        table: the legal steps.
+        states, events: the enums of the table; their members are numbered from 0.
+        table: the legal transitions.
     """
 
     def __init__(self, name: str, states: type[S], events: type[E], table: Mapping[tuple[S, E], S]) -> None:
@@ -36,11 +36,11 @@ class Machine(Generic[S, E]):
         self.table = table
         self.steps = tuple(_Steps(self, event) for event in events)
         self.only = {event: (bytes((before,)), int(after)) for (before, event), after in table.items()}
-        """Per event that one state alone allows, that state as one byte and the next state: for moves of many."""
+        """For each event that is legal in only one state: that state as one byte, and the next state. To move many at a time."""
 
 
 class _Steps(dict[int, S]):
-    """Of one event: the next state by state. Where a call counts, it is read without one."""
+    """The next state by state, for one event. A dict is read without a call."""
 
     def __init__(self, machine: Machine[S, E], event: E) -> None:
         super().__init__({before: after for (before, on), after in machine.table.items() if on is event})
@@ -52,20 +52,18 @@ class _Steps(dict[int, S]):
 
 
 class SlotState(IntEnum):
-    """What a host slot holds, and who releases it."""
+    """What a slot of a pool holds."""
 
-    EMPTY = 0  # nothing; the pool hands it out
-    FILLING = 1  # a store is writing it; held by the job
-    READY = 2  # a whole block that can hit; the eviction policy may take it
-    PINNED = 3  # a whole block that a lookup found or a load reads; held by every pin
-    DRAINING = 4  # worthless, but a copy or a pin still uses it
-    QUARANTINED = (
-        5  # not handed out: its bytes were corrupt, a copy on it never ended, or it has no space on disk
-    )
+    EMPTY = 0  # nothing; it can be allocated
+    FILLING = 1  # a job is writing it
+    READY = 2  # a whole block that can hit, and can be evicted
+    PINNED = 3  # a whole block that can hit; a lookup found it, or a job reads it
+    DRAINING = 4  # invalid, but a copy or a pin still uses it
+    QUARANTINED = 5  # never allocated: corrupt bytes, a copy that never ended, or no space on the disk
 
 
 class SlotEvent(IntEnum):
-    """What happens to a host slot."""
+    """What happens to a slot."""
 
     RESERVE = 0
     FILL = 1
@@ -101,8 +99,8 @@ SLOT = Machine(
 class JobState(IntEnum):
     """Where a transfer job stands, all its ranks together."""
 
-    PLANNED = 0  # not yet handed to the workers; may still be cancelled
-    SUBMITTED = 1  # with the workers; a started copy cannot be taken back
+    PLANNED = 0  # the workers do not know of it; it can be cancelled
+    SUBMITTED = 1  # with the workers; a started copy cannot be stopped
     DONE = 2
     FAILED = 3
     CANCELLED = 4
@@ -136,7 +134,7 @@ JOB = Machine(
 
 
 class RequestState(IntEnum):
-    """Where a request stands, as far as its blocks go."""
+    """What a request's block table is used for."""
 
     SEEN = 0  # no block table
     LOADING = 1  # a block table that a load is filling

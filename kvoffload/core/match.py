@@ -1,16 +1,15 @@
 """The longest prefix that the host can continue, across groups of every attention kind.
 
-A hit of L tokens is usable when every group finds the blocks that the token at L reads, beyond those that the device
-holds already:
+A hit of L tokens is usable if every group finds the blocks that the token at L reads and that the device does not hold:
 
     device    |=========D
     full                [D ................ L)     all of them
-    window              [D ..)     [L-w+1 .. L)    the last window; from D on where the window reaches back behind it
+    window              [D ..)     [L-w+1 .. L)    the last window, from D on at the earliest
     chunked             [D ..)        [c .. L)     the current chunk, from its first token c
     recurrent                         [L-1, L)     the state after the last token
 
-Each block is looked up once: a missing block rules out every length that needs it, which is a run of lengths down to
-the block's first token, so the search only ever moves down.
+Each block is looked up once. A missing block rules out all lengths that need it, down to the block's first token, so the search
+only moves down.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, SlotId
 
 FoundKeys = KeyIndex | LayeredIndex
-"""Where a search looks: `parts[key[0]]` has a key, if any has."""
+"""Where a search looks up keys. If a key is there, it is in `parts[key[0]]`."""
 
 
 class Match(NamedTuple):
-    """What a search found."""
+    """The result of a search."""
 
-    tokens: int  # the length up to which the device and the host together hold the prompt
-    slots: tuple[SlotId, ...]  # the slots of the blocks that must be loaded, heads first
+    tokens: int  # how much of the prompt the device and the host hold together
+    slots: tuple[SlotId, ...]  # the slots of the blocks to load, heads first
     missing: BlockKey | None  # the first missing key, or None if the limit ended the match
-    lacks_state: bool = False  # whether the missing key is a recurrent state's
-    full_tokens: int = 0  # with recurrent groups: the length that the others of full attention allow
+    lacks_state: bool = False  # whether the missing block is a recurrent state
+    full_tokens: int = 0  # with recurrent groups: the length that the groups of full attention allow
 
 
 _match = from_fields(Match)
@@ -59,8 +58,8 @@ def longest_match(
         keys: per group, the keys of the request's whole blocks.
         index: the slots that can hit.
         start: tokens that the device holds.
-        limit: the longest length of use.
-        device_tokens: tokens whose blocks of full attention the device holds; more than `start` where it lacks a state.
+        limit: the longest usable length.
+        device_tokens: tokens whose full-attention blocks the device holds; more than `start` if it lacks a state.
     """
     if shape.is_one_full_group:
         return _match_in_one_full_group(shape.alignment, keys[0], index, start, limit)
@@ -79,7 +78,7 @@ def longest_match(
 def _match_in_one_full_group(
     tokens: int, keys: Sequence[BlockKey], index: FoundKeys, start: int, limit: int
 ) -> Match:
-    """What most models have: blocks up to the first that is missing, and no other group that could object."""
+    """Return the longest prefix of a model with one group, as most models have: the blocks before the first missing one."""
     parts, found, first = index.parts, list[SlotId](), start // tokens
     for key in islice(keys, first, limit // tokens):
         slot = parts[key[0]].get(key)
@@ -90,7 +89,7 @@ def _match_in_one_full_group(
 
 
 class _Search:
-    """One search: what was looked up so far, per group."""
+    """One search, with the slots found so far in each group."""
 
     def __init__(
         self,
@@ -111,7 +110,7 @@ class _Search:
         """Whether a recurrent group stopped the next longer length."""
 
     def descend(self, length: int) -> tuple[int, BlockKey | None]:
-        """Return the longest usable length up to `length`, and the key that stopped the next longer one."""
+        """Return the longest usable length up to `length`, and the first missing key after it."""
         length, blocker = self.descend_full(length)
         self.full_length = length
         moved = True
@@ -129,7 +128,7 @@ class _Search:
         return max(length, self._start), blocker
 
     def descend_full(self, length: int) -> tuple[int, BlockKey | None]:
-        """Return the longest length up to `length` that groups of full attention allow, and the key that stopped it."""
+        """Return the longest length up to `length` that groups of full attention allow, and the first missing key after it."""
         blocker: BlockKey | None = None
         for group in self._groups:
             if group.kind is AttentionKind.FULL and (cut := self._extend(group, length)) < length:
@@ -154,7 +153,7 @@ class _Search:
         return length - length % self._alignment
 
     def _extend(self, group: GroupSpec, limit: int) -> int:
-        """Look a full group up from the device's end on; return the aligned length that it allows."""
+        """Look up a full-attention group from the end of the device's hit; return the aligned length that it allows."""
         tokens, keys = group.block_tokens, self._keys[group.group]
         first = self._start // tokens
         last = min((limit + self._behind(group)) // tokens, len(keys))
@@ -170,7 +169,7 @@ class _Search:
         return min(limit, self.aligned(position * tokens - self._behind(group)))
 
     def _last_hole(self, group: GroupSpec, length: int) -> int | None:
-        """Return the deepest block that a length needs and the host lacks; None for a length that is of no use."""
+        """Return the deepest block that a length needs and the host lacks; None if it lacks none, or the device holds as much."""
         if length <= self._start:
             return None
         keys, found, parts = self._keys[group.group], self._found[group.group], self._parts
@@ -185,12 +184,12 @@ class _Search:
         return None
 
     def _needed(self, group: GroupSpec, length: int, end: int) -> range:
-        """Return the blocks up to `end` that going on at `length` needs and the device lacks."""
+        """Return the blocks up to `end` that the token at `length` needs and the device lacks."""
         first = max(group.first_needed_token(length), self._start)
         return range(first // group.block_tokens, end // group.block_tokens)
 
     def _key(self, group: GroupSpec, token: int) -> BlockKey | None:
-        """Return the first key at or behind a token that the device and the host lack, None behind the known keys."""
+        """Return the first key from a token on that neither the device nor the host has; None after the last known key."""
         keys, found = self._keys[group.group], self._found[group.group]
         position = max(token, self._start) // group.block_tokens
         while position in found:
@@ -198,5 +197,5 @@ class _Search:
         return keys[position] if position < len(keys) else None
 
     def _behind(self, group: GroupSpec) -> int:
-        """Tokens behind the hit that must be matched too: a draft's read-ahead costs the last matched block."""
+        """Return how many tokens after the hit must be matched too: a draft's lookahead costs the last matched block."""
         return group.block_tokens if group.reads_ahead else 0

@@ -1,8 +1,7 @@
 """The core of one engine's scheduler side: facts in, answers and events out.
 
-Pure: no torch, no clock, no thread, no logging, no randomness. The same facts in the same order give the same answers,
-and the whole can be copied and compared, which is how it is explored. Each method that takes a fact is the one handler
-of that fact's class, and its statements are the order in which things happen.
+Pure: no torch, no clock, no thread, no logging, no randomness. The same facts in the same order give the same answers, and the
+state can be copied and compared, so tests can explore it. Each method that takes a fact is the only handler of that fact's class.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class OffloadCore:
         self.state = CoreState(shape, policy, device)
         self.stores = Stores(self.state)
         self.lower_tiers = LowerTiers(self.state, self.stores)
-        """Handles the facts about the tiers below the host, and what is copied between them and the host."""
+        """Handles the facts about the tiers below the host, and decides what is copied between them and the host."""
         self._planner = make_planner(self.state, self.stores)
         self._hits = PendingHits(self.state, self.stores.in_flight, self.lower_tiers)
         self._loads = Loads(self.state, self._hits, self._planner)
@@ -51,7 +50,7 @@ class OffloadCore:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def request_seen(self, fact: facts.RequestSeen) -> None:
-        """The engine received a request. If its id is in use, the live request stays."""
+        """Note a new request. If its id is in use, the live request stays."""
         live = self.state.requests.live
         if fact.request in live:
             self.state.tally.rejected(RejectionCause.UNKNOWN_REQUEST, fact.request)
@@ -80,16 +79,16 @@ class OffloadCore:
     ) -> int | None:
         """Return the tokens that the host adds to the device's hit; None for "not yet".
 
-        What is found stays pinned until the matching allocation, the next lookup, the request's end or a reset. An
-        engine looks up only requests without a block table, so a lookup of a running one means that it was preempted.
+        The slots stay pinned until the matching allocation, the next lookup, the request's end or a reset. An engine looks up only
+        requests without a block table, so a lookup of a running one means that it was preempted.
 
         Args:
             request: the request.
             device_tokens: tokens that the device holds.
             may_wait: whether "not yet" is allowed.
-            full_tokens: tokens whose full-attention blocks the device holds, if that is more.
-            tokens: what a preempted request must hold before its next new token: its prompt and what it generated.
-            new_keys: per group, keys of whole blocks not given before.
+            full_tokens: tokens whose full-attention blocks the device holds, if these are more.
+            tokens: the prompt and the generated tokens of a preempted request.
+            new_keys: per group, the keys of whole blocks that were not reported before.
         """
         state = self.state
         record = state.requests.live.get(request)
@@ -108,9 +107,9 @@ class OffloadCore:
         return self._hits.lookup(record, device_tokens, full_tokens, may_wait=can_wait)
 
     def set_least(self, tier: Tier, tokens: int) -> None:
-        """Decline hits that are shorter (HOST), or fetch nothing from a lower tier that adds less to a hit.
+        """Set the least tokens of a hit (HOST), or the least that a fetch from a lower tier must add to a hit.
 
-        The policy's number holds where it is larger. A request keeps what its first lookup found here.
+        A hit is never shorter than the policy allows. A request keeps the number of its first lookup.
         """
         if tier is Tier.HOST:
             self._least_tokens = max(tokens, self.state.policy.min_load_tokens)
@@ -119,7 +118,7 @@ class OffloadCore:
                 lower.least_tokens = tokens
 
     def blocks_allocated(self, fact: facts.BlocksAllocated) -> None:
-        """A request got a block table. Blocks after the device's own hit are new."""
+        """Note a request's block table. The blocks after the device's own hit are newly allocated."""
         record = self.state.requests.live.get(fact.request)
         if record is None:
             self.state.tally.rejected(RejectionCause.UNKNOWN_REQUEST, fact.request)
@@ -131,7 +130,7 @@ class OffloadCore:
             record.incarnation += 1
             record.may_store = not self.state.epoch or self._is_untainted(fact)
         elif was is _RUNNING and record.loading:
-            # What it loaded is there, or was lost with its table before a report came: no request waits for it.
+            # Its load has ended, or was lost with its last table before a report came.
             self.state.requests.load_is_over(record)
         self._new[record] = None
         if self.state.tables.entries or self.state.tables.shared or self.state.epoch:
@@ -146,7 +145,7 @@ class OffloadCore:
             self._planner.allocated(record)
 
     def request_ended(self, fact: facts.RequestEnded) -> None:
-        """A request finished or was aborted; its blocks are about to be freed."""
+        """Note that a request finished or was aborted. Its blocks are about to be freed."""
         state = self.state
         record = state.requests.live.get(fact.request)
         if record is None:
@@ -181,7 +180,7 @@ class OffloadCore:
         self._planner.ending(record)
 
     def _preempt(self, record: RequestRecord) -> None:
-        """The engine freed a running request's blocks."""
+        """Note that the engine freed a running request's blocks."""
         self._planner.preempted(record)
         self.stores.settle_waiting(record, StoreOutcome.LOST)
         self.state.requests.move(record, RequestEvent.PREEMPT)
@@ -190,7 +189,7 @@ class OffloadCore:
         record.incarnation += 1
 
     def _table_ended(self, record: RequestRecord) -> None:
-        """A request's incarnation is over: forget everything tied to its block table."""
+        """Forget everything that belongs to a request's block table, which is gone."""
         state = self.state
         state.tables.forget(record)
         if record.watched:
@@ -199,9 +198,9 @@ class OffloadCore:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def step_scheduled(self, fact: facts.StepScheduled) -> None:
-        """The engine scheduled a step.
+        """Note what the engine scheduled in a step.
 
-        Preempted requests come first, because their blocks may have been reused in this step. Then reused ids are zeroed
+        Preempted requests come first, because their blocks may be allocated again in this step. Then newly allocated ids are zeroed
         in other tables, before any block of the step is offered.
         """
         state = self.state
@@ -222,7 +221,7 @@ class OffloadCore:
                     break
 
     def plan(self) -> TransferPlan:
-        """Return the copies decided since the last call; they count as submitted."""
+        """Return the copies planned since the last call. They count as submitted."""
         state = self.state
         if not (state.jobs.planned or state.jobs.cancelled):
             return NOTHING
@@ -233,15 +232,15 @@ class OffloadCore:
     def _preempt_all(self, requests: Iterable[RequestId]) -> None:
         for request in requests:
             record = self.state.requests.live.get(request)
-            # A request that was preempted and got blocks again within a step is reported only now.
+            # A request that was preempted and got blocks again within one step is reported here too: its new blocks stay.
             if record is not None and record.state is _RUNNING and record not in self._new:
                 self._preempt(record)
 
     def _advance(self, fact: facts.StepScheduled) -> list[RequestRecord]:
-        """Apply new blocks and confirmed tokens. Return the running requests concerned."""
+        """Apply new blocks and confirmed tokens; return the running requests that got any."""
         state, advanced = self.state, list[RequestRecord]()
         if state.tables.entries or state.tables.shared:
-            # All ids are zeroed elsewhere before any is recorded.
+            # Zero all ids in other tables before any of them is recorded.
             grown = [
                 block for progress in fact.progress for blocks in progress.new_blocks for block in blocks
             ]
@@ -266,7 +265,7 @@ class OffloadCore:
     def _offer_states(self, states: Iterable[facts.StateHandedOff]) -> None:
         """Offer recurrent states, after the step's tables were updated and its reused ids zeroed.
 
-        States come before all other offers: without its state a prefix is useless.
+        States are offered before all other blocks: a prefix without its state is useless.
         """
         offers: list[Offer] = []
         for request, group, position, key, block in states:
@@ -286,7 +285,7 @@ class OffloadCore:
     # -- reports ------------------------------------------------------------------------------------------------
 
     def transfer_reported(self, fact: facts.TransferReported) -> None:
-        """A rank reported which of its copies ended, and how many slots it has ready. A duplicate changes nothing."""
+        """Note which copies of a rank have ended, and how many slots it has ready. A duplicate changes nothing."""
         state, report = self.state, fact.report
         if state.growing or state.ready.get(report.rank) != report.ready_slots:
             self._ready(report)
@@ -315,7 +314,7 @@ class OffloadCore:
                 state.jobs.close(job)
 
     def job_overdue(self, fact: facts.JobOverdue) -> None:
-        """A job takes too long: it is no longer waited for, and what it writes is leaked (R16)."""
+        """Stop waiting for a job that takes too long. The slots that it writes are leaked (R16)."""
         state, job = self.state, self.state.jobs.open.get(fact.job)
         if job is None or job.state is not JobState.SUBMITTED:
             return
@@ -329,7 +328,7 @@ class OffloadCore:
         job.owner.failed(job, Failure.TIMED_OUT)
 
     def _ready(self, report: TransferReport) -> None:
-        """Capacity is the minimum of what the ranks have ready, and final when no rank expects more."""
+        """Grow the pool to the slots that every rank has ready."""
         state, rank = self.state, report.rank
         if rank not in state.ready:
             state.tally.rejected(RejectionCause.UNKNOWN_JOB)
@@ -344,7 +343,7 @@ class OffloadCore:
     # -- resets, and the end of offloading ------------------------------------------------------------------------
 
     def cache_reset(self, _: facts.CacheReset) -> None:
-        """Nothing computed so far is ever found again (R10)."""
+        """Make sure that nothing computed so far is found again (R10)."""
         state = self.state
         state.epoch += 1
         state.computed_since_reset.clear()
@@ -370,13 +369,13 @@ class OffloadCore:
         )
 
     def invariant_broken(self, fact: facts.InvariantBroken) -> None:
-        """Switch off for good: nothing new starts, open jobs drain, and the engine continues (R12)."""
+        """Switch offloading off for good: nothing new starts, open jobs drain, and the engine continues (R12)."""
         state = self.state
         if state.degraded is not None:
             return
         state.degraded = fact.cause
         state.tally.events.append(events.OffloadingDegraded(fact.cause, fact.detail))
-        # After a handler has raised no report will come: the core gets no fact any more.
+        # After a handler has raised, the core gets no facts, so no report will end its jobs.
         is_last = fact.cause is DegradeCause.HANDLER_RAISED
         for job in tuple(state.jobs.open.values()):
             if is_last or job.state is JobState.PLANNED or not isinstance(job, Load):
@@ -389,12 +388,12 @@ class OffloadCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether steps are needed for something to come to its end. Abandoned copies do not count (R16)."""
+        """Whether steps are needed for something to end. Copies that timed out do not count (R16)."""
         return self._has_work(self.state.jobs.pending) or (bool(self.state.tiers) and self.lower_tiers.is_due)
 
     @property
     def has_host_work(self) -> bool:
-        """As `has_work`, leaving out what only lower tiers have to do."""
+        """As `has_work`, without the jobs of lower tiers."""
         return self._has_work(self.state.jobs.pending - self.state.jobs.pending_on_tiers)
 
     def _has_work(self, jobs: int) -> bool:
@@ -403,12 +402,12 @@ class OffloadCore:
 
     @property
     def watches_blocks(self) -> bool:
-        """Whether a step must report all blocks that were handed out, also of requests whose progress is reported later."""
+        """Whether a step must report all newly allocated blocks, also of requests whose progress is reported later."""
         tables = self.state.tables
         return bool(tables.entries or tables.shared or self.state.epoch)
 
     def boundary(self, request: RequestId) -> int:
-        """Return the tokens after which a looked-up request should hand its recurrent states off; 0 for nowhere."""
+        """Return the tokens after which a looked-up request should hand off its recurrent states; 0 for none."""
         record = self.state.requests.live.get(request)
         return 0 if record is None else record.boundary
 
@@ -416,10 +415,10 @@ class OffloadCore:
         """Return the totals that are wrong, as text."""
         return audit(self.state, self.stores)
 
-    # -- device blocks that were handed out -----------------------------------------------------------------------
+    # -- device blocks that were allocated ------------------------------------------------------------------------
 
     def _handed_out(self, fact: facts.BlocksAllocated, *, since_reset: bool) -> None:
-        """Zero the new ids of an allocation in other tables, and note what a reset separates."""
+        """Zero the new ids of an allocation in other tables, and after a reset note what will be computed into them."""
         state, blocks = self.state, list[DeviceBlockId]()
         for group, table in zip(state.shape.groups, fact.tables, strict=True):
             blocks += table[-(-fact.device_tokens // group.block_tokens) :]
@@ -437,7 +436,7 @@ class OffloadCore:
                 self._separate(blocks, since_reset=since_reset)
 
     def _separate(self, blocks: Iterable[DeviceBlockId], *, since_reset: bool) -> None:
-        """After a reset: note whether what is computed into these blocks from now on may be found."""
+        """After a reset, note whether the KV that is computed into these blocks may be found."""
         fresh = self.state.computed_since_reset
         if since_reset:
             fresh.update(blocks)
@@ -446,7 +445,7 @@ class OffloadCore:
             fresh.difference_update(blocks)
 
     def _is_untainted(self, fact: facts.BlocksAllocated) -> bool:
-        """Whether all that the device brings was computed after the last reset (R10)."""
+        """Whether all blocks of the device's own hit were computed after the last reset (R10)."""
         fresh = self.state.computed_since_reset
         return all(
             block == NULL_BLOCK or block in fresh

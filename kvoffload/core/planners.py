@@ -1,8 +1,8 @@
 """Store planners: when a computed block is offered to the host.
 
-`eager` offers a block as soon as it is confirmed. `lazy` offers only what the device is about to evict; because the engine
-hands freed blocks out again before anyone is asked, lazy also looks at a request's blocks when it ends. A planner is a
-class with the six methods of `EagerPlanner` and a branch in `make_planner`.
+`eager` offers a block as soon as it is confirmed. `lazy` offers only blocks that the device is about to evict. Because the engine
+allocates freed blocks again without asking, lazy also looks at a request's blocks when it ends. A planner is a class with the six
+methods of `EagerPlanner` and a branch in `make_planner`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _offer = from_fields(Offer)
 
 
 class EagerPlanner:
-    """Offers every block once it is confirmed computed."""
+    """Offers every block once it is confirmed."""
 
     def __init__(self, state: CoreState, stores: Stores) -> None:
         self._state = state
@@ -36,16 +36,16 @@ class EagerPlanner:
         self._due: dict[RequestRecord, None] = {}
 
     def allocated(self, record: RequestRecord) -> None:
-        """A request got a block table; it runs, or a load fills it first."""
+        """Note that a request got a block table. It runs, or a load fills the table first."""
         if record.state is _RUNNING:
             self._due[record] = None
 
     def loaded(self, record: RequestRecord) -> None:
-        """A request's load ended well: it runs, and the device holds its confirmed tokens."""
+        """Note that a request's load ended well: it runs, and the device holds its confirmed tokens."""
         self._due[record] = None
 
     def step(self, fact: StepScheduled, advanced: Sequence[RequestRecord]) -> None:
-        """Offer what is due in a step in which these running requests gained something."""
+        """Offer what is due in a step in which these running requests got blocks or confirmed tokens."""
         if not (self._due or advanced):
             return
         due = self._due | dict.fromkeys(advanced)
@@ -58,11 +58,11 @@ class EagerPlanner:
             self._stores.offer(offers)
 
     def states(self, offers: Sequence[Offer]) -> None:
-        """The step completes these recurrent states; the engine may soon release their blocks."""
+        """Offer recurrent states that the step completes; the engine may soon free their blocks."""
         self._stores.offer(offers)
 
     def ending(self, record: RequestRecord) -> None:
-        """Offer what is due of a running request for the last time: it is about to release its blocks."""
+        """Offer a running request's blocks for the last time: they are about to be freed."""
         self._due.pop(record, None)
         if record.waiting:
             self._stores.ending(record)
@@ -70,7 +70,7 @@ class EagerPlanner:
             self._stores.offer(offers, last_chance=True)
 
     def preempted(self, record: RequestRecord) -> None:
-        """A running request lost its blocks."""
+        """Count the blocks that a running request lost before they were offered."""
         self._due.pop(record, None)
         index = self._state.pool.index
         lost = [offer for offer in _confirmed(self._state, record) if offer.key not in index]
@@ -81,16 +81,16 @@ class EagerPlanner:
 class LazyPlanner:
     """Offers the blocks that the device evicts next.
 
-        handed out next                                        freed last
+        allocated next                                         freed last
         |<- turnover ->|<- turnover ->|<------ 2 turnovers ----->|
-         as many as one  enough must be   a look goes this far
-         step hands out  clean up to here
+         as many as one  must be clean    a look goes this far
+         step allocates  up to here
 
-    A block is clean if the host has it, cannot have it, or could never find it. What a look stores is leased, which takes it
-    out of the free queue until the copy has ended; it then joins the queue's end. So what lies behind it moves up, and
-    clean blocks must be left in front of it for the steps until the next looks have stored that too. While nothing is
-    handed out, lazy stops after as many blocks as the host holds: more would only evict what was just stored, and with a
-    queue longer than the host it would never end, and keep an engine stepping without requests.
+    A block is clean if the host has it, cannot have it, or could never find it. A block that a look stores is leased and leaves the
+    free queue until the copy has ended; it then joins the end of the queue. The blocks after it move up, so enough clean blocks
+    must be left in front of them until the next looks have stored these too. While nothing is allocated, lazy stops after as many
+    blocks as the host holds: more would only evict what was just stored, and with a queue longer than the host it would never
+    stop, and keep an engine without requests stepping.
     """
 
     def __init__(self, state: CoreState, stores: Stores) -> None:
@@ -100,13 +100,13 @@ class LazyPlanner:
         recurrent = [group for group in state.shape.groups if group.kind is AttentionKind.RECURRENT]
         self._for_states = 2 * len(recurrent)  # not in the table: one to continue in and one to keep
         self._clean = 0
-        self._stored = 0  # since blocks were last handed out
+        self._stored = 0  # since blocks were last allocated
 
     def allocated(self, record: RequestRecord) -> None:
         self._handed_out(sum(map(len, record.table or ())) + self._for_states)
 
     def loaded(self, record: RequestRecord) -> None:
-        """Its blocks were handed out when they were allocated."""
+        """Do nothing: its blocks were counted when they were allocated."""
 
     def step(self, fact: StepScheduled, advanced: Sequence[RequestRecord]) -> None:
         new = sum([len(blocks) for progress in fact.progress for blocks in progress.new_blocks])
@@ -116,17 +116,17 @@ class LazyPlanner:
             self._look_ahead()
 
     def states(self, offers: Sequence[Offer]) -> None:
-        """Their blocks join the free queue, where the next looks find them."""
+        """Do nothing: their blocks join the free queue, where the next looks find them."""
 
     def ending(self, record: RequestRecord) -> None:
-        """Its blocks join the end of the free queue. What one or two steps may evict from there is stored now."""
+        """Offer the blocks that one or two steps may evict from the end of the free queue, which they are about to join."""
         reach = self._enough - self._state.device.free_blocks()
         if reach > 0:
             # The engine frees the deepest first, so those are the next to go.
             self._stores.offer(self._unknown(record)[-reach:], last_chance=True)
 
     def preempted(self, record: RequestRecord) -> None:
-        """Its blocks may have been handed out already; those are lost, and counted."""
+        """Count the blocks that have been allocated again already: they are lost."""
         offers = self._unknown(record)
         held = self._state.device.keys_of([offer.block for offer in offers])
         lost = [offer for offer, holds in zip(offers, held, strict=True) if holds != offer.key]
@@ -146,7 +146,7 @@ class LazyPlanner:
             if key is None or (state.epoch and block not in state.computed_since_reset):
                 continue
             if (slot := state.pool.index.get(key)) is not None:
-                # Soon the only copy. If it were evicted for its neighbours here, they would take turns for ever.
+                # This will soon be the only copy. If it were evicted for its neighbours, they would evict each other forever.
                 room -= state.pool.use((slot,), {})
             elif key not in self._stores.in_flight.keys:
                 offers.append(Offer(key, block))
@@ -162,7 +162,7 @@ class LazyPlanner:
         self._stores.refuse(refused, outcome)
 
     def _unknown(self, record: RequestRecord) -> list[Offer]:
-        """Return offers of a request's blocks that the host does not have, heads first."""
+        """Return offers of the request's blocks that the host lacks, heads first."""
         index, in_flight = self._state.pool.index, self._stores.in_flight.keys
         offers = [*_confirmed(self._state, record), *_handed_off(self._state, record)]
         if self._for_states:
@@ -186,7 +186,7 @@ def make_planner(state: CoreState, stores: Stores) -> StorePlanner:
 def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
     """Return offers of the blocks confirmed since the last call, heads first, and note them as offered.
 
-    Blocks that a load brought are left out: the host has them. So are recurrent groups, whose states the engine offers.
+    Blocks that a load brought are left out because the host has them, recurrent groups because the engine hands off their states.
     """
     shape, offered, confirmed_tokens = state.shape, record.offered, record.confirmed_tokens
     offers: list[Offer] = []
@@ -207,7 +207,7 @@ def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
         if first * size < record.loaded_tokens and first < (loaded := min(record.loaded_tokens // size, end)):
             found = min(record.found_tokens // size, end)
             fields = zip(keys[first:found], blocks[first:found], *owner, repeat(number), count(first))
-            # Behind the window of the device's own hit the engine never held a block.
+            # The engine has no blocks before the window of the device's own hit.
             offers += [_offer(each) for each in fields if each[1] != NULL_BLOCK]
             first = loaded
         offers += map(_offer, zip(keys[first:end], blocks[first:end], *owner, repeat(number), count(first)))
@@ -217,7 +217,7 @@ def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
 
 
 def _handed_off(state: CoreState, record: RequestRecord) -> Iterator[Offer]:
-    """Yield offers of the states that the engine handed off, as far as their blocks were not handed out since."""
+    """Yield offers of the states that the engine handed off and whose blocks it has not allocated again."""
     assert record.table is not None, record
     for group in state.shape.groups:
         if group.kind is AttentionKind.RECURRENT:

@@ -1,4 +1,4 @@
-"""Request records: everything that is known of one request is a field of its record."""
+"""Request records: everything that is known about a request is a field of its record."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ TupleT = TypeVar("TupleT", bound=NamedTuple)
 
 
 def from_fields(kind: type[TupleT]) -> Callable[[tuple[Any, ...]], TupleT]:
-    """Return a function that makes a named tuple of a tuple of all its fields.
+    """Return a function that turns a tuple of all fields into a named tuple.
 
-    In CPython it takes a third of the time of the class's own call, which counts where a lookup or each block makes one.
+    In CPython it takes a third of the time of calling the class, which matters once per lookup and per block.
     """
     return partial(tuple.__new__, kind)
 
@@ -36,13 +36,13 @@ class PendingHit(NamedTuple):
 
     device_tokens: int  #: tokens that the device held
     tokens: int  #: tokens that device and host hold together
-    slots: tuple[SlotId, ...]  #: what was found, pinned, heads first
-    cause: MissCause | None  #: why the first block position behind `tokens` missed; None where nothing missed
-    missing: BlockKey | None = None  #: the key of that position, where it has one
+    slots: tuple[SlotId, ...]  #: the slots it found and pinned, heads first
+    cause: MissCause | None  #: why the first block position after `tokens` missed; None if none did
+    missing: BlockKey | None = None  #: the key of that position, if it has one
 
 
 class RequestRecord(Struct, eq=False):
-    """One request. Jobs and offers name it with the incarnation that they belong to.
+    """One request. Jobs and offers name it together with its incarnation.
 
     Args:
         request: its name.
@@ -50,34 +50,34 @@ class RequestRecord(Struct, eq=False):
         keys: per group, the keys of its whole blocks so far.
         reads_cache: False when it asked not to read cached blocks.
         persists: its blocks may be written to lower tiers, and found there.
-        incarnation: the number of its block tables so far; jobs and offers of an earlier one settle memory only.
+        incarnation: the number of its block tables so far. Jobs and offers of an earlier one do not change the record.
         table: per group, the device block of each position; None without a table. `BlockTables` writes it.
-        hit: what its last lookup found, pinned until consumed. `PendingHits` writes it.
+        hit: what its last lookup found, pinned until an allocation takes it. `PendingHits` writes it.
         loading: slots that it loads, for which other requests wait. `Requests` writes it.
-        found_tokens, loaded_tokens: where the device's own hit ended, and where the load behind it ended.
-        confirmed_tokens: tokens computed for certain in this incarnation.
+        found_tokens, loaded_tokens: where the device's own hit ended, and where the load after it ended.
+        confirmed_tokens: tokens that are certainly computed in this incarnation.
         offered: per group, the first position not offered yet. The planners write it.
-        waiting: positions offered without an outcome, which may be offered again.
+        waiting: positions whose offers have no outcome yet.
         held: slots that it stored or hit, in the order of use; `Retention` keeps them from eviction.
-        held_to: the first token of the block that it holds last.
-        shares: `held` does not list all that it used in order, because another request stored some of it or a tail arrived
-            before its head. `Retention` writes it.
-        watched: keys that it offered while the host had them; it offers them again if they are evicted.
+        held_to: the first token of the last block in `held`.
+        shares: `held` does not list every block it used in order, because another request stored some of them or a tail
+            arrived before its head. `Retention` writes it.
+        watched: keys that it offered while the host had them. If the host evicts one, it is offered again.
         stored_again: keys offered again after an eviction, once each.
         jobs: open jobs that copy its blocks. `Requests` writes it.
         has_timed_out: one of its jobs timed out and may never end.
         load_failed: one of its loads failed; from now on its lookups return 0.
-        may_store: False where its blocks were computed, wholly or in part, before the last reset.
-        least_tokens: shorter hits are recomputed; its first lookup decides, 0 before it.
-        boundary: tokens after which the engine is asked for a recurrent state, as the lack of it kept the last lookup from
-            finding a prefix that device and host hold; 0 for none. `PendingHits` writes it.
+        may_store: False if any of its blocks was computed before the last reset.
+        least_tokens: shorter hits are recomputed. Its first lookup sets it; 0 before.
+        boundary: tokens after which the engine is asked for a recurrent state. Without this state the last lookup could not use
+            a prefix that device and host hold; 0 for none. `PendingHits` writes it.
         fetched_blocks: blocks that were fetched from lower tiers for it.
-        fetched_from: the tier that brought some of them last.
-        asks_tiers: False after one of its fetches failed: it gets no other.
-        awaits_answer: the remote store was asked for its blocks and has not answered.
-        awaits_fetch: a fetch for which its lookups wait, and the tokens of the prefix with what it brings. `LowerTiers` writes it.
-        waits_for: what its last lookup was answered "not yet" for: another request, a fetch's job, or the remote store's answer; None
-            where it had another answer.
+        fetched_from: the tier of the last of these fetches.
+        asks_tiers: False after one of its fetches has failed; it gets no other.
+        awaits_answer: the remote tier was asked for its blocks and has not answered.
+        awaits_fetch: a fetch for which its lookups wait, and the tokens of the prefix with its blocks. `LowerTiers` writes it.
+        waits_for: why its last lookup was answered "not yet": the request that loads, the job that fetches, or REMOTE for the
+            remote tier's answer; None if it was answered otherwise.
     """
 
     request: RequestId
@@ -121,32 +121,32 @@ class RequestRecord(Struct, eq=False):
         return f"<Request {self.request} [{self.state.name}, table {self.incarnation}]>"
 
     def extend_keys(self, new_keys: Sequence[Sequence[BlockKey]]) -> None:
-        """Add the keys of blocks that became whole."""
+        """Add the keys of new whole blocks."""
         for keys, more in zip(self.keys, new_keys, strict=False):
             keys.extend(more)
 
 
 class Requests:
-    """Every record: live ones by name, and those that ended while jobs were open on their blocks.
+    """Every record: live ones by name, and ended ones whose blocks open jobs still copy.
 
     The only writer of a record's `state`, `jobs` and `loading`.
 
-    Requests with one prefix that is on the host load it once; the others wait (R14). A request owns the slots that it loads from
-    its allocation until it runs (the device's own prefix cache then has the blocks), fails, or is gone. A slot may have several
-    owners, because a request that has waited too long starts its own load.
+    When several requests need the same prefix from the host, one loads it and the others wait (R14). They wait until it runs,
+    because the device's own prefix cache has the blocks then, or until its load fails or it is gone. Several requests may load the
+    same slot, because a request that has waited too long starts its own load.
     """
 
     def __init__(self) -> None:
         self.live: dict[RequestId, RequestRecord] = {}
         self.finishing: set[RequestRecord] = set()
         self.loading: dict[SlotId, list[RequestRecord]] = {}
-        """By slot, the requests that load it."""
+        """The requests that load each slot."""
 
     def move(self, record: RequestRecord, event: RequestEvent) -> None:
-        """Apply an event to a record. One that loses its block table does not load for others any more.
+        """Apply an event to a record. No other request waits for one that has lost its block table.
 
         Raises:
-            IllegalTransition: its state does not take it; nothing has changed.
+            IllegalTransition: the event is illegal in the record's state; nothing has changed.
         """
         record.state = REQUEST.steps[event][record.state]
         if record.loading and record.state not in _HAS_TABLE:
@@ -159,7 +159,7 @@ class Requests:
                 record.state = REQUEST.steps[_LAST_JOB][record.state]
 
     def loads(self, record: RequestRecord, slots: Iterable[SlotId]) -> None:
-        """Note that a job copies these slots to a request's blocks: others wait for it."""
+        """Note that a job copies these slots to a request's blocks, and that others wait for it."""
         record.jobs += 1
         record.loading = tuple(slots)
         for slot in record.loading:
@@ -168,7 +168,7 @@ class Requests:
     def stores(
         self, concerns: dict[RequestRecord, None], tables: Iterable[tuple[RequestRecord | None, int]]
     ) -> None:
-        """Add to a store's requests those that still have these block tables, which are named by incarnation."""
+        """Add the requests that still have these block tables, named by incarnation, to those that a store concerns."""
         for record, incarnation in dict.fromkeys(tables):
             if record is None or record in concerns:
                 continue
@@ -177,22 +177,22 @@ class Requests:
                 record.jobs += 1
 
     def job_ended(self, record: RequestRecord) -> None:
-        """Note that the last copy of a job on this request's blocks has ended."""
+        """Note that a job on this request's blocks has ended on all ranks."""
         record.jobs -= 1
         if record.state is _FINISHING and not record.jobs:
             record.state = REQUEST.steps[_LAST_JOB][record.state]
             self.finishing.discard(record)
 
     def loader(self, slots: Iterable[SlotId]) -> RequestId | None:
-        """Return the first request that is loading one of these slots, None without one. Reads only.
+        """Return the first request that is loading one of these slots, or None. Reads only.
 
-        It is never the request that asks: only a request with a block table loads, and only one without looks up.
+        It is never the request that asks: only a request with a block table loads, and only one without a table looks up.
         """
         loading = self.loading.get
         return next((found[0].request for slot in slots if (found := loading(slot))), None)
 
     def load_is_over(self, record: RequestRecord) -> None:
-        """Let no other request wait for what this one loads, if anything."""
+        """Let no other request wait for this one's load any more."""
         slots, record.loading = record.loading, ()
         for slot in slots:
             loading = self.loading[slot]

@@ -1,11 +1,11 @@
-"""Retention: slots that a request stored or hit stay out of the eviction order while it counts on them (R8, R15).
+"""Retention: slots that a request stored or hit stay out of the eviction order while the request needs them (R8, R15).
 
 They are released together, the deepest first, when the request has lost its block table or ended and its last store has
-ended. If each store released its own, a prefix's head would be evicted before its tail, and the tail is of no use without it.
-For the same reason blocks that the request used but another request stored are marked as used at that moment.
+ended. If each store released its own slots, a prefix's head would be evicted before its tail, which is useless without the head.
+For the same reason, blocks that the request used but another request stored are marked as used at that moment.
 
-Only a request that stores or loads a recurrent state counts as using it. A conversation reads the state of its last turn once,
-on the device, and leaves a deeper one: if that counted, states that no turn reads again would push others out.
+Only storing or loading a recurrent state counts as a use of it. A conversation reads the state of its last turn once, on the
+device, and leaves a deeper one. If that read counted, states that no turn reads again would push others out.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class Retention:
         self._groups = groups
 
     def add(self, record: RequestRecord, slots: Sequence[SlotId]) -> None:
-        """Hold slots for a request that has not ended."""
+        """Hold slots for a live request."""
         self._pool.hold(slots)
         record.held += slots
 
     def share(self, record: RequestRecord) -> None:
-        """Note that a request uses a block which another request stored."""
+        """Note that a request uses a block that another request stored."""
         record.shares = True
 
     def arrived(self, job: Store) -> None:
-        """Hold a store's slots for the requests whose blocks these are. Not every block arrives after those before it.
+        """Hold a store's slots for the requests whose blocks they have. A block may arrive before the blocks in front of it.
 
-        A request that has ended gets none if no end of a job will release them.
+        An ended request holds no more slots if one of its jobs has timed out: that job's end may never come to release them.
         """
         sizes, held = [group.block_tokens for group in self._groups], list[SlotId]()
         first = end = 0
@@ -67,18 +67,18 @@ class Retention:
         self._pool.hold(held)
 
     def release_if_over(self, record: RequestRecord) -> None:
-        """Release a request's slots if it has no block table, or has ended, and no store of its is under way."""
+        """Release a request's slots if it has no block table and none of its jobs is pending."""
         is_waiting = record.table is not None or (record.jobs and not record.has_timed_out)
         if (record.held or record.shares or record.found_tokens) and not is_waiting:
             self.release(record)
 
     def release(self, record: RequestRecord) -> None:
-        """Release all that a request holds; its deepest blocks become evictable first."""
+        """Release all slots that a request holds; its deepest blocks are evicted first."""
         if self._tiers and record.loaded_tokens and record.persists:
             keys = self._keys(record, record.loaded_tokens, state=record.loaded_tokens)
             on_host = self._pool.index.parts
             for tier in self._tiers:
-                on_tier = tier.pool.index.parts  # and as a rule has all of them
+                on_tier = tier.pool.index.parts
                 lacking = [key for key in reversed(keys) if key not in on_tier[key[0]]]
                 tier.reuse([key for key in lacking if key in on_host[key[0]]])
         if record.shares or record.found_tokens:
@@ -94,12 +94,12 @@ class Retention:
         self._pool.use(self._slots_deepest_first(record, tokens), {})
 
     def _release_and_use(self, record: RequestRecord) -> None:
-        """Release held slots and mark shared ones as used, in one order, so that a shared head is as recent as a tail."""
+        """Release held slots and mark shared ones as used, deepest first, so that a shared head is as recent as the tail."""
         held = Counter(record.held)
         used = self._slots_deepest_first(record, record.confirmed_tokens, held)
         if held:
             reached = set(used)
-            # Worthless, or deeper than this incarnation has come.
+            # Invalidated since, or deeper than this incarnation has come.
             beyond = [slot for slot in reversed(held) if slot not in reached]
             self._pool.release([slot for slot in beyond for _ in range(held.pop(slot))])
         self._pool.use(used, held)
@@ -107,7 +107,7 @@ class Retention:
     def _slots_deepest_first(
         self, record: RequestRecord, tokens: int, held: Container[SlotId | None] = ()
     ) -> list[SlotId]:
-        """Return the slots that have the whole blocks of a request's first tokens, of recurrent groups those in `held`."""
+        """Return the slots with the whole blocks of a request's first tokens. Recurrent states count only if they are in `held`."""
         if not tokens:
             return []
         parts = self._pool.index.parts
@@ -119,7 +119,7 @@ class Retention:
     ) -> Sequence[BlockKey]:
         """Return the keys of the whole blocks of a request's first tokens, heads first.
 
-        Of recurrent groups these are those whose slots are in `held`, and the one after `state` tokens.
+        Of recurrent states only those whose slots are in `held`, and the one after `state` tokens.
         """
         if len(record.keys) == 1 and self._groups[0].kind is not AttentionKind.RECURRENT:
             return record.keys[0][: tokens // self._groups[0].block_tokens]

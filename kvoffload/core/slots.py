@@ -1,7 +1,8 @@
-"""A pool of slots: one record per slot is the truth; free slots, key index and eviction order follow it.
+"""A pool of slots: each slot has one record, and the free slots, the key index and the eviction order derive from it.
 
-A slot's record is its state, key, pins and holds. Pins keep its bytes (a lookup found it, a load reads it); holds only
-keep it out of the eviction order (a running request stored or hit it, so that a small pool does not churn).
+A slot's record is its state, key, pins and holds. A pin keeps the bytes, because a lookup found them or a job reads them. A hold
+only keeps the slot out of the eviction order while a running request that stored or hit it may need it, so that a small pool does
+not churn.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ _ONLY_PINNED = bytes((_PINNED,))
 
 
 class LruOrder:
-    """The slots that may be evicted right now, least recently used first.
+    """The slots that can be evicted right now, least recently used first.
 
-    Recency is the order of calls: a slot that is used leaves the order and comes back later, so `add` is its touch.
-    Slots that were used together come back deepest first.
+    A slot that is used leaves the order and is added again later, so the order of `add` calls is the recency. Slots that were used
+    together are added deepest first.
 
-    A ring: each slot knows the one after it and the one before. The ring begins and ends at -1, which indexes the last item of
-    Python's lists. It takes 16 bytes a slot, and a change touches a few items: an `OrderedDict` takes 100 to 160 bytes, and now
-    and then copies itself inside a hook.
+    It is a ring in which each slot has the next and the previous one. The ring begins and ends at -1, which is the index of the
+    last item in Python's lists. It takes 16 bytes per slot, and a change touches a few items. An `OrderedDict` takes 100 to 160
+    bytes per slot, and now and then copies itself inside a hook.
     """
 
     __slots__ = ("_after", "_before", "count")
@@ -39,15 +40,15 @@ class LruOrder:
         self._after = [_END]
         self._before = [_END]
         self.count = 0
-        """How many slots there are."""
+        """The number of slots in the order."""
 
     def grow(self, capacity: int) -> None:
-        """Slots with lower numbers than this may come from now on. Memory is taken here, not in `add`, which is in a step."""
+        """Make room for slots below this number. The memory is allocated here, because `add` runs in a hook."""
         for links in (self._after, self._before):
             links[-1:-1] = [_ABSENT] * (capacity + 1 - len(links))
 
     def add(self, slots: Sequence[SlotId]) -> None:
-        """Add slots, the last of them as the most recently used."""
+        """Add slots; the last one is the most recently used."""
         after, before = self._after, self._before
         last = before[-1]
         for slot in slots:
@@ -84,10 +85,10 @@ class LruOrder:
         return taken
 
     def __iter__(self) -> Iterator[SlotId]:
-        """Go through the slots, the next victim first. Reads only."""
+        """Yield the slots, the next victim first. Reads only."""
         links = self._after
         slot = links[-1]
-        for _ in range(self.count):  # not until the ring's end: an audit must end also on a broken one
+        for _ in range(self.count):  # ends even if the ring is broken, which an audit must report
             yield slot
             slot = links[slot]
 
@@ -112,7 +113,7 @@ def count(counts: dict[Item, int], items: Sequence[Item]) -> None:
 
 
 def uncount(counts: dict[Item, int], items: Sequence[Item]) -> Sequence[Item]:
-    """Undo one use of each item; return those that are not used any more, in this order.
+    """Undo one use of each item; return the items that are not used any more, in the same order.
 
     Raises:
         KeyError: one of them is not used; nothing has changed.
@@ -135,7 +136,7 @@ def uncount(counts: dict[Item, int], items: Sequence[Item]) -> Sequence[Item]:
 
 
 class HostPool:
-    """The host slots of one engine. Its capacity starts at 0 and grows as the ranks have memory ready."""
+    """The slots of one tier of an engine. The host's pool starts with 0 slots and grows as the ranks have memory ready."""
 
     def __init__(self) -> None:
         self._states = bytearray()
@@ -145,7 +146,7 @@ class HostPool:
         self.holds: dict[SlotId, int] = {}
         """How often each slot is held."""
         self.index = KeyIndex()
-        """The slots that can hit (READY or PINNED) by key. An answer is worthless until pinned."""
+        """The slots that can hit (READY or PINNED) by key. A slot must be pinned before its bytes are used."""
         self._freed: list[SlotId] = []
         self._fresh = 0
         self._order = LruOrder()
@@ -159,7 +160,7 @@ class HostPool:
 
     @property
     def room(self) -> int:
-        """Slots that `reserve` could give now."""
+        """The number of slots that `reserve` could return now."""
         return self._counts[_EMPTY] + self._order.count
 
     def count(self, state: SlotState) -> int:
@@ -195,12 +196,12 @@ class HostPool:
         return more
 
     def adopt(self, capacity: int, blocks: Mapping[SlotId, BlockKey], free: Sequence[SlotId]) -> None:
-        """Take over a part of what an earlier process left in `capacity` slots.
+        """Take over a part of the slots that an earlier process filled.
 
         Args:
-            capacity: slots in all. One that is in no part stays QUARANTINED.
-            blocks: what slots hold, the most recently used last.
-            free: slots that hold nothing.
+            capacity: slots in all. A slot that is in no part stays QUARANTINED.
+            blocks: the keys of slots with blocks, the most recently used last.
+            free: empty slots.
         """
         slots, counts = list(blocks), self._counts
         self.index.expect(capacity)
@@ -220,10 +221,10 @@ class HostPool:
         self._freed += free
 
     def reserve(self, keys: Sequence[BlockKey]) -> tuple[list[SlotId], Sequence[BlockKey]]:
-        """Give each key a slot to be filled, evicting where none is empty; all or nothing.
+        """Allocate a slot for each key, evicting where none is empty; all or nothing.
 
         Returns:
-            The slots, in ascending order so that neighbours merge into one copy, and the keys that were evicted.
+            The slots, in ascending order so that copies of neighbours can be merged, and the keys that were evicted.
 
         Raises:
             ValueError: more keys than `room`; nothing has changed.
@@ -232,9 +233,9 @@ class HostPool:
         missing = wanted - self._counts[_EMPTY]
         if missing > self._order.count:
             raise ValueError(f"{len(keys)} slots asked for, {self.room} to be had")
-        # Nothing below can fail.
+        # Nothing below can raise.
         evicted = self._evict(missing) if missing > 0 else ()
-        # Freed slots first, so that the arena's far end is touched last.
+        # Freed slots first: the end of host memory is touched only when it is needed.
         slots, fresh = self._freed[-wanted:] if wanted else [], self._fresh
         del self._freed[len(self._freed) - len(slots) :]
         slots.sort()
@@ -248,14 +249,14 @@ class HostPool:
         return slots, evicted
 
     def fill(self, slots: Sequence[SlotId]) -> None:
-        """Let slots hit from now on, the last of them as the most recently used: every rank has written them."""
+        """Let slots hit that every rank has written; the last one is the most recently used."""
         self._move_all(slots, SlotEvent.FILL)
         self.index.add(list(map(self._keys.__getitem__, slots)), slots)  # type: ignore[arg-type]  # it had one
         if unheld := self._not_held(slots):
             self._order.add(unheld)
 
     def pin(self, slots: Sequence[SlotId]) -> None:
-        """Keep slots that can hit from eviction; the caller owns the pins and undoes each once.
+        """Keep slots that can hit from eviction. The caller undoes each pin once.
 
         Raises:
             IllegalTransition: one of them cannot hit; nothing has changed.
@@ -274,7 +275,7 @@ class HostPool:
             pins.update(once)
 
     def unpin(self, slots: Sequence[SlotId]) -> None:
-        """Undo one pin of each slot; the deepest ones become evictable first.
+        """Undo one pin of each slot; the deepest are evicted first.
 
         Raises:
             KeyError: one of them is not pinned; nothing has changed.
@@ -290,20 +291,20 @@ class HostPool:
             self._order.add(unheld)
 
     def hold(self, slots: Sequence[SlotId]) -> None:
-        """Keep slots out of the eviction order while a request counts on them."""
+        """Keep slots out of the eviction order while a request needs them."""
         if ready := self._ready(tuple(dict.fromkeys(slots))):
             self._order.remove(self._not_held(ready))
         count(self.holds, slots)
 
     def release(self, slots: Sequence[SlotId]) -> None:
-        """Undo one `hold` of each slot. The caller names a request's slots deepest first."""
+        """Undo one `hold` of each slot. The caller passes a request's slots deepest first."""
         self._order.add(self._ready(uncount(self.holds, slots)))
 
     def use(self, slots: Sequence[SlotId], held: Mapping[SlotId, int]) -> int:
-        """Note a use of each slot in this order, and undo as many holds of each slot as `held` says. The last use of a slot counts.
+        """Mark the slots as used in this order, and undo as many holds of each as `held` says. A slot's last use counts.
 
         Returns:
-            How many of them may be evicted, the last one last.
+            How many of them can be evicted.
         """
         holds, states, order = self.holds, self._states, self._order
         moved, last = list[SlotId](), list[SlotId]()
@@ -324,11 +325,11 @@ class HostPool:
         return len(last)
 
     def invalidate(self, slot: SlotId) -> bool:
-        """Let a slot no longer hit; return whether it could until now.
+        """Remove a slot from the index; return whether it could hit until now.
 
-        A READY slot becomes EMPTY; a FILLING or PINNED one drains until its last copy and pin have ended.
+        A READY slot becomes EMPTY. A FILLING or PINNED one is DRAINING until its last copy and pin have ended.
         """
-        # Once a slot drains, its key may be another slot's.
+        # While a slot drains, another slot may get the same key.
         could_hit = self._forget_key(slot)
         if self._states[slot] == SlotState.READY:
             self._order.remove(self._not_held((slot,)))
@@ -339,7 +340,7 @@ class HostPool:
         return could_hit
 
     def drained(self, slots: Iterable[SlotId]) -> None:
-        """Free those of the slots that are DRAINING: no copy touches them any more."""
+        """Free the DRAINING ones of these slots, whose last copy or pin has ended."""
         empty = [slot for slot in slots if self._states[slot] == _DRAINING]
         if empty:
             self._move_all(empty, SlotEvent.DRAIN)
@@ -357,9 +358,9 @@ class HostPool:
         return could_hit
 
     def forget_all(self) -> Mapping[BlockKey, SlotId]:
-        """Empty the index at once (a reset) and return what it held; pinned slots drain.
+        """Empty the index at once (a reset) and return its keys and slots; pinned slots drain.
 
-        Slots that a store is filling are not in the index: the owners of their jobs invalidate them.
+        FILLING slots are not in the index: the owners of their jobs invalidate them.
         """
         ready = [SlotId(slot) for slot, state in enumerate(self._states) if state == _READY]
         pinned = [SlotId(slot) for slot, state in enumerate(self._states) if state == _PINNED]
@@ -380,7 +381,7 @@ class HostPool:
         self._counts[after] += 1
 
     def _move_all(self, slots: Sequence[SlotId], event: SlotEvent) -> None:
-        """Move distinct slots by an event that is legal from exactly one state: all of them, or none."""
+        """Move distinct slots by an event that is legal in only one state: all of them, or none."""
         states, (before, after) = self._states, SLOT.only[event]
         if wrong := bytes(map(states.__getitem__, slots)).translate(None, before):
             raise IllegalTransition("slot", SlotState(wrong[0]), event)
@@ -399,23 +400,23 @@ class HostPool:
         return [slot for slot, state in zip(slots, states, strict=True) if state == _READY] if ready else ()
 
     def _not_held(self, slots: Sequence[SlotId]) -> Sequence[SlotId]:
-        """Return those that no running request holds; if READY, they are in the eviction order."""
+        """Return the slots that no running request holds. Those of them that are READY are in the eviction order."""
         holds = self.holds
         if holds.keys().isdisjoint(slots):
             return slots
         return [slot for slot in slots if slot not in holds]
 
     def _evict(self, count: int) -> Sequence[BlockKey]:
-        """Free the slots that are evicted next, for `reserve`; return their keys."""
+        """Free the slots at the front of the eviction order for `reserve`; return their keys."""
         slots = self._order.take(count)
         evicted = [key for slot in slots if (key := self._keys[slot]) is not None]
         self._move_all(slots, SlotEvent.EVICT)
         self.index.remove(evicted)
-        self._freed += slots  # their keys are about to be replaced
+        self._freed += slots  # `reserve` replaces their keys
         return evicted
 
     def _forget_key(self, slot: SlotId) -> bool:
-        """Take a slot that can hit out of the index; return whether it could."""
+        """Remove a slot from the index if it can hit; return whether it could."""
         key = self.indexed_key(slot)
         if key is not None:
             self.index.remove((key,))

@@ -1,4 +1,4 @@
-"""All state of one engine's scheduler side: every piece with its one writer."""
+"""All state of one engine's scheduler side. Each part has one writer."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Policy:
     Args:
         store_policy: "eager" or "lazy".
         min_load_tokens: shorter hits are recomputed instead.
-        prefix_boundaries: ask the engine for recurrent states whose absence shortened hits.
+        prefix_boundaries: ask the engine for recurrent states without which a hit was shorter.
         spill_after_hits: how often a block is found again before it is written to the disk; None without a disk.
-        share_after_hits: how often before it is written to the remote store; None without one.
+        share_after_hits: the same for the remote tier; None without one.
     """
 
     store_policy: str = "eager"
@@ -38,14 +38,14 @@ class Policy:
 
 
 class LoadResults(Struct):
-    """Loads that ended, each started load named exactly once, also of requests that are gone."""
+    """Requests whose loads have ended. Each started load is named exactly once, also if its request has ended."""
 
     loaded: list[RequestId] = []
     failed: list[RequestId] = []
 
 
 class CoreState:
-    """All parts that hold state. A request's state is in its record, a job's in the job, a slot's in the pool.
+    """All parts that hold state. The state of a request is in its record, that of a job in the job, that of a slot in its pool.
 
     Args:
         shape: the engine's fixed facts.
@@ -58,7 +58,7 @@ class CoreState:
         self.policy = policy
         self.device = device
         self.none_offered = (0,) * len(shape.groups)
-        """What `RequestRecord.offered` is for a new block table."""
+        """The value of `RequestRecord.offered` for a new block table."""
         ranks = [Rank(rank) for rank in range(shape.ranks)]
         self.jobs = jobs = Jobs(shape.ranks)
         self.disk = None if (hits := policy.spill_after_hits) is None else DiskTier(hits, jobs, shape.ranks)
@@ -75,9 +75,9 @@ class CoreState:
         self.results = LoadResults()
         self.stall = Stall(shape.stall_limit)
         self.ready = dict.fromkeys(ranks, 0)
-        """Per rank, the host slots that it has ready."""
+        """How many host slots each rank has ready."""
         self.growing = set(self.ready)
-        """Ranks that are still making host memory ready, as far as they have reported."""
+        """Ranks that have not reported yet that all of their host memory is ready."""
         self.steps = 0
         """How many steps there have been."""
         self.epoch = 0

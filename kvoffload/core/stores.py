@@ -1,12 +1,12 @@
-"""Stores: planners offer computed blocks, each offer is accepted or declined, and one job a step takes the accepted ones.
+"""Stores: planners offer computed blocks, each offer is accepted or declined, and one job per step copies the accepted ones.
 
     offer ─▶ _decide ─▶ _accept ─▶ the step's job ─▶ reported ─▶ _arrived │ failed
                 │  ▲
-                │  └── waiting: for room under the lease limit, for its request's end, for a duplicate's store
+                │  └── waiting: for room under the lease limit, for the request's end, for the store of a duplicate
                 └─ declined (`_settle`)
 
-Every offer gets exactly one outcome; until then it is in `RequestRecord.waiting`, among the duplicates that `InFlight`
-keeps, in `again` for the next step, or in an open job.
+Every offer gets exactly one outcome. Until then it is in `RequestRecord.waiting`, among the duplicates of `InFlight`, in `again`
+for the next step, or in an open job.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _BLOCK: Callable[[Offer], DeviceBlockId] = itemgetter(1)
 class EvictionWatch:
     """Which running requests offer a block again when the host evicts it (R8).
 
-    A request whose block was on the host by another request's store has nothing to store. If the host evicts the block while
-    the request still runs, the request offers it again, once.
+    If another request has stored a block before, this request has nothing to store. If the host evicts the block while the request
+    still runs, the request offers it again, once.
 
     The only writer of a record's `watched` and `stored_again`.
     """
@@ -44,13 +44,13 @@ class EvictionWatch:
         self.offers: dict[BlockKey, dict[RequestRecord, Offer]] = {}
 
     def add(self, record: RequestRecord, offer: Offer) -> None:
-        """Watch for the eviction of a key that a request offered, unless the request has offered it again before."""
+        """Watch for the eviction of a key that a request offered, unless it has offered the key again before."""
         if offer.key not in record.stored_again:
             self.offers.setdefault(offer.key, {})[record] = offer
             record.watched.add(offer.key)
 
     def evicted(self, keys: Iterable[BlockKey]) -> list[Offer]:
-        """These keys left the host: return the offers to make again."""
+        """Return the offers to make again after the host has evicted these keys."""
         again: list[Offer] = []
         for key in keys:
             for record, offer in self.offers.pop(key, {}).items():
@@ -60,7 +60,7 @@ class EvictionWatch:
         return again
 
     def forget(self, record: RequestRecord) -> None:
-        """The request has no block table any more."""
+        """Watch no more for a request that has lost its block table."""
         for key in record.watched:
             offers = self.offers[key]
             del offers[record]
@@ -78,11 +78,11 @@ class Stores:
         self.in_flight = InFlight()
         self.evictions = EvictionWatch()
         self.batch: Store | None = None
-        """The step's job, which takes what is accepted; None before anything is."""
+        """The step's job, to which accepted offers are added; None before the first of them."""
         self.for_room: dict[RequestRecord, deque[Position]] = {}
-        """Per request, the positions whose offers wait for room."""
+        """The positions of each request whose offers wait for room."""
         self.states_for_room: dict[RequestRecord, deque[Position]] = {}
-        """Of these the recurrent states, which get room first: without its state a prefix is of no use."""
+        """The same for recurrent states, which get room first: a prefix without its state is useless."""
         self.again: list[Offer] = []
         """Offers to decide on again in the next step."""
         self.leased_blocks = 0
@@ -96,23 +96,23 @@ class Stores:
         return 0 if self._state.stall.is_on else self._lease_limit - self.leased_blocks
 
     def offer(self, offers: Sequence[Offer], *, last_chance: bool = False) -> None:
-        """Take offers, each for the first time. `last_chance`: their request is ending, so nothing can wait."""
+        """Decide on new offers. With `last_chance` their request is ending, so none of them can wait."""
         self._state.tally.offered(len(offers))
         self._decide(offers, last_chance=last_chance)
 
     def refuse(self, offers: Sequence[Offer], outcome: StoreOutcome) -> None:
-        """Blocks that were due but cannot be stored: their outcome is known at once."""
+        """Count blocks that were due but cannot be stored, with their outcome."""
         if offers:
             self._state.tally.offered(len(offers))
         for offer in offers:
             self._settle(offer.key, outcome)
 
     def offer_again(self, offers: Sequence[Offer]) -> None:
-        """Take offers back that waited for a job which failed; the next step decides on them."""
+        """Decide in the next step on offers that waited for a job that has failed."""
         self.again += offers
 
     def arrived_otherwise(self, offers: Sequence[Offer]) -> None:
-        """Settle offers whose key another job has brought to the host."""
+        """Settle offers whose keys another job has brought to the host."""
         for offer in offers:
             self._state.tally.count_stores(StoreOutcome.IN_FLIGHT)
             if (record := owner(offer)) is not None:
@@ -120,17 +120,17 @@ class Stores:
                 self.evictions.add(record, offer)
 
     def next_step(self) -> None:
-        """Decide on what waited for room, and on what may be stored again."""
+        """Decide on offers that waited for room, and on those that may be stored again."""
         if self.again:
             again, self.again = self.again, []
             self._decide(again, last_chance=False)
         if self.for_room or self.states_for_room:
-            # While host memory grows, offers that have no slot yet wait on.
+            # While host memory grows, offers without a slot keep waiting.
             room = min(self.room, self._state.pool.room) if self._state.growing else self.room
             self._decide(self._take_for_room(room), last_chance=False)
 
     def ending(self, record: RequestRecord) -> None:
-        """A request is ending: what it has waiting gets its last chance."""
+        """Decide for the last time on the waiting offers of a request that is ending."""
         if not record.waiting:
             return
         sizes = [group.block_tokens for group in self._state.shape.groups]
@@ -141,20 +141,20 @@ class Stores:
         self._decide([self._offer_of(record, *position) for position in positions], last_chance=True)
 
     def settle_waiting(self, record: RequestRecord, outcome: StoreOutcome) -> None:
-        """A request's offers can wait no longer."""
+        """Give the waiting offers of a request this outcome."""
         for group, position in record.waiting:
             self._settle(record.keys[group][position], outcome)
         self._stop_waiting(record)
 
     def schedule(self, job: Store) -> None:
-        """The step's plan is about to take the store job: report it, and let the next offer open another one."""
+        """Report the step's store job, which is about to be submitted; the next offer opens another one."""
         self.batch = None
         self._state.tally.events.append(StoreScheduled(job.id, len(job.slots)))
 
     # -- deciding -----------------------------------------------------------------------------------------------
 
     def _decide(self, offers: Sequence[Offer], *, last_chance: bool) -> None:
-        """Accept or decline each offer, or let it wait. What comes first in `offers` is stored first."""
+        """Accept or decline each offer, or let it wait. The first offers are stored first."""
         state = self._state
         if state.degraded is not None:
             for offer in offers:
@@ -165,7 +165,7 @@ class Stores:
             offers = self._fresh(offers)
         if not offers:
             return
-        # The last check of all is against the engine's own knowledge of the blocks (R7).
+        # The last check: the engine's own hash of each block (R7).
         held = state.device.keys_of(list(map(_BLOCK, offers)))
         if None in held and not state.epoch:
             offers, held = self._hashed(offers, held)
@@ -179,12 +179,12 @@ class Stores:
             and state.leases.counts.keys().isdisjoint(blocks)
             and len(set(keys)) == len(keys)
         ):
-            self._accept(offers)  # as a rule
+            self._accept(offers)  # the usual case
         else:
             self._admit_some(offers, held, last_chance=last_chance)
 
     def _fresh(self, offers: Sequence[Offer]) -> list[Offer]:
-        """Return the offers of what the host does not have; what is on its way there waits for how that ends."""
+        """Return the offers of blocks that the host lacks. Offers of keys in flight wait for the outcome."""
         parts, in_flight = self._state.pool.index.parts, self.in_flight
         fresh: list[Offer] = []
         cached: list[Offer] = []
@@ -204,7 +204,7 @@ class Stores:
     def _hashed(
         self, offers: Sequence[Offer], held: Sequence[BlockKey | None]
     ) -> tuple[list[Offer], list[BlockKey | None]]:
-        """Decline the offers of blocks that have no hash, such as those that a window has passed already; return the others."""
+        """Decline the offers of blocks without a hash, such as those that a window has passed; return the others."""
         copied, left, unhashed = self._state.leases.counts, list[int](), list[BlockKey]()
         for number, (offer, holds) in enumerate(zip(offers, held, strict=True)):
             if holds is not None or offer.block == NULL_BLOCK or offer.block in copied:
@@ -219,9 +219,9 @@ class Stores:
     def _admit_some(
         self, offers: Sequence[Offer], held: Sequence[BlockKey | None], *, last_chance: bool
     ) -> None:
-        """Accept what can be accepted, of one key the first offer.
+        """Accept the offers that can be accepted, of each key only the first.
 
-        A duplicate of an accepted offer waits; one of a declined offer is decided on in its own place, so that a head
+        A duplicate of an accepted offer waits. A duplicate of a declined offer is decided on when its turn comes, so that a head
         comes before its tail.
         """
         state = self._state
@@ -248,16 +248,16 @@ class Stores:
             self.in_flight.wait(duplicate)
 
     def _without_room(self, is_host_full: bool) -> StoreOutcome:
-        """Return why an offer waits that finds no room on the host, or under the lease limit."""
+        """Return why there is no room for an offer, on the host or under the lease limit."""
         if is_host_full:
             return StoreOutcome.NOT_READY if self._state.growing else StoreOutcome.HOST_FULL
         return StoreOutcome.STALLED if self._state.stall.is_on else StoreOutcome.LEASE_LIMIT
 
     def _by_block(self, offer: Offer, holds: BlockKey | None) -> Offer | StoreOutcome:
-        """Return the offer on a block that certainly holds its key, or why there is none (R3, R7, R10)."""
+        """Return the offer with a block that certainly holds its key, or why there is no such block (R3, R7, R10)."""
         state, block = self._state, offer.block
         if block == NULL_BLOCK:
-            # Zeroed, but another block on the device may hold the key.
+            # The position was zeroed, but another block on the device may hold the key.
             block = state.device.block_of(offer.key) or NULL_BLOCK
             if block == NULL_BLOCK:
                 return StoreOutcome.STALE
@@ -271,13 +271,13 @@ class Stores:
         return offer if block == offer.block else offer._replace(block=block)
 
     def _is_since_reset(self, offer: Offer, block: DeviceBlockId) -> bool:
-        """Whether a block was computed after the last reset, including all that it builds on (R10)."""
+        """Whether a block and all blocks before it were computed after the last reset (R10)."""
         record = offer.record
         is_tainted = record is not None and record.is_live and not record.may_store
         return block in self._state.computed_since_reset and not is_tainted
 
     def _decline(self, offer: Offer, outcome: StoreOutcome, *, last_chance: bool) -> None:
-        """Let an offer wait, or give it this outcome if it cannot."""
+        """Let an offer wait, or give it this outcome if it cannot wait."""
         record = owner(offer) if outcome in _WAITS and not last_chance else None
         if record is None:
             self._settle(offer.key, outcome)
@@ -292,7 +292,7 @@ class Stores:
             self._state.misses.note((offer.key,), MISS_CAUSES[outcome])
 
     def _accept(self, offers: Sequence[Offer]) -> None:
-        """Reserve slots for offers, lease their blocks, and add them to the step's job. There is room for all."""
+        """Reserve slots for offers, lease their blocks, and add them to the step's job. There is room for all of them."""
         state = self._state
         job = self.batch
         if job is None:
@@ -313,14 +313,14 @@ class Stores:
     # -- endings ------------------------------------------------------------------------------------------------
 
     def reported(self, job: Store, rank: Rank, report: JobReport) -> None:
-        """Invalidate the store as soon as one rank has failed; its memory waits for every rank (R4)."""
+        """Fail the store as soon as one rank has failed; its memory is released after the last rank (R4)."""
         if report.outcome is not CopyOutcome.DONE and not job.settled:
             self.failed(job, Failure.FAILED)
 
     def failed(self, job: Store, why: Failure) -> None:
-        """Invalidate the slots at once, and let the duplicates that waited be offered again.
+        """Invalidate the slots at once, and offer waiting duplicates again.
 
-        After a time-out the slots are never allocated again (R16).
+        After a timeout the slots are never allocated again (R16).
         """
         pool = self._state.pool
         if not job.settled:
@@ -336,7 +336,7 @@ class Stores:
                 pool.quarantine(slot)
 
     def ended(self, job: Store) -> None:
-        """No rank touches the job's memory any more: release it."""
+        """Release the job's memory: every rank has ended its copy."""
         state = self._state
         if job.settled:
             state.pool.drained(job.slots)
@@ -351,7 +351,7 @@ class Stores:
             state.retention.release_if_over(record)
 
     def stop(self, outcome: StoreOutcome) -> None:
-        """Settle all that waits. The open jobs have been dropped."""
+        """Settle all waiting offers. The open jobs have been dropped."""
         for record in tuple(self._state.requests.live.values()):
             self.settle_waiting(record, outcome)
         again, self.again = self.again, []
@@ -359,7 +359,7 @@ class Stores:
             self._settle(offer.key, outcome)
 
     def _arrived(self, job: Store) -> None:
-        """Every rank has copied: the blocks can hit. The deepest become evictable first."""
+        """Let the blocks hit, which every rank has copied. The deepest are evicted first."""
         state = self._state
         job.settled = True
         state.retention.arrived(job)
@@ -380,22 +380,22 @@ class Stores:
     # -- outcomes -----------------------------------------------------------------------------------------------
 
     def _settle(self, key: BlockKey, outcome: StoreOutcome) -> None:
-        """An offer has its outcome."""
+        """Give an offer its outcome."""
         self._state.tally.count_stores(outcome)
         cause = MISS_CAUSES.get(outcome)
         if cause is not None and key not in self._state.pool.index:
             self._state.misses.note((key,), cause)
 
     def _already_cached(self, offers: Sequence[Offer]) -> None:
-        """The host has these keys: watch for their eviction (R8), and note their use.
+        """Settle offers of blocks that the host has; watch for their eviction (R8), and note their use.
 
-        A request's blocks are offered a few at a time. If each was used when it is offered, a head would be the oldest
-        (R15), so they are used together, when the request releases what it holds.
+        A request's blocks are offered a few at a time. If each were marked as used when it is offered, a head would be the oldest
+        (R15). So they are marked together when the request releases its slots.
         """
         state = self._state
         state.tally.count_stores(_ALREADY_CACHED, len(offers))
         ownerless: list[SlotId] = []
-        for offer in reversed(offers):  # used together: the head is evicted last
+        for offer in reversed(offers):  # the head is evicted last
             if (record := owner(offer)) is None:
                 ownerless.append(state.pool.index[offer.key])
             else:
@@ -405,10 +405,10 @@ class Stores:
             state.pool.use(ownerless, {})
 
     def evicted(self, keys: Sequence[BlockKey]) -> None:
-        """Blocks made room for others. What running requests still have on the device may be stored again, once."""
+        """Count blocks that were evicted for space. Running requests that still have them on the device may offer them again, once."""
         state = self._state
         state.misses.note(keys, MissCause.EVICTED)
-        # What should have been on a tier below before.
+        # These should have been spilled before.
         lost = max([tier.evicted(keys) for tier in state.tiers], default=0)
         state.tally.evicted(EvictionCause.SPILL_BEHIND, lost)
         state.tally.evicted(EvictionCause.SPACE, len(keys) - lost)
@@ -419,7 +419,7 @@ class Stores:
     # -- waiting ------------------------------------------------------------------------------------------------
 
     def _take_for_room(self, room: int) -> list[Offer]:
-        """Take up to `room` offers that waited for room, states first, as their tables have them now."""
+        """Return up to `room` offers that waited for room, states first, with the blocks that their tables have now."""
         taken: list[Offer] = []
         for queue in (self.states_for_room, self.for_room):
             while queue and len(taken) < room:
@@ -439,7 +439,7 @@ class Stores:
 
     @staticmethod
     def _offer_of(record: RequestRecord, group: GroupId, position: int) -> Offer:
-        """Return the offer of a position as the request's table has it now: its block may have been zeroed."""
+        """Return the offer of a position with the block that the table has now; it may have been zeroed."""
         assert record.table is not None, record
         blocks = record.table[group]
         block = blocks[position] if position < len(blocks) else NULL_BLOCK
@@ -451,14 +451,14 @@ _FOR_ROOM = (
     StoreOutcome.NOT_READY,  # the host has no room yet, but more memory is coming
     StoreOutcome.STALLED,  # too many copies did not end, and no new one starts
 )
-"""An offer waits for these to end, which they do for all at once: each step decides in order on as many as there is room for."""
+"""Offers wait for this to end. Each step decides on as many of them, in order, as there is room for."""
 
 _WAITS = (
     *_FOR_ROOM,
-    StoreOutcome.HOST_FULL,  # of what running requests use
+    StoreOutcome.HOST_FULL,  # of slots that running requests use
     StoreOutcome.FAILED,  # a copy that timed out may still run on the block
 )
-"""An offer waits for these to end, those that are not for room until its request's end. If it cannot wait, this is its outcome."""
+"""An offer waits for this to end, the last two until its request ends. If it cannot wait, this is its outcome."""
 
 MISS_CAUSES = {
     StoreOutcome.HOST_FULL: MissCause.DECLINED_HOST_FULL,
@@ -475,4 +475,4 @@ MISS_CAUSES = {
     StoreOutcome.BEFORE_RESET: MissCause.AFTER_RESET,
     StoreOutcome.CANCELLED: MissCause.AFTER_RESET,
 }
-"""What a later lookup reports of a block that was not stored."""
+"""Why a later lookup misses a block that was not stored."""

@@ -1,4 +1,4 @@
-"""What the core reports: events in order, sums of what happened to single blocks, and why a key is not on the host."""
+"""What the core reports: events in order, sums over single blocks, and why a key is not on the host."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Tally:
     """Collects events until the runtime takes them, and adds up the counts of single blocks.
 
     Args:
-        planned: jobs that the step's plan will have. While there are any, sums wait: they follow the jobs they are about.
+        planned: the jobs of the step's plan. While there are any, sums are kept back: they come after the events of these jobs.
     """
 
     def __init__(self, planned: Sized) -> None:
         self._planned = planned
         self.events: list[Event] = []
-        """About requests and jobs; who has one to report appends it."""
+        """About requests and jobs. Every part of the core appends its own."""
         self._outcomes: dict[StoreOutcome, int] = {}
         self._evicted: dict[EvictionCause, int] = {}
         self._offered = self._zeroed = 0
@@ -42,40 +42,40 @@ class Tally:
         """Whether `take` has sums to return now."""
 
     def offered(self, blocks: int) -> None:
-        """Blocks were offered to the host."""
+        """Count blocks that were offered to the host."""
         self._offered += blocks
         self.open_offers += blocks
         self.has_sums = True
 
     def count_stores(self, outcome: StoreOutcome, blocks: int = 1) -> None:
-        """Offers got their final outcome."""
+        """Count offers that got their final outcome."""
         self._outcomes[outcome] = self._outcomes.get(outcome, 0) + blocks
         self.open_offers -= blocks
         self.has_sums = True
 
     def evicted(self, cause: EvictionCause, blocks: int) -> None:
-        """Blocks left the host."""
+        """Count blocks that left the host."""
         if blocks:
             self._evicted[cause] = self._evicted.get(cause, 0) + blocks
             self.has_sums = True
 
     def evicted_below(self, tier: Tier, cause: EvictionCause, blocks: int) -> None:
-        """Blocks left a lower tier. Of a remote store only hints are lost, which are not counted: the store keeps its blocks."""
+        """Report blocks that left the disk. The remote tier loses only hints, which are not counted: it still has the blocks."""
         if blocks and tier is Tier.DISK:
             self.events.append(DiskBlocksEvicted(blocks, cause))
 
     def rejected(self, cause: RejectionCause, request: RequestId | None = None) -> None:
-        """A fact or report cannot be true, and is ignored."""
+        """Report that a fact cannot be true and was ignored."""
         self.events.append(FactRejected(cause, request))
 
     def zeroed(self, blocks: int) -> None:
-        """Positions were zeroed in requests' block tables."""
+        """Count positions that were zeroed in requests' block tables."""
         if blocks:
             self._zeroed += blocks
             self.has_sums = True
 
     def take(self, *, everything: bool = False) -> list[Event]:
-        """Return the events since the last call, and forget them; sums wait while jobs are planned, but for `everything`."""
+        """Return the events since the last call, and forget them. While jobs are planned, sums come only with `everything`."""
         events, self.events = self.events, []
         self.has_sums = False
         if self._planned and not everything:
@@ -95,10 +95,10 @@ class Tally:
 
 
 class MissMemory:
-    """Remembers about the last `bound` keys that left the host or never reached it, and all that the last reset dropped.
+    """Remembers why keys are not on the host: about `bound` keys that left it or never reached it, and all that a reset dropped.
 
-    A large one has parts by the first byte of a key, each of which remembers its share: an `OrderedDict` whose keys
-    come and go copies itself now and then, which takes 10 ms for 65,536 keys.
+    The keys are divided by their first byte, because an `OrderedDict` whose keys come and go copies itself now and then,
+    which takes 10 ms for 65,536 keys.
     """
 
     def __init__(self, bound: int = 65_536) -> None:
@@ -120,14 +120,14 @@ class MissMemory:
                 part.popitem(last=False)
 
     def arrived(self, keys: Iterable[BlockKey]) -> None:
-        """Forget keys that are on the host now."""
+        """Forget keys that have reached the host."""
         causes, parts = self._causes, self._parts
         for key in keys if causes else ():
             if (part := causes.get(key[0] % parts)) is not None:
                 part.pop(key, None)
 
     def reset(self, dropped: Mapping[BlockKey, object]) -> None:
-        """Remember that all keys known until now are from before the reset."""
+        """Forget all causes: the keys that were dropped are from before a reset."""
         self._causes.clear()
         self._before_reset = dropped
 

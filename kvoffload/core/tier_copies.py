@@ -1,30 +1,31 @@
-"""Copies between the host and the tiers below it: what is fetched and spilled, when, and how it ends.
+"""Copies between the host and the tiers below it: which blocks are fetched and spilled, when, and how the copies end.
 
-Fetches bring blocks that a lookup finds below the host; the next lookup finds them on the host.
+Fetches bring blocks of lower tiers to the host, where the next lookup finds them.
 
     seen, look ─▶ plan ─▶ submit ─▶ reported ─▶ _arrived │ failed
-                            └─ a request that nobody waits behind leaves: dropped
+                            └─ the last request that waits for it leaves: dropped
 
-A fetch begins when its request arrives, for what neither the device nor the host has then; a lookup adds what has changed. A key
-is fetched once, whichever request asks (R14). Until it has arrived a lookup answers "not yet"; then the host has it like any
-other block. Fetches fill at most a quarter of the host at a time, and for one request in all, so a longer prefix is fetched head
-first and the rest is computed. A fetch that fails costs its requests one wait: no other is planned for them.
+A fetch begins when its request arrives, for the blocks that neither the device nor the host has then; a lookup adds what has
+changed. A key is fetched once, whichever request asks (R14). Until it has arrived, a lookup answers "not yet"; after that the host
+has it like any other block. Fetches fill at most a quarter of the host at a time, and at most as much for one request in all; a
+longer prefix is fetched from its head, and the rest is computed. After a failed fetch its requests have waited once, and no other
+fetch is planned for them.
 
-A *warm start* fetches, after a restart, the most recently used blocks on the disk before a request asks for them. They fill only
-free slots, a quarter of the host at most, a few at a time, and only while nothing else is loaded or fetched. The least recently
-used of them come first: both pools then keep the order in which these blocks were used. What a request looks for is left to it:
-a deeper block that came after the prefix's head would be evicted after it (R15).
+A *warm start* fetches the most recently used blocks on the disk after a restart, before a request asks for them. They fill only
+free slots, at most a quarter of the host, a few at a time, and only while nothing else is loaded or fetched. The least recently
+used of them come first, so that both pools keep the order in which these blocks were used. A warm start leaves the prefix of an
+arriving request to this request: a deeper block that came after the prefix's head would be evicted after it (R15).
 
-Spills write blocks that were found again, after all other copies.
+Spills write blocks that were found again to a lower tier, after all other copies.
 
     reuse ─▶ candidates ─▶ step ─▶ submit ─▶ reported ─▶ _arrived │ failed
-                └─ the host has evicted it: left out (`spill_behind`)
+                └─ the host has evicted it: skipped (`spill_behind`)
 
-Candidates wait in the order in which the host evicts: least recently used first, and within a prefix the deepest first. So the
-blocks that the host evicts next have been written by then, if spills keep up, and the tier, too, evicts a prefix's head last.
-A host slot stays pinned until every rank's copy has ended, also after a reset: if the slot were reused, a rank that still reads it
-would write the new block's bytes under the old key. A slot of the disk is removed from the index before it is written again, and
-put into it after every rank has written it. If the removal is lost, the checksums show it.
+Candidates wait in the order in which the host evicts: least recently used first, and within a prefix the deepest first. If spills
+keep up, a block has been written before the host evicts it, and the tier, too, evicts a prefix's head last. A host slot stays
+pinned until every rank's copy has ended, also after a reset: if the slot were reused, a rank that still reads it would write the
+new block's bytes under the old key. A slot of the disk is removed from the disk's index before it is overwritten, and added after
+every rank has written it. If the removal is lost in a crash, the checksums do not match.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ from kvoffload.model.wire import JobReport, Tier
 JobT = TypeVar("JobT", Fetch, Spill)
 
 MOST_STEPS = 64
-"""Steps for which few candidates wait for others. A kill loses those that wait."""
+"""Steps for which a few candidates wait for more. A killed process loses the candidates that wait."""
 _ENOUGH = 32
-"""Candidates that do not wait. A job takes the hooks as long as some 80 more blocks in another job."""
+"""So many candidates do not wait for more. One more job costs the hooks as much as some 80 more blocks in a job."""
 _MOST_WARM = 2**16
 """Most blocks that a warm start remembers."""
 
@@ -62,16 +63,16 @@ _MOST_WARM = 2**16
 
 
 class _Copies(ABC, Generic[JobT]):
-    """What the owners of fetches and of spills have in common.
+    """What fetches and spills have in common.
 
     A job reserves slots of one pool and pins slots of the other. Its keys are in flight until its outcome is known.
 
     Args:
         state: the core's.
-        tier: below the host.
+        tier: the lower tier.
         read: the pool whose slots the jobs read.
-        written: the pool whose slots they write.
-        in_flight: the keys that they bring there, and perhaps others.
+        written: the pool whose slots the jobs write.
+        in_flight: the keys on their way to that pool.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class _Copies(ABC, Generic[JobT]):
         self._in_flight.began(job.keys, job)
 
     def reported(self, job: JobT, rank: Rank, report: JobReport) -> None:
-        """Note the end of a rank's copy. One failed rank fails the job at once; its memory waits for every rank (R4)."""
+        """Note the end of a rank's copy. One failed rank fails the job at once; its memory is released after the last rank (R4)."""
         job.copy_s = max(job.copy_s, report.copy_s)
         if report.stuck or report.missing:
             job.stuck.update(report.stuck)
@@ -102,7 +103,7 @@ class _Copies(ABC, Generic[JobT]):
             self.failed(job, Failure.CORRUPT if is_corrupt else Failure.FAILED)
 
     def failed(self, job: JobT, why: Failure) -> None:
-        """Settle a job of which nothing comes. After a time-out the slots that it writes are never allocated again (R16)."""
+        """Settle a job that brings nothing. After a timeout the slots that it writes are never allocated again (R16)."""
         if not job.settled:
             job.settled = True
             self._lose(job, range(len(job.keys)), why.of_tier)
@@ -111,7 +112,7 @@ class _Copies(ABC, Generic[JobT]):
                 self._written.quarantine(slot)
 
     def ended(self, job: JobT) -> None:
-        """No rank touches the job's slots any more, except those under a call that hangs (R16)."""
+        """Release the job's slots. Those that a hanging call may still write are never allocated again (R16)."""
         if not job.settled:
             job.settled = True
             self._arrived(job)
@@ -120,13 +121,13 @@ class _Copies(ABC, Generic[JobT]):
         self._written.drained(job.written)
 
     def _settle(self, job: JobT, keys: Sequence[BlockKey], outcome: TierOutcome) -> list[Offer]:
-        """Give some of a job's blocks their outcome; return the offers that waited for it."""
+        """Give some of a job's blocks their outcome; return the offers that waited for them."""
         event = TierCopyEnded(job.id, job.direction, len(keys), outcome, job.copy_s, job.tier)
         self._state.tally.events.append(event)
         return self._in_flight.ended(keys)
 
     def _lose(self, job: JobT, positions: Sequence[int], outcome: TierOutcome) -> list[Offer]:
-        """Give up some of a job's blocks; return the offers that waited for them."""
+        """Invalidate some of a job's blocks with this outcome; return the offers that waited for them."""
         waited = self._settle(job, [job.keys[position] for position in positions], outcome)
         for position in positions:
             self._written.invalidate(job.written[position])
@@ -134,21 +135,21 @@ class _Copies(ABC, Generic[JobT]):
 
     @abstractmethod
     def _arrived(self, job: JobT) -> None:
-        """Let the blocks be found that every rank has copied."""
+        """Let lookups find the blocks that every rank has copied."""
 
 
 class Fetches(_Copies[Fetch]):
     """Owns the fetches from one tier, and plans its warm start.
 
     Attributes:
-        warm: keys that the warm start has left to fetch, the most recently used last.
+        warm: keys that the warm start has not fetched yet, the most recently used last.
     """
 
     def __init__(self, state: CoreState, tier: LowerTier, stores: Stores) -> None:
         super().__init__(state, tier, tier.pool, state.pool, stores.in_flight)
         self._stores = stores
         self.warm: deque[BlockKey] = deque(maxlen=_MOST_WARM)
-        self._left: set[BlockKey] = set()  # what requests fetch themselves
+        self._left: set[BlockKey] = set()  # keys that requests fetch themselves
 
     def plan(
         self,
@@ -157,13 +158,13 @@ class Fetches(_Copies[Fetch]):
         record: RequestRecord | None = None,
         tokens: int = 0,
     ) -> Fetch:
-        """Bring blocks to the host, which has room for them; return the job.
+        """Plan a fetch of blocks for which the host has room; return the job.
 
         Args:
-            keys: of the blocks, heads first.
+            keys: the keys of the blocks, heads first.
             tier_slots: their slots on the tier.
             record: the request that asks for them, None for a warm start.
-            tokens: that they make its hit longer by.
+            tokens: how many tokens they add to the request's hit.
         """
         tier = self._tier
         slots, evicted = self._written.reserve(keys)
@@ -178,7 +179,7 @@ class Fetches(_Copies[Fetch]):
 
     @property
     def is_due(self) -> bool:
-        """Whether steps are needed for a warm start."""
+        """Whether a warm start needs steps."""
         state = self._state
         return bool(self.warm) and self._tier.is_usable and state.degraded is None and not state.stall.is_on
 
@@ -187,16 +188,16 @@ class Fetches(_Copies[Fetch]):
         self.warm.extend(keys)
 
     def leave_to(self, record: RequestRecord) -> None:
-        """Fetch nothing of an arriving request's prefix in a warm start: the request fetches what it can use."""
+        """Leave the prefix of an arriving request out of the warm start: the request fetches the blocks it can use."""
         self._left.update(*record.keys)
 
     def stop(self) -> None:
-        """Fetch nothing more in a warm start."""
+        """End the warm start."""
         self.warm.clear()
         self._left.clear()
 
     def warm_up(self) -> None:
-        """Plan what a warm start may fetch now."""
+        """Plan a fetch of the warm start, if it may fetch anything now."""
         state, tier = self._state, self._tier
         if not self.is_due or state.growing or tier.fetching or state.jobs.is_loading:
             return
@@ -218,7 +219,7 @@ class Fetches(_Copies[Fetch]):
     # -- endings ------------------------------------------------------------------------------------------------
 
     def reported(self, job: Fetch, rank: Rank, report: JobReport) -> None:
-        """Note the end of a rank's copy. What one rank cannot read no rank may use (R4), nor is it found on the tier again."""
+        """Note the end of a rank's copy. A block that one rank cannot read is used by no rank (R4), and removed from the tier."""
         if report.corrupt or report.missing:
             job.corrupt.update(report.corrupt)
             self._invalidate(job, report.corrupt, MissCause.CORRUPT)
@@ -231,7 +232,7 @@ class Fetches(_Copies[Fetch]):
         super().failed(job, why)
 
     def _arrived(self, job: Fetch) -> None:
-        """Every rank has read: the host has the blocks, except those that some rank could not get (R4)."""
+        """Let lookups find the blocks on the host, except those that some rank could not get (R4)."""
         lost = job.corrupt | job.missing
         self._read.unpin(job.read)
         keys, slots, tier_slots = job.keys, job.slots, job.tier_slots
@@ -252,7 +253,7 @@ class Fetches(_Copies[Fetch]):
             self._tier.read(tier_slots[::-1])
 
     def _lose(self, job: Fetch, positions: Sequence[int], outcome: TierOutcome) -> list[Offer]:
-        """Give up these blocks. The requests that wait for them have no other fetch, unless nobody wanted this one any more."""
+        """Invalidate these blocks. Requests that wait for them get no other fetch, unless this one was cancelled."""
         waited = super()._lose(job, positions, outcome)
         self._stores.offer_again(waited)
         if outcome is not TierOutcome.CANCELLED:
@@ -261,7 +262,7 @@ class Fetches(_Copies[Fetch]):
         return waited
 
     def _invalidate(self, job: Fetch, positions: Sequence[int], cause: MissCause | None = None) -> None:
-        """Remove blocks from the tier that cannot be read there, or are not what they should be."""
+        """Remove blocks from the tier that cannot be read there, or whose checksums do not match."""
         state, tier, removed = self._state, self._tier, 0
         for position in positions:
             tier_slot, key = job.tier_slots[position], job.keys[position]
@@ -282,12 +283,12 @@ class Spills(_Copies[Spill]):
 
     @property
     def is_due(self) -> bool:
-        """Whether steps are needed for something to be spilled."""
+        """Whether spills need steps."""
         tier = self._tier
         return bool(tier.candidates and tier.is_usable and tier.pool.room) and self._state.degraded is None
 
     def step(self) -> bool:
-        """Plan a spill, unless a load or a fetch is open; return whether there was something to spill."""
+        """Plan a spill, unless a load or a fetch is open; return whether one was planned."""
         state, tier = self._state, self._tier
         if not self.is_due or self._is_load_open:
             return False
@@ -308,7 +309,7 @@ class Spills(_Copies[Spill]):
         return bool(self._state.jobs.is_loading or self._tier.fetching)
 
     def _spill(self, keys: list[BlockKey], slots: list[SlotId]) -> None:
-        """Write these blocks, heads first, to the tier, which has room for them."""
+        """Plan a spill of these blocks, heads first. The tier has room for them."""
         tier = self._tier
         tier_slots, evicted = self._written.reserve(keys)
         if evicted:
@@ -323,14 +324,14 @@ class Spills(_Copies[Spill]):
         self._read.unpin(job.read)
 
     def reported(self, job: Spill, rank: Rank, report: JobReport) -> None:
-        """Note the end of a rank's copy. Host slots that are found corrupt on the way are lost."""
+        """Note the end of a rank's copy. Host slots whose bytes turn out to be corrupt are lost."""
         job.sums[rank] = report.sums
         if report.outcome is CopyOutcome.CORRUPT:
             self._quarantine(job, report.corrupt)
         super().reported(job, rank, report)
 
     def _arrived(self, job: Spill) -> None:
-        """Every rank has written: the blocks can be found on the tier, on the disk also by the next process."""
+        """Let lookups find the blocks on the tier, on the disk also those of the next process."""
         tier = self._tier
         tier.spill_ended(job, self._state.jobs.last, is_load_open=self._is_load_open)
         self._settle(job, job.keys, TierOutcome.DONE)
@@ -344,9 +345,9 @@ class Spills(_Copies[Spill]):
         tier.put(job)
 
     def _quarantine(self, job: Spill, positions: tuple[int, ...]) -> None:
-        """Lose host slots that do not hold what was stored there, as a corrupt load does.
+        """Quarantine host slots that were found corrupt, as after a corrupt load.
 
-        After the spill has failed its slots may hold other blocks, and those may be right.
+        After the spill has failed, its slots may hold other blocks, which may be intact.
         """
         pool = self._state.pool
         bad = [(job.slots[position], job.keys[position]) for position in positions]
@@ -361,10 +362,10 @@ class Spills(_Copies[Spill]):
 class _Found(NamedTuple):
     """What lower tiers add to a prefix."""
 
-    blocks: Sequence[Block]  #: that only these tiers have, heads first
-    tokens: int  #: of the prefix with them
-    gain: int  #: tokens of these that they add
-    host_slots: Sequence[SlotId]  #: what the host has of the same prefix
+    blocks: Sequence[Block]  #: the blocks that only these tiers have, heads first
+    tokens: int  #: tokens of the prefix with these blocks
+    gain: int  #: tokens that these blocks add
+    host_slots: Sequence[SlotId]  #: the slots that the host has of the same prefix
 
 
 _NOTHING = _Found((), 0, 0, ())
@@ -376,7 +377,7 @@ class LowerTiers:
     The only writer of `RequestRecord.awaits_fetch`.
 
     Attributes:
-        queues: the blocks of which `step` plans copies. It is to be called in each step in which one of them has any.
+        queues: the blocks of which `step` plans copies. It must be called in each step in which one of the queues is not empty.
     """
 
     def __init__(self, state: CoreState, stores: Stores) -> None:
@@ -389,13 +390,13 @@ class LowerTiers:
         self._fetches = list(self._of_tiers.values())
         self._owners: list[Fetches | Spills] = [*self._fetches, *self._spills]
         self.queues = [tier.candidates for tier in state.tiers] + [each.warm for each in self._fetches]
-        self._spilled_at = 0  # of the core's steps
-        self._enough = 1  # fewer than `_ENOUGH` where a job may have no more
+        self._spilled_at = 0  # the number of the step
+        self._enough = 1  # at most `_ENOUGH`, and at most the blocks of a job
 
     # -- for requests -------------------------------------------------------------------------------------------
 
     def request_seen(self, record: RequestRecord) -> None:
-        """Fetch what lower tiers have of an arriving request's prefix, and have the remote store asked for the rest."""
+        """Fetch what lower tiers have of an arriving request's prefix, and ask the remote tier for the rest."""
         for fetches in self._fetches:
             if fetches.warm:
                 fetches.leave_to(record)
@@ -412,7 +413,7 @@ class LowerTiers:
             remote.ask(record.request, keys)
 
     def _seen(self, record: RequestRecord) -> None:
-        """Fetch what only lower tiers have of an arriving request's prefix."""
+        """Fetch the blocks of an arriving request's prefix that only lower tiers have."""
         state, tiers = self._state, self._usable()
         if not (tiers and record.persists and record.reads_cache):
             return
@@ -430,7 +431,7 @@ class LowerTiers:
             self._fetch(record, found, on_host.slots)
 
     def look(self, record: RequestRecord, hit: PendingHit) -> bool:
-        """Fetch what lower tiers add to a lookup's hit; return whether something is on its way that the request could use."""
+        """Fetch the blocks that lower tiers add to a hit; return whether a fetch is open that brings any of them."""
         state, tiers, missing = self._state, self._usable(), hit.missing
         if not tiers or missing is None:
             return False
@@ -443,7 +444,7 @@ class LowerTiers:
         if record.asks_tiers:
             self._fetch(record, found, hit.slots)
         on_way = self._in_flight.keys
-        # A set has another order in each run, and the lookups wait for the last of these jobs.
+        # In order, unlike a set: the lookups wait for the last of these jobs.
         jobs = dict.fromkeys([on_way[key] for key, *_ in found.blocks if key in on_way])
         fetches = [job for job in jobs if isinstance(job, Fetch)]
         for job in fetches:
@@ -452,7 +453,7 @@ class LowerTiers:
         return bool(fetches)
 
     def is_awaited(self, record: RequestRecord, device_tokens: int) -> bool:
-        """Return whether a fetch brings what a request can use, so that nothing is searched again; forget one that does not."""
+        """Return whether the fetch that a request waits for is still useful, so that it need not search again; forget it if not."""
         if record.awaits_fetch is not None:
             job = self._state.jobs.open.get(record.awaits_fetch[0])
             is_useful = record.awaits_fetch[1] > device_tokens and not record.load_failed
@@ -461,7 +462,7 @@ class LowerTiers:
         return record.awaits_fetch is not None
 
     def leaves(self, record: RequestRecord) -> None:
-        """Drop the fetches that only this request waits for: it ends before its allocation."""
+        """Cancel the fetches that only this request waits for, which ends before its allocation."""
         jobs = self._state.jobs
         for job in [job for job in jobs.open.values() if isinstance(job, Fetch) and record in job.wanted]:
             del job.wanted[record]
@@ -470,7 +471,7 @@ class LowerTiers:
             jobs.cancel(job)
 
     def cause(self, missing: BlockKey | None, cause: MissCause | None) -> MissCause | None:
-        """Return why a block misses that is not on the host, given what the host knows of it."""
+        """Return why a block that is not on the host misses, given the cause that the host knows."""
         for tier in self._state.tiers:
             if missing is not None and missing in tier.pool.index.parts[missing[0]]:
                 if self._state.shape.count_states((missing,)):
@@ -483,33 +484,33 @@ class LowerTiers:
         return cause
 
     def _usable(self) -> list[LowerTier]:
-        """Return the tiers from which something could be fetched now."""
+        """Return the tiers from which blocks could be fetched now."""
         if self._state.degraded is not None or self._state.stall.is_on:
             return []
         return [tier for tier in self._state.tiers if tier.is_usable and tier.has_blocks]
 
     def _first_missing(self, keys: Sequence[BlockKey]) -> BlockKey | None:
-        """Return the first of a prefix's keys that the host lacks, by binary search: the host evicts a prefix's head last.
+        """Return the first key of a prefix that the host lacks, by binary search, because the host evicts a prefix's head last.
 
-        If a block before it is missing too, the request's lookup, which looks at each, fetches that.
+        If an earlier block is missing too, the request's lookup fetches it: that looks at each block.
         """
         parts = self._state.pool.index.parts
         first = bisect_left(keys, True, key=lambda key: key not in parts[key[0]])
         return keys[first] if first < len(keys) else None
 
     def _search(self, record: RequestRecord, index: LayeredIndex, device_tokens: int, tokens: int) -> _Found:
-        """Return what tiers add to a prefix, cut to a usable length if it is longer than may be fetched for one request.
+        """Return the blocks that lower tiers add to a prefix, cut to a usable length if they are too many for one request.
 
         Args:
-            record: whose prefix.
-            index: of all that need not be computed.
-            device_tokens: tokens before which nothing is looked for.
-            tokens: that need no fetch.
+            record: the request.
+            index: all blocks that need not be computed.
+            device_tokens: the search begins after these tokens.
+            tokens: tokens that need no fetch.
         """
         state = self._state
         limit, alignment = record.prompt_tokens - 1, state.shape.alignment
         room = most_fetched(state) - record.fetched_blocks
-        # With one group the host has all up to there; windows of others may reach back behind it.
+        # With one group the host has all blocks before `tokens`. Windows of other groups may need blocks before it.
         start = tokens if state.shape.is_one_full_group else device_tokens
         least = max(record.least_tokens, state.policy.min_load_tokens)
         while True:
@@ -525,9 +526,9 @@ class LowerTiers:
             limit = reached - max(surplus - surplus % alignment, alignment)
 
     def _fetch(self, record: RequestRecord, found: _Found, head: Sequence[SlotId]) -> None:
-        """Plan what is not under way yet, as far as there is room beside what the host has of the same prefix.
+        """Plan fetches of blocks that are not in flight, as far as the host has room besides its own blocks of the same prefix.
 
-        The request's lookups wait for it unless the device has as much by then.
+        The request's lookups wait for them, unless the device has as many tokens by then.
         """
         state = self._state
         on_way = self._in_flight.keys
@@ -551,13 +552,13 @@ class LowerTiers:
 
     @property
     def is_due(self) -> bool:
-        """Whether steps are needed for copies to be planned."""
+        """Whether steps are needed to plan copies."""
         return any(each.is_due for each in self._owners)
 
     def step(self) -> None:
-        """Plan copies that no request waits for: a warm start, then spills.
+        """Plan copies that no request waits for: the warm start, then spills.
 
-        While the engine has requests, few blocks wait for others: until a queue has enough, or the last spill was planned
+        While the engine has requests, a few blocks wait until a queue has enough of them, or until the last spill was planned
         `MOST_STEPS` steps ago.
         """
         state = self._state
@@ -576,7 +577,7 @@ class LowerTiers:
     # -- facts --------------------------------------------------------------------------------------------------
 
     def disk_restored(self, fact: facts.DiskRestored) -> None:
-        """A part of the disk's index was read. With the last part the disk can be used."""
+        """Take over a part of the disk's index. With the last part the disk opens."""
         disk = self._state.disk
         assert disk is not None, fact
         disk.restore(fact.slots, fact.puts, fact.free, is_last=fact.is_last)
@@ -585,14 +586,14 @@ class LowerTiers:
             self._state.tally.events.append(DiskOpened(disk.capacity, len(disk.pool.index)))
 
     def disk_closed(self, _: facts.DiskClosed) -> None:
-        """The disk is neither searched nor written any more."""
+        """Stop using the disk."""
         disk = self._state.disk
         if disk is not None and not disk.is_closed:
             disk.close()
             self._state.tally.events.append(DiskClosed())
 
     def remote_opened(self, fact: facts.RemoteOpened) -> None:
-        """The remote store can be asked; under another namespace than before, nothing found so far is there."""
+        """Open the remote tier. If its namespace has changed, forget the blocks found so far: they are not in the new one."""
         jobs, remote = self._state.jobs, self._state.remote
         assert remote is not None, fact
         if remote.namespace not in ("", fact.namespace):
@@ -602,12 +603,12 @@ class LowerTiers:
         remote.open(fact.namespace)
 
     def remote_lost(self, _: facts.RemoteLost) -> None:
-        """The remote store does not answer: no request asks it, and nothing is copied to it or from it."""
+        """Close the remote tier, which does not answer, until it opens again."""
         if self._state.remote is not None:
             self._state.remote.close()
 
     def remote_answered(self, fact: facts.RemoteAnswered) -> None:
-        """The remote store said which of a request's blocks it has."""
+        """Note which of a request's blocks the remote tier has, and fetch them."""
         remote, record = self._state.remote, self._state.requests.live.get(fact.request)
         if record is not None:
             record.awaits_answer = False
@@ -617,19 +618,19 @@ class LowerTiers:
                 self._seen(record)
 
     def forget_all(self) -> None:
-        """Find nothing on a lower tier again. The jobs have been dropped."""
+        """Forget all blocks on lower tiers. Their jobs have been dropped."""
         self.stop()
         for tier in self._state.tiers:
             self._state.tally.evicted_below(tier.tier, EvictionCause.RESET, tier.forget_all())
 
     def stop(self) -> None:
-        """Plan nothing more that was planned for later."""
+        """End warm starts."""
         for fetches in self._fetches:
             fetches.stop()
 
 
 def most_fetched(state: CoreState) -> int:
-    """Return the most host slots that fetches may fill at a time, and the most blocks that they may bring for one request."""
+    """Return how many host slots fetches may fill at a time, which is also how many blocks may be fetched for one request."""
     return max(state.pool.capacity // 4, 1)
 
 

@@ -1,8 +1,8 @@
-"""The tiers below the host: what is known of each, and the index in which a search finds blocks of all of them.
+"""The tiers below the host: what is known about each, and the index in which a search finds the blocks of all of them.
 
-A tier's slots are in a pool of the host's own kind, with the same table of states. A slot of the disk stands for the same slot in
-every rank's file. A remote store has an index of its own, and other engines write to it and evict from it: there a slot is only a
-hint that the store has a block, and the pool's size bounds the hints. A fetch that finds nothing removes the hint.
+The slots of a tier are in the same kind of pool as those of the host. A slot of the disk stands for the same slot in every rank's
+file. A remote tier has an index of its own, and other engines write to it and evict from it. There a slot is only a hint that the
+tier has a block, and the pool's size bounds the number of hints. A fetch that finds nothing removes its hint.
 
 `tier_copies` decides what is copied.
 """
@@ -32,10 +32,12 @@ Ask = tuple[RequestId, tuple[BlockKey, ...]]
 
 MOST_HINTS = 2**17
 MOST_ASKED = 4096
-"""Keys of one request: Mooncake's master takes some 9 microseconds for each."""
+"""Most keys that are asked for per request: Mooncake's master takes some 9 microseconds for each."""
 
 
-_MOST_BYTES = 64 * 2**20  # on a rank: what a load or a fetch may find before it on a disk, some 50 ms
+_MOST_BYTES = (
+    64 * 2**20
+)  # on a rank: a load or a fetch that comes next waits for at most so much, some 50 ms on a disk
 _EIGHTH = 1 / 8
 
 
@@ -44,21 +46,21 @@ class LowerTier:
 
     Args:
         tier: its name.
-        after_hits: a block is written to the tier when it was found again this often.
-        jobs: the open ones.
+        after_hits: a block is written to the tier after it was found again this often.
+        jobs: the open jobs.
 
     Attributes:
-        takes_all: blocks are written to it although they were never found again.
+        takes_all: blocks are written to it even if they were never found again.
         pool: its slots.
-        is_open: what it holds is known.
-        is_closed: it cannot be used any more, or not for now.
+        is_open: its blocks are known.
+        is_closed: it cannot be used, either for now or for good.
         failing: ranks whose calls fail or hang.
         in_flight: keys that open spills bring to the tier.
-        limit: on the blocks of open spills and of a warm start, as a share of the most.
-        slot_bytes: of a host slot, the most that any rank has reported.
-        least_tokens: additions to a hit that are shorter are computed instead.
-        candidates: keys that were found again and may be worth a spill, in the order in which the host evicts them.
-        namespace: of the blocks in a store that engines share.
+        limit: how many blocks open spills and a warm start may have, as a share of the maximum.
+        slot_bytes: the size of a host slot on the rank where it is largest.
+        least_tokens: a shorter addition to a hit is computed instead.
+        candidates: keys that were found again and may be spilled, in the order in which the host evicts them.
+        namespace: the namespace of the blocks in a tier that engines share.
     """
 
     namespace = ""
@@ -88,16 +90,16 @@ class LowerTier:
 
     @property
     def fetching(self) -> int:
-        """How many blocks fetches bring from it: those pin its slots until their outcome is known, and nothing else does."""
+        """The blocks of open fetches. Only these pin slots of the tier, until their outcome is known."""
         return len(self.pool.pins)
 
     @property
     def has_blocks(self) -> bool:
-        """Whether any block can be found."""
+        """Whether the tier has any block that can be found."""
         return bool(self.pool.count(SlotState.READY) or self.pool.count(SlotState.PINNED))
 
     def close(self) -> None:
-        """Use the tier no more, or not until it is opened again."""
+        """Stop using the tier, unless it opens again."""
         self.is_closed = True
 
     def rank_reported(self, report: TransferReport) -> None:
@@ -109,12 +111,12 @@ class LowerTier:
             self.slot_bytes = report.slot_bytes
 
     def spill_slots(self, capacity: int) -> int:
-        """Return the limit in blocks for a host of this capacity: at most an eighth of it."""
+        """Return how many blocks open spills may have, with a host of this capacity: at most an eighth of it."""
         most = min(_MOST_BYTES // self.slot_bytes, capacity // 8)
         return max(int(most * self.limit.share), 1)
 
     def spill_ended(self, job: Spill, last: JobId, *, is_load_open: bool) -> None:
-        """Learn from a spill that every rank has written.
+        """Adapt the limit to a spill that every rank has written.
 
         Args:
             job: the spill.
@@ -129,17 +131,17 @@ class LowerTier:
     # -- jobs ---------------------------------------------------------------------------------------------------
 
     def targets(self, keys: list[BlockKey], tier_slots: list[SlotId]) -> list[Any]:
-        """Return what a job's copies have at their other end."""
+        """Return the other end of each of a job's copies."""
         return tier_slots
 
     def extra(self, tier_slots: Sequence[SlotId] = ()) -> object:
-        """Return what else the workers must know of a fetch from these slots; without slots, of a spill."""
+        """Return what else the workers must know for a fetch from these slots, or without slots for a spill."""
         return ()
 
     # -- blocks -------------------------------------------------------------------------------------------------
 
     def reuse(self, keys: Sequence[BlockKey]) -> None:
-        """Note that these blocks were found again, a prefix's head last."""
+        """Note that these blocks were found again. A prefix's head comes last."""
         on_tier, spilling = self.pool.index.parts, self.in_flight.keys
         for key in keys:
             if key in on_tier[key[0]] or key in self._waiting or key in spilling:
@@ -152,7 +154,7 @@ class LowerTier:
                 self.candidates.append(key)
 
     def take_candidates(self, count: int) -> list[BlockKey]:
-        """Return up to `count` candidates, and forget them."""
+        """Remove and return up to `count` candidates."""
         keys = [self.candidates.popleft() for _ in range(min(count, len(self.candidates)))]
         self._waiting.difference_update(keys)
         return keys
@@ -168,13 +170,13 @@ class LowerTier:
         """Note that every rank has written a job's blocks."""
 
     def read(self, tier_slots: Sequence[SlotId]) -> None:
-        """Note that every rank has read these slots for a request."""
+        """Note that every rank has read these slots for a request, which counts as a use."""
 
     def invalidate(self, tier_slot: SlotId) -> None:
-        """Forget what the tier has in this slot, besides its state."""
+        """Forget the block in this slot; the pool has the slot's state."""
 
     def forget_all(self) -> int:
-        """Forget all blocks; return how many of them left the tier."""
+        """Forget all blocks; return how many there were."""
         self.candidates.clear()
         self._waiting.clear()
         self._hits.clear()
@@ -182,19 +184,19 @@ class LowerTier:
 
 
 class DiskTier(LowerTier):
-    """The disk. It opens when all of its index was read, and closes for good.
+    """The disk. It opens when its whole index was read, and closes for good.
 
-    Slots without space on the disk are in the pool too, and never allocated.
+    The pool also has the slots for which there is no space on the disk; they are never allocated.
 
     Args:
         after_hits, jobs: as of `LowerTier`.
-        ranks: how many write each block.
+        ranks: how many ranks write each block.
 
     Attributes:
-        capacity: slots that have space, as far as the index was read.
-        has_block: by slot, 1 where it has a block that can hit.
-        sums: by rank and slot, the checksum of the rank's shard of that block; 0 without a block. Arrays, because a dict would now
-            and then copy itself inside a hook, and tuples would need several times the memory and slow the garbage collector.
+        capacity: slots with space on the disk, in the parts of the index that were read.
+        has_block: by slot, 1 if it has a block that can hit.
+        sums: by rank and slot, the checksum of the rank's shard of the block; 0 without a block. These are arrays because a dict
+            would copy itself inside a hook now and then, and tuples need several times the memory and slow the garbage collector.
     """
 
     def __init__(self, after_hits: int, jobs: Jobs, ranks: int) -> None:
@@ -203,10 +205,10 @@ class DiskTier(LowerTier):
         self.has_block = bytearray()
         self.sums = [array("Q") for _ in range(ranks)]
         self.records: list[DiskRecord] = []
-        """What the index must record, in order."""
+        """Changes that must be written to the index, in order."""
 
     def restore(self, slots: int, puts: Sequence[Put], free: Sequence[SlotId], *, is_last: bool) -> None:
-        """Take over a part of the index of an earlier process; the disk opens with the last part."""
+        """Take over a part of an earlier process's index. The disk opens with the last part."""
         known = self.pool.index.parts
         new = [put for put in puts if put.key not in known[put.key[0]]]
         blocks = {put.slot: put.key for put in new}
@@ -221,11 +223,11 @@ class DiskTier(LowerTier):
         self.is_open = is_last
 
     def take_records(self) -> list[DiskRecord]:
-        """Return what the index must record since the last call, and forget it."""
+        """Return the changes for the index since the last call, and forget them."""
         return _take(self.records)
 
     def extra(self, tier_slots: Sequence[SlotId] = ()) -> object:
-        """Return for each slot every rank's checksum."""
+        """Return the checksums of every rank for each slot."""
         if not tier_slots:
             return ()
         return tuple(zip(*[[of_rank[slot] for slot in tier_slots] for of_rank in self.sums], strict=True))
@@ -237,7 +239,7 @@ class DiskTier(LowerTier):
         self.records += reversed(puts)  # so that the next process, too, evicts a prefix's head last
 
     def read(self, tier_slots: Sequence[SlotId]) -> None:
-        # A late report of an earlier fetch may have found a slot corrupt, which removed its block from the index.
+        # A late report of an earlier fetch may have found a slot corrupt and removed its block.
         self.records += [Use(slot) for slot in tier_slots if self.has_block[slot]]
 
     def invalidate(self, tier_slot: SlotId) -> None:
@@ -249,7 +251,7 @@ class DiskTier(LowerTier):
             self.records.append(Strike(tier_slot))
 
     def forget_all(self) -> int:
-        """Forget all blocks; return how many. Nothing is recorded, as the index itself is removed."""
+        """Forget all blocks; return how many there were. Nothing is recorded, because the index itself is removed."""
         slots = len(self.has_block)
         self.has_block = bytearray(slots)
         self.sums = [array("Q", bytes(8 * slots)) for _ in self.sums]
@@ -257,7 +259,7 @@ class DiskTier(LowerTier):
         return super().forget_all()
 
     def _add(self, puts: Sequence[Put]) -> None:
-        """Note the checksums of blocks in slots that had none."""
+        """Note the checksums of new blocks."""
         has_block = self.has_block
         for put in puts:
             has_block[put.slot] = 1
@@ -267,11 +269,11 @@ class DiskTier(LowerTier):
 
 
 class RemoteTier(LowerTier):
-    """A remote store. It is open once its namespace is known, and closed while it does not answer.
+    """A remote tier. It is open once its namespace is known, and closed while it does not answer.
 
     Args:
         after_hits, jobs: as of `LowerTier`.
-        ranks: none of which has reached the store yet.
+        ranks: all ranks. They count as failing until they report that they have reached the tier.
     """
 
     def __init__(self, after_hits: int, jobs: Jobs, ranks: Iterable[Rank]) -> None:
@@ -279,24 +281,24 @@ class RemoteTier(LowerTier):
         self.pool.grow(MOST_HINTS)
         self.failing = set(ranks)
         self.asks: list[Ask] = []
-        """Requests, and keys that the store must be asked for."""
+        """Requests, each with the keys that the tier must be asked for."""
 
     def open(self, namespace: str) -> None:
-        """Begin, or go on, to use a namespace of the store."""
+        """Use this namespace from now on."""
         self.namespace = namespace
         self.is_open = True
         self.is_closed = False
 
     def ask(self, request: RequestId, keys: Sequence[BlockKey]) -> None:
-        """Have the store asked for some of a request's blocks."""
+        """Ask the tier for some of a request's blocks."""
         self.asks.append((request, tuple(keys[:MOST_ASKED])))
 
     def take_asks(self) -> list[Ask]:
-        """Return what the store must be asked since the last call, and forget it."""
+        """Return the questions for the tier since the last call, and forget them."""
         return _take(self.asks)
 
     def note(self, found: Sequence[BlockKey], missing: Sequence[BlockKey]) -> None:
-        """Keep what the store answered; without room for all of `found`, the first of them."""
+        """Note the tier's answer. If there is no room for all of `found`, keep the first of them."""
         index, spilling = self.pool.index, self.in_flight.keys
         for key in missing:
             if (slot := index.get(key)) is not None:
@@ -314,14 +316,14 @@ class RemoteTier(LowerTier):
 
     def forget_all(self) -> int:
         """Forget all hints and the namespace; return how many hints there were."""
-        self.namespace = ""  # what is written now has no name yet
+        self.namespace = ""  # the next one is not known yet
         self.is_open = False
         self.asks.clear()
         return super().forget_all()
 
 
 def _take(items: list[Item]) -> list[Item]:
-    """Empty a list that others keep, and return what it held."""
+    """Empty a list to which others keep a reference, and return its items."""
     taken = items.copy()
     items.clear()
     return taken
@@ -333,20 +335,20 @@ Block = tuple[BlockKey, LowerTier, SlotId]
 """A block's key, the lower tier that has it, and its slot there."""
 
 ON_DEVICE = SlotId(sys.maxsize)
-"""Stands for a block that the device has."""
+"""In place of a slot, for a block that the device has."""
 
 
 class LayeredIndex:
-    """Several indexes as one. The host's slots are found as they are; a number below zero stands for a block of a lower tier.
+    """Several indexes as one. It returns host slots as they are, and for a block of a lower tier a number below zero.
 
     Args:
-        host: the keys that can hit there.
-        tiers: below the host; the first that has a key counts.
-        device: asked after the host, for blocks that need no slot; None where the search begins behind what the device has.
+        host: the host's index.
+        tiers: the lower tiers; the first that has a key counts.
+        device: is asked after the host, for blocks that need no slot; None if the search begins after the device's own hit.
 
     Attributes:
-        get: return a key's slot, None where none has it.
-        parts: what `get` finds, whatever the byte.
+        get: return a key's slot, or None. A closure, because a search calls it for each block.
+        parts: the same `get` for each first byte.
     """
 
     __slots__ = ("_found", "get", "parts")
@@ -370,10 +372,10 @@ class LayeredIndex:
             return None
 
         self.get = get
-        # Only `get`: a reference to `self` would keep `_found` alive until the garbage collector runs.
+        # Hold only `get`: a reference to `self` would keep `_found` alive until the garbage collector runs.
         self.parts = (SimpleNamespace(get=get),) * 256
 
     def on_tiers(self, slots: Iterable[SlotId]) -> list[Block]:
-        """Return the blocks of lower tiers among slots that `get` returned, in their order."""
+        """Return the blocks of lower tiers among slots that `get` returned, in the same order."""
         found = self._found
         return [found[-1 - slot] for slot in slots if slot < 0]
