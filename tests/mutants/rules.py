@@ -15,12 +15,12 @@ from unittest import mock
 from msgspec import structs
 
 from kvoffload.core.block_tables import BlockTables
-from kvoffload.core.jobs import Failure, Job, Jobs, Leases, Load, Store
+from kvoffload.core.jobs import Failure, InFlight, Job, Jobs, Leases, Load, Store
 from kvoffload.core.loads import Loads
 from kvoffload.core.offload_core import OffloadCore
-from kvoffload.core.request import SharedLoads
+from kvoffload.core.request import Requests
 from kvoffload.core.slots import HostPool, LruOrder, count, uncount
-from kvoffload.core.stores import InFlight, Stores
+from kvoffload.core.stores import Stores
 from kvoffload.model.causes import CopyOutcome, StoreOutcome
 from kvoffload.model.facts import StepScheduled
 from kvoffload.model.ids import BlockKey, DeviceBlockId, Rank, RequestId, SlotId
@@ -212,7 +212,7 @@ def r13_copies_wait_for_nothing() -> list[Patch]:
 
 
 def r14_shared_load_never_ends() -> list[Patch]:
-    return [(SharedLoads, "ended", _nothing)]
+    return [(Requests, "load_is_over", _nothing)]
 
 
 def r15_the_head_of_a_prefix_is_evicted_first() -> list[Patch]:
