@@ -24,10 +24,13 @@ from msgspec.structs import replace
 
 from kvoffload.disk.folder import DiskPlace, FolderInUse, TierFolder, caution, lock_folder, make_folder
 from kvoffload.disk.identity import KVIdentity, index_key
-from kvoffload.disk.index_format import Entries, IndexContents, IndexHeader, NotAnIndex
-from kvoffload.disk.index_log import (
+from kvoffload.disk.index import (
     INDEX_NAME,
+    Entries,
+    IndexContents,
+    IndexHeader,
     IndexLog,
+    NotAnIndex,
     load_index,
     new_generation,
     remove_index,

@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvoffload.disk.identity import index_key
-from kvoffload.disk.index_format import Entries, NotAnIndex
-from kvoffload.disk.index_log import load_index
+from kvoffload.disk.index import Entries, NotAnIndex, load_index
 from kvoffload.disk.open_folder import LOCK_PAUSE_S, LOCK_TRIES
 from kvoffload.disk.slot_file import PIECE_BYTES, SlotFile, SlotFileInUse, SlotShape, open_slot_file
 from kvoffload.disk.system import PAGE, aligned_buffer

@@ -15,8 +15,7 @@ from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.state import Policy
 from kvoffload.disk.folder import DiskPlace, make_folder
 from kvoffload.disk.identity import KVIdentity
-from kvoffload.disk.index_format import Entries, IndexHeader, put_type
-from kvoffload.disk.index_log import new_generation, start_index
+from kvoffload.disk.index import Entries, IndexHeader, new_generation, record_type, start_index
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.facts import DiskRestored
 from kvoffload.model.groups import AttentionKind, GroupSpec
@@ -65,8 +64,10 @@ def _write(folder: Path, blocks: int) -> KVIdentity:
     identity = KVIdentity("bench", "bench", "bench", {})
     random = np.random.default_rng(0)
     keys = random.bytes(blocks * _KEY_BYTES)
-    puts = np.empty(blocks, put_type(_RANKS, _KEY_BYTES))
+    puts = np.empty(blocks, record_type(_RANKS))
     puts["slot"] = random.permutation(blocks)
+    puts["kind"] = 1  # a put
+    puts["key_bytes"] = _KEY_BYTES
     puts["key"] = np.frombuffer(keys, f"V{_KEY_BYTES}")
     puts["sums"] = random.integers(0, 2**63, (blocks, _RANKS), np.uint64)
     header = IndexHeader(new_generation(), tuple(map(_file_id, range(_RANKS))), blocks)

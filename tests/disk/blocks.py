@@ -8,8 +8,15 @@ from random import Random
 
 from xxhash import xxh3_64_intdigest
 
-from kvoffload.disk.index_format import IndexContents, IndexHeader, NotAnIndex
-from kvoffload.disk.index_log import IndexLog, load_index, new_generation, start_index
+from kvoffload.disk.index import (
+    IndexContents,
+    IndexHeader,
+    IndexLog,
+    NotAnIndex,
+    load_index,
+    new_generation,
+    start_index,
+)
 from kvoffload.disk.open_folder import open_folder
 from kvoffload.disk.slot_file import SlotFile, SlotShape, open_slot_file
 from kvoffload.disk.system import aligned_buffer

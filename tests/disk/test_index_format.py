@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.disk.index_format import (
+from kvoffload.disk.index import (
     IndexContents,
     IndexHeader,
     NotAnIndex,
@@ -19,6 +19,7 @@ from kvoffload.disk.index_format import (
     read_index,
 )
 from kvoffload.disk.tier_key import TierKey
+from kvoffload.model.errors import DiskError
 from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.model.wire import DiskRecord, Put, Strike, Use
 
@@ -148,7 +149,7 @@ def test_any_bytes_are_survived(data: bytes) -> None:
         (b"", "it is empty, or was erased by a reset"),
         (bytes(200), "it is empty, or was erased by a reset"),
         (b"OTHERIDX" + bytes(100), "it begins with b'OTHERIDX', not with b'KVOINDEX'"),
-        (b"KVOINDEX\2\0\0\0" + bytes(100), "its format is version 2, not 1"),
+        (b"KVOINDEX\1\0\0\0" + bytes(100), "its format is version 1, not 2"),
         (encoded()[:30], "it ends after 30 bytes, in its header"),
         (encoded()[:-1], "its header is incomplete or damaged"),
         # Four billion ranks: their ids are not there.
@@ -197,10 +198,11 @@ def test_a_slot_beyond_the_file_is_left_out(record: DiskRecord) -> None:
     assert entries(encoded([put(0, 0)], [record], [put(1, 1)])) == [put(0, 0), put(1, 1)]
 
 
-def test_keys_of_another_length_end_the_reading() -> None:
-    short = Put(SlotId(1), BlockKey(b"short"), (1, 2))
-    assert entries(encoded([put(0, 0)], [short])) == [put(0, 0)]
-    assert entries(encoded([put(0, 0), short])) == []
+def test_keys_may_have_any_length_that_there_is_room_for() -> None:
+    short, long = (Put(SlotId(slot), BlockKey(b"k" * size), (1, 2)) for slot, size in [(0, 5), (1, 64)])
+    assert entries(encoded([short, long])) == [short, long]
+    with pytest.raises(DiskError, match="keys of 64 bytes, and one has 65"):
+        encode_batch(HEADER, 0, [Put(SlotId(1), BlockKey(bytes(65)), (1, 2))])
 
 
 def test_keys_that_end_in_zeros_keep_them() -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.disk.index_format import IndexHeader, NotAnIndex
-from kvoffload.disk.index_log import IndexLog, load_index, new_generation, start_index
+from kvoffload.disk.index import IndexHeader, IndexLog, NotAnIndex, load_index, new_generation, start_index
 from kvoffload.disk.open_folder import open_folder
 from kvoffload.model.errors import DiskError
 from kvoffload.model.ids import BlockKey, SlotId

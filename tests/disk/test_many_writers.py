@@ -12,8 +12,7 @@ from random import Random
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from kvoffload.disk.index_format import IndexHeader
-from kvoffload.disk.index_log import new_generation, start_index
+from kvoffload.disk.index import IndexHeader, new_generation, start_index
 from kvoffload.disk.open_folder import open_folder
 from kvoffload.disk.system import aligned_buffer
 from kvoffload.model.ids import SlotId

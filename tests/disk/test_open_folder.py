@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvoffload.disk.folder import caution, lock_folder, make_folder, tier_folder
-from kvoffload.disk.index_format import NotAnIndex
-from kvoffload.disk.index_log import load_index, remove_index, start_index
+from kvoffload.disk.index import NotAnIndex, load_index, remove_index, start_index
 from kvoffload.disk.open_folder import close_locked, lock, open_folder
 from kvoffload.disk.slot_file import open_slot_file
 from kvoffload.disk.weights import weights_identity

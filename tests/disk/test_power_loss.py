@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from kvoffload.disk import index_log, open_folder, slot_file
+from kvoffload.disk import index, open_folder, slot_file
 from kvoffload.model.ids import SlotId
 from tests.disk.blocks import Writer, found_blocks, key_of
 from tests.disk.recorded_os import Disk, RecordedOs
@@ -28,7 +28,7 @@ class Life:
         self.gone: set[bytes] = set()  # from before a reset that was answered
         self.pictures: list[tuple[Disk, set[bytes], set[bytes]]] = []
         recorded = RecordedOs(self.disk, self.happened)
-        for module in (index_log, open_folder, slot_file):
+        for module in (index, open_folder, slot_file):
             monkeypatch.setattr(module, "os", recorded)
         self.writer = Writer(folder, SLOTS)
         for number in range(1, 80):

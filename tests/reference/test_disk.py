@@ -13,7 +13,7 @@ from typing import Any, Unpack
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from kvoffload.disk.index_log import load_index, start_index
+from kvoffload.disk.index import load_index, start_index
 from kvoffload.disk.open_folder import open_folder
 from kvoffload.disk.slot_file import SlotFile, SlotFileInUse, open_slot_file
 from kvoffload.disk.tier_key import TierKey

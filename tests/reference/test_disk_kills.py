@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.disk.index_log import IndexLog
+from kvoffload.disk.index import IndexLog
 from kvoffload.engine import Engine, SamplingParams
 from kvoffload.engine.runner import Runner
 from kvoffload.model.causes import TierOutcome

@@ -10,8 +10,7 @@ import pytest
 
 from kvoffload.core import tier_copies
 from kvoffload.disk.folder import lock_folder, make_folder
-from kvoffload.disk.index_format import IndexHeader, encode_header
-from kvoffload.disk.index_log import load_index
+from kvoffload.disk.index import IndexHeader, encode_header, load_index
 from kvoffload.disk.open_folder import LOCK_PAUSE_S, LOCK_TRIES, open_folder
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import AUTO, OffloadConfig
@@ -246,7 +245,7 @@ def emptied(path: Path) -> None:
 
 def of_a_newer_version(path: Path) -> None:
     data = bytearray(path.read_bytes())
-    data[8] = 2
+    data[8] = 3
     path.write_bytes(data)
 
 
@@ -262,7 +261,7 @@ def of_other_files(path: Path) -> None:
     ("spoil", "reason"),
     [
         (emptied, "it is empty, or was erased by a reset"),
-        (of_a_newer_version, "its format is version 2, not 1"),
+        (of_a_newer_version, "its format is version 3, not 2"),
         (of_more_slots, f"it has {2**60} slots, and its files have 100"),
         (of_other_files, "it is about other slot files, which had 0 blocks"),
     ],

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from kvoffload.disk import folder, index_log, open_folder, slot_file
+from kvoffload.disk import folder, index, open_folder, slot_file
 from tests.disk.recorded_os import Disk, Inode, RecordedOs
 from tests.simulate.loop import SimLoop, SimPortal
 
@@ -436,8 +436,8 @@ class SimDisk(RecordedOs):
 def in_place_of_os(disk: SimDisk) -> Iterator[None]:
     """Run with a simulated disk under the tier's files."""
     with ExitStack() as stack:
-        for module in (folder, index_log, open_folder, slot_file):
+        for module in (folder, index, open_folder, slot_file):
             stack.enter_context(mock.patch.object(module, "os", disk))
-        for module in (index_log, slot_file):
+        for module in (index, slot_file):
             stack.enter_context(mock.patch.object(module, "secrets", disk))
         yield

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.disk.index_log import load_index
+from kvoffload.disk.index import load_index
 from kvoffload.disk.open_folder import open_folder
 from kvoffload.telemetry.journal import JournalFile
 from tests.remote.servers import Mooncake, suspend
