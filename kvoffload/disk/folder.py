@@ -46,36 +46,8 @@ class DiskPlace:
         return make_folder(self.root, self.identify(), self.replica)
 
 
-class TierFolder:
-    """An engine's folder, locked for this process until it is closed. `lock_folder` makes it.
-
-    Attributes:
-        folder: the open folder.
-    """
-
-    def __init__(self, folder: OpenFolder, descriptor: int) -> None:
-        self.folder = folder
-        self._lock = descriptor
-
-    def close(self) -> None:
-        """Unlock and close the folder."""
-        close_locked(self._lock)
-        self.folder.close()
-
-
 class FolderInUse(DiskError):
     """Another process has the folder locked."""
-
-
-def tier_folder(root: Path, identity: KVIdentity, replica: int) -> Path:
-    """Return the folder of one engine's files.
-
-    Args:
-        root: `disk_path`.
-        identity: of its KV.
-        replica: its number among data-parallel engines.
-    """
-    return root / identity.fingerprint / f"replica{replica}"
 
 
 def make_folder(root: Path, identity: KVIdentity, replica: int) -> OpenFolder:
@@ -84,7 +56,7 @@ def make_folder(root: Path, identity: KVIdentity, replica: int) -> OpenFolder:
     Raises:
         DiskError: it cannot be made, or a folder below `root` is not this user's own.
     """
-    path = tier_folder(root, identity, replica)
+    path = root / identity.fingerprint / f"replica{replica}"
     try:
         with open_root(root) as opened, opened.make(identity.fingerprint) as parent:
             _describe(parent, identity)
@@ -109,20 +81,21 @@ def caution(root: Path) -> str:
     return ""
 
 
-def lock_folder(folder: OpenFolder) -> TierFolder:
-    """Lock a folder for this process; if that fails, close it.
+def lock_folder(folder: OpenFolder) -> OpenFolder:
+    """Lock a folder for this process until it is closed, and return it; if that fails, close it.
 
     Raises:
         FolderInUse: another process, which the message names, has it locked.
         DiskError: the lock file is not this user's own, or the disk fails.
     """
     try:
-        return TierFolder(folder, _locked(folder))
+        folder.lock = _locked(folder)
     except BaseException as error:
         folder.close()
         if isinstance(error, OSError):
             raise DiskError(f"disk_path: {folder.path} cannot be locked: {error.strerror}") from error
         raise
+    return folder
 
 
 def _locked(folder: OpenFolder) -> int:

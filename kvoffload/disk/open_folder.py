@@ -30,11 +30,13 @@ class OpenFolder:
     Attributes:
         path: by which it was opened.
         descriptor: of the folder.
+        lock: descriptor of the lock file in it that `close` unlocks; None if the folder is not locked.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self.descriptor = descriptor
+        self.lock: int | None = None
 
     def __enter__(self) -> OpenFolder:
         return self
@@ -92,7 +94,9 @@ class OpenFolder:
         return os.path.samestat(found, os.fstat(self.descriptor))
 
     def close(self) -> None:
-        """Close it; files that were opened in it stay open."""
+        """Close and unlock it; files that were opened in it stay open."""
+        if self.lock is not None:
+            close_locked(self.lock)
         os.close(self.descriptor)
 
 

@@ -140,10 +140,6 @@ class SlotFile:
             if is_kept[start]:
                 os.posix_fallocate(self._descriptor, self._offset(start), count * self.shape.pitch)
 
-    def fileno(self) -> int:
-        """Return its descriptor, for measurements."""
-        return self._descriptor
-
     def close(self) -> None:
         """Close and unlock the file. Not while a read or write runs: its descriptor could become another file's."""
         close_locked(self._descriptor)

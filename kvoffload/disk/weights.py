@@ -13,23 +13,15 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 from xxhash import xxh3_128
 
-from kvoffload.disk.open_folder import (
-    LOCK_PAUSE_S,
-    LOCK_TRIES,
-    OpenFolder,
-    close_locked,
-    lock,
-    open_root,
-)
+from kvoffload.disk.open_folder import OpenFolder, open_root
 from kvoffload.disk.tier_key import TierKey
-from kvoffload.logs import get_logger
 from kvoffload.model.errors import DiskError
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -39,8 +31,6 @@ _MAC_BYTES = 32  # at the end of what is remembered, with a key
 _SETTLED_NS = 2 * 10**9  # coarser than any file system's clock
 
 _Known = dict[str, tuple[int, int, str]]
-
-log = get_logger("disk")
 
 
 def snapshot_commit(folder: Path) -> str | None:
@@ -65,7 +55,6 @@ def weights_identity(
     key: TierKey | None = None,
     loaded_ns: int | None = None,
     now_ns: Callable[[], int] = time.time_ns,
-    pause: Callable[[float], object] = time.sleep,
 ) -> str:
     """Return the identity of a model's weights; may read all of their bytes.
 
@@ -76,10 +65,9 @@ def weights_identity(
         loaded_ns: before the engine began to load the weights, in nanoseconds since 1970. A file that changed after it may
             not be what the engine loaded.
         now_ns: nanoseconds since 1970, on the clock of the file system.
-        pause: waits for seconds, while another engine reads weights.
 
     Raises:
-        DiskError: the memory or its lock is not this user's own; the weights cannot be read, change meanwhile, or changed since they were loaded.
+        DiskError: the memory is not this user's own; the weights cannot be read, change meanwhile, or changed since they were loaded.
     """
     if (commit := snapshot_commit(folder)) is not None:
         return f"commit {commit}"
@@ -87,7 +75,7 @@ def weights_identity(
         place = open_root(memory.parent)
     except OSError:  # without a memory the next start only takes longer
         return _digest_of(folder, _Reader({}, loaded_ns, now_ns))
-    with place, _locked(place, f"{memory.name}.lock", pause):
+    with place:
         reader = _Reader(_recall(place, memory.name, key), loaded_ns, now_ns)
         digest = _digest_of(folder, reader)
         with suppress(OSError):  # as above
@@ -105,36 +93,6 @@ def _digest_of(folder: Path, reader: _Reader) -> str:
             f"the weights in {folder} cannot be distinguished from others: the folder has no files"
         )
     return f"digest {xxh3_128(json.dumps(digests).encode()).hexdigest()}"
-
-
-@contextmanager
-def _locked(place: OpenFolder, name: str, pause: Callable[[float], object]) -> Iterator[None]:
-    """Let one process at a time compute digests: the engines of a server start together and read the same files.
-
-    After a minute, or if the file cannot be locked, go on without: then the files are read twice.
-    """
-    descriptor = None
-    with suppress(OSError):
-        descriptor = place.open(name, os.O_RDWR | os.O_CREAT)
-        _lock(descriptor, place.path / name, pause)
-    try:
-        yield
-    finally:
-        if descriptor is not None:
-            close_locked(descriptor)
-
-
-def _lock(descriptor: int, path: Path, pause: Callable[[float], object]) -> None:
-    for number in range(LOCK_TRIES):
-        try:
-            lock(descriptor)
-        except BlockingIOError:
-            if not number:
-                note = "another engine reads weights; this one waits a minute"
-                log.info("weights_wait", lock=str(path), note=note)
-            pause(LOCK_PAUSE_S)
-        else:
-            return
 
 
 def _files(folder: Path) -> Iterator[Path]:

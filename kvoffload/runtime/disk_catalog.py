@@ -22,7 +22,7 @@ from itertools import count
 
 from msgspec.structs import replace
 
-from kvoffload.disk.folder import DiskPlace, FolderInUse, TierFolder, caution, lock_folder, make_folder
+from kvoffload.disk.folder import DiskPlace, FolderInUse, caution, lock_folder, make_folder
 from kvoffload.disk.identity import KVIdentity, index_key
 from kvoffload.disk.index import (
     INDEX_NAME,
@@ -95,7 +95,7 @@ class DiskCatalog:
         self.identity: KVIdentity | None = None
         self._is_closed = self._was_reset = self._has_failed = False
         self._files: dict[Rank, DiskFile] = {}
-        self._folder: TierFolder | None = None
+        self._folder: OpenFolder | None = None
         self._index: IndexLog | None = None  # before it is open, and after a reset
         self._entries = 0  # that it has
         self._is_dirty = False
@@ -234,7 +234,7 @@ class DiskCatalog:
         assert self.identity is not None, "the folder is named by it"
         self.opening = "index"
         key = index_key(self.identity, self._key)
-        folder = self._folder.folder
+        folder = self._folder
         ids = tuple(self._files[Rank(rank)].file_id for rank in range(self._ranks))
         slots = min(file.slots for file in self._files.values())
         capacity = min(file.capacity for file in self._files.values())
@@ -277,7 +277,7 @@ class DiskCatalog:
     def _reset(self) -> bool:
         if self._folder is None:
             return False
-        remove_index(self._folder.folder, self._index)
+        remove_index(self._folder, self._index)
         index, self._index = self._index, None
         if index is not None:
             index.close()

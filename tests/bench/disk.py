@@ -184,7 +184,7 @@ class _Tier:
         self._pass_over(os.preadv, self.size)
 
     def _pass_over(self, call: Callable[[int, list[memoryview], int], int], size: int) -> None:
-        memory, descriptor = self._rig.host_memory, self._file.fileno()
+        memory, descriptor = self._rig.host_memory, self._file._descriptor
         for offset in range(0, size, _PIECE):
             start = offset % (len(memory) // _PIECE * _PIECE)
             call(descriptor, [memory[start : start + min(_PIECE, size - offset)]], offset + 4096)

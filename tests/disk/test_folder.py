@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.disk.folder import lock_folder, make_folder, tier_folder
+from kvoffload.disk.folder import lock_folder, make_folder
 from kvoffload.disk.identity import KVIdentity, groups_of
 from kvoffload.disk.open_folder import open_folder
 from kvoffload.model.engine import EngineShape
@@ -71,7 +71,7 @@ def test_groups_are_distinguished_by_all_that_their_blocks_depend_on() -> None:
 def test_a_link_below_the_path_is_refused(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    folder = tier_folder(tmp_path / "disk", IDENTITY, 0)
+    folder = tmp_path / "disk" / IDENTITY.fingerprint / "replica0"
     folder.parent.mkdir(parents=True)
     folder.symlink_to(elsewhere)
     with pytest.raises(DiskError, match="is not used"):

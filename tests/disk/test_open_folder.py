@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.disk.folder import caution, lock_folder, make_folder, tier_folder
+from kvoffload.disk.folder import caution, lock_folder, make_folder
 from kvoffload.disk.index import NotAnIndex, load_index, remove_index, start_index
 from kvoffload.disk.open_folder import close_locked, lock, open_folder
 from kvoffload.disk.slot_file import open_slot_file
@@ -33,7 +33,6 @@ USES: dict[str, Callable[[Path], object]] = {
     "lock": lambda folder: lock_folder(open_folder(folder)),
     "slots0": lambda folder: open_slot_file(open_folder(folder), shape_of(0), 4),
     "weights.json": identify,
-    "weights.json.lock": identify,
 }
 
 
@@ -86,7 +85,7 @@ def test_a_new_index_takes_the_place_of_what_has_its_name(tmp_path: Path, kind: 
 @pytest.mark.parametrize("is_parent", [True, False])
 def test_a_folder_that_is_not_ours_is_refused(tmp_path: Path, kind: str, *, is_parent: bool) -> None:
     """As another user makes it before the engine starts: the fingerprint is a digest of public settings."""
-    path = tier_folder(tmp_path, IDENTITY, 0)
+    path = tmp_path / IDENTITY.fingerprint / "replica0"
     path = path.parent if is_parent else path
     path.parent.mkdir(mode=0o700, exist_ok=True)
     if kind == "link":
@@ -164,14 +163,3 @@ def test_digests_that_cannot_be_read_are_computed_again(tmp_path: Path, text: st
     (tmp_path / "weights.json").touch(0o600)
     (tmp_path / "weights.json").write_text(text, errors="surrogateescape")
     identify(tmp_path)
-
-
-def test_a_weights_lock_that_is_held_is_waited_for_a_minute(tmp_path: Path) -> None:
-    held = os.open(tmp_path / "memory.lock", os.O_RDWR | os.O_CREAT, 0o600)
-    lock(held)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "weights").touch()
-    pauses: list[float] = []
-    assert weights_identity(tmp_path / "model", tmp_path / "memory", pause=pauses.append)
-    assert sum(pauses) == 60
-    close_locked(held)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import time
 from pathlib import Path
@@ -185,25 +183,6 @@ def test_r18_a_file_that_changed_since_it_was_loaded_has_no_identity(tmp_path: P
     assert weights_identity(model, memory, loaded_ns=changed) == known
     with pytest.raises(DiskError, match="has changed since this engine started"):
         weights_identity(model, memory, loaded_ns=changed - 1)
-
-
-def test_an_engine_that_waited_for_another_one_finds_what_that_one_read(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    memory, lock = tmp_path / "memory", fcntl.flock
-
-    def wait_for_another(descriptor: int, operation: int) -> None:
-        monkeypatch.setattr(fcntl, "flock", lock)
-        weights_identity(model, tmp_path / "another", now_ns=later)
-        known = json.loads((tmp_path / "another").read_text())
-        memory.write_text(
-            json.dumps({place: [*mark, "as remembered"] for place, (*mark, _) in known.items()})
-        )
-        lock(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "flock", wait_for_another)
-    found = weights_identity(model, memory)
-    assert found == weights_identity(model, memory) != weights_identity(model, tmp_path / "another")
 
 
 def test_without_a_place_to_remember_digests_they_are_read_each_time(tmp_path: Path, model: Path) -> None:
