@@ -2,7 +2,7 @@
 
     header                             batch                                    record
     "KVOINDEX" version                 magic, bytes, number, checksum           slot, kind, key, a checksum a rank
-    generation, slots, ids of files    record, record, ...
+    generation, ids of files    record, record, ...
     checksum
 
 The index is a log in order of time: a slot was given a block (put), lost it (strike), or had it read (use). The checksum of
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 INDEX_NAME, _NEW = "index", "index.new"
 _MAGIC, _VERSION = b"KVOINDEX", 2
-_HEADER = struct.Struct("<8sIH16sQ")  # magic, version, ranks, generation, slots; then the files' ids
+_HEADER = struct.Struct("<8sIH16s")  # magic, version, ranks, generation; then the files' ids
 _BATCH = struct.Struct("<IIQ8s")  # magic, bytes of the records, number, checksum
 _BATCH_MAGIC = 0x4B564F42
 _SUM_BYTES = 8
@@ -69,7 +69,7 @@ class IndexHeader:
     Args:
         generation: 16 random bytes, new after each reset. Compared for equality only.
         files: the ids of the ranks' slot files.
-        slots: slots of each of them.
+        slots: that each of them has; not in the index.
         key: authenticates header and batches; None for checksums.
     """
 
@@ -106,21 +106,11 @@ class Entries:
         sums: Iterable[tuple[int, ...]] = zip(*part["sums"].T.tolist(), strict=True)
         return list(map(Put, part["slot"].tolist(), keys, sums))
 
-    def fit(self, capacity: int, slots: int) -> tuple[Entries, list[SlotId]]:
-        """Return the most recently used entries that `capacity` slots can hold, and the free ones of these slots.
-
-        Every entry stays where it is, so the slots that may hold a block need not be adjacent.
-
-        Args:
-            capacity: slots that may hold a block.
-            slots: slots of the file.
-        """
-        there = self.records[self.records["slot"] < slots]
-        kept = there[max(len(there) - capacity, 0) :]
+    def free(self, slots: int) -> list[SlotId]:
+        """Return the slots without an entry of a file with so many, the last one first: the pool takes them from the end."""
         is_free = np.ones(slots, np.bool_)
-        is_free[kept["slot"]] = False
-        free = cast("list[SlotId]", np.flatnonzero(is_free).tolist())
-        return Entries(kept), free[: capacity - len(kept)]
+        is_free[self.records["slot"]] = False
+        return cast("list[SlotId]", np.flatnonzero(is_free)[::-1].tolist())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,7 +138,7 @@ def record_type(ranks: int) -> np.dtype[np.void]:
 
 def encode_header(header: IndexHeader) -> bytes:
     """Return the bytes that an index begins with."""
-    fixed = _HEADER.pack(_MAGIC, _VERSION, len(header.files), header.generation, header.slots)
+    fixed = _HEADER.pack(_MAGIC, _VERSION, len(header.files), header.generation)
     packed = fixed + b"".join(header.files)
     return packed + _sum(header.key, b"index", packed)
 
@@ -173,16 +163,16 @@ def encode_index(header: IndexHeader, entries: Entries) -> tuple[bytes, int]:
     return encode_header(header) + b"".join(parts), len(parts)
 
 
-def read_header(data: bytes, most_slots: int, key: TierKey | None = None) -> IndexHeader:
+def read_header(data: bytes, slots: int, key: TierKey | None = None) -> IndexHeader:
     """Return the header of an index.
 
     Args:
         data: its first bytes, up to the end of the header at least.
-        most_slots: of the files that it is about. In memory an index is as large as its slots, whatever its size on disk.
+        slots: that each of its files has.
         key: as of `IndexHeader`.
 
     Raises:
-        NotAnIndex: it has another format, is damaged, or has more slots than the files.
+        NotAnIndex: it has another format, or is damaged.
     """
     if not any(data[: len(_MAGIC)]):
         raise NotAnIndex("it is empty, or was erased by a reset")
@@ -190,32 +180,30 @@ def read_header(data: bytes, most_slots: int, key: TierKey | None = None) -> Ind
         raise NotAnIndex(f"it begins with {data[: len(_MAGIC)]!r}, not with {_MAGIC!r}")
     if len(data) < _HEADER.size:
         raise NotAnIndex(f"it ends after {len(data)} bytes, in its header")
-    _, version, ranks, generation, slots = _HEADER.unpack_from(data)
+    _, version, ranks, generation = _HEADER.unpack_from(data)
     if version != _VERSION:
         raise NotAnIndex(f"its format is version {version}, not {_VERSION}")
     end = _HEADER.size + ranks * _ID_BYTES
     checksum = data[end : end + _SUM_BYTES]
     if not ranks or not compare_digest(checksum, _sum(key, b"index", data[:end])):
         raise NotAnIndex("its header is incomplete or damaged")
-    if slots > most_slots:
-        raise NotAnIndex(f"it has {slots} slots, and its files have {most_slots}")
     places = range(_HEADER.size, end, _ID_BYTES)
     files = tuple([data[place : place + _ID_BYTES] for place in places])
     return IndexHeader(generation, files, slots, key)
 
 
-def read_index(data: bytes, most_slots: int, key: TierKey | None = None) -> IndexContents:
+def read_index(data: bytes, slots: int, key: TierKey | None = None) -> IndexContents:
     """Return the contents of an index up to its first incomplete batch.
 
     Args:
         data: all of it.
-        most_slots: of the files that it is about.
+        slots: that each of its files has. Records of others are left out.
         key: as of `IndexHeader`.
 
     Raises:
-        NotAnIndex: it has another format, is damaged, or has more slots than the files.
+        NotAnIndex: it has another format, or is damaged.
     """
-    header = read_header(data, most_slots, key)
+    header = read_header(data, slots, key)
     batches, end = list["NDArray[np.void]"](), len(encode_header(header))
     while (batch := _read_batch(header, len(batches), data, end)) is not None:
         batches.append(batch)
@@ -354,12 +342,12 @@ def new_generation() -> bytes:
     return secrets.token_bytes(16)
 
 
-def load_index(folder: OpenFolder, most_slots: int, key: TierKey | None = None) -> IndexContents | None:
+def load_index(folder: OpenFolder, slots: int, key: TierKey | None = None) -> IndexContents | None:
     """Return the contents of a folder's index; None if there is none.
 
     Args:
         folder: where it is.
-        most_slots: of the files that it is about.
+        slots: that each of its files has. Records of others are left out.
         key: as of its header.
 
     Raises:
@@ -373,13 +361,13 @@ def load_index(folder: OpenFolder, most_slots: int, key: TierKey | None = None) 
         return None
     try:
         size = os.fstat(descriptor).st_size
-        header = read_header(_read_all(descriptor, min(size, _HEAD_BYTES)), most_slots, key)
+        header = read_header(_read_all(descriptor, min(size, _HEAD_BYTES)), slots, key)
         # `is_mostly_garbage` bounds what has no effect.
         most_records = 2 * header.slots + _LEAST_GARBAGE + _MOST_UNWRITTEN
         most = _HEAD_BYTES + most_records * (_BATCH.size + record_type(len(header.files)).itemsize)
         if size > most:
             raise NotAnIndex(f"it has {size} bytes, and {header.slots} slots take at most {most}")
-        return read_index(_read_all(descriptor, size), most_slots, key)
+        return read_index(_read_all(descriptor, size), slots, key)
     finally:
         os.close(descriptor)
 

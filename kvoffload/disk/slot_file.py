@@ -17,16 +17,14 @@ import fcntl
 import os
 import secrets
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from kvoffload.disk.open_folder import OpenFolder, close_locked, lock
-from kvoffload.disk.system import PAGE, aligned_buffer, punch_hole, round_up
+from kvoffload.disk.system import PAGE, aligned_buffer, round_up
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import DiskError
 
@@ -123,23 +121,6 @@ class SlotFile:
         if self.page_cache_reason is not None:
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def keep_space(self, slots: Iterable[int]) -> None:
-        """Keep disk space for these slots only; the bytes of all others are lost.
-
-        Raises:
-            OSError: the file system cannot make holes, or has too little space.
-        """
-        is_kept = np.zeros(self.slots, np.bool_)
-        is_kept[list(slots)] = True
-        edges = [0, *(np.flatnonzero(is_kept[1:] != is_kept[:-1]) + 1).tolist(), self.slots]
-        runs = [(start, end - start) for start, end in pairwise(edges) if end > start]
-        for start, count in runs:
-            if not is_kept[start]:
-                punch_hole(self._descriptor, self._offset(start), count * self.shape.pitch)
-        for start, count in runs:
-            if is_kept[start]:
-                os.posix_fallocate(self._descriptor, self._offset(start), count * self.shape.pitch)
-
     def close(self) -> None:
         """Close and unlock the file. Not while a read or write runs: its descriptor could become another file's."""
         close_locked(self._descriptor)
@@ -190,12 +171,12 @@ def open_slot_file(folder: OpenFolder, shape: SlotShape, slots: int) -> SlotFile
     """Open and lock a rank's slot file, and allocate its disk space.
 
     A file of another shape or format is replaced by one with a new id, which a warning says.
-    A file with more slots than asked for keeps them all; `keep_space` frees those that are not to be used.
+    A file with more slots loses those at its end.
 
     Args:
         folder: of the engine's files.
         shape: of the slots; the file is named by its rank.
-        slots: how many it must have room for.
+        slots: how many it has then.
 
     Raises:
         SlotFileInUse: another process uses it.
@@ -237,11 +218,12 @@ def _prepare(
     file_id, had = found or (secrets.token_bytes(ID_BYTES), 0)
     if slots >= had:
         _allocate(descriptor, folder, PAGE + slots * shape.pitch, keep=PAGE + had * shape.pitch if had else 0)
-    if found is None or slots > had:
+    if found is None or slots != had:
         buffer[:] = _header(file_id, shape, slots)
         os.pwritev(descriptor, [buffer], 0)
         folder.sync()  # a file that lost its name would be replaced
-    return SlotFile(descriptor, file_id, max(slots, had), shape, go_direct(descriptor, buffer))
+    os.ftruncate(descriptor, PAGE + slots * shape.pitch)
+    return SlotFile(descriptor, file_id, slots, shape, go_direct(descriptor, buffer))
 
 
 def _allocate(descriptor: int, folder: OpenFolder, size: int, keep: int) -> None:

@@ -1,17 +1,15 @@
-"""What the standard library does not wrap: aligned memory and holes in files."""
+"""What the standard library does not wrap: aligned memory."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 from contextlib import suppress
 
 PAGE = 4096
 """Direct I/O wants addresses, offsets and lengths in multiples of a device's sector, which is never larger than this."""
 
 _HUGE_PAGE, _LARGE = 2**21, 2**20
-_KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02  # of linux/falloc.h
 
 
 def round_up(size: int) -> int:
@@ -34,16 +32,3 @@ def aligned_buffer(size: int) -> memoryview:
         memory.madvise(mmap.MADV_HUGEPAGE)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE
     return memoryview(memory)[start : start + size]
-
-
-def punch_hole(descriptor: int, offset: int, size: int) -> None:
-    """Give a range of a file back to the file system; the file keeps its length.
-
-    Raises:
-        OSError: the file system cannot.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.fallocate64.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    if libc.fallocate64(descriptor, _KEEP_SIZE | _PUNCH_HOLE, offset, size):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))

@@ -128,12 +128,10 @@ class DiskFile(Message, frozen=True):
     Args:
         file_id: random bytes that identify the file, whatever its name is.
         slots: how many it has.
-        capacity: how many may hold a block; fewer than `slots` after `disk_bytes` was lowered.
     """
 
     file_id: bytes
     slots: int
-    capacity: int
 
 
 class TransferReport(Message, frozen=True):

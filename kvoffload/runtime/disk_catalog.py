@@ -237,23 +237,19 @@ class DiskCatalog:
         folder = self._folder
         ids = tuple(self._files[Rank(rank)].file_id for rank in range(self._ranks))
         slots = min(file.slots for file in self._files.values())
-        capacity = min(file.capacity for file in self._files.values())
         found = _find_index(folder, ids, slots, key)
         generation = new_generation() if found is None else found.header.generation
         entries = Entries.none(self._ranks) if found is None else found.entries
-        were = len(entries)
-        entries, free = entries.fit(capacity, slots)
         self._index = start_index(folder, IndexHeader(generation, ids, slots, key), entries)
         self._entries = len(entries)
         log.info(
             "disk_opened",
             folder=str(folder.path),
-            slots=capacity,
+            slots=slots,
             blocks=len(entries),
-            did_not_fit=were - len(entries),
             index_was_cut=found is not None and found.is_cut,
         )
-        self.due.extend(_parts(entries, free, slots))
+        self.due.extend(_parts(entries, entries.free(slots), slots))
         self.opening = None
         if self._was_reset:
             self._reset()

@@ -203,7 +203,7 @@ class WorkerSide:
     def _open_disk(self, place: DiskPlace, arena: Arena, checksums: Checksums | None) -> RankDisk:
         shape = SlotShape(self._rank, self._ranks, arena.layout.slot_bytes, digest_of(arena.layout))
         return RankDisk(
-            FileOpening(place, shape, self._config.disk_bytes // self._ranks, self._tier_key),
+            FileOpening(place, shape, self._config.disk_bytes // self._ranks),
             arena,
             self._portal.new_executor("disk", threads=DISK_THREADS),
             self._clock,

@@ -20,14 +20,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Executor
-from contextlib import suppress
 from math import inf
 from typing import TYPE_CHECKING, TypeAlias
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from kvoffload.disk.identity import index_key
-from kvoffload.disk.index import Entries, NotAnIndex, load_index
 from kvoffload.disk.open_folder import LOCK_PAUSE_S, LOCK_TRIES
 from kvoffload.disk.slot_file import PIECE_BYTES, SlotFile, SlotFileInUse, SlotShape, open_slot_file
 from kvoffload.disk.system import PAGE, aligned_buffer
@@ -111,7 +108,7 @@ class RankDisk(TierJobs):
             return None
         self._sync()
         file = self.calls.resource
-        found = None if file is None else DiskFile(file.id, file.slots, self._opening.slots)
+        found = None if file is None else DiskFile(file.id, file.slots)
         return self._report(found)
 
     def close(self) -> None:
@@ -249,18 +246,16 @@ class FileOpening:
         place: where the file belongs.
         shape: of its slots.
         size: bytes that it may have.
-        key: authenticates the index; None for checksums.
 
     Attributes:
         slots: slots that it may have.
         closing: set when the file is not wanted any more.
     """
 
-    def __init__(self, place: DiskPlace, shape: SlotShape, size: int, key: TierKey | None = None) -> None:
+    def __init__(self, place: DiskPlace, shape: SlotShape, size: int) -> None:
         self._place = place
         self.shape = shape
         self.slots = (size - PAGE) // shape.pitch
-        self._key = key
         self.closing = threading.Event()
         self._log: BoundLogger = log.bind(rank=shape.rank)
 
@@ -285,10 +280,7 @@ class FileOpening:
         if self.slots < 1:
             raise DiskError(f"disk_bytes gives each rank less than one block of {self.shape.pitch} bytes")
         with self._place.make_folder() as folder:
-            file = self._when_unlocked(folder)
-            if file.slots > self.slots:
-                self._shrink(file, folder)
-        return file
+            return self._when_unlocked(folder)
 
     def _when_unlocked(self, folder: OpenFolder) -> SlotFile:
         """Open the slot file. Workers whose engine was killed hold theirs until they notice, so a locked one is tried again."""
@@ -302,20 +294,6 @@ class FileOpening:
                 if self.closing.wait(LOCK_PAUSE_S):
                     break
         return open_slot_file(folder, self.shape, self.slots)
-
-    def _shrink(self, file: SlotFile, folder: OpenFolder) -> None:
-        """Give the space of blocks back that no longer fit. The index says which; the scheduler's side keeps the same."""
-        rank = self.shape.rank
-        try:
-            found = None
-            with suppress(NotAnIndex):  # the scheduler's side says so
-                found = load_index(folder, file.slots, index_key(self._place.identify(), self._key))
-            is_ours = found is not None and found.header.files[rank : rank + 1] == (file.id,)
-            entries = found.entries if found is not None and is_ours else Entries.none(self.shape.ranks)
-            kept, free = entries.fit(self.slots, file.slots)
-            file.keep_space([*kept.records["slot"].tolist(), *free])
-        except (OSError, DiskError) as error:
-            self._log.warning("disk_space_not_fitted", slots=self.slots, reason=str(error))
 
 
 class _Buffer:

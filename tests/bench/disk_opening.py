@@ -85,7 +85,7 @@ def _open(folder: Path, identity: KVIdentity, blocks: int) -> tuple[float, list[
     index = DiskCatalog(
         DiskPlace(folder, lambda: identity), _RANKS, portal, asyncio.sleep, closes_in_s=_TIMEOUT_S
     )
-    files = [DiskFile(_file_id(rank), blocks, blocks) for rank in range(_RANKS)]
+    files = [DiskFile(_file_id(rank), blocks) for rank in range(_RANKS)]
     try:
         began = time.perf_counter()
         index.ranks_reported(

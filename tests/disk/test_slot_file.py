@@ -199,22 +199,17 @@ def test_more_slots_keep_what_there_is(opened: Callable[..., SlotFile]) -> None:
     assert opened(5).id == first
 
 
-def test_fewer_slots_keep_the_file_and_can_give_space_back(
-    opened: Callable[..., SlotFile], tmp_path: Path
-) -> None:
+def test_with_fewer_slots_the_first_ones_are_kept(opened: Callable[..., SlotFile], tmp_path: Path) -> None:
     file = opened(100)
-    write(file, 7, some_bytes(7))
-    first, taken = file.id, (tmp_path / "slots1").stat().st_blocks
+    for slot in (2, 7):
+        write(file, slot, some_bytes(slot))
+    first = file.id
     smaller = opened(3)
-    assert (smaller.id, smaller.slots) == (first, 100)
-    smaller.keep_space((1, 2, 7))
-    left = (tmp_path / "slots1").stat().st_blocks
-    assert left < taken / 10
-    smaller.keep_space((*range(50), 99))
-    assert (tmp_path / "slots1").stat().st_blocks > taken / 3
-    assert read(smaller, 7) == some_bytes(7)
-    assert read(opened(100), 7) == some_bytes(7)
-    assert (tmp_path / "slots1").stat().st_blocks >= taken
+    assert (smaller.id, smaller.slots, read(smaller, 2)) == (first, 3, some_bytes(2))
+    assert (tmp_path / "slots1").stat().st_size == PAGE + 3 * SHAPE.pitch
+    again = opened(100)
+    assert (again.id, read(again, 2)) == (first, some_bytes(2))
+    assert read(again, 7) != some_bytes(7)
 
 
 def test_a_slot_that_is_not_there_is_refused(opened: Callable[..., SlotFile]) -> None:

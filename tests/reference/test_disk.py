@@ -293,7 +293,7 @@ def test_files_swapped_between_ranks_are_made_again(start: StartEngine, tmp_path
 
 
 @pytest.mark.parametrize("has_key", [False, True])
-def test_with_less_room_the_most_recently_used_are_found_and_the_rest_gives_its_space_back(
+def test_with_less_room_the_blocks_of_the_slots_that_are_left_are_found(
     start: StartEngine, tmp_path: Path, has_key: bool
 ) -> None:
     key = key_file(tmp_path / "a") if has_key else {}
@@ -315,10 +315,9 @@ def test_with_less_room_the_most_recently_used_are_found_and_the_rest_gives_its_
     assert gauges["kvoffload_capacity_slots"]["disk",] == sum(slots) == new
     [path] = tmp_path.glob("disk/*/replica0/slots0")
     assert path.stat().st_blocks * 512 < smaller["disk_bytes"] + 64 * 1024
-    made.run(PROMPT)
-    assert copied(made, Direction.LOAD) == new
+    assert len(made.offload.core.state.disk.pool.index) == new
     made.run(MORE[0])
-    assert copied(made, Direction.LOAD) == new
+    assert copied(made, Direction.LOAD) == min(old, new)
     assert copied(made, Direction.LOAD, TierOutcome.CORRUPT) == 0
     made.assert_clean()
 

@@ -87,7 +87,7 @@ class Side:
             disk=None if disk is None else DiskPlace(disk, lambda: IDENTITY),
             remote=remote,
         )
-        self._file = None if disk is None or not opens_files else DiskFile(b"a file's own id.", 100, 100)
+        self._file = None if disk is None or not opens_files else DiskFile(b"a file's own id.", 100)
         self._has_remote = remote is not None
         self.steps = 0
         self._blocks = 0

@@ -249,10 +249,6 @@ def of_a_newer_version(path: Path) -> None:
     path.write_bytes(data)
 
 
-def of_more_slots(path: Path) -> None:
-    path.write_bytes(encode_header(IndexHeader(bytes(16), (b"a file's own id.",), 2**60)))
-
-
 def of_other_files(path: Path) -> None:
     path.write_bytes(encode_header(IndexHeader(bytes(16), (b"another file id.",), 100)))
 
@@ -262,7 +258,6 @@ def of_other_files(path: Path) -> None:
     [
         (emptied, "it is empty, or was erased by a reset"),
         (of_a_newer_version, "its format is version 3, not 2"),
-        (of_more_slots, f"it has {2**60} slots, and its files have 100"),
         (of_other_files, "it is about other slot files, which had 0 blocks"),
     ],
 )
