@@ -1,7 +1,7 @@
 """Where an engine's disk tier keeps its files: a folder for each fingerprint, and in it one for each replica.
 
 disk_path/                       weights.json: digests of weight files
-    <fingerprint>/               identity.json: what the fingerprint is of, for people
+    <fingerprint>/               identity.json: what the fingerprint was computed from, for people
         replica0/                lock, index, slots0, slots1, ...
 """
 
@@ -66,7 +66,7 @@ def make_folder(root: Path, identity: KVIdentity, replica: int) -> OpenFolder:
 
 
 def caution(root: Path) -> str:
-    """Return what is unsafe about a `disk_path`: others who may rename in it, or above it, can exchange this user's folders."""
+    """Return a warning if other users may rename folders in `disk_path` or above it, and so replace this user's; "" otherwise."""
     path = root.absolute()
     for each in (path, *path.parents):
         try:

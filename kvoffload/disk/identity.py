@@ -22,7 +22,7 @@ class KVIdentity:
 
     Args:
         engine: name and version, as engines change how they lay out KV.
-        weights: a snapshot's commit, a digest of all weight bytes, or the operator's word. Names, sizes and times are
+        weights: a snapshot's commit, a digest of all weight bytes, or the setting `disk_identity`. Names, sizes and times are
             not enough: other weights under the same name have other KV.
         keys: hash algorithm of the keys and the seed that their chain begins with.
         parallel: how the model is spread over ranks.
@@ -39,7 +39,7 @@ class KVIdentity:
 
     @property
     def fingerprint(self) -> str:
-        """A name that only equal identities have."""
+        """A name that is equal only for equal identities."""
         parts = json.dumps(self.as_parts(), sort_keys=True, separators=(",", ":"))
         return sha256(parts.encode()).hexdigest()[:_DIGITS]
 
@@ -54,7 +54,7 @@ def with_key(identity: KVIdentity, key: TierKey | None) -> KVIdentity:
 
 
 def index_key(identity: KVIdentity, key: TierKey | None) -> TierKey | None:
-    """Return the key of this KV's index, which no other KV's index can be put in place of."""
+    """Return the key that authenticates this KV's index, and no index of other KV."""
     return None if key is None else key.of(identity.fingerprint)
 
 

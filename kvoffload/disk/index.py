@@ -5,11 +5,11 @@
     generation, ids of files    record, record, ...
     checksum
 
-The index is a log in order of time: a slot was given a block (put), lost it (strike), or had it read (use). The checksum of
+The index is a log of three events: a slot was filled with a block (put), invalidated (strike), or read (use). The checksum of
 a batch covers its number and the log's generation, so that a batch of an older log or in another place is not accepted.
 With a key, the checksums of header, batches and ranks' shards are MACs, so that an index from another writer is not read.
-Reading stops at the first incomplete batch. What is lost with it costs hits, never correctness: a slot whose strike is lost is still
-indexed under its old block, but its bytes do not have that block's checksums.
+Reading stops at the first incomplete batch. What is lost with it costs hits, never correctness: a slot whose invalidation is lost is
+still indexed under its old block, but its bytes do not have that block's checksums.
 
 All records have one size, so that numpy reads a million of them in a few calls.
 
@@ -59,7 +59,7 @@ _HEAD_BYTES = 2**16  # room for the ids of 4,000 ranks' files
 
 
 class NotAnIndex(DiskError):
-    """Bytes that are no index of these slot files; the message says what they are."""
+    """Raised for bytes that are not an index of these slot files; the message says what they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class IndexContents:
     """What an index says.
 
     Args:
-        header: what it is about.
+        header: its files, their slots and its generation.
         entries: the blocks that can be found.
         end: bytes up to the end of the last complete batch.
         is_cut: whether an incomplete batch follows.
@@ -131,7 +131,7 @@ class IndexContents:
 
 
 def record_type(ranks: int) -> np.dtype[np.void]:
-    """Return the type of a record in the file; strikes and uses have no key and no checksums."""
+    """Return the type of a record in the file; only puts have a key and checksums."""
     key = ("key_bytes", "u1"), ("key", f"V{_KEY_BYTES}")
     return np.dtype([("slot", "<u4"), ("kind", "u1"), *key, ("sums", "<u8", (ranks,))])
 
@@ -270,7 +270,7 @@ class IndexLog:
     """An index that is open for more records. `start_index` makes it.
 
     Attributes:
-        header: what it is about.
+        header: its files, their slots and its generation.
         records: that it has, those without effect too.
     """
 

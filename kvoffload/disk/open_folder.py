@@ -1,7 +1,7 @@
-"""Folders and files below `disk_path`, opened so that no other user decides what they are.
+"""Folders and files below `disk_path`, opened so that no other user can redirect them.
 
 Where others may create files, a name can be a trap: a link, a pipe, a second name of another file, a file that another user made first
-and can still write. So a name is looked up in the open folder, and what it leads to is checked on its descriptor before it is used.
+and can still write. So a name is looked up in the open folder, and the opened file is checked by its descriptor before it is used.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from types import TracebackType
 from kvoffload.model.errors import DiskError
 
 LOCK_TRIES, LOCK_PAUSE_S = 60, 1.0
-"""A predecessor that is being ended, or a hung one that is killed, holds its locks for so long."""
+"""How long an engine that is ending, or that hangs until it is killed, may keep its locks."""
 SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""Flags with which a name is opened that may be a trap: opening a pipe would wait for its other end."""
+"""Flags for opening a name that may be a trap. Without O_NONBLOCK, opening a pipe would wait for its other end."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _OTHERS_WRITE = 0o022
 _LOCKED: set[int] = set()
 
 
 class OpenFolder:
-    """A folder that stays the same one, whatever its path leads to later. `open_folder` and `make` return it.
+    """An open folder. It stays the same one if its path leads elsewhere later. `open_folder` and `make` return it.
 
     Attributes:
         path: by which it was opened.
@@ -67,7 +67,7 @@ class OpenFolder:
         return _checked(self.path / name, flags, 0o600, self.descriptor, name)
 
     def make_file(self, name: str) -> int:
-        """Return the descriptor of a new file, in place of one that has the name."""
+        """Create a file, in place of any file of that name, and return its descriptor."""
         self.unlink(name)
         return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | SAFE, 0o600, dir_fd=self.descriptor)
 
@@ -139,8 +139,8 @@ def close_locked(descriptor: int) -> None:
 def _leave_locks() -> None:
     """In a forked child, leave the locks to the parent: a child that outlives it would keep them.
 
-    A lock of `fcntl` is not inherited, but the first close of any descriptor of the file ends it. The numbers stay in use, so that the child
-    closes no other file by them.
+    Locks of `fcntl` are not inherited, but the first close of any descriptor of the file would release them. The descriptors' numbers stay
+    in use, so that the child does not close other files by them.
     """
     if not _LOCKED:
         return

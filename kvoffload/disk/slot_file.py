@@ -6,8 +6,8 @@ The header says whose slots these are and names the file by random bytes, its id
 a file that was lost, swapped with another rank's or replaced can never be taken for the one that was indexed. The header
 is written at creation and when the file grows; slots have no header, because the index has each slot's checksum.
 
-Reads and writes bypass the page cache where the file system allows it. The cache would take the host memory that the disk
-is to save, and under memory pressure it writes at a tenth of the disk's speed.
+Reads and writes bypass the page cache where the file system allows it. The cache would use the host memory that the
+disk should save, and under memory pressure it writes at a tenth of the disk's speed.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class SlotFile:
 
 
 def _calls(data: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Yield what one call each transfers."""
+    """Yield the memory of each call."""
     parts, size = list[memoryview](), 0
     for piece in data:
         for start in range(0, len(piece), PIECE_BYTES):
@@ -160,7 +160,7 @@ def _calls(data: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
-    """Return what is left of memory whose first bytes were transferred."""
+    """Return this memory without its first `count` bytes."""
     while parts and count >= len(parts[0]):
         count -= len(parts[0])
         parts = parts[1:]

@@ -1,4 +1,4 @@
-"""The key with which engines authenticate what they keep on disk and in a remote store, and how it is read from `tier_key_file`."""
+"""The key with which engines authenticate blocks on disk and in a remote tier; it is read from `tier_key_file`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvoffload.model.errors import ConfigError
 
 LEAST_BYTES, MOST_BYTES = 32, 4096
 SUM_BYTES = 8
-"""Of a MAC that takes a checksum's place in the disk's files. Only an engine can test a guess, and each wrong one costs it a block."""
+"""Of a MAC that replaces a checksum in the disk's files. That is enough: only an engine can test a guess, and a wrong one costs it a block."""
 
 _ALLOWED = (
     "it must be a plain file of user {} that group and others cannot use (mode 0600 or 0400), "
@@ -24,10 +24,10 @@ class TierKey:
     """Makes message authentication codes (HMAC-SHA256), from several threads at once.
 
     Args:
-        secret: the bytes that all engines which share blocks have.
+        secret: bytes that all engines which share blocks have.
 
     Attributes:
-        id: 16 hexadecimal digits that tell this key from others, and say nothing about it.
+        id: 16 hexadecimal digits that identify the key without revealing it.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -35,15 +35,15 @@ class TierKey:
         self.id = self.mac(b"id").hex()[:16]
 
     def mac(self, context: bytes, *data: bytes | memoryview) -> bytes:
-        """Return 32 bytes that nobody can make without the secret.
+        """Return 32 bytes that cannot be made without the secret.
 
         Args:
-            context: what the data is and where it belongs. It begins with a word for each use of the key.
-            data: pieces, whose bounds do not matter.
+            context: what the data is and where it belongs. Its first word differs for each use of the key.
+            data: pieces, authenticated as if they were one.
         """
         state = hmac.new(self._secret, len(context).to_bytes(8, "little") + context, "sha256")
         for piece in data:
-            state.update(piece)  # of more than 2 KiB without the interpreter's lock
+            state.update(piece)  # releases the interpreter's lock for pieces over 2 KiB
         return state.digest()
 
     def sum(self, context: bytes, *data: bytes | memoryview) -> int:
@@ -51,7 +51,7 @@ class TierKey:
         return int.from_bytes(self.mac(context, *data)[:SUM_BYTES], "little")
 
     def of(self, fingerprint: str) -> TierKey:
-        """Return the key for the files of one fingerprint, which authenticates no other's."""
+        """Return the key for the files of one fingerprint. It authenticates no other files."""
         return TierKey(self.mac(b"fingerprint " + fingerprint.encode()))
 
 
@@ -64,7 +64,7 @@ def read_tier_key(path: Path | None) -> TierKey | None:
     """Return the key in a file; None without a file.
 
     Raises:
-        ConfigError: it cannot be read, is no plain file of this user alone, or is too short or too long.
+        ConfigError: it cannot be read, is not a plain file that only this user can use, or is too short or too long.
     """
     if path is None:
         return None

@@ -36,8 +36,8 @@ _Known = dict[str, tuple[int, int, str]]
 def snapshot_commit(folder: Path) -> str | None:
     """Return the commit of a folder in a Hugging Face cache, None for any other folder.
 
-    The files of such a snapshot are links to blobs that are named by their content. A file that was put in their place
-    makes the folder any other.
+    The files of such a snapshot are links to blobs that are named by their content. A folder
+    in which a file has replaced a link has no commit.
     """
     if not _COMMIT.fullmatch(folder.name) or folder.parent.name != "snapshots":
         return None
@@ -78,7 +78,7 @@ def weights_identity(
     with place:
         reader = _Reader(_recall(place, memory.name, key), loaded_ns, now_ns)
         digest = _digest_of(folder, reader)
-        with suppress(OSError):  # as above
+        with suppress(OSError):  # likewise
             _remember(place, memory.name, reader.known, key)
     return digest
 
@@ -108,7 +108,7 @@ class _Reader:
     """Digests files.
 
     Args:
-        known: digests by device and inode, each with size and time of change; grows.
+        known: digests by device and inode, each with size and time of change; new ones are added.
         loaded_ns: no file may have changed after it; None for any time.
         now_ns: nanoseconds since 1970.
     """
@@ -123,19 +123,19 @@ class _Reader:
             before = os.fstat(file.fileno())
             if self.loaded_ns is not None and before.st_ctime_ns > self.loaded_ns:
                 raise DiskError(
-                    f"{path} has changed since this engine started, so which of its bytes were loaded is not known; "
-                    "start again, or set disk_identity"
+                    f"{path} has changed since this engine started, so it is unknown which of its bytes were loaded; "
+                    "restart the engine, or set disk_identity"
                 )
             place, mark = f"{before.st_dev}:{before.st_ino}", (before.st_size, before.st_ctime_ns)
             if (found := self.known.get(place)) is not None and found[:2] == mark:
                 return str(found[2])
-            state, left = xxh3_128(), before.st_size  # no further: a growing file could be read for ever
+            state, left = xxh3_128(), before.st_size  # a file that grows would never end
             while chunk := file.read(min(_CHUNK, left)):
                 state.update(chunk)
                 left -= len(chunk)
             after = os.fstat(file.fileno())
         if (after.st_size, after.st_ctime_ns) != mark:
-            raise DiskError(f"{path} changes while it is read; start again when it is whole")
+            raise DiskError(f"{path} changes while it is read; restart the engine when it is complete")
         if began - before.st_ctime_ns > _SETTLED_NS:
             self.known[place] = (*mark, state.hexdigest())
         return state.hexdigest()
@@ -154,7 +154,7 @@ def _recall(place: OpenFolder, name: str, key: TierKey | None) -> _Known:
 
 
 def _remember(place: OpenFolder, name: str, known: _Known, key: TierKey | None) -> None:
-    """Replace the memory at once."""
+    """Replace the memory's file in one step."""
     beside, data = f"{name}.{os.getpid()}", json.dumps(known).encode()
     with os.fdopen(place.make_file(beside), "wb") as file:
         file.write(data + _mac(data, key))

@@ -1,4 +1,4 @@
-"""Where a remote store is: the setting `remote_url`, read."""
+"""The address of a remote tier, parsed from the setting `remote_url`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class BucketAddress:
         if not is_allowed and not is_plain:
             return ""
         return (
-            f"{self} may be reached by http without TLS (AWS_ALLOW_HTTP or an endpoint says so): whoever is on the way can read and "
+            f"{self} may be reached by http without TLS (by AWS_ALLOW_HTTP or an endpoint): anyone on the network path can read and "
             "change all KV, and read the session token of the credentials"
         )
 
@@ -122,7 +122,7 @@ def _wrong() -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class RemotePlace:
-    """Where an engine's blocks belong in a remote store.
+    """Where an engine's blocks belong in a remote tier.
 
     Args:
         address: of the store.

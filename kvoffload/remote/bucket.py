@@ -1,11 +1,11 @@
-"""An S3 bucket as a remote store: one put is one object, a pack of values with an index before them (`packs.py`).
+"""An S3 bucket as a remote tier: one put is one object, a pack of values with an index before them (`packs.py`).
 
     <prefix>kvo1/<fingerprint>/<generation>/<rank>of<ranks>/<window>/<moment>-<random>-<bytes of the index>
 
 Objects are expensive and blocks are small, so many blocks share an object, and the bucket cannot be asked for a block by name. Instead
 each connection keeps a catalogue: once a second at most it lists the newest packs, reads the indexes that it does not know, goes one page
 further back, and answers from what it knows. A pack that has expired by the bucket's rules, or that another writer has cut short, is
-forgotten when a read finds it so.
+forgotten when a read notices that.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from kvoffload.remote.store import MISSING, Refusals, log
 from kvoffload.remote.values import FORMAT, Shard
 
 LOOK_PERIOD_S = 1.0
-"""Seconds between two listings: what others have written since the last one is not found yet."""
+"""Seconds between two listings. Packs that others have written since the last one are not found yet."""
 _PAGE = 1000  # names that S3 gives at once
 _INDEXES_AT_ONCE = 128  # so the newest page takes eight reads in a row
 _MOST_SHARDS = 2  # that have a catalogue: a reset changes the namespace
@@ -65,7 +65,7 @@ class _AnsweredError(RemoteError):
 
 
 class _BadNameError(RemoteError):
-    """Raised when the client refuses a listing for a name in it, as one with "//" is."""
+    """Raised when the client refuses a listing because of a name in it, such as one with "//"."""
 
 
 class _BeyondEndError(Exception):
@@ -85,7 +85,7 @@ class BucketStore:
     """A connection to a bucket.
 
     Args:
-        address: of the part that is ours.
+        address: bucket and prefix.
         timeout_s: seconds that a request may take.
 
     Raises:
@@ -112,7 +112,7 @@ class BucketStore:
         limit = timedelta(seconds=timeout_s)
         allows_http = (
             os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
-        )  # its own look is lost beside other options
+        )  # the client ignores the variable if it gets other options
         with self._translated():
             self._bucket = S3Store(
                 address.bucket,
@@ -135,7 +135,7 @@ class BucketStore:
             place = catalogue.places.get(key)
             if place is not None and place.size == len(buffers[position]):
                 by_pack.setdefault(place.pack, []).append((position, place))
-            elif place is not None:  # it cannot be the value, and may be as large as another writer likes
+            elif place is not None:  # it cannot be the value, and its writer may have made it of any size
                 arrived[position] = place.size
         runs = [run for pack, parts in by_pack.items() for run in _runs(pack, parts)]
         reads = [self._read_range(*run[:3]) for run in runs]
@@ -185,10 +185,10 @@ class BucketStore:
             self._obstore.put(self._bucket, name, data)
 
     def register(self, buffer: memoryview) -> None:
-        """Any memory serves."""
+        """Do nothing: any memory can be used."""
 
     def close(self) -> None:
-        """There is no connection to end."""
+        """Do nothing: there is no connection."""
 
     # -- the catalogue ------------------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class BucketStore:
 
         Args:
             shard: which.
-            wanted: keys that must be in the bucket: go back in time until they are found, or no time is left.
+            wanted: keys that the bucket should have: older packs are listed until they are found, or time is up.
         """
         catalogue, until = self._catalogue(shard), time.monotonic() + self._listing_s
         with catalogue.looking:
@@ -217,7 +217,7 @@ class BucketStore:
         return catalogue
 
     def _look(self, catalogue: Catalogue, until: float) -> None:
-        """List the newest packs, and go on with a walk that is under way. Packs of a later time than clocks differ are not seen."""
+        """List the newest packs, and continue a walk that is under way. Packs from further ahead than clocks may differ are not seen."""
         now_ms, goes_on = _now_ms(), catalogue.walked_to is not None
         newest = place_at(catalogue.folder, now_ms + CLOCKS_DIFFER_MS)
         page, ends = self._page(catalogue, newest)
@@ -240,7 +240,7 @@ class BucketStore:
         ends: str | None = None
         try:
             page = self._list(catalogue.folder, place)
-        except _BadNameError:  # somewhere on the page, of which nothing is known: keep to one window
+        except _BadNameError:  # the client does not say which name: list only one window
             window, ends = window_of(catalogue.folder, place)
             try:
                 page = self._list(window, place)
@@ -268,7 +268,7 @@ class BucketStore:
     def _read_indexes(
         self, catalogue: Catalogue, page: Sequence[tuple[str, int]], until: float
     ) -> str | None:
-        """Add what is new on a page to a catalogue. Return the last pack that was read where no time was left for all."""
+        """Add what is new on a page to a catalogue. Return the last pack that was read if time was up before all were."""
         new = [entry for entry in page if catalogue.is_new(entry[0])]
         bad = list[tuple[str, str]]()
         read_to = None
@@ -302,7 +302,7 @@ class BucketStore:
         return fault
 
     async def _read_range(self, pack: str, start: int, size: int) -> memoryview | None:
-        """The client's own `get_ranges` panics where an object ends before the range."""
+        """Read a range; None if the object is gone. The client's `get_ranges` panics if an object ends before the range."""
         try:
             with self._translated():
                 return memoryview(
@@ -315,7 +315,7 @@ class BucketStore:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """Name only the kind of an error and the status: a server's answer may repeat a credential's name."""
+        """Translate the client's errors. Only kind and status are named: a server's answer may repeat a credential's name."""
         try:
             yield
         except self._failure as error:
@@ -331,7 +331,7 @@ class BucketStore:
 
 
 def _reason(error: Exception) -> str:
-    """Return the words of an error that the client itself uses."""
+    """Return those words of an error that come from the client itself."""
     words = [word for found in _REASON.findall(str(error)) for word in found if word]
     return ", ".join([type(error).__name__, *words])
 
@@ -342,7 +342,7 @@ def _joined(parts: Sequence[bytes | memoryview]) -> memoryview:
 
 
 def _at_once(reads: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Make all these reads side by side."""
+    """Make all these reads at the same time."""
 
     async def gather() -> list[T]:
         return await asyncio.gather(*reads)

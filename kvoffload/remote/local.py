@@ -1,6 +1,6 @@
 """Stores on this machine for a demo or a test: each from its wheel, on free ports of the loopback.
 
-Their files lie in a folder of the caller. Their processes end with `close`, or with the thread that started them, so none outlives this
+Their files are in the caller's folder. Their processes end with `close`, or with the thread that started them, so none outlives this
 process.
 """
 
@@ -212,7 +212,7 @@ def _program(name: str, package: str) -> str:
 
 
 def run_node(master: str, node_bytes: int) -> None:
-    """Be a Mooncake store node on the loopback, until this process is killed."""
+    """Run a Mooncake store node on the loopback, until this process is killed."""
     store = load_client().MooncakeDistributedStore()
     code = store.setup("127.0.0.1", "P2PHANDSHAKE", node_bytes, _NODE_BUFFER, "tcp", "", master)
     if code:

@@ -1,8 +1,8 @@
-"""Mooncake Store as a remote store: a value is an object, read and written by batches without a copy in Python.
+"""Mooncake Store as a remote tier: a value is an object, read and written by batches without a copy in Python.
 
-Its client lives in a process of its own, a child for each connection (`mooncake_child.py`), so that nothing the client does, hang,
-crash or abort, touches the engine. Each call has a time limit. When it has passed the child is killed; a child that has ended,
-however it did, ends its connection. Values lie in memory that both processes map.
+Its client lives in a process of its own, a child for each connection (`mooncake_child.py`), so that a hang, crash
+or abort of the client does not affect the engine. Each call has a time limit, after which the child is killed. The end of the child
+is the end of its connection. Values are in memory that both processes map.
 
 What this file must know of the client (observed with 0.3.13):
 * Connecting holds the interpreter's lock: 2 s where a proxy closes each connection, 90 s without a master, 600 s under a master that

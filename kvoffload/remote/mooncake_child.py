@@ -3,9 +3,9 @@
     engine's process ── control socket: one end of a new pair for each call ─▶ main thread, which starts a thread for each call
                      ── the other end: request ─▶ ◀─ answer ─────────────────▶ that thread, which calls the client
 
-Values lie in memory that both processes map, so a request has only names and places. This process imports neither an engine nor torch.
-It ends when the control socket is closed, and the kernel ends it with the thread that started it: while the client holds the
-interpreter's lock, no Python code could.
+Values are in memory that both processes map, so a request has only names and places. This process imports neither an engine nor torch.
+It ends when the control socket is closed. The kernel kills it when the thread that started it ends: while the client holds the
+interpreter's lock, no Python code could do that.
 """
 
 from __future__ import annotations

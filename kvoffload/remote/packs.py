@@ -37,7 +37,7 @@ _SUM_BYTES = 8
 
 
 class BadPackError(Exception):
-    """Raised when an object among the packs is none that can be used; says why."""
+    """Raised for an object that is not a usable pack; the message gives the reason."""
 
 
 class Place(NamedTuple):
@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 
 def place_at(folder: str, ms: int) -> str:
-    """Return where packs of this time stand in a listing of the folder: behind newer ones, before older ones."""
+    """Return where packs of this time are in a listing of the folder: after newer ones, before older ones."""
     digits = f"{_LAST_MS - ms:012x}"
     return f"{folder}{digits[:_WINDOW_DIGITS]}/{digits[_WINDOW_DIGITS:]}"
 
@@ -75,7 +75,7 @@ def index_bytes(name: str, size: int) -> int:
         size: of the pack, in bytes, as the bucket lists it.
 
     Raises:
-        BadPackError: no pack of ours is called so, or has so many.
+        BadPackError: the name is not a pack's, or claims an impossible number.
     """
     if (found := _NAME.fullmatch(name)) is None:
         raise BadPackError("no pack is called so")
@@ -104,7 +104,7 @@ def places_in(pack: str, index: bytes | memoryview, size: int) -> dict[BlockKey,
 
     Args:
         pack: its name.
-        index: as it was read, whoever wrote it.
+        index: as it was read; any writer may have made it.
         size: of the pack, in bytes.
 
     Raises:
@@ -153,7 +153,7 @@ class Catalogue:
         self._next_ends = ""
 
     def is_new(self, pack: str) -> bool:
-        """Whether a pack that was listed is to be read: it is not known, and was not forgotten for want of room."""
+        """Whether a listed pack must be read: it is not known, and not older than the packs that were forgotten."""
         return pack not in self.packs and pack < self._floor
 
     def newest_listed(self, newest: str, listed_to: str | None, now_ms: int) -> None:
@@ -177,7 +177,7 @@ class Catalogue:
             self._walk_ends = self._next_ends
 
     def add(self, pack: str, places: dict[BlockKey, Place]) -> None:
-        """Remember a pack. Of two packs with one key the newer one is used, as the older one expires first."""
+        """Remember a pack. If two packs have the same key, the newer one is used, because the older one expires first."""
         if pack >= self._floor:
             return
         self.packs[pack] = list(places)

@@ -1,4 +1,4 @@
-"""The port behind which a remote store is reached, and `open_store`, which opens the one that an address names."""
+"""The interface of a connection to a remote tier, and `open_store`, which connects to an address."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = get_logger("remote")
 
 
 class Refusals:
-    """Logs why a store takes no values, once for each reason."""
+    """Logs why the remote tier refuses values, once for each reason."""
 
     def __init__(self) -> None:
         self._logged: str | None = None
@@ -58,14 +58,14 @@ class SharedMemory(mmap.mmap):
 
 
 class RemoteStore(Protocol):
-    """One connection to a store. Calls block, some for a minute where the store is dead; threads may call at the same time.
+    """One connection to a store. Calls block, some for a minute if the store is dead; several threads may call at once.
 
-    What fails for one key is the answer for that key; a call that fails for all of them raises `RemoteError`. After a `RemoteGone` all
-    further calls fail: another connection is needed.
+    A failure of one key is the answer for that key. A call that fails for all keys raises `RemoteError`. After `RemoteGone` all further
+    calls fail, and a new connection is needed.
     """
 
     def ask(self, shard: Shard, keys: Sequence[BlockKey]) -> list[bool]:
-        """Return which blocks the store says it has: a hint."""
+        """Return which blocks the store claims to have. It may be wrong."""
 
     def get(self, shard: Shard, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[int]:
         """Read values into buffers of the values' size; return for each the bytes that arrived, or `MISSING` or `FAILED`."""
@@ -80,7 +80,7 @@ class RemoteStore(Protocol):
         """Return a small object, None if there is none."""
 
     def create(self, name: str, data: bytes) -> None:
-        """Write a small object that the store keeps as long as it can; if there is one of this name, it may stay."""
+        """Write a small object that the store keeps as long as it can. An existing object of this name may be kept instead."""
 
     def replace(self, name: str, data: bytes) -> None:
         """Write a small object, replacing one of the same name."""

@@ -38,7 +38,7 @@ TRAILER_BYTES = _HEAD.size + _CHECKSUM.size
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which KV, and which rank's part of it, values are of.
+    """Names a set of values: whose KV, and which rank's part of each block.
 
     Args:
         namespace: fingerprint and generation: all that makes KV usable by another engine, and a random value.
@@ -51,7 +51,7 @@ class Shard:
 
     @property
     def part(self) -> str:
-        """The rank of ranks, as names have it."""
+        """Rank and number of ranks, as they stand in names."""
         return f"{self.rank}of{self.ranks}"
 
     def name(self, key: BlockKey) -> str:
@@ -65,7 +65,7 @@ def generation_name(fingerprint: str) -> str:
 
 
 class Generation(NamedTuple):
-    """The value under that name.
+    """The generation that engines share.
 
     Args:
         name: random, 32 hexadecimal digits.
@@ -84,7 +84,7 @@ def new_generation(name: str, key: TierKey | None, after_ms: int, *, is_after_re
     Args:
         name: its name in the store.
         key: authenticates it; None where writers are trusted.
-        after_ms: made by another engine, whose clock may be ahead: the new one counts as later.
+        after_ms: when the previous one was made, by an engine whose clock may be ahead. The new one is later.
         is_after_reset: whether it is made because of a reset.
     """
     text = secrets.token_hex(16).encode() + (_AFTER_RESET if is_after_reset else b"")
@@ -96,7 +96,7 @@ def new_generation(name: str, key: TierKey | None, after_ms: int, *, is_after_re
 
 
 def read_generation(name: str, key: TierKey | None, data: bytes) -> Generation | None:
-    """Return the generation that a value is; None if it is none, or not authentic."""
+    """Return the generation in a value; None if the value has another form, or is not authentic."""
     made_ms = b"0"
     if key is not None:
         dated, _, mac = data.rpartition(b" ")
@@ -115,9 +115,9 @@ def seal(value: memoryview, name: str, layout: bytes, key: TierKey | None = None
     """Write the trailer behind a slot's bytes.
 
     Args:
-        value: both.
+        value: the slot's bytes, and room for the trailer.
         name: the value's.
-        layout: a digest of how the slot's pages lie, 16 bytes.
+        layout: 16 bytes, a digest of the layout of the slot's pages.
         key: authenticates it; None for a checksum.
     """
     size = len(value) - TRAILER_BYTES

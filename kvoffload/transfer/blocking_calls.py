@@ -1,14 +1,14 @@
-"""Calls that may block for any time, to a rank's slot file or to a remote store.
+"""Calls that may block for any time, to a rank's slot file or to a remote tier.
 
     the owner's thread    submit ─▶ queues, reads first ─┐                               ┌─▶ ended ─▶ poll
                                                          └─▶ a thread: `work`, then `use`┘
 
-A disk may hang, and a store's client was seen to block for a minute. So a call has two parts, and a token. Whoever
-takes the token ends the call, and it is taken once:
+A disk may hang, and a remote client was seen to block for a minute. So a call has two parts, and a token. The thread
+that takes the token ends the call, and it is taken once:
 
 * `work` may hang. It runs on a thread of the executor, without the token, so it may outlive the call: the host slots
-  of its job may be other blocks' while it runs. It writes only its thread's memory, or memory that the caller keeps
-  out of use after a call that hangs. It may read host slots, but calls `Call.check` before those bytes leave the
+  of its job may belong to other blocks while it runs. It writes only its thread's memory, or memory that the caller does
+  not reuse after a call that hangs. It may read host slots, but calls `Call.check` before those bytes leave the
   process; `check` raises if the token is gone.
 * `use` runs on the same thread, after that thread has taken the token. The owner has not seen an end, so the
   host slots are still the job's: only `use` may write them. There are two exceptions on the disk: a read straight into
@@ -35,7 +35,7 @@ Which thread writes what:
 * the resource: a probe sets it. The thread that finds the connection gone, or after `close` the one that finds no
   call active, takes it away, under a lock.
 
-Containers are touched only by single operations that Python makes whole.
+Containers are accessed only by single operations, which are atomic in Python.
 
 A thread that returns from a compiled client to an interpreter that ends aborts the process. So the exit of a process
 waits for a moment until no thread is in a call, except for calls known to hang, and until the client's own threads
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 _CONNECT_S = 30.0
 """What a probe that connects may take beyond its own time; no client takes longer."""
-_PROBE = "kvo1/probe"  # need not be there
+_PROBE = "kvo1/probe"  # need not exist
 _EXIT_S = 1.0
 """How long the exit of the process may wait for all calls; those of one machine take milliseconds."""
 _EXIT_PAUSE_S = 0.001
@@ -98,7 +98,7 @@ class Call:
         accepted_at: when it was submitted.
         limit_s: seconds after which it counts as hanging.
         is_write, is_probe: how the policy counts it.
-        job: for whom it is made.
+        job: the job that it belongs to.
         began, took: when `work` began, and the seconds until the end or the time limit; 0 if it was never made.
         result: None if it failed.
         error: why it failed; None where it worked, or was not made.
@@ -241,7 +241,7 @@ class BlockingCalls(Generic[ResourceT]):
             ended: called on the owner's thread once the call has ended; has its result.
             use: called with what `work` returned, if the token was not gone; its answer becomes the result.
             is_write: it waits for all queued reads.
-            job: for whom it is made, for `cancel`.
+            job: the job that it belongs to, for `cancel`.
             limit_s: seconds after which it counts as hanging; by default those of all calls.
         """
         limit_s = self._timeout_s if limit_s is None else limit_s
@@ -384,13 +384,13 @@ class BlockingCalls(Generic[ResourceT]):
 
 
 class Breaker:
-    """Stops calling a store that fails, and tries it again with single calls.
+    """Stops calling a remote tier that fails, and tries it again with single calls.
 
     A connection that has ended counts as a hang. The pause doubles each time until a read other than a probe is
-    answered, and is at least four times what the failed call took: requests wait for such calls, so a store that fails
+    answered, and is at least four times what the failed call took: requests wait for such calls, so a tier that fails
     takes at most a fifth of their time. A read that is answered ends the row of failed reads, a write that of failed
-    writes. A probe or a write that is answered shows little: a store's master may answer both by itself, and name values
-    that its dead nodes do not deliver.
+    writes. A probe or a write that is answered proves little: a store's master may answer both by itself, and report
+    values that its dead nodes do not deliver.
 
     Args:
         log: of the calls.
@@ -405,7 +405,7 @@ class Breaker:
     _PAUSE_PER_CALL = 4  # of what the failed call took
 
     def __init__(self, log: BoundLogger) -> None:
-        self.is_closed = False  # a store that was never reached begins with a probe
+        self.is_closed = False  # a tier that was never reached begins with a probe
         self.log = log
         self._was_logged: bool | None = None  # as working, or as failing
         self._failures = [0, 0]  # of reads since one worked, and of writes
@@ -424,7 +424,7 @@ class Breaker:
         self._log_change(call)
 
     def failed(self, call: Call, now: float) -> None:
-        """Count a failure; open if it was one too many."""
+        """Count a failure; open after too many."""
         self._failures[call.is_write] += 1
         if call.is_probe:
             self._is_probing = False
@@ -447,11 +447,11 @@ class Breaker:
         return True
 
     def probe(self, resource: Any) -> None:  # noqa: ANN401
-        """Read from the store."""
+        """Read a small object."""
         resource.read(_PROBE)
 
     def _log_change(self, call: Call) -> None:
-        """The breaker has opened or closed, or a store was not reached at the start."""
+        """Log that the breaker has opened or closed, or that the tier was not reached at the start."""
         if self.is_closed is self._was_logged:
             return
         self._was_logged = self.is_closed
@@ -459,7 +459,7 @@ class Breaker:
             self.log.info("remote_works")
         else:
             self.log.error(
-                "remote_fails", reason=call.error, note="the engine goes on without the remote store"
+                "remote_fails", reason=call.error, note="the engine goes on without the remote tier"
             )
 
 
@@ -493,7 +493,7 @@ class ErrorRow:
             self.is_opening = False
 
     def failed(self, call: Call, now: float) -> None:
-        """Count an error; a call that hangs is none."""
+        """Count an error. A call that hangs is logged and not counted."""
         if call.is_stuck:
             self.log.error("disk_call_hangs", job=call.job, timeout_s=call.limit_s)
             return
@@ -523,7 +523,7 @@ _MADE: weakref.WeakSet[BlockingCalls[Any]] = weakref.WeakSet()
 
 @atexit.register
 def _exit() -> None:
-    """The interpreter ends: begin no call, and wait until none runs and no thread of a client is left inside."""
+    """Before the interpreter ends, wait until no call runs and no client's thread runs Python code. No new call begins."""
     until = time.monotonic() + _EXIT_S
     running: list[Future[None]] = []
     has_client = False

@@ -1,18 +1,18 @@
 """The slot file of one rank: how it is opened, and what a call that copies between it and the host slots does.
 
-A job's slots are taken in the order of their places in the file, as many at a time as fill a piece of 1 MiB: those in adjacent places
-are one call to the disk, the others one call each.
+A job's slots are copied in the order of the file, in pieces of 1 MiB. Slots of a piece that are adjacent in the file share one call to
+the disk.
 
-    pages that are aligned and long    written and read where they lie
-    other pages                        gathered in, or scattered from, a buffer of the calling thread's
+    pages that are aligned and long    written and read in place
+    other pages                        gathered in, or scattered from, the calling thread's buffer
 
-A call that hangs costs a thread, its buffer, and what it may still change: a write its places in the file, a read without a buffer its
-host slots, so `Part.under_call` names these and they are not used again. A write without a buffer costs no host slot: whatever it still
-reads there goes to a place that is not used again. Everything else of the job is free for other blocks. Without the copies, blocks of 1
-and 4 MiB in 8 pages are fetched for 0.7 of the processor time.
+A call that hangs occupies a thread and its buffer. What it may still change is not used again, and `Part.under_call` names it: for a
+write the places in the file, for a read in place the host slots. A write in place quarantines no host slot, because what it still reads
+there goes to a place that is not used again. The job's other slots are free for other blocks. In place, blocks of 1 and 4 MiB in 8 pages
+were fetched with 0.7 of the processor time.
 
-With `verify`, a spill compares the host slots with the checksums taken when their blocks arrived, or a bit that flipped in host
-memory would get a fresh checksum on the disk; a fetch takes the checksums that later loads and spills are compared with.
+With `verify`, a spill compares the host slots with the checksums taken when their blocks arrived: otherwise a bit that flipped
+in host memory would get a valid checksum on the disk. A fetch takes the checksums that later loads and spills are compared with.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ Pieces: TypeAlias = Sequence[memoryview]
 """A slot's bytes; the end of the last piece is padding to a whole page."""
 
 THREADS = 6
-"""That copy at a time: four calls keep a disk busy, while the other threads compute checksums."""
+"""Threads that copy: four calls keep a disk busy while the other threads compute checksums."""
 
 SYNC_PERIOD_S = 1.0
 _KEEPS_LOCK = 2**16
 _SHORT = 2**17
-"""Bytes. Of more than the first the hash library releases the interpreter's lock, and has to get it back from other threads; for up
-to the second that takes longer than the hash."""
+"""Bytes. For more than the first, the hash library releases the interpreter's lock and has to get it back from other threads. Up to the
+second, that takes longer than the hash."""
 _LONG = 2**16
-"""Bytes from which on a page is long. Shorter ones are many, and each is a part of a call to the disk and an update of a checksum."""
+"""Least bytes of a long page. Shorter pages are many, and each is a part of a call to the disk and an update of a checksum."""
 
 log = get_logger("disk")
 
 
 class RankDisk(TierJobs):
-    """The disk of one rank. A thread opens the file, so nothing waits for a file system that is slow to give space.
+    """The disk of one rank. A thread opens the file, so that no hook waits for a file system that allocates slowly.
 
     Args:
         opening: opens the file.
@@ -117,7 +117,7 @@ class RankDisk(TierJobs):
         super().close()
 
     def _sync(self) -> None:
-        """Have the file synced when something was written and it is time. That may take as long as it likes."""
+        """Have the file synced a second after the last time, if something was written. The call has no time limit."""
         now = self._monotonic()
         if self._copies.is_synced or self._is_syncing or now - self._synced_at < SYNC_PERIOD_S:
             return
@@ -176,7 +176,7 @@ class DiskMover:
         return part
 
     def get(self, part: Part, call: Call, file: SlotFile) -> Part:
-        """Read places into the thread's buffer, or their host slots, and see which are right."""
+        """Read places into the thread's buffer, or into their host slots, and check them."""
         job, positions = part.job, part.positions
         with self._arena.held():  # the disk may put the bytes where they belong
             room = self._buffers.room([job.slots[position] for position in positions])
@@ -189,7 +189,7 @@ class DiskMover:
         return part
 
     def fill(self, part: Part) -> Part:
-        """Copy the blocks that are right from the thread's buffer into their host slots, if they are not there."""
+        """Copy the correct blocks from the thread's buffer into their host slots, unless they were read in place."""
         slots = part.job.slots
         with self._arena.held():
             right = set(part.whole)
@@ -212,11 +212,11 @@ class DiskMover:
         """Have the disk write or read some of a part's slots.
 
         Args:
-            part: whose.
-            call: as a part of which.
-            copy: what to call.
+            part: the part.
+            call: the call that this is part of.
+            copy: writes or reads.
             data: the bytes of these slots by position, in the order of the part.
-            may_change: one that hangs may change what the job names.
+            may_change: whether a call that hangs may still change the job's places or host slots.
 
         Raises:
             CallEnded: the call was ended meanwhile.
@@ -283,7 +283,7 @@ class FileOpening:
             return self._when_unlocked(folder)
 
     def _when_unlocked(self, folder: OpenFolder) -> SlotFile:
-        """Open the slot file. Workers whose engine was killed hold theirs until they notice, so a locked one is tried again."""
+        """Open the slot file. Workers of a killed engine keep theirs locked until they notice, so a locked one is tried again."""
         for number in range(LOCK_TRIES):
             try:
                 return open_slot_file(folder, self.shape, self.slots)
@@ -297,7 +297,7 @@ class FileOpening:
 
 
 class _Buffer:
-    """A thread's memory for some slots, and all views of it that copies need: made anew they took longer than short copies."""
+    """A thread's memory for some slots, and its views for copies: to make them each time took longer than short copies."""
 
     def __init__(self, arena: Arena, pitch: int, slots: int) -> None:
         memory = aligned_buffer(slots * pitch)
@@ -307,7 +307,7 @@ class _Buffer:
 
 
 class _SlotBuffers:
-    """Gathers slots to be written, and scatters what was read. Callable from several threads at once.
+    """Gathers slots for a write, and scatters them after a read. Callable from several threads at once.
 
     Args:
         arena: where the slots are.
@@ -342,7 +342,7 @@ class _SlotBuffers:
         return self._buffer().pieces[: len(slots)]
 
     def scatter(self, slots: Mapping[int, int]) -> None:
-        """Copy what was read into `room`: to each slot what its value, an index, has there."""
+        """Copy what was read into `room` to host slots, each given with its index in `room`."""
         if self.are_in_place:
             return
         views = self._buffer().views
@@ -357,7 +357,7 @@ class _SlotBuffers:
 
 
 def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield where in `places` those begin and end that follow each other in the file."""
+    """Yield begin and end, in `places`, of those that are adjacent in the file."""
     first = 0
     for end, place in enumerate(places[1:], 1):
         if place != places[end - 1] + 1:

@@ -1,8 +1,8 @@
-"""Copies between the host slots of one rank and a remote store, in batches.
+"""Copies between the host slots of one rank and a remote tier, in batches.
 
-A batch goes through a buffer of the calling thread's, which the store's client knows, wherever its process is. So a value is checked
-before it comes near a host slot, and a call that hangs has nothing but this buffer under it: its host slots are free for anything else.
-With a key it also goes through a second buffer, which only this process can write.
+A batch goes through the calling thread's buffer, which is registered with the remote client. So a value is checked before it is copied
+to a host slot, and a call that hangs may change only this buffer: its host slots are free for other blocks. With a key, a batch also goes
+through a second buffer, which only this process can write.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvoffload.transfer.tier_jobs import Part
 
 MOST_BLOCKS = 64
-"""Of a batch: more gain nothing."""
+"""In a batch: more are not faster."""
 _MOST_BYTES = 32 * 2**20  # of a batch: the buffer of a thread
 _LINE = 64
 
@@ -65,7 +65,7 @@ def remote_calls(
 
 
 class RemoteMover:
-    """Copies between host slots and a remote store.
+    """Copies between host slots and a remote tier.
 
     Args:
         rank, ranks: whose, of how many.
@@ -110,7 +110,7 @@ class RemoteMover:
                 seal(value, shard.name(job.targets[position]), self._layout, self._key)
             find_corrupt(part, self._checksums, log)
         self._copy(own, buffers)
-        # After the copies: the slots were not other blocks' meanwhile, whose bytes would get these blocks' names.
+        # After the copies: bytes of other blocks, which may have these slots by now, must not get these blocks' names.
         call.check()
         values = {
             position: value
@@ -123,7 +123,7 @@ class RemoteMover:
         return part
 
     def get(self, part: Part, _: Call, store: RemoteStore) -> Part:
-        """Read values into the thread's buffer, and see which are right."""
+        """Read values into the thread's buffer, and check them."""
         job, batch = part.job, part.positions
         shard = self._shard(job)
         buffers = self._values(store, len(batch))
@@ -139,7 +139,7 @@ class RemoteMover:
         return part
 
     def fill(self, part: Part) -> Part:
-        """Copy the values that are right from the thread's memory into their host slots."""
+        """Copy the correct values from the thread's memory into their host slots."""
         buffers, slots = self._own(len(part.positions)), part.job.slots
         with self._arena.held():
             for position in part.whole:
@@ -150,7 +150,7 @@ class RemoteMover:
         return part
 
     def _values(self, store: RemoteStore | None, count: int) -> list[memoryview]:
-        """Return memory of the calling thread's for so many values, which `store` knows; None where that was seen to."""
+        """Return the calling thread's memory for so many values; register it with `store`, unless that is None."""
         own = self._buffers
         buffer: memoryview | None = getattr(own, "buffer", None)
         if buffer is None:
@@ -164,7 +164,7 @@ class RemoteMover:
     def _own(self, count: int) -> list[memoryview]:
         """Return the calling thread's memory in which values are sealed and checked.
 
-        With a key it is not the memory that the store knows: Mooncake lets other machines write there at any time, even between a
+        With a key it is not the registered memory: Mooncake lets other machines write there at any time, even between a
         check and a copy.
         """
         if self._key is None:

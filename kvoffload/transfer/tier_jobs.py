@@ -1,4 +1,4 @@
-"""Spills and fetches of one rank to and from one tier, cut into calls that may block, and what each job's report says."""
+"""Splits the spills and fetches of one rank and one tier into calls that may block, and reports how each job ended."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Part:
 def find_corrupt(part: Part, checksums: Checksums | None, log: BoundLogger) -> None:
     """Note and log which host slots of a part do not hold what was stored there. Called after their bytes were copied.
 
-    What a slot holds then it held when it was copied, unless it had become another block's: `Call.check` finds that.
+    A slot that is intact now was intact when it was copied, unless it belonged to another block in between: `Call.check` detects that.
     """
     if checksums is None:
         return
@@ -83,15 +83,15 @@ class Mover(Protocol):
         """Copy host slots to the tier, but for those that do not hold what was stored there."""
 
     def get(self, part: Part, call: Call, resource: Any) -> Part:  # noqa: ANN401
-        """Read a part's blocks into memory of the calling thread's, and see which are right."""
+        """Read a part's blocks into the calling thread's memory, and check them."""
 
     def fill(self, part: Part) -> Part:
-        """Bring the blocks that are right into their host slots, which are the job's: the thread has the call's token."""
+        """Copy the correct blocks into their host slots. These are still the job's, because the thread has the call's token."""
 
 
 @dataclass(slots=True, eq=False)
 class _OpenJob:
-    """A job of which parts have not ended.
+    """A job with parts that have not ended.
 
     Args:
         job: the job.
@@ -117,7 +117,7 @@ class _OpenJob:
     is_cancelled: bool = False
 
     def note(self, part: Part, call: Call) -> None:
-        """Add the end of a part. What it holds counts only if its call worked: a thread may still write it otherwise."""
+        """Add a part that has ended. Its results count only if its call worked; otherwise a thread may still write them."""
         self.open_parts -= 1
         if call.was_made:
             self.began = min(self.began, call.began)
@@ -159,7 +159,7 @@ class _OpenJob:
 
 
 class TierJobs:
-    """The jobs of one rank and one tier. Its owner's thread, that of the engine's hooks, calls all of it; nothing waits.
+    """The jobs of one rank and one tier. All methods are called on its owner's thread, that of the engine's hooks; none waits.
 
     Args:
         calls: to the tier; `close` closes them.
