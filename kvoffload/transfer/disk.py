@@ -266,7 +266,10 @@ class FileOpening:
             Exception: it cannot be opened; that is logged.
         """
         try:
-            file = self._opened()
+            if self.slots < 1:
+                raise DiskError(f"disk_bytes gives each rank less than one block of {self.shape.pitch} bytes")
+            with self._place.make_folder() as folder:
+                file = self._when_unlocked(folder)
         except CancelledError:  # the engine stops before its KV is identified
             raise
         except Exception as error:  # or the other ranks would wait for this one
@@ -275,12 +278,6 @@ class FileOpening:
         if file.page_cache_reason is not None and not self.closing.is_set():
             self._log.warning("disk_through_page_cache", reason=file.page_cache_reason)
         return file
-
-    def _opened(self) -> SlotFile:
-        if self.slots < 1:
-            raise DiskError(f"disk_bytes gives each rank less than one block of {self.shape.pitch} bytes")
-        with self._place.make_folder() as folder:
-            return self._when_unlocked(folder)
 
     def _when_unlocked(self, folder: OpenFolder) -> SlotFile:
         """Open the slot file. Workers of a killed engine keep theirs locked until they notice, so a locked one is tried again."""
