@@ -4,7 +4,6 @@ import importlib.util
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Iterator
 from ctypes.util import find_library
 
@@ -34,11 +33,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def signals_are_as_before() -> Iterator[None]:
     """A test that runs a command in this process leaves no handlers of it behind."""
     handlers = {number: signal.getsignal(number) for number in HANDLED}
-    hook = sys.unraisablehook
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    sys.unraisablehook = hook
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -22,7 +22,6 @@ from kvoffload.checks.check import (
     no_go,
     run_checks,
 )
-from kvoffload.cli import signals
 from kvoffload.cli.exits import CommandError, Exit, printable
 from kvoffload.disk.tier_key import read_tier_key
 from kvoffload.model.config import OffloadConfig, parse_config
@@ -98,10 +97,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _findings(args: argparse.Namespace) -> list[Finding]:
-    with signals.importing():
-        from kvoffload.checks import memory, outputs
-        from kvoffload.checks.json_option import read_settings
-        from kvoffload.checks.machine import Machine
+    from kvoffload.checks import memory, outputs
+    from kvoffload.checks.json_option import read_settings
+    from kvoffload.checks.machine import Machine
+
     doctors, lost = find_doctors()
     given = [doctor.read_arguments(args) for doctor in doctors]
     settings = [read_settings(args.config, "--config")] if args.config else []

@@ -15,7 +15,6 @@ from kvoffload.cli import signals
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
-    from typing import TextIO
 
     from kvoffload.cli.parser import Parser
 
@@ -56,38 +55,27 @@ class Command(Protocol):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` and return the exit code; wrong usage and SIGTERM raise SystemExit.
+    """Run the command line `argv` and return the exit code.
 
     Signals stay handled until the process ends. A standard output that cannot be written is reported once.
     """
     signals.handle()
     from kvoffload.cli.exits import Exit, say
 
-    if sys.stdout is None or sys.stderr is None:  # Python's value for a closed descriptor
-        _open_closed_streams()
-    failed: OSError | None = None
-    ended: SystemExit | None = None
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # None if its descriptor is closed
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
         code = _command(argv)
-    except SystemExit as end:
-        code, ended = end.code if isinstance(end.code, int) else Exit.OK, end
+        sys.stdout.flush()
     except OSError as error:
         if error.filename is not None or error.errno not in _WRITE_ERRORS:
             raise  # from a file that a command should have reported itself
-        code, failed = Exit.OUTPUT, error
-    failed = _finish_output() or failed
-    # A signal or wrong usage is a better reason for the end than output that nobody takes.
-    has_run = code in (Exit.OK, Exit.FAILED, Exit.MISSED, Exit.OUTPUT)
-    if failed is None or not has_run:
-        if ended is not None:
-            raise ended
-        return code
-    if not isinstance(failed, BrokenPipeError):  # a reader that has seen enough is not worth a line
-        say(f"error: standard output cannot be written: {failed.strerror or failed}")
-    return Exit.OUTPUT
-
-
-"""What the installed command calls."""
+        # What is buffered is dropped, or the interpreter would try again when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # a reader that has seen enough is not worth a line
+            say(f"error: standard output cannot be written: {error.strerror or error}")
+        code = Exit.OUTPUT
+    return signals.exit_code() or code
 
 
 def _command(argv: Sequence[str] | None) -> int:
@@ -95,14 +83,15 @@ def _command(argv: Sequence[str] | None) -> int:
     from kvoffload.cli.parser import parse
     from kvoffload.model.errors import KVOffloadError
 
-    parser, commands = parsers()
-    args = parse(parser, commands, argv)
-    if args.command is None:
-        parser.print_help()
-        return Exit.USAGE
     try:
-        with signals.raising():
-            return load(args.command).run(args)
+        parser, commands = parsers()
+        args = parse(parser, commands, argv)
+        if args.command is None:
+            parser.print_help()
+            return Exit.USAGE
+        return load(args.command).run(args)
+    except SystemExit as end:  # of argparse, after help or wrong usage
+        return int(end.code or 0)
     except OutputError as error:
         say(f"error: {error}")
         return Exit.OUTPUT
@@ -110,7 +99,8 @@ def _command(argv: Sequence[str] | None) -> int:
         say(f"error: {error}")
         return Exit.USAGE
     except KeyboardInterrupt:
-        say("interrupted")
+        if not signals.exit_code():
+            say("interrupted")
         return Exit.INTERRUPTED
 
 
@@ -148,27 +138,3 @@ def _found() -> dict[str, str]:
     from importlib.metadata import entry_points
 
     return {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
-
-
-def _finish_output() -> OSError | None:
-    """Write what is buffered. What cannot be written is dropped, or the interpreter would try again when it ends."""
-    failed = _drop_unwritten(sys.stdout)
-    _drop_unwritten(sys.stderr)
-    return failed
-
-
-def _drop_unwritten(stream: TextIO) -> OSError | None:
-    try:
-        stream.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        return error
-    return None
-
-
-def _open_closed_streams() -> None:
-    """Give closed standard streams a descriptor that refuses or discards, so that no file takes their number."""
-    if sys.stdout is None:
-        sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")  # writing fails: Bad file descriptor
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # for the rest of the process

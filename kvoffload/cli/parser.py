@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
-from kvoffload.cli.exits import Exit, print_error, printable
-
-if TYPE_CHECKING:
-    from _typeshed import SupportsWrite
+from kvoffload.cli.exits import Exit, printable
 
 _SIMILAR = 0.7  # of difflib: a slip of the finger; with less it suggests options of another meaning
 
@@ -38,24 +34,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and where the help is, in one line, and exit."""
         self.exit(Exit.USAGE, f"kvoffload: error: {printable(message)} (see {self.prog} --help)\n")
-
-    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
-        """Let errors of standard output through, which argparse ignores where output is not buffered."""
-        if file is sys.stderr:
-            print_error(message, end="")
-        elif file is not None:
-            file.write(message)
-
-    def _check_value(self, action: argparse.Action, value: object) -> None:
-        if action.choices is None or value in action.choices:
-            return
-        known = [str(choice) for choice in action.choices]
-        near = _nearest(str(value), known)
-        kind = "command" if isinstance(action, argparse._SubParsersAction) else "value"
-        hint = f"did you mean {near}?" if near else f"choose from {', '.join(known)}"
-        raise argparse.ArgumentError(
-            None if kind == "command" else action, f"unknown {kind} {value!r}; {hint}"
-        )
 
 
 def parse(parser: Parser, commands: dict[str, Parser], argv: Sequence[str] | None) -> argparse.Namespace:
@@ -96,9 +74,5 @@ def _describe(argument: str, known: Iterable[str]) -> str:
     name = argument.partition("=")[0]
     if not name.startswith("-"):
         return f"unexpected argument {argument!r}"
-    near = _nearest(name, known)
-    return f"unknown option {name}" + (f"; did you mean {near}?" if near else "")
-
-
-def _nearest(name: str, known: Iterable[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=_SIMILAR)), None)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=_SIMILAR)
+    return f"unknown option {name}" + (f"; did you mean {near[0]}?" if near else "")

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import stat
+import secrets
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-from kvoffload.cli import signals
 from kvoffload.cli.exits import OutputError
 
 STDOUT = Path("-")
@@ -32,39 +30,16 @@ def written(target: Path, *, is_private: bool = False) -> Iterator[TextIO]:
     if target == STDOUT:
         yield sys.stdout
         return
-    unfinished: Path | None = None
+    unfinished = Path(f"{target}.{secrets.token_hex(4)}.partial")
+    mode = 0o600 if is_private else 0o666
     try:
-        descriptor, unfinished = _open(target)
-        with (
-            signals.undone_on_exit(partial(_remove, unfinished)),
-            os.fdopen(descriptor, "w", encoding="utf-8") as file,
-        ):
+        if target.exists() and not target.is_file():  # such as /dev/null
+            raise OSError(0, "it is a directory" if target.is_dir() else "it is not a regular file")
+        with open(unfinished, "x", encoding="utf-8", opener=partial(os.open, mode=mode)) as file:
             yield file
-        if not is_private:
-            mask = os.umask(0)
-            os.umask(mask)
-            unfinished.chmod(0o666 & ~mask)
         os.replace(unfinished, target)
     except OSError as error:
         raise OutputError(target, error) from error
     finally:
-        if unfinished is not None:
-            _remove(unfinished)
-
-
-def _open(target: Path) -> tuple[int, Path]:
-    """Return a new file beside `target`, readable by its owner only, as a descriptor and a path.
-
-    Raises:
-        OSError: it cannot be made, or `target` is something that a file must not replace, such as /dev/null.
-    """
-    with suppress(FileNotFoundError):
-        if not stat.S_ISREG(target.lstat().st_mode) and not target.is_file():
-            raise OSError(0, "it is a directory" if target.is_dir() else "it is not a regular file")
-    descriptor, name = tempfile.mkstemp(prefix=f"{target.name}.", suffix=".partial", dir=target.parent)
-    return descriptor, Path(name)
-
-
-def _remove(path: Path) -> None:
-    with suppress(OSError):
-        path.unlink()
+        with suppress(OSError):
+            unfinished.unlink()

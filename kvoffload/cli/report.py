@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from typing import TYPE_CHECKING
 
-from kvoffload.cli import signals
 from kvoffload.cli.journal_lines import Lines, add_journal_arguments, opened
 from kvoffload.cli.partial_file import written
 
@@ -41,8 +40,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         KVOffloadError: matplotlib is not installed, the journal holds nothing that can be read, or the file cannot be written.
     """
-    with signals.importing():
-        from kvoffload.cli.figures import add_up, check_installed
+    from kvoffload.cli.figures import add_up, check_installed
 
     check_installed()
     lines, output = opened(args, _SUFFIX)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from itertools import chain
 
-from kvoffload.cli import signals
 from kvoffload.cli.journal_lines import add_journal_arguments, opened
 from kvoffload.cli.partial_file import written
 
@@ -25,8 +24,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         KVOffloadError: the journal holds nothing that can be read, or the file cannot be written.
     """
-    with signals.importing():
-        from kvoffload.telemetry.timeline import write_trace
+    from kvoffload.telemetry.timeline import write_trace
 
     lines, output = opened(args, _SUFFIX)
     records = iter(lines)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import select
 import shutil
 import signal
 import socket
 import sys
 import tempfile
 from asyncio.subprocess import Process
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -159,39 +157,19 @@ def test_a_signal_leaves_no_process_and_no_folder(
 ) -> None:
     at_first_turn(monkeypatch, number)
     lower = ["--disk", str(tmp_path), "--restart"] if tier == "disk" else ["--remote", tier]
-    try:
-        code: object = main([*small, *lower])
-    except SystemExit as end:
-        code = end.code
-    assert code == 128 + number
+    assert main([*small, *lower]) == 128 + number
     check_gone(children, servers, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_that_exits_at_once_leaves_nothing_either(
-    small: list[str], children: list[Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_second_ctrl_c_exits_at_once(
+    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    killed: list[int] = []
-    exits: list[tuple[int, list[int], list[Path]]] = []
-    kill = Process.kill
-
-    def note(child: Process) -> None:
-        killed.append(child.pid)
-        kill(child)
-
-    def leave(code: int) -> None:
-        """Note what there is at an exit at once; this process goes on, as the test's own."""
-        with suppress(ProcessLookupError):  # asyncio's watcher may have waited for it already
-            child = os.pidfd_open(children[0].pid)
-            assert select.select([child], [], [], 30.0)[0]  # it has ended
-            os.close(child)
-        exits.append((code, killed.copy(), list(tmp_path.iterdir())))
-
-    monkeypatch.setattr(Process, "kill", note)
-    monkeypatch.setattr(os, "_exit", leave)
+    exits: list[int] = []
+    monkeypatch.setattr(os, "_exit", exits.append)
     at_first_turn(monkeypatch, signal.SIGINT, times=2)
     assert main([*small, "--disk", str(tmp_path), "--restart"]) == Exit.INTERRUPTED
-    assert exits == [(Exit.INTERRUPTED, [children[0].pid], [])]
+    assert exits == [Exit.INTERRUPTED]
 
 
 # -- what cannot be ----------------------------------------------------------------------------------------------------
@@ -234,9 +212,7 @@ def test_what_cannot_be_is_one_line_before_an_engine_starts(
 def test_a_store_that_is_none_is_refused(
     argv: list[str], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["demo", *argv])
-    assert end.value.code == Exit.USAGE
+    assert main(["demo", *argv]) == Exit.USAGE
     assert problem in capsys.readouterr().err
 
 

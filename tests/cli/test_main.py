@@ -19,31 +19,26 @@ from tests.tooling.scripts import ROOT
 
 def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     """The one line that wrong usage prints."""
-    with pytest.raises(SystemExit) as end:
-        main(argv)
+    code = main(argv)
     out, err = capsys.readouterr()
-    assert (end.value.code, out, err.count("\n")) == (Exit.USAGE, "", 1)
+    assert (code, out, err.count("\n")) == (Exit.USAGE, "", 1)
     assert err.startswith("kvoffload: error: ")
     return err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["--version"])
-    assert end.value.code == 0
+    assert main(["--version"]) == Exit.OK
     assert capsys.readouterr().out == f"kvoffload {kvoffload.__version__}\n"
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
+    assert main(["--help"]) == Exit.OK
     out = capsys.readouterr().out
     assert all(name in out for name in command.COMMANDS)
 
 
 def test_help_names_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
+    assert main(["--help"]) == Exit.OK
     codes = capsys.readouterr().out.split("Exit codes:")[1]
     assert {int(word) for word in codes.split() if word.isdigit()} == set(Exit)
 
@@ -76,8 +71,9 @@ def test_no_command_is_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "unknown command 'dmeo'; did you mean demo?" in error_of(capsys, "dmeo")
-    assert "choose from completion, " in error_of(capsys, "frobnicate")
+    error = error_of(capsys, "dmeo")
+    assert "invalid choice: 'dmeo'" in error
+    assert all(name in error for name in command.COMMANDS)
 
 
 def test_no_option_is_suggested_for_one_that_is_nothing_like_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,8 +85,7 @@ def test_help_fits_80_columns_and_names_defaults(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        main([name, "--help"])
+    assert main([name, "--help"]) == Exit.OK
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
     if name == "demo":

@@ -6,13 +6,11 @@ import argparse
 import json
 import logging
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,9 +73,8 @@ def run(args: argparse.Namespace) -> int:
     # torch reads this when it is loaded. Threads that spin while they wait for each other take the cores from
     # everything else: on two busy cores the demo takes several times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    with signals.importing():
-        from kvoffload.cli.demo import session
-        from kvoffload.engine import ConfigError, EngineError, PluginError, RequestRefused
+    from kvoffload.cli.demo import session
+    from kvoffload.engine import ConfigError, EngineError, PluginError, RequestRefused
 
     logging.basicConfig()
     try:
@@ -108,7 +105,7 @@ def local_store(kind: str, node_bytes: int = 2**28) -> Iterator[LocalMooncake | 
 
     with _scratch("kvoffload-store-") as folder, _environment(_QUIET):
         store = local.LocalMooncake(folder, node_bytes) if kind == "mooncake" else local.LocalBucket(folder)
-        with closing(store), signals.undone_on_exit(store.close), _environment(store.environment):
+        with closing(store), _environment(store.environment):
             yield store
 
 
@@ -142,9 +139,8 @@ def _lower_tier(args: argparse.Namespace) -> Iterator[Mapping[str, object]]:
 
 @contextmanager
 def _scratch(prefix: str, parent: str | None = None) -> Iterator[Path]:
-    """Make a folder that is removed at the end, also where a signal ends the process at once."""
-    opened = tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
-    with opened as folder, signals.undone_on_exit(partial(shutil.rmtree, opened.name, ignore_errors=True)):
+    """Make a folder that is removed at the end."""
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
-from kvoffload.cli import signals
 from kvoffload.cli.demo import results
 from kvoffload.cli.demo.engines import Engines, audit, engine_config, kv_blocks, open_engine, open_engines
 from kvoffload.cli.demo.options import DemoOptions
@@ -116,23 +115,19 @@ async def _begun(options: DemoOptions, screen: Screen) -> tuple[Answers, Numbers
         start_new_session=True,  # Ctrl-C of a terminal does not reach it
     )
 
-    def kill() -> None:
-        with suppress(ProcessLookupError):
-            child.kill()
-
     assert child.stdout is not None
     answers: dict[TurnId, list[int]] = {}
     try:
-        with signals.undone_on_exit(kill):
-            for served in range(turns):
-                if not (line := await child.stdout.readline()):
-                    code = await child.wait()
-                    raise CommandError(f"the engine that begins ended by itself, with exit code {code}")
-                turn, answer, counts = json.loads(line)
-                answers[TurnId(*turn)] = answer
-                screen.progress(f"before the kill: {served + 1} of {turns} turns")
+        for served in range(turns):
+            if not (line := await child.stdout.readline()):
+                code = await child.wait()
+                raise CommandError(f"the engine that begins ended by itself, with exit code {code}")
+            turn, answer, counts = json.loads(line)
+            answers[TurnId(*turn)] = answer
+            screen.progress(f"before the kill: {served + 1} of {turns} turns")
     finally:
-        kill()
+        with suppress(ProcessLookupError):
+            child.kill()
         await child.wait()
     earlier = {turn: answer for turn, answer in answers.items() if turn.turn < options.killed_in}
     return earlier, counts
