@@ -10,7 +10,6 @@ from statistics import median
 import msgspec
 
 from kvoffload.cli.partial_file import written
-from kvoffload.gpu_check.decode import measure_steps
 from kvoffload.gpu_check.parts import Line, NotHere, Options, asked, measured, ratios
 from kvoffload.gpu_check.rig import Rig
 from kvoffload.model.errors import CopyError
@@ -31,7 +30,6 @@ _WAYS: tuple[tuple[Direction, ...], ...] = ((Direction.LOAD,), (Direction.STORE,
 _PROGRAMS = (4, 8, 12, 16, 24, 32, 64)
 _COUNTS = (2, 4, 8, 16, 32, 64, 128)
 _PROFILED = 8 << 10
-_STEP = 1.02  # of a step without stores: what the engine may lose
 _UNKNOWN = GpuProfile()
 
 
@@ -162,21 +160,10 @@ def profile(options: Options) -> Iterator[Line]:
     yield _replaces("thread blocks of the page kernel", programs, _UNKNOWN.programs)
     fewest = yield from _fewest(rig, programs)
     yield _replaces("short copies from which on the kernel is used", fewest, _UNKNOWN.fewest)
-    costs = {}
-    for name, ways in {"copy engine": (), "page kernel": (Direction.STORE,)}.items():
-        rig = Rig(options)
-        rig.with_profile(GpuProfile(programs=programs), *ways)
-        over = ratios(*measure_steps(rig, _PROFILED)[:2])
-        costs[name] = median(over)
-        yield measured(
-            f"a step with stores of {_PROFILED >> 10} KiB by the {name}, over one without", over, "x"
-        )
-    stores = costs["page kernel"] <= max(_STEP, costs["copy engine"])
-    yield _replaces("stores use the page kernel", stores, _UNKNOWN.stores)
     path = profile_path(rig.driver.name, rig.driver.version)
     path.parent.mkdir(parents=True, exist_ok=True)
     with written(path) as file:
-        file.write(msgspec.json.encode(GpuProfile(programs, fewest, stores)).decode())
+        file.write(msgspec.json.encode(GpuProfile(programs, fewest)).decode())
     yield Line("the profile that engines read at their start", words=str(path))
 
 

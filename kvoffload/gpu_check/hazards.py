@@ -11,19 +11,24 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
-from kvoffload.gpu_check.decode import Decode, Kernels
 from kvoffload.gpu_check.latencies import repeated
 from kvoffload.gpu_check.parts import Line, NotHere, Options, asked, in_words, measured
 from kvoffload.gpu_check.rig import Rig, code_of
-from kvoffload.model.wire import Direction
+from kvoffload.model.config import OffloadConfig
+from kvoffload.model.ids import DeviceBlockId, JobId, Rank, SlotId
+from kvoffload.model.wire import CopyJob, DeviceJob, Direction, Tier, TransferPlan
+from kvoffload.runtime.portal import Portal
+from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.transfer.cuda import driver as driver_module
+from kvoffload.transfer.cuda.driver import NvidiaDriver
 from kvoffload.transfer.cuda.library import RELAXED
-from kvoffload.transfer.runs import CopyRuns
+from kvoffload.transfer.layout import DeviceLayout, DeviceRegion
 
-_PIECE = 64  # bytes of a descriptor's copy, fewer where there is less memory
+PTX = Path(__file__).with_name("pause.ptx")
 _GLOBAL = 0
 _UNHARMED = "0 0 0"
 _JUDGED = ("register", "query", "record", "wait", "copy", "batch")  # made by the worker's threads at any time
@@ -32,23 +37,8 @@ _GATE_S = 0.4
 _WAITED_S = 0.02  # a call that takes so long has waited
 _COPIES = 8192
 _EXIT_S = 50
+_STORED = 16  # blocks
 _PIECE_ACROSS = 24 << 20  # bytes: torch maps expandable segments in pieces of 20 MiB
-
-
-def batch(options: Options, count: int) -> Iterator[Line]:
-    """Carry that many pieces there and back, all copies of a direction in one call: the driver that ships cuts them."""
-    driver_module._SLICE = count
-    rig = Rig(options)
-    piece = min(_PIECE, options.size // count)
-    if not rig.driver.is_batched:
-        raise NotHere("the driver has no batched copy")
-
-    def at_once(way: Direction, runs: CopyRuns) -> None:
-        rig.driver.copy(way, runs, rig.stream)
-        rig.settle(rig.stream)
-
-    wrong = rig.wrong_bytes(piece, count, at_once)
-    yield measured(f"wrong bytes after {count:,} copies in one call", [wrong], at_most=0)
 
 
 def captures(options: Options) -> Iterator[Line]:
@@ -115,7 +105,7 @@ def _depth(options: Options, batch_copies: str, copies: int, what: str) -> Itera
     runs = rig.runs(Direction.STORE, 8192, copies)
     beats = [time.perf_counter()]
     enqueued = first = 0
-    Kernels(driver).pause(busy, _GATE_S)
+    pause(driver, busy, _GATE_S)
     driver.record(rig.event, busy)
     driver.wait(rig.stream, rig.event)
     with repeated(lambda: beats.append(time.perf_counter())):
@@ -132,6 +122,16 @@ def _depth(options: Options, batch_copies: str, copies: int, what: str) -> Itera
     yield measured(f"{what}, another thread stood still", [longest], " ms", at_most=1e3 * _WAITED_S)
 
 
+def pause(driver: NvidiaDriver, stream: int, seconds: float) -> None:
+    """Keep a stream busy for so long, by a kernel in PTX, which the driver compiles for whatever device there is."""
+    module, function, nanoseconds = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint64(int(1e9 * seconds))
+    driver.enter()
+    driver.library.cuModuleLoadData(ctypes.byref(module), PTX.read_bytes())
+    driver.library.cuModuleGetFunction(ctypes.byref(function), module, b"kvoffload_pause")
+    places = (ctypes.c_void_p * 1)(ctypes.addressof(nanoseconds))
+    driver.library.cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, stream, places, None)
+
+
 def exits(options: Options) -> Iterator[Line]:
     """End processes with memory pinned, threads alive and copies under way."""
     for how in ("closes", "only ends"):
@@ -143,11 +143,25 @@ def exits(options: Options) -> Iterator[Line]:
 
 def leave(device: str, mib: int, closes: bool) -> None:
     """Store behind a busy stream, and return while that is under way."""
-    decode = Decode(Rig(Options(device, mib, 1, 1)), 1 << 20)
-    decode.seconds(stores=False)  # until slots are ready
-    decode.store_behind(_GATE_S)
+    rig = Rig(Options(device, mib, 1, 1))
+    portal = Portal("kvoffload-gpu-check")
+    page = rig.size // _STORED
+    layout = DeviceLayout.of([DeviceRegion(rig.memory, page, page, _STORED, device)])
+    config = OffloadConfig(host_bytes=_STORED * layout.slot_bytes)
+    side = WorkerSide(Rank(0), 1, config, portal, copier=rig.copier)
+    side.register(layout)
+    while (report := side.take_report()) is None or report.ready_slots < _STORED:
+        side.begin_step(TransferPlan())
+        side.start_stores(TransferPlan())
+    slots, blocks = map(SlotId, range(_STORED)), map(DeviceBlockId, range(_STORED))
+    job: DeviceJob = CopyJob(JobId(0), Direction.STORE, Tier.HOST, tuple(slots), tuple(blocks), None)
+    plan = TransferPlan(stores=(job,))
+    side.begin_step(plan)
+    pause(rig.driver, rig.stream, _GATE_S)
+    side.start_stores(plan)
     if closes:
-        decode.close()
+        side.close()
+        portal.close()
 
 
 def segments(options: Options) -> Iterator[Line]:

@@ -9,13 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 
-import numpy as np
-
 from kvoffload.gpu_check.parts import Line, Options, asked, in_words, measured
 from kvoffload.gpu_check.rig import Rig, code_of
-from kvoffload.model.wire import Direction
-from kvoffload.transfer.layout import DeviceLayout, DeviceRegion
-from kvoffload.transfer.runs import geometry_of, merge_runs
 
 _SECONDS = 2.0
 _PINNED_MIB: tuple[int, ...] = (0, 16, 64, 256)
@@ -26,10 +21,9 @@ _CODES = "0 712 712 0 713"  # not again while registered, nor released twice
 
 
 def latencies(options: Options) -> Iterator[Line]:
-    """Yield what calls take in microseconds, and what they take at most beside pinning."""
+    """Yield what pinning takes, and how long calls wait beside it."""
     rig = Rig(options)
     yield from asked("pinning", _pinning(rig))
-    yield from asked("submission", _submission(rig))
     for mib in _PINNED_MIB:
         yield from asked(f"calls beside pinning of {mib} MiB", _beside_pinning(rig, mib))
 
@@ -65,22 +59,6 @@ def _pinning(rig: Rig) -> Iterator[Line]:
     codes = " ".join(str(code_of(call)) for call in calls)
     what = "codes of pinning memory, again, a page of it, and of releasing it, again"
     yield in_words(what, codes, _CODES)
-
-
-def _submission(rig: Rig) -> Iterator[Line]:
-    """Time what a hook does for a load of adjacent blocks."""
-    found = []
-    blocks = rig.size // _PAGE
-    region = DeviceRegion(rig.memory, _PAGE, _PAGE, blocks, rig.device)
-    geometry = geometry_of(DeviceLayout.of([region]), blocks).with_chunk([rig.host.ctypes.data])
-    numbers = np.arange(blocks, dtype=np.int64)
-    for _ in range(rig.repeats):
-        begun = time.perf_counter()
-        runs = merge_runs(geometry, Direction.LOAD, numbers, numbers)
-        rig.copier.submit(Direction.LOAD, runs, ())
-        found.append(1e6 * (time.perf_counter() - begun) / blocks)
-        rig.settle(rig.copier.stream(Direction.LOAD))
-    yield measured(f"submitting {blocks:,} adjacent blocks, a block", found, " us", at_most=0.05)
 
 
 def _beside_pinning(rig: Rig, mib: int) -> Iterator[Line]:

@@ -40,7 +40,7 @@ enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALI
        NOT_REGISTERED = 713, LAUNCH_FAILED = 719, NOT_SUPPORTED = 801,
        CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901 };
 enum { GLOBAL, THREAD_LOCAL, RELAXED };
-enum { COPY, RECORD, WAIT, WRITE, READ, RUNS, RELEASE, HOST, SCAN, ALLOCATE, PAUSE };
+enum { COPY, RECORD, WAIT, WRITE, READ, RUNS, RELEASE, HOST, ALLOCATE, PAUSE };
 enum { IN_ORDER = 1, DURING_CALL = 2, ANY = 3 };
 
 typedef int Result;
@@ -283,10 +283,6 @@ static void run_first(Stream *stream) {
             move(stream, op, rows[i], rows[op->size + i], rows[2 * op->size + i]);
         break;
     }
-    case SCAN:
-        if (!reach(op->source, op->size)) { fault(stream, op, ILLEGAL_ADDRESS); break; }
-        touch(op->source, op->size, 0, stream->agent, epoch, &stream->clock, op->number, op->kind);
-        break;
     case RELEASE: case ALLOCATE:
         touch(op->target, op->size, 1, stream->agent, epoch, &stream->clock, op->number, op->kind);
         break;
@@ -787,13 +783,6 @@ Result cuFuncSetCacheConfig(void *function, int config) { return OK; }
 typedef struct { unsigned grid[3], block[3], shared; void *stream; } LaunchConfig;
 static Result launch(Stream *stream, const char *name, void **parameters) {
     if (!stream) return INVALID_HANDLE;
-    if (!strcmp(name, "kvoffload_scan")) {
-        size_t size = 16ull * *(uint32_t *)parameters[1];
-        Op *op = enqueue(stream, SCAN, 5e-6 + size / 2e12);
-        op->source = *(Address *)parameters[0];
-        op->size = size;
-        return OK;
-    }
     if (!strcmp(name, "kvoffload_pause")) {
         enqueue(stream, PAUSE, *(uint64_t *)parameters[0] / 1e9);
         return OK;

@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 
-from kvoffload.gpu_check import decode, latencies
+from kvoffload.gpu_check import latencies
 from kvoffload.gpu_check.parts import Line, NotHere, Options
 
 GPU = "a device for tests"
@@ -46,6 +46,6 @@ def is_not_here(options: Options) -> Iterator[Line]:
 
 def small(options: Options, where: str, *arguments: int) -> Iterator[Line]:
     """Run a part that ships with small numbers."""
-    latencies._SECONDS, decode._STEPS = 0.02, 2
+    latencies._SECONDS = 0.02
     module, _, name = where.partition(":")
     yield from getattr(importlib.import_module(module), name)(options, *arguments)

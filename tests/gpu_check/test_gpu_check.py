@@ -14,12 +14,12 @@ import pytest
 
 from kvoffload.cli.exits import Exit
 from kvoffload.cli.main import main
-from kvoffload.gpu_check import command, copies, decode, hazards, latencies
+from kvoffload.gpu_check import command, copies, hazards, latencies
 from kvoffload.gpu_check.parts import Line, Options, Part, asked, measured
 from kvoffload.gpu_check.rig import Rig
 from kvoffload.model.wire import Direction
 from kvoffload.transfer import factory
-from kvoffload.transfer.cuda import crossover, driver
+from kvoffload.transfer.cuda import crossover
 from kvoffload.transfer.cuda.copier import CudaCopier, GpuProfile, profile_path, read_profile
 from kvoffload.transfer.cuda.driver import NvidiaDriver
 from tests.captured_logs import capture_logs
@@ -57,19 +57,10 @@ def test_it_runs_whole_and_keeps_every_line(
     assert len(printed) == len(lines)
     assert lines["GPU"]["words"].startswith("emulated device 1, CUDA 13.0")
     wrong = [one for what, one in lines.items() if what.startswith("wrong bytes")]
-    assert (
-        sum(one.get("is_met", False) for one in wrong) == 2 * 2 + 3
-    )  # two ways, two sizes; batches of three sizes
-    assert lines["wrong bytes after 262,144 copies in one call"]["median"] == 0
+    assert sum(one.get("is_met", False) for one in wrong) == 2 * 2  # two ways, two sizes
     figures = [one for one in lines.values() if one.get("unit")]
     assert all(one["what"].endswith("(emulated)") and "is_met" not in one for one in figures)
-    goals = {
-        "at least 0.9x",
-        "at least 0.95x",
-        "at most 0.05 us",
-        "at most 1.02x",
-        "at most 5 ms",
-    }
+    goals = {"at least 0.9x", "at least 0.95x", "at most 5 ms"}
     assert goals <= {one.get("target") for one in figures}
     assert lines["exit code of a worker that only ends with copies under way"]["is_met"]
     assert lines["vllm"]["words"].startswith("not asked: ")
@@ -248,21 +239,6 @@ def test_calls_are_timed_alone_and_beside_pinning(
     assert emulator.registrations == 1  # the rig's own
 
 
-def test_the_stand_in_stores_beside_its_steps(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "_STEPS", 2)
-    lines = list(decode.steps(OPTIONS))
-    assert [line.target for line in lines] == ["at most 1.02x", "", ""] * 2
-    assert all(line.median and line.median > 0 for line in lines)
-    assert (emulator.races, emulator.faults) == (0, 0), emulator.report
-
-
-def test_a_batch_in_one_call_is_compared(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "_SLICE", driver._SLICE)  # the part changes it
-    (line,) = hazards.batch(OPTIONS, 1500)
-    assert emulator.calls("cuMemcpyBatchAsync") == 2
-    assert (line.median, line.verdict) == (0, "pass")
-
-
 @pytest.mark.slow
 def test_exit_codes_are_those_of_processes_with_copies_under_way(emulator: Emulator) -> None:
     assert [(line.words, line.verdict) for line in hazards.exits(OPTIONS)] == [("0", "pass")] * 2
@@ -302,7 +278,6 @@ def test_the_profile_is_written_and_an_engine_reads_it(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = install(monkeypatch)
-    monkeypatch.setattr(decode, "_STEPS", 2)
     monkeypatch.setattr(Rig, "speeds", lambda *_: [1.0])  # the emulator's times are the machine's
     lines = list(copies.profile(OPTIONS))
     path = profile_path("emulated device 0", "13.0")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
 from triton.compiler import ASTSource, CompiledKernel, compile  # type: ignore[import-not-found]
 
-from kvoffload.gpu_check.decode import PTX
+from kvoffload.gpu_check.hazards import PTX
 from kvoffload.transfer.cuda import page_kernel
 from kvoffload.transfer.runs import CopyRuns
 
@@ -85,8 +85,8 @@ def spills_are_noticed() -> None:
     assert {"LDL", "STL"} <= {access.partition(".")[0] for access in accesses(starved)}
 
 
-def the_stand_in_assembles_for(architecture: int) -> None:
-    """The driver assembles the decoding kernel of `gpu-check` where it is loaded; here NVIDIA's assembler does."""
+def the_pause_assembles_for(architecture: int) -> None:
+    """The driver assembles the kernel of `gpu-check` where it is loaded; here NVIDIA's assembler does."""
     name = "ptxas-blackwell" if architecture >= 100 else "ptxas"
     command = [str(TOOLS / name), f"-arch=sm_{architecture}", str(PTX), "-o", "/dev/null"]
     subprocess.run(command, capture_output=True, check=True)
@@ -128,5 +128,5 @@ if __name__ == "__main__":
     else:
         for number in ARCHITECTURES:
             compiles_for(number)
-            the_stand_in_assembles_for(number)
+            the_pause_assembles_for(number)
         spills_are_noticed()

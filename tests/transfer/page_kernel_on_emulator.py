@@ -21,7 +21,7 @@ sys.meta_path.insert(0, _NoTorch())
 
 import numpy as np  # noqa: E402
 
-from kvoffload.gpu_check import copies, decode  # noqa: E402
+from kvoffload.gpu_check import copies  # noqa: E402
 from kvoffload.gpu_check.parts import Options  # noqa: E402
 from kvoffload.model.wire import Direction  # noqa: E402
 from kvoffload.transfer.cuda import crossover  # noqa: E402
@@ -117,7 +117,6 @@ def load_many(emulator: Emulator) -> None:
 
 def check_gpu() -> None:
     """Ask what `kvoffload gpu-check` asks of the kernel; it writes its profile."""
-    decode._STEPS = 1
     options = Options("cuda:1", mib=1, repeats=1, host_gib=1)
     found = {line.what: line for part in (copies.compared, copies.speeds) for line in part(options)}
     for way in ("loads", "stores"):
