@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kvoffload.checks.machine import Machine
-    from kvoffload.model.config import OffloadConfig
+from kvoffload.model.config import OffloadConfig
 
 
 class Verdict(StrEnum):
@@ -83,7 +80,7 @@ class Check:
     """
 
     name: str
-    find: Callable[[Setup, Machine], Finding]
+    find: Callable[[Setup], Finding]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +98,9 @@ class Given:
     checks: tuple[Check, ...]
 
 
-def run_checks(checks: Iterable[Check], setup: Setup, machine: Machine) -> list[Finding]:
+def run_checks(checks: Iterable[Check], setup: Setup) -> list[Finding]:
     """Return the finding of each check, also after one that raises."""
-    return [replace(_find(check, setup, machine), check=check.name) for check in checks]
+    return [replace(_find(check, setup), check=check.name) for check in checks]
 
 
 def go(text: str) -> Finding:
@@ -126,8 +123,8 @@ def not_known(text: str, remedy: str = "") -> Finding:
     return Finding(Verdict.UNKNOWN, text, remedy)
 
 
-def _find(check: Check, setup: Setup, machine: Machine) -> Finding:
+def _find(check: Check, setup: Setup) -> Finding:
     try:
-        return check.find(setup, machine)
+        return check.find(setup)
     except Exception as error:  # it says nothing about the machine, and must not stop an engine
         return warn(f"the check itself failed: {error!r}", "report it; the others are not affected")

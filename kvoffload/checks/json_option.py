@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-from kvoffload.checks.machine import reader
 from kvoffload.model.errors import ConfigError
 
+_LARGEST = 1 << 20
 _PAIR = re.compile(r"(\w+)=(.*)", re.DOTALL)
 
 
@@ -24,10 +22,11 @@ def read_object(text: str, option: str) -> dict[str, Any]:
     source = option
     if not text.lstrip().startswith("{"):
         source = f"{option} {text}"
-        read = reader(Path("/"))(os.path.abspath(text))
-        if read is None:
-            raise ConfigError([f"{source} is neither a JSON object nor a file that can be read"])
-        text = read
+        try:
+            with open(text, encoding="utf-8", errors="replace") as file:
+                text = file.read(_LARGEST)  # a device may never end
+        except (OSError, ValueError) as error:  # a name may hold what no file's can
+            raise ConfigError([f"{source} is neither a JSON object nor a file that can be read"]) from error
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import resource
+
 from kvoffload.checks.check import Check, Finding, Setup, go, no_go, not_known, warn
-from kvoffload.checks.machine import Machine
+from kvoffload.checks.gpus import find_gpus
 from kvoffload.model.config import size_text
-from kvoffload.transfer.host_memory import exceeded, memory_limits
+from kvoffload.transfer.host_memory import exceeded, memory_limits, read_file
 
 _SPARE = 10  # a tenth of the memory should stay free
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # since torch 2.9, and before
@@ -26,9 +29,9 @@ def needed_bytes(setup: Setup) -> int:
     return sizes.ranks * share
 
 
-def _host_memory(setup: Setup, machine: Machine) -> Finding:
+def _host_memory(setup: Setup) -> Finding:
     needed = needed_bytes(setup)
-    limits = memory_limits(machine.read)
+    limits = memory_limits(read_file)
     if not limits:
         return not_known("the available memory: /proc/meminfo cannot be read")
     if (limit := exceeded(needed, limits)) is not None:
@@ -41,10 +44,10 @@ def _host_memory(setup: Setup, machine: Machine) -> Finding:
     return go(f"{size_text(needed)} fit {limit}")
 
 
-def _locked_memory(setup: Setup, machine: Machine) -> Finding:
+def _locked_memory(setup: Setup) -> Finding:
     if not setup.pins:
         return go("without a CUDA device nothing is pinned, so the limit on locked memory does not matter")
-    limit, needed = machine.lockable(), needed_bytes(setup)
+    limit, needed = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], needed_bytes(setup)
     if limit < 0 or limit >= needed:
         return go("the limit on locked memory is above what will be pinned")
     return warn(
@@ -54,8 +57,8 @@ def _locked_memory(setup: Setup, machine: Machine) -> Finding:
     )
 
 
-def _swap(setup: Setup, machine: Machine) -> Finding:
-    areas = [line.split()[0] for line in (machine.read("/proc/swaps") or "").splitlines()[1:] if line.split()]
+def _swap(setup: Setup) -> Finding:
+    areas = [line.split()[0] for line in (read_file("/proc/swaps") or "").splitlines()[1:] if line.split()]
     if not areas:
         return go("no swap is on")
     what = "the engine's own memory" if setup.pins else "host blocks, which are not pinned,"
@@ -64,9 +67,9 @@ def _swap(setup: Setup, machine: Machine) -> Finding:
     )
 
 
-def _expandable_segments(_: Setup, machine: Machine) -> Finding:
+def _expandable_segments(_: Setup) -> Finding:
     for name in _ALLOCATOR_SETTINGS:
-        if "expandable_segments:true" in machine.environ.get(name, "").replace(" ", "").lower():
+        if "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():
             return warn(
                 f"{name} asks for expandable segments: a copy may then span several allocations of the driver, "
                 "which is not proven to work in batches",
@@ -75,7 +78,7 @@ def _expandable_segments(_: Setup, machine: Machine) -> Finding:
     return go("torch's memory lies in whole allocations")
 
 
-def _host_pool(setup: Setup, _: Machine) -> Finding:
+def _host_pool(setup: Setup) -> Finding:
     block, device = setup.sizes.block_bytes, setup.sizes.device_blocks
     if not block or not device:
         return not_known(
@@ -96,7 +99,7 @@ def _host_pool(setup: Setup, _: Machine) -> Finding:
     return go(f"{ratio}, {slots / device:.1f} times as many")
 
 
-def _copy_speed(setup: Setup, _: Machine) -> Finding:
+def _copy_speed(setup: Setup) -> Finding:
     # A block needs one copy per page, so the size of most pages counts, not of most bytes.
     pages = setup.sizes.page_bytes
     page = sorted(pages)[len(pages) // 2]
@@ -110,13 +113,12 @@ def _copy_speed(setup: Setup, _: Machine) -> Finding:
     )
 
 
-def _gpu(_: Setup, machine: Machine) -> Finding:
-    gpus = machine.gpus()
+def _gpu(_: Setup) -> Finding:
+    gpus = find_gpus()
     if not gpus.names:
         return go("no NVIDIA GPU is visible here: copies are between two places in host memory")
     counted = ", ".join(f"{gpus.names.count(name)} {name}" for name in dict.fromkeys(gpus.names))
-    newest = f"{gpus.cuda // 1000}.{gpus.cuda % 1000 // 10}" if gpus.cuda else "unknown"
-    text = f"{counted}; driver {gpus.driver}, for CUDA {newest}"
+    text = f"{counted}; a driver for CUDA {gpus.cuda // 1000}.{gpus.cuda % 1000 // 10}"
     if not gpus.can_register:
         return no_go(
             f"{text}: its driver registers no host memory, as under confidential computing, so nothing could be cached",

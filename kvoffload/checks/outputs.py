@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvoffload.checks.check import Check, Finding, Setup, go, no_go, warn
-from kvoffload.checks.machine import Machine
 from kvoffload.model.config import size_text
 from kvoffload.model.errors import ConfigError, RemoteError
 from kvoffload.remote.address import BucketAddress, MooncakeAddress, RemoteAddress, parse_address
+from kvoffload.transfer.host_memory import read_file
 
 _PATIENCE_S = 2.0
 _NO_DISK = "none: no disk_path is set"
@@ -20,12 +21,12 @@ _NETWORKED = ("nfs", "cifs", "smb3", "ceph", "9p", "virtiofs", "fuse")
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
-def _disk_space(setup: Setup, machine: Machine) -> Finding:
+def _disk_space(setup: Setup) -> Finding:
     path = setup.config.disk_path
     if path is None:
         return go(_NO_DISK)
     needed = setup.config.disk_bytes
-    free, ours = machine.free(_existing(path)), _bytes_below(path)
+    free, ours = shutil.disk_usage(_existing(path)).free, _bytes_below(path)
     if needed > free + ours:
         return warn(
             f"{size_text(needed)} are more than the {size_text(free)} that {path} has free: the engine would serve without the disk",
@@ -34,14 +35,14 @@ def _disk_space(setup: Setup, machine: Machine) -> Finding:
     return go(f"{size_text(needed)} fit {size_text(free)} free and {size_text(ours)} of earlier engines")
 
 
-def _disk_folder(setup: Setup, machine: Machine) -> Finding:
+def _disk_folder(setup: Setup) -> Finding:
     from kvoffload.disk.folder import caution
 
     path = setup.config.disk_path
     if path is None:
         return go(_NO_DISK)
     local = "name a folder on a local disk in disk_path"
-    kind = _kind_of(_existing(path), machine)
+    kind = _kind_of(_existing(path))
     if kind in _IN_MEMORY:
         return warn(f"it is on {kind}, which is memory: a restart of the machine empties it", local)
     if kind.startswith(_NETWORKED):
@@ -84,17 +85,17 @@ def _bytes_below(path: Path) -> int:
     return sum(512 * one.lstat().st_blocks for one in path.rglob("*"))
 
 
-def _kind_of(path: Path, machine: Machine) -> str:
+def _kind_of(path: Path) -> str:
     """Return the type of a path's file system, that of the longest mount point above it; empty if unknown."""
     mounts = {}
-    for line in (machine.read("/proc/self/mountinfo") or "").splitlines():
+    for line in (read_file("/proc/self/mountinfo") or "").splitlines():
         fields, _, rest = line.partition(" - ")
         mounts[Path(fields.split()[4].encode().decode("unicode_escape"))] = rest.split()[0]
     above = (path.resolve(), *path.resolve().parents)
     return next((mounts[one] for one in above if one in mounts), "")
 
 
-def _journal(setup: Setup, _: Machine) -> Finding:
+def _journal(setup: Setup) -> Finding:
     """Open the journal as an engine does, and leave everything as it was."""
     from kvoffload.telemetry.journal import JournalFile
 
@@ -113,7 +114,7 @@ def _journal(setup: Setup, _: Machine) -> Finding:
     return go(str(path))
 
 
-def _collector(setup: Setup, _: Machine) -> Finding:
+def _collector(setup: Setup) -> Finding:
     from kvoffload.telemetry.spans import check_exporter, endpoint_of
 
     endpoint = endpoint_of(setup.config)
@@ -140,7 +141,7 @@ def unreachable(address: RemoteAddress) -> Finding | None:
     return _no_mooncake(address) if isinstance(address, MooncakeAddress) else _no_bucket(address)
 
 
-def _remote(setup: Setup, _: Machine) -> Finding:
+def _remote(setup: Setup) -> Finding:
     url = setup.config.remote_url
     if url is None:
         return go("none: what this engine computes is its own")

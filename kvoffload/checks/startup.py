@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from kvoffload.checks import memory
 from kvoffload.checks.check import FAILING, Check, Finding, Setup, Sizes, run_checks
-from kvoffload.checks.machine import Machine
 from kvoffload.logs import get_logger
 
 if TYPE_CHECKING:
@@ -18,9 +17,9 @@ if TYPE_CHECKING:
 log = get_logger("doctor")
 
 
-def examine(checks: Iterable[Check], setup: Setup, machine: Machine | None = None) -> list[Finding]:
-    """Return the findings of the checks that fail on a machine, by default this one."""
-    return [one for one in run_checks(checks, setup, machine or Machine()) if one.verdict in FAILING]
+def examine(checks: Iterable[Check], setup: Setup) -> list[Finding]:
+    """Return the findings of the checks that fail."""
+    return [one for one in run_checks(checks, setup) if one.verdict in FAILING]
 
 
 def examine_rank(
@@ -31,7 +30,6 @@ def examine_rank(
     *,
     local_ranks: int | None = None,
     checks: Iterable[Check] = (*memory.CHECKS, memory.COPY_SPEED),
-    machine: Machine | None = None,
 ) -> list[Finding]:
     """Check the memory that a rank is about to use. The first rank of a machine checks for all of them.
 
@@ -44,7 +42,6 @@ def examine_rank(
         layout: the rank's KV memory.
         local_ranks: of the engine on this machine; by default all.
         checks: the checks to run.
-        machine: by default this one.
     """
     local_ranks = local_ranks or ranks
     if rank % local_ranks:
@@ -56,7 +53,7 @@ def examine_rank(
         device_blocks=layout.regions[0].blocks - 1,  # without the engine's null block
     )
     config = replace(config, host_bytes=config.host_bytes // ranks * local_ranks)
-    return examine(checks, Setup(config, sizes, pins=layout.device.startswith("cuda")), machine)
+    return examine(checks, Setup(config, sizes, pins=layout.device.startswith("cuda")))
 
 
 def log_warnings(findings: Iterable[Finding]) -> None:

@@ -98,8 +98,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _findings(args: argparse.Namespace) -> list[Finding]:
     from kvoffload.checks import memory, outputs
+    from kvoffload.checks.gpus import find_gpus
     from kvoffload.checks.json_option import read_settings
-    from kvoffload.checks.machine import Machine
 
     doctors, lost = find_doctors()
     given = [doctor.read_arguments(args) for doctor in doctors]
@@ -107,7 +107,7 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
     settings += [dict(one.settings) for one in given if one.settings is not None]
     if len(settings) > 1:
         raise CommandError("settings are given twice: in --config and in the engine's own configuration")
-    machine, sizes = Machine(), next((one.sizes for one in given), Sizes())
+    sizes = next((one.sizes for one in given), Sizes())
     try:
         config = parse_config(settings[0], sizes.ranks) if settings else OffloadConfig()
         read_tier_key(config.tier_key_file)
@@ -124,7 +124,7 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
         *(check for one in given for check in one.checks),
         *lost,
     )
-    return run_checks(checks, Setup(config, sizes, pins=bool(machine.gpus().names)), machine)
+    return run_checks(checks, Setup(config, sizes, pins=bool(find_gpus().names)))
 
 
 def worst(findings: Sequence[Finding]) -> Verdict:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from kvoffload.checks.check import Check, Finding, Given, Setup, Sizes, go, no_go, not_known, warn
 from kvoffload.checks.json_option import read_object
-from kvoffload.checks.machine import Machine
 from kvoffload.model.config import parse_bytes
 from kvoffload_vllm.model_sizes import CACHE_DTYPES, Options, SizesNotKnown, estimate
 from kvoffload_vllm.register import NAME
@@ -104,7 +105,7 @@ def block_hashes(algorithm: str) -> Check:
 def load_failures(policy: object) -> Check:
     """Return the check of vLLM's policy for failed loads; `policy` is None if it is not known."""
 
-    def find(setup: Setup, _: Machine) -> Finding:
+    def find(setup: Setup) -> Finding:
         if policy is None:
             return not_known("what vLLM does when a load fails", f"give {_OPTION}")
         if policy == RECOMPUTE:
@@ -120,22 +121,23 @@ def load_failures(policy: object) -> Check:
     return Check("load failures", find)
 
 
-def _version(_: Setup, machine: Machine) -> Finding:
-    version = machine.version("vllm")
-    if version is None:
+def _version(_: Setup) -> Finding:
+    try:
+        version = metadata.version("vllm")
+    except metadata.PackageNotFoundError:
         return not_known("vLLM is not installed in this environment", "run the doctor where vLLM is")
     if tuple(map(int, re.findall(r"\d+", version)[:2])) > NEWEST_RUN:
         return warn(f"vLLM {version} is newer than any that was run", f"try it first: {VERSIONS}")
     return go(f"vLLM {version}; the connector works with {VERSIONS}")
 
 
-def _registration(_: Setup, machine: Machine) -> Finding:
-    if _ENTRY not in machine.entry_points(_GROUP):
+def _registration(_: Setup) -> Finding:
+    if not metadata.entry_points(group=_GROUP, name=_ENTRY):
         return no_go(
             f"the entry point {_ENTRY!r} of {_GROUP} is not registered in this environment",
             "install kvoffload in the environment of vLLM",
         )
-    allowed = machine.environ.get("VLLM_PLUGINS")
+    allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and _ENTRY not in allowed.split(","):
         return no_go(
             f"VLLM_PLUGINS is {allowed!r}, so vLLM does not load {_ENTRY!r}",

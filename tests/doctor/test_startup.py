@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from kvoffload.checks import memory
 from kvoffload.checks.check import Check, Finding, Setup, no_go
-from kvoffload.checks.machine import Machine
 from kvoffload.checks.startup import examine, examine_rank, log_warnings
 from kvoffload.model.config import OffloadConfig
 from kvoffload.testing import FakeDevice
+from kvoffload.transfer.host_memory import read_file
 from tests.captured_logs import capture_logs
-from tests.doctor.trees import GIB, machine, setup
+from tests.doctor.trees import GIB, Machine, machine, setup
 from tests.reference.rig import rig
+
+if TYPE_CHECKING:
+    import pytest
 
 LAYOUT = FakeDevice(9, [65536, 65536]).layout  # 8 blocks of its own, beside the null block
 ENOUGH = OffloadConfig(host_bytes=64 * 131072)
@@ -22,8 +25,8 @@ ENOUGH = OffloadConfig(host_bytes=64 * 131072)
 def warnings(
     rank: int, ranks: int, config: OffloadConfig, where: Machine, local_ranks: int | None = None
 ) -> list[dict[str, Any]]:
-    with capture_logs() as lines:
-        log_warnings(examine_rank(rank, ranks, config, LAYOUT, machine=where, local_ranks=local_ranks))
+    with capture_logs() as lines, where:
+        log_warnings(examine_rank(rank, ranks, config, LAYOUT, local_ranks=local_ranks))
     assert {line["log_level"] for line in lines} <= {"warning"}
     assert {line["event"] for line in lines} <= {"doctor_warning"}
     return lines
@@ -54,12 +57,12 @@ def test_one_rank_of_a_machine_speaks_for_all(tmp_path: Path) -> None:
 
 
 def test_a_check_that_raises_is_a_warning_and_the_others_go_on(tmp_path: Path) -> None:
-    def broken(_setup: Setup, _machine: Machine) -> Finding:
+    def broken(_: Setup) -> Finding:
         raise OSError("the file is odd")
 
     checks = [Check("broken", broken), Check("bad", lambda *_: no_go("a", "b"))]
-    with capture_logs() as lines:
-        log_warnings(examine(checks, setup(), machine(tmp_path)))
+    with capture_logs() as lines, machine(tmp_path):
+        log_warnings(examine(checks, setup()))
     assert [(line["check"], line["verdict"]) for line in lines] == [("broken", "warning"), ("bad", "no-go")]
     assert "the file is odd" in lines[0]["finding"]
 
@@ -68,19 +71,19 @@ def test_no_device_is_asked_and_no_package_looked_up(tmp_path: Path) -> None:
     def asked(*_: object) -> NoReturn:
         raise AssertionError("asked")
 
-    where = replace(machine(tmp_path), gpus=asked, version=asked, entry_points=asked, free=asked)
-    assert examine_rank(0, 1, ENOUGH, LAYOUT, machine=where) == []
+    with machine(tmp_path, gpus=asked, version=asked, entry_points=asked, disk_usage=asked):
+        assert examine_rank(0, 1, ENOUGH, LAYOUT) == []
 
 
-def test_it_reads_a_few_small_files_of_the_kernel() -> None:
-    read = Machine().read
+def test_it_reads_a_few_small_files_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     paths: list[str] = []
 
     def counted(path: str) -> str | None:
         paths.append(path)
-        return read(path)
+        return read_file(path)
 
-    examine_rank(0, 1, OffloadConfig(host_bytes=64 * GIB), LAYOUT, machine=Machine(read=counted))
+    monkeypatch.setattr(memory, "read_file", counted)
+    examine_rank(0, 1, OffloadConfig(host_bytes=64 * GIB), LAYOUT)
     assert len(paths) < 60
     assert all(path.startswith(("/proc/", "/sys/")) for path in paths)
 

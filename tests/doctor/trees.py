@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from kvoffload.checks.check import Check, Setup, Sizes, run_checks
-from kvoffload.checks.machine import Gpus, Machine, reader
+from kvoffload.checks.gpus import Gpus
 from kvoffload.model.config import OffloadConfig
+from kvoffload.transfer.host_memory import read_file
 
 GIB = 2**30
+ENVIRONMENT = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "VLLM_PLUGINS"}
+NAMES = {
+    "getrlimit": "resource.getrlimit",
+    "disk_usage": "shutil.disk_usage",
+    "gpus": "kvoffload.checks.memory.find_gpus",
+    "version": "importlib.metadata.version",
+    "entry_points": "importlib.metadata.entry_points",
+}
+FAKES = {
+    "getrlimit": lambda _: (-1, -1),
+    "disk_usage": lambda _: SimpleNamespace(free=GIB),
+    "gpus": Gpus,
+}
 
 ROOMY = {
     "proc/meminfo": "MemTotal: 104857600 kB\nMemAvailable: 104857600 kB\n",  # 100 GiB
@@ -21,7 +40,30 @@ ROOMY = {
 }
 
 
-def machine(root: Path, files: Mapping[str, str | None] | None = None, **given: object) -> Machine:
+class Machine:
+    """A machine for tests: within `with`, the checks read this one."""
+
+    def __init__(self, root: Path, environ: Mapping[str, str], **given: object) -> None:
+        self.environ = environ
+        self.patched: dict[str, Any] = {"kvoffload.checks.memory.read_file": partial(_read, root), **given}
+        self.patched["kvoffload.checks.outputs.read_file"] = partial(_read, root)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(patch.dict(os.environ, self.environ))
+        for name in ENVIRONMENT - self.environ.keys():
+            os.environ.pop(name, None)
+        for name, fake in self.patched.items():
+            self._stack.enter_context(patch(name, fake))
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def machine(
+    root: Path, files: Mapping[str, str | None] | None = None, environ: Mapping[str, str] | None = None,
+    **given: object,
+) -> Machine:  # fmt: skip
     """Return a roomy machine, changed by `files`: None takes one away."""
     for name, text in {**ROOMY, **(files or {})}.items():
         path = root / name
@@ -30,16 +72,11 @@ def machine(root: Path, files: Mapping[str, str | None] | None = None, **given: 
             path.unlink(missing_ok=True)
         else:
             path.write_text(text)
-    settings: dict[str, Any] = {
-        "read": reader(root),
-        "lockable": lambda: -1,
-        "free": lambda folder: GIB,
-        "gpus": Gpus,
-        "version": {}.get,
-        "entry_points": lambda group: {},
-        "environ": {},
-    }
-    return Machine(**{**settings, **given})
+    return Machine(root, environ or {}, **{NAMES[name]: fake for name, fake in {**FAKES, **given}.items()})
+
+
+def _read(root: Path, path: str) -> str | None:
+    return read_file(str(root / path.lstrip("/")))
 
 
 def setup(*, pins: bool = False, sizes: Sizes | None = None, **settings: object) -> Setup:
@@ -49,6 +86,7 @@ def setup(*, pins: bool = False, sizes: Sizes | None = None, **settings: object)
 
 def ask(checks: tuple[Check, ...], name: str, known: Setup, where: Machine) -> tuple[str, str]:
     """Return verdict and text of one check; a problem must have a remedy."""
-    (finding,) = run_checks([one for one in checks if one.name == name], known, where)
+    with where:
+        (finding,) = run_checks([one for one in checks if one.name == name], known)
     assert bool(finding.remedy) or finding.verdict in ("go", "not known"), finding
     return str(finding.verdict), finding.text

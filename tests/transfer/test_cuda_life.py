@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.checks.machine import can_register
+from kvoffload.checks.gpus import find_gpus
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import HostMemoryBusy
 from kvoffload.model.wire import Direction, TransferPlan
@@ -322,7 +322,7 @@ def test_a_device_that_registers_no_host_memory_is_an_error_of_the_start(
     assert (entry["log_level"], entry["ready_slots"]) == ("error", 0)
     assert "CUDA_ERROR_NOT_SUPPORTED (801)" in entry["reason"]
     assert "run the engine without confidential computing, or without kvoffload" in entry["reason"]
-    assert not can_register()
+    assert not find_gpus.__wrapped__().can_register
     life.close()
 
 

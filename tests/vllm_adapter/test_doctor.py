@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.checks.check import Setup, run_checks
-from kvoffload.checks.machine import Gpus, Machine
 from kvoffload.cli.main import main
 from kvoffload.model.config import OffloadConfig
 from kvoffload.testing import FakeDevice
 from kvoffload_vllm import doctor
 from kvoffload_vllm.support import NEWEST_RUN, VERSIONS
 from tests.captured_logs import capture_logs
-from tests.doctor.trees import ask, machine, setup
+from tests.doctor.trees import Machine, ask, machine, setup
 from tests.vllm_adapter.stand_ins import cache_config, full, group, vllm_config
 
 GOOD = {
@@ -80,7 +80,6 @@ anything = st.recursive(
     ),
     max_leaves=6,
 )
-NOWHERE = Machine(read=lambda _: None, gpus=Gpus, version=lambda _: None, environ={})
 
 
 @given(st.dictionaries(st.sampled_from([*GOOD, "connectors"]), anything, max_size=5), st.booleans())
@@ -90,7 +89,7 @@ def test_property_any_configuration_gets_its_findings(changes: dict[str, Any], i
     transfer = {**GOOD, **changes} if is_ours else changes
     found = doctor.read_arguments(parser.parse_args(["--kv-transfer-config", json.dumps(transfer)]))
     assert isinstance(found.settings, dict)
-    for answer in run_checks(found.checks, Setup(OffloadConfig()), NOWHERE):
+    for answer in run_checks(found.checks, Setup(OffloadConfig())):
         assert "the check itself failed" not in answer.text
 
 
@@ -147,7 +146,12 @@ def ask_vllms(name: str, where: Machine) -> tuple[str, str]:
     ],
 )
 def test_version(tmp_path: Path, version: str | None, verdict: str, text: str) -> None:
-    reported = ask_vllms("vllm version", machine(tmp_path, version={"vllm": version}.get))
+    def find(name: str) -> str:
+        if version is None:
+            raise PackageNotFoundError(name)
+        return version
+
+    reported = ask_vllms("vllm version", machine(tmp_path, version=find))
     assert reported[0] == verdict
     assert text in reported[1]
 
@@ -169,9 +173,11 @@ def test_the_newest_version_is_one_that_the_words_name() -> None:
 def test_registration(
     tmp_path: Path, names: list[str], environ: dict[str, str], verdict: str, text: str
 ) -> None:
-    points = {"vllm.general_plugins": dict.fromkeys(names, "register")}
-    where = machine(tmp_path, entry_points=points.__getitem__, environ=environ)
-    reported = ask_vllms("vllm plugin", where)
+    def find(group: str, name: str) -> list[str]:
+        assert group == "vllm.general_plugins"
+        return [one for one in names if one == name]
+
+    reported = ask_vllms("vllm plugin", machine(tmp_path, entry_points=find, environ=environ))
     assert reported[0] == verdict
     assert text in reported[1]
 

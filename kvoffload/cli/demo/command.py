@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvoffload.checks.outputs import unreachable
 from kvoffload.cli import signals
 from kvoffload.cli.demo import options
 from kvoffload.cli.demo.options import LOCAL_STORES, DemoOptions
@@ -130,6 +129,8 @@ def _lower_tier(args: argparse.Namespace) -> Iterator[Mapping[str, object]]:
                 url = opened.enter_context(local_store(args.remote)).url if is_local else args.remote
             except RemoteError as error:
                 raise CommandError(f"--remote {args.remote}: {error}") from error
+            from kvoffload.checks.outputs import unreachable
+
             if (problem := unreachable(parse_address(url))) is not None:
                 raise CommandError(f"--remote {args.remote}: {problem.text}; {problem.remedy}")
             yield {"remote_url": url}

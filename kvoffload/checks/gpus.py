@@ -1,0 +1,47 @@
+"""The GPUs that NVIDIA's driver lists. Asking it takes neither a subprocess nor torch, which loads for seconds."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+
+_NAME_BYTES = 96
+_HOST_REGISTER_SUPPORTED = 99  # CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """The GPUs that this process sees.
+
+    Args:
+        names: of each.
+        cuda: the newest CUDA that the driver supports, as 1000 times major plus 10 times minor; 0 without a driver.
+        can_register: whether host memory can be registered with them.
+    """
+
+    names: tuple[str, ...] = ()
+    cuda: int = 0
+    can_register: bool = True
+
+
+@cache
+def find_gpus() -> Gpus:
+    """Return the GPUs; none if the driver is missing or does not answer."""
+    count, cuda, device, answer = (ctypes.c_int(number) for number in (0, 0, 0, 1))
+    name = ctypes.create_string_buffer(_NAME_BYTES)
+    names = []
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) != 0:
+            return Gpus()
+        driver.cuDriverGetVersion(ctypes.byref(cuda))
+        driver.cuDeviceGetCount(ctypes.byref(count))
+        for number in range(count.value):
+            driver.cuDeviceGet(ctypes.byref(device), number)
+            driver.cuDeviceGetName(name, _NAME_BYTES, device)
+            names.append(name.value.decode(errors="replace"))
+        driver.cuDeviceGetAttribute(ctypes.byref(answer), _HOST_REGISTER_SUPPORTED, device)
+    except (OSError, AttributeError):  # no such library, or another one
+        return Gpus()
+    return Gpus(tuple(names), cuda.value, bool(answer.value))
