@@ -83,7 +83,7 @@ def _host_pool(setup: Setup) -> Finding:
     if not block or not device:
         return not_known(
             "whether the host holds more blocks than the device",
-            "give --model and --device-memory, or --block-bytes and --device-blocks",
+            "give --model and --kv-cache-memory-bytes, or --block-bytes and --device-blocks",
         )
     ranks = setup.sizes.ranks
     slots = setup.config.host_bytes // ranks // block

@@ -13,7 +13,7 @@ from typing import Any
 from kvoffload.checks.check import Check, Finding, Given, Setup, Sizes, go, no_go, not_known, warn
 from kvoffload.checks.json_option import read_object
 from kvoffload.model.config import parse_bytes
-from kvoffload_vllm.model_sizes import CACHE_DTYPES, Options, SizesNotKnown, estimate
+from kvoffload_vllm.model_sizes import CACHE_DTYPES, Options, SizesNotKnown, kv_sizes, read_config
 from kvoffload_vllm.register import NAME
 from kvoffload_vllm.support import NEWEST_RUN, VERSIONS, role_problems
 
@@ -40,8 +40,8 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
     )
     add("--kv-cache-dtype", choices=CACHE_DTYPES, metavar="DTYPE", default=default.kv_cache_dtype,
         help=f"dtype of the KV cache: {', '.join(CACHE_DTYPES)}")  # fmt: skip
-    add("--device-memory", metavar="BYTES", type=_size,
-        help="what vLLM may use of one GPU's memory, to estimate the device's blocks")  # fmt: skip
+    add("--kv-cache-memory-bytes", metavar="BYTES", type=_size,
+        help="memory of one GPU's KV cache, as vLLM's start logs it")  # fmt: skip
     add("--block-bytes", metavar="BYTES", type=_size,
         help="one rank's bytes of one block in all layers, where --model does not give them")  # fmt: skip
     add(
@@ -180,20 +180,20 @@ def _sizes(args: argparse.Namespace) -> tuple[Sizes, Finding]:
     by_hand = go("given as vLLM's start logs them") if sizes.block_bytes and sizes.device_blocks else None
     unknown = "the sizes of the model's blocks"
     if args.model is None:
-        remedy = f"give --model and --device-memory, or {_BY_HAND}"
+        remedy = f"give --model and --kv-cache-memory-bytes, or {_BY_HAND}"
         return sizes, by_hand or not_known(unknown, remedy)
-    options = Options(ranks, args.block_size, args.kv_cache_dtype)
     try:
-        found = estimate(args.model, options, args.device_memory)
+        found = kv_sizes(read_config(args.model), Options(ranks, args.block_size, args.kv_cache_dtype))
     except SizesNotKnown as error:
         return sizes, by_hand or not_known(unknown, f"{error}; give {_BY_HAND}, which vLLM's start logs")
     if by_hand is not None:
         return sizes, by_hand
-    if found.blocks == 0:
-        return sizes, no_go(f"{found.about}: no block fits", "more memory, or more ranks")
     pages = (found.page_bytes,) * found.pages if sizes.block_bytes is None else ()
     block_bytes = sizes.block_bytes or found.block_bytes
-    return Sizes(ranks, block_bytes, pages, sizes.device_blocks or found.blocks), go(found.about)
+    memory: int | None = args.kv_cache_memory_bytes
+    fitting = None if memory is None else memory // block_bytes
+    about = found.about if fitting is None else f"{found.about}; {fitting:,} blocks fit the KV cache"
+    return Sizes(ranks, block_bytes, pages, sizes.device_blocks or fitting), go(about)
 
 
 def _positive(text: str) -> int:

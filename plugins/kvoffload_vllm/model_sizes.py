@@ -9,11 +9,10 @@ The model's files may come from anywhere: what is read of them has types and bou
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 
@@ -22,8 +21,7 @@ from kvoffload.model.errors import ConfigError, KVOffloadError
 
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
-_BYTES_OF_DTYPE = {"float32": 4, "float16": 2, "half": 2, "bfloat16": 2}
-_BYTES_IN_USE = 2  # on a GPU vLLM converts float32
+_DTYPES = ("float32", "float16", "half", "bfloat16")
 
 _MLA = "deepseek_v2"
 MODEL_TYPES = (_MLA, "llama", "qwen3")
@@ -32,16 +30,12 @@ MODEL_TYPES = (_MLA, "llama", "qwen3")
 _DEFAULTS: Mapping[str, Mapping[str, int]] = {"qwen3": {"head_dim": 128, "num_key_value_heads": 32}}
 """What the model classes assume where a published config.json is silent."""
 
-T = TypeVar("T")
-
 _FULL = "full_attention"
-_INDEX = "model.safetensors.index.json"
-_LARGEST_CONFIG, _LARGEST_INDEX = 1 << 20, 64 << 20  # bytes; an index of 100,000 tensors has ten million
+_LARGEST_CONFIG = 1 << 20  # bytes
 _SHOWN = 40  # characters of a text from the file
 
 _Layers = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
-_Bytes = Annotated[float, msgspec.Meta(ge=1, le=1 << 53)]  # some tools write 1.6e10
 
 
 class SizesNotKnown(KVOffloadError):
@@ -66,14 +60,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantization_config: dict[str, object] | None = None
 
 
-class _Metadata(msgspec.Struct):
-    total_size: _Bytes
-
-
-class _WeightsIndex(msgspec.Struct):
-    metadata: _Metadata
-
-
 @dataclass(frozen=True, slots=True)
 class Options:
     """Options of vLLM that sizes depend on, by vLLM's own names."""
@@ -91,42 +77,16 @@ class ModelSizes:
         page_bytes: of one block in one layer.
         pages: pages of a block: the layers of a KV cache group.
         about: how the numbers came about.
-        blocks: at most so many fit on a device; None if its memory or the weights are not known.
     """
 
     page_bytes: int
     pages: int
     about: str
-    blocks: int | None = None
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in all tensors."""
         return self.page_bytes * self.pages
-
-
-def estimate(folder: Path, options: Options, device_memory: int | None) -> ModelSizes:
-    """Return the sizes of a model's blocks, and how many fit into `device_memory` next to the weights.
-
-    vLLM also needs memory for activations and CUDA graphs, which it measures at its start: the number is an upper bound.
-
-    Raises:
-        ConfigError: a file cannot be read, or does not hold what it must.
-        SizesNotKnown: sizes of this model are not computed.
-    """
-    model = read_config(folder)
-    sizes = kv_sizes(model, options)
-    weights = weight_bytes(folder, model)
-    if weights is None or device_memory is None:
-        lacks = "without --device-memory" if weights is not None else f"without *.safetensors in {folder}"
-        return replace(sizes, about=f"{sizes.about}; {lacks} the device's blocks are not estimated")
-    of_rank = weights // options.tensor_parallel_size
-    blocks = max(0, device_memory - of_rank) // sizes.block_bytes
-    about = (
-        f"{sizes.about}; device: {size_text(device_memory)} less {size_text(of_rank)} of weights, and less activations and CUDA "
-        f"graphs, which vLLM measures at its start: at most {blocks:,} blocks"
-    )
-    return replace(sizes, about=about, blocks=blocks)
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -136,8 +96,17 @@ def read_config(folder: Path) -> ModelConfig:
         ConfigError: there is none, or it does not hold what it must.
         SizesNotKnown: sizes of this type of model are not computed.
     """
-    path = folder / "config.json" if os.path.isdir(folder) else folder
-    return model_of(_decode(path, _LARGEST_CONFIG, dict[str, object]))
+    path = folder / "config.json" if folder.is_dir() else folder
+    try:
+        if not path.is_file():  # a pipe or a device may never end
+            raise _wrong(f"{path} is not a regular file")
+        with path.open("rb") as file:
+            raw = msgspec.json.decode(file.read(_LARGEST_CONFIG), type=dict[str, object])
+    except OSError as error:
+        raise _wrong(f"{path} cannot be read: {error.strerror}") from error
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise _wrong(f"{path} cannot be used: {error}") from error
+    return model_of(raw)
 
 
 def model_of(raw: Mapping[str, object]) -> ModelConfig:
@@ -169,39 +138,6 @@ def kv_sizes(model: ModelConfig, options: Options) -> ModelSizes:
     block = size_text(page_bytes * pages)
     about = f"pages of {size_text(page_bytes)} ({calculation}), {pages} of them in a block: {block} a block and rank"
     return ModelSizes(page_bytes, pages, about)
-
-
-def weight_bytes(folder: Path, model: ModelConfig) -> int | None:
-    """Return the bytes of all weights in the dtype they are used in, None if the folder has none.
-
-    Raises:
-        ConfigError: their index cannot be read, or does not hold what it must.
-    """
-    index = folder / _INDEX
-    if os.path.lexists(index):
-        stored = int(_decode(index, _LARGEST_INDEX, _WeightsIndex).metadata.total_size)
-    else:
-        stored = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file())
-    if model.quantization_config is None:
-        stored = stored * _BYTES_IN_USE // _stored_item_bytes(model)
-    return stored or None
-
-
-def _decode(path: Path, most: int, kind: type[T]) -> T:
-    """Return what a JSON file of at most so many bytes holds."""
-    try:
-        if not path.is_file():  # a pipe or a device may never end
-            raise _wrong(f"{path} is not a regular file")
-        with path.open("rb") as file:
-            data = file.read(most + 1)
-    except OSError as error:
-        raise _wrong(f"{path} cannot be read: {error.strerror}") from error
-    if len(data) > most:
-        raise _wrong(f"{path} is larger than {size_text(most)}")
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise _wrong(f"{path} cannot be used: {error}") from error
 
 
 def _page(model: ModelConfig, item: int, options: Options) -> tuple[int, str]:
@@ -250,15 +186,10 @@ def _item_bytes(model: ModelConfig, options: Options) -> int:
     quantized = model.quantization_config or {}
     if quantized.get("kv_cache_scheme") or quantized.get("kv_cache_quant_algo"):
         raise _wrong("its quantization chooses the KV cache's dtype: give --kv-cache-dtype")
-    _stored_item_bytes(model)
-    return _BYTES_IN_USE
-
-
-def _stored_item_bytes(model: ModelConfig) -> int:
     name = (model.dtype or model.torch_dtype or "float32").removeprefix("torch.")
-    if name not in _BYTES_OF_DTYPE:
-        raise _wrong(f"config.json has the dtype {name[:_SHOWN]!r}; known are {', '.join(_BYTES_OF_DTYPE)}")
-    return _BYTES_OF_DTYPE[name]
+    if name not in _DTYPES:
+        raise _wrong(f"config.json has the dtype {name[:_SHOWN]!r}; known are {', '.join(_DTYPES)}")
+    return 2  # on a GPU vLLM converts float32
 
 
 def _wrong(text: str) -> ConfigError:
