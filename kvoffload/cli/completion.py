@@ -20,11 +20,11 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         CommandError: the package that writes it is not installed.
     """
-    from kvoffload.cli.main import parsers
+    from kvoffload.cli.main import make_parser
 
     try:
         import shtab
     except ModuleNotFoundError as error:
         raise CommandError("shtab is not installed: pip install 'kvoffload[completion]'") from error
-    print(shtab.complete(parsers()[0], shell=args.shell))
+    print(shtab.complete(make_parser(), shell=args.shell))
     return Exit.OK

@@ -80,12 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(argv: Sequence[str] | None) -> int:
     from kvoffload.cli.exits import Exit, OutputError, say
-    from kvoffload.cli.parser import parse
     from kvoffload.model.errors import KVOffloadError
 
     try:
-        parser, commands = parsers()
-        args = parse(parser, commands, argv)
+        parser = make_parser()
+        args = parser.parse_args(argv)
         if args.command is None:
             parser.print_help()
             return Exit.USAGE
@@ -104,8 +103,8 @@ def _command(argv: Sequence[str] | None) -> int:
         return Exit.INTERRUPTED
 
 
-def parsers() -> tuple[Parser, dict[str, Parser]]:
-    """Return the command's parser, and those of its subcommands by name."""
+def make_parser() -> Parser:
+    """Return the command's parser, with its subcommands."""
     import kvoffload
     from kvoffload.cli.exits import Exit
     from kvoffload.cli.parser import Parser
@@ -118,12 +117,10 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
     parser = Parser(prog="kvoffload", description="KV-cache offloading for LLM engines.", epilog=codes)
     parser.add_argument("--version", action="version", version=f"kvoffload {kvoffload.__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    commands = {}
     for name in sorted([*COMMANDS, *_found()]):
         command = load(name)
-        commands[name] = subparsers.add_parser(name, help=command.HELP, description=command.HELP)
-        command.add_arguments(commands[name])
-    return parser, commands
+        command.add_arguments(subparsers.add_parser(name, help=command.HELP, description=command.HELP))
+    return parser
 
 
 def load(name: str) -> Command:

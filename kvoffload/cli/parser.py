@@ -31,18 +31,20 @@ class Parser(argparse.ArgumentParser):
         ours = {"allow_abbrev": False, "formatter_class": HelpFormatter, **settings}
         super().__init__(*args, **ours)  # type: ignore[arg-type]  # handed through
 
+    def parse_known_args(  # type: ignore[override]  # argparse's has overloads; it calls this for subcommands too
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse, or exit with an error that names the options nearest to unknown ones."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            shown = (action for action in self._actions if action.help is not argparse.SUPPRESS)
+            known = [name for action in shown for name in action.option_strings]
+            self.error("; ".join(_describe(argument, known) for argument in unknown))
+        return found, unknown
+
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and where the help is, in one line, and exit."""
         self.exit(Exit.USAGE, f"kvoffload: error: {printable(message)} (see {self.prog} --help)\n")
-
-
-def parse(parser: Parser, commands: dict[str, Parser], argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse, or exit with an error that names the options nearest to unknown ones."""
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        chosen = commands.get(args.command, parser)
-        chosen.error("; ".join(_describe(argument, _options(chosen)) for argument in unknown))
-    return args
 
 
 def positive(text: str) -> int:
@@ -59,15 +61,6 @@ def seconds(text: str) -> float:
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
     return number
-
-
-def _options(parser: argparse.ArgumentParser) -> list[str]:
-    return [
-        name
-        for action in parser._actions
-        if action.help is not argparse.SUPPRESS
-        for name in action.option_strings
-    ]
 
 
 def _describe(argument: str, known: Iterable[str]) -> str:

@@ -50,7 +50,7 @@ def test_the_documents_name_every_exit_code() -> None:
 
 @pytest.mark.slow
 def test_asking_for_the_version_does_not_load_an_engine() -> None:
-    script = "import sys; from kvoffload.cli.main import parsers; parsers(); sys.exit('torch' in sys.modules)"
+    script = "import sys; from kvoffload.cli.main import make_parser; make_parser(); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 

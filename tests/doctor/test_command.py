@@ -198,13 +198,13 @@ def test_in_a_process_of_its_own_with_little_locked_memory() -> None:
 @pytest.mark.parametrize(
     ("call", "heavy"),
     [
-        ("parsers()", {"numpy", "torch", "vllm", "structlog"}),  # which every command pays for
+        ("make_parser()", {"numpy", "torch", "vllm", "structlog"}),  # which every command pays for
         ("main(['doctor', '--json'])", {"torch", "vllm", "prometheus_client"}),
     ],
 )
 def test_nothing_heavy_is_imported(call: str, heavy: set[str]) -> None:
     program = (
-        f"import sys; from kvoffload.cli.main import main, parsers; {call}; "
+        f"import sys; from kvoffload.cli.main import main, make_parser; {call}; "
         f"print(sorted({heavy} & set(sys.modules)))"
     )
     argv = [sys.executable, "-c", program]
