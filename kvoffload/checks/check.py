@@ -1,4 +1,4 @@
-"""The doctor: what is known of a setup, a check of it, and the finding."""
+"""What a check gets (`Setup`), the check itself, and its finding."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Check:
     """One question.
 
     Args:
-        name: what it is about. Scripts and logs use it, so it does not change.
+        name: its subject. Scripts and logs use it, so it does not change.
         find: answers it; an exception becomes a warning.
     """
 
@@ -119,12 +119,12 @@ def no_go(text: str, remedy: str) -> Finding:
 
 
 def not_known(text: str, remedy: str = "") -> Finding:
-    """Return what cannot be found out, and what to give to have it checked."""
+    """Return the finding of a check that lacks input; the remedy says which."""
     return Finding(Verdict.UNKNOWN, text, remedy)
 
 
 def _find(check: Check, setup: Setup) -> Finding:
     try:
         return check.find(setup)
-    except Exception as error:  # it says nothing about the machine, and must not stop an engine
+    except Exception as error:  # an error in a check must not stop an engine
         return warn(f"the check itself failed: {error!r}", "report it; the others are not affected")

@@ -28,7 +28,10 @@ class Gpus:
 @cache
 def find_gpus() -> Gpus:
     """Return the GPUs; none if the driver is missing or does not answer."""
-    count, cuda, device, answer = (ctypes.c_int(number) for number in (0, 0, 0, 1))
+    count = ctypes.c_int()
+    cuda = ctypes.c_int()
+    device = ctypes.c_int()
+    answer = ctypes.c_int(1)
     name = ctypes.create_string_buffer(_NAME_BYTES)
     names = []
     try:

@@ -1,4 +1,4 @@
-"""Host memory and GPUs: how much memory is needed and left, what limits it, and what its size and pages are worth."""
+"""Checks of host memory and GPUs: what is needed and left, limits, sizes of pool and pages, and the driver."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _expandable_segments(_: Setup) -> Finding:
                 "which is not proven to work in batches",
                 f"leave expandable_segments out of {name}",
             )
-    return go("torch's memory lies in whole allocations")
+    return go("torch is not asked for expandable segments")
 
 
 def _host_pool(setup: Setup) -> Finding:
@@ -126,7 +126,8 @@ def _gpu(_: Setup) -> Finding:
         )
     if gpus.cuda < _BATCHED:
         return warn(
-            f"{text}: every block will need its own call of the driver", "a driver for CUDA 12.8 or newer"
+            f"{text}: every block will need its own call of the driver",
+            "install a driver for CUDA 12.8 or newer",
         )
     return go(text)
 

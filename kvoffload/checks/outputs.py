@@ -1,4 +1,4 @@
-"""Where the engine will write: disk, remote store, journal and the collector of spans."""
+"""Checks of what the engine writes to: disk, remote tier, journal and the collector of spans."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvoffload.model.errors import ConfigError, RemoteError
 from kvoffload.remote.address import BucketAddress, MooncakeAddress, RemoteAddress, parse_address
 from kvoffload.transfer.host_memory import read_file
 
-_PATIENCE_S = 2.0
+_TIMEOUT_S = 2.0
 _NO_DISK = "none: no disk_path is set"
 _NETWORKED = ("nfs", "cifs", "smb3", "ceph", "9p", "virtiofs", "fuse")
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -127,7 +127,7 @@ def _collector(setup: Setup) -> Finding:
     url = urlsplit(endpoint if "//" in endpoint else f"//{endpoint}")  # gRPC needs no scheme
     port = url.port or (443 if url.scheme == "https" else 80)
     try:
-        socket.create_connection((url.hostname or "", port), _PATIENCE_S).close()
+        socket.create_connection((url.hostname or "", port), _TIMEOUT_S).close()
     except OSError as error:
         return warn(
             f"nothing answers at {url.hostname}:{port} now ({error.strerror or error}): spans would be lost",
@@ -137,14 +137,14 @@ def _collector(setup: Setup) -> Finding:
 
 
 def unreachable(address: RemoteAddress) -> Finding | None:
-    """Return why nothing would be shared in a store; None where it answers."""
+    """Return why this remote tier would share nothing; None if it answers."""
     return _no_mooncake(address) if isinstance(address, MooncakeAddress) else _no_bucket(address)
 
 
 def _remote(setup: Setup) -> Finding:
     url = setup.config.remote_url
     if url is None:
-        return go("none: what this engine computes is its own")
+        return go("none: this engine shares no blocks")
     try:
         address = parse_address(url)
     except ConfigError as error:
@@ -152,9 +152,7 @@ def _remote(setup: Setup) -> Finding:
     if (problem := unreachable(address)) is not None:
         return problem
     if address.caution:
-        return warn(
-            address.caution, "keep it in a network that only engines and stores are in, or use TLS (S3)"
-        )
+        return warn(address.caution, "keep it in a network of engines and remote tiers only, or use TLS (S3)")
     return go(f"{address} answers")
 
 
@@ -170,7 +168,7 @@ def _no_mooncake(address: MooncakeAddress) -> Finding | None:
             "pip install 'kvoffload[mooncake]' (on a GPU the client's wheel for its CUDA), and install libibverbs1",
         )
     try:
-        own_address(address, _PATIENCE_S)
+        own_address(address, _TIMEOUT_S)
     except RemoteError as error:
         return warn(f"{error}: nothing would be shared", "start the master, or change remote_url")
     return None
@@ -180,7 +178,7 @@ def _no_bucket(address: BucketAddress) -> Finding | None:
     from kvoffload.remote.bucket import BucketStore
 
     try:
-        BucketStore(address, _PATIENCE_S).read("kvo1/probe")
+        BucketStore(address, _TIMEOUT_S).read("kvo1/probe")
     except RemoteError as error:
         if isinstance(error.__cause__, ImportError):
             return no_go(str(error), "pip install 'kvoffload[s3]'")

@@ -1,4 +1,4 @@
-"""How a command ends: its exit codes, its last line, and the errors whose message is all that is printed."""
+"""Exit codes, lines on standard error, and errors that end a command with one line."""
 
 from __future__ import annotations
 

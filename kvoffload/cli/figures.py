@@ -1,4 +1,4 @@
-"""What a report shows: a journal's lines added up, and figures of them, drawn by matplotlib as SVG."""
+"""Adds up a journal's lines, and draws a report's figures with matplotlib, as SVG."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _SAMPLED = (events.LookupAnswered, events.FirstTokenReached, events.RankReported
 _ENDS_FILLING = (StoreOutcome.STORED, StoreOutcome.FAILED, StoreOutcome.ABANDONED, StoreOutcome.CANCELLED)
 _COLUMNS = 48
 _MOST_DOTS = 2000  # of one colour
-_LARGEST = 1e15  # numbers of a hostile journal may be larger than an axis can be
+_LARGEST = 1e15  # a broken journal's numbers may be larger than an axis can show
 
 AnySample = TypeVar("AnySample")
 Series = Mapping[str, Sequence[tuple[float, float]]]
-"""Seconds since the first line, and a number then, by what has one colour."""
+"""Samples by their colour: seconds since the first line, and a value."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Account:
     """Samples of a journal, and its events as the metrics count them.
 
     Args:
-        lines: how many were read.
+        lines: the number of lines read.
         dropped_lines: lines that are missing between others.
         seconds: from the first line to the last.
         samples: lookups, first tokens and copies, each with its seconds since the first line, by the event's class.

@@ -1,4 +1,4 @@
-"""What the commands that show a journal share: their options, and the lines that these ask for."""
+"""The options of commands that show a journal, and a reader of the lines that the options choose."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def add_journal_arguments(parser: argparse.ArgumentParser, suffix: str) -> None:
 
 
 def opened(args: argparse.Namespace, suffix: str) -> tuple[Lines, Path]:
-    """Return the lines that the options ask for, and where the result goes.
+    """Return the lines that the options choose, and where the result goes.
 
     Raises:
         CommandError: `--last` and `--since` are both given, a time is not one, or the result would replace the journal.
@@ -63,9 +63,9 @@ class Lines:
     Args:
         path: of the journal.
         part: the lines to read; None for all.
-        words: describe the part; empty for all lines.
+        words: the part in words; empty for all lines.
         count: lines that were read.
-        problem: what ended the reading early; None if nothing did.
+        problem: the error that ended the reading early, or None.
         provenance: the last one that was read; empty if the journal has none.
     """
 

@@ -35,7 +35,7 @@ ENTRY_POINT_GROUP = "kvoffload.commands"
 
 
 _WRITE_ERRORS = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPIPE}
-"""Errors of writing, as far as they come without a file's name: those of standard output."""
+"""Errors of writes to standard output, which come without a file's name."""
 
 
 class Command(Protocol):
@@ -69,10 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except OSError as error:
         if error.filename is not None or error.errno not in _WRITE_ERRORS:
-            raise  # from a file that a command should have reported itself
-        # What is buffered is dropped, or the interpreter would try again when it ends.
+            raise  # the command should have reported its own file
+        # Drop what is buffered, or the interpreter would try again when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # a reader that has seen enough is not worth a line
+        if not isinstance(error, BrokenPipeError):  # the reader closed the pipe on purpose, as `head` does
             say(f"error: standard output cannot be written: {error.strerror or error}")
         code = Exit.OUTPUT
     return signals.exit_code() or code
@@ -111,8 +111,8 @@ def make_parser() -> Parser:
 
     codes = (
         f"Exit codes: {Exit.OK:d} success; {Exit.FAILED:d} it ran, and found or did something wrong; {Exit.USAGE:d} it "
-        f"cannot run as asked; {Exit.MISSED:d} gpu-check has missed a goal; {Exit.OUTPUT:d} output cannot be written; {Exit.HUNG_UP:d} ended by SIGHUP; "
-        f"{Exit.INTERRUPTED:d} by Ctrl-C; {Exit.TERMINATED:d} by SIGTERM."
+        f"cannot run as asked; {Exit.MISSED:d} gpu-check has missed a goal; {Exit.OUTPUT:d} output cannot be written; "
+        f"{Exit.HUNG_UP:d} ended by SIGHUP; {Exit.INTERRUPTED:d} by Ctrl-C; {Exit.TERMINATED:d} by SIGTERM."
     )
     parser = Parser(prog="kvoffload", description="KV-cache offloading for LLM engines.", epilog=codes)
     parser.add_argument("--version", action="version", version=f"kvoffload {kvoffload.__version__}")

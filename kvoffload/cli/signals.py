@@ -1,8 +1,8 @@
 """SIGTERM and SIGHUP end a command as Ctrl-C does, each with its own exit code.
 
-The first signal raises KeyboardInterrupt, or cancels the main task of `run_async`, which can drain what it submitted. After
-that only Ctrl-C counts, and exits at once. A signal that was ignored when the command started stays ignored: `nohup` and
-background jobs of scripts rely on that.
+The first signal raises KeyboardInterrupt, or cancels the main task of `run_async`, which can drain what it submitted.
+After that only Ctrl-C counts, and exits at once. A signal that was ignored when the command started stays ignored:
+`nohup` and background jobs of scripts rely on that.
 """
 
 from __future__ import annotations

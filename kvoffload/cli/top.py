@@ -29,7 +29,7 @@ HELP = "watch running servers by their metrics"
 _LEAST_INTERVAL_S = 0.1
 _TIMEOUT_S = 5.0  # of a single scrape
 _LARGEST_PAGE = 64 << 20
-_SCHEMA = 2  # of the JSON output; raised when a name changes its meaning or goes
+_SCHEMA = 2  # of the JSON output; raised when a name changes its meaning or is removed
 _TOKENS = "kvoffload_lookup_tokens_total"
 _MISSES = "kvoffload_miss_blocks_total"
 _SAVED = "kvoffload_prefill_seconds_saved_total"
@@ -322,8 +322,8 @@ def table(servers: Iterable[Server]) -> RenderableType:
 
     shown = Table(*_HEADINGS.split(", "), box=None, pad_edge=False, header_style="bold")
     for row in (row for server in servers for row in server.rows()):
-        is_well = not row.off_because and not {row.disk, row.remote} & {"failing", "closed"}
-        shown.add_row(*_cells(row), style=None if is_well else "bold red")
+        is_healthy = not row.off_because and not {row.disk, row.remote} & {"failing", "closed"}
+        shown.add_row(*_cells(row), style=None if is_healthy else "bold red")
     return shown
 
 

@@ -1,1 +1,1 @@
-"""`kvoffload gpu-check`: what only a GPU can tell, through the driver that ships. `command.py` lists the parts."""
+"""`kvoffload gpu-check`: checks and measurements that need a GPU. `command.py` lists the parts."""

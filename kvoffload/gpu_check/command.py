@@ -2,7 +2,7 @@
 
 It needs no engine and no torch. Bytes come first, then figures, then what may hang or crash, and last the engines that
 are installed. Each part runs in a process of its own. Only a wrong byte ends the check.
-On the emulated driver it runs whole; its checks count there, and its figures mean nothing.
+On the emulated driver all parts run; checks are judged there, times and speeds are not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 HELP = "check copies between host and an NVIDIA GPU, and measure them against the goals"
 ENGINES = "kvoffload.gpu_checks"
-"""Entry points: modules whose `lines(options)` yields what is found of an engine. They run last, in the order of their names."""
+"""Entry points of modules whose `lines(options)` yields the lines of an engine's part. They run last, by name."""
 
 _HERE = "kvoffload.gpu_check"
 _ENGINE_S = 420.0

@@ -67,7 +67,7 @@ def device(options: Options) -> Iterator[Line]:
 
 
 def compared(options: Options) -> Iterator[Line]:
-    """Carry random bytes there and back by each way of copying; a wrong byte ends the check."""
+    """Copy random bytes to the device and back in each way; a wrong byte ends the check."""
     for how, batch_copies, kernel in (
         ("in batches", "on", ()),
         ("one by one", "off", ()),
@@ -94,7 +94,7 @@ def _compared(
 
 
 def speeds(options: Options) -> Iterator[Line]:
-    """Yield the speed of each way of copying by size of the pieces, and of all as they are served."""
+    """Yield the speed of each way of copying by size of the pieces, and with the way that the copier itself chooses."""
     rig = Rig(options)
     engine: _Medians = {}
     large = {ways: rig.speeds(options.size, ways) for ways in _WAYS}
@@ -162,8 +162,9 @@ def profile(options: Options) -> Iterator[Line]:
     yield _replaces("short copies from which on the kernel is used", fewest, _UNKNOWN.fewest)
     path = profile_path(rig.driver.name, rig.driver.version)
     path.parent.mkdir(parents=True, exist_ok=True)
+    stores = read_profile(rig.driver.name, rig.driver.version).stores  # an operator's choice
     with written(path) as file:
-        file.write(msgspec.json.encode(GpuProfile(programs, fewest)).decode())
+        file.write(msgspec.json.encode(GpuProfile(programs, fewest, stores)).decode())
     yield Line("the profile that engines read at their start", words=str(path))
 
 

@@ -1,4 +1,4 @@
-"""What may hang or crash. Each function is a part with a process of its own."""
+"""Checks that may hang or crash; each runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PTX = Path(__file__).with_name("pause.ptx")
 _GLOBAL = 0
 _UNHARMED = "0 0 0"
 _JUDGED = ("register", "query", "record", "wait", "copy", "batch")  # made by the worker's threads at any time
-_PATIENCE_S = 10.0
+_TIMEOUT_S = 10.0
 _GATE_S = 0.4
 _WAITED_S = 0.02  # a call that takes so long has waited
 _COPIES = 8192
@@ -81,13 +81,13 @@ def _captured(rig: Rig, call: Callable[[], object]) -> str:
     begin = code_of(partial(library.cuStreamBeginCapture_v2, rig.stream, _GLOBAL))
     thread = threading.Thread(target=make_call, daemon=True)
     thread.start()
-    thread.join(_PATIENCE_S)
+    thread.join(_TIMEOUT_S)
     end = code_of(partial(library.cuStreamEndCapture, rig.stream, ctypes.byref(graph)))
     return f"{begin} {found[0]} {end}"
 
 
 def depth(options: Options) -> Iterator[Line]:
-    """Enqueue copies behind a busy stream: from which on does a call wait, and can another thread go on meanwhile?"""
+    """Enqueue copies behind a busy stream; find the first call that waits, and whether other threads run meanwhile."""
     for batch_copies, copies in (("off", 1), ("on", 16), ("on", 256), ("on", 512)):
         how = f"in batches of {copies}" if copies > 1 else "one by one"
         what = f"copies {how} behind a busy stream"
@@ -124,7 +124,9 @@ def _depth(options: Options, batch_copies: str, copies: int, what: str) -> Itera
 
 def pause(driver: NvidiaDriver, stream: int, seconds: float) -> None:
     """Keep a stream busy for so long, by a kernel in PTX, which the driver compiles for whatever device there is."""
-    module, function, nanoseconds = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint64(int(1e9 * seconds))
+    module = ctypes.c_void_p()
+    function = ctypes.c_void_p()
+    nanoseconds = ctypes.c_uint64(int(1e9 * seconds))
     driver.enter()
     driver.library.cuModuleLoadData(ctypes.byref(module), PTX.read_bytes())
     driver.library.cuModuleGetFunction(ctypes.byref(function), module, b"kvoffload_pause")

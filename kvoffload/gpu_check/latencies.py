@@ -1,4 +1,4 @@
-"""How long calls into the driver take, alone and beside what else a serving engine's process does."""
+"""How long pinning takes, and how long calls into the driver wait beside it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def latencies(options: Options) -> Iterator[Line]:
 
 @contextmanager
 def repeated(work: Callable[[], object]) -> Iterator[None]:
-    """Do something over and over on another thread, until the block ends or raises."""
+    """Repeat `work` on another thread until the block ends or raises."""
     stop = threading.Event()
 
     def repeat() -> None:
@@ -62,7 +62,7 @@ def _pinning(rig: Rig) -> Iterator[Line]:
 
 
 def _beside_pinning(rig: Rig, mib: int) -> Iterator[Line]:
-    """Time an event's record and query, as each launch of an engine takes the driver's locks, while memory is pinned."""
+    """Time an event's record and query while memory is pinned: they take the same locks as an engine's launches."""
     memory = rig.host_memory(mib << 20) if mib else None
 
     def pin() -> None:

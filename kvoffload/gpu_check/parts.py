@@ -60,7 +60,7 @@ class Part:
         where: MODULE:FUNCTION.
         limit_s: after which it is killed.
         arguments: of the function, behind the options.
-        is_check: whether nothing should be offloaded where it fails.
+        is_check: whether nothing should be offloaded if it fails.
     """
 
     what: str
@@ -76,14 +76,14 @@ class Line:
 
     Args:
         what: the question.
-        median: of the samples; None where the answer is in words.
+        median: of the samples; None if the answer is in words.
         low: the least sample.
         high: the greatest sample.
         unit: of all three.
-        words: facts, or why something was not measured or has failed.
-        target: what was wanted, in words; empty where nothing was.
-        is_met: whether it is so; None without a target.
-        is_check: whether nothing should be offloaded on this machine where it is not so.
+        words: facts, or the reason why nothing was measured or a part failed.
+        target: the goal in words; empty without one.
+        is_met: whether the goal is met; None without one.
+        is_check: whether a missed goal means that nothing should be offloaded on this machine.
         is_last: whether it ends the whole check.
     """
 
@@ -137,17 +137,17 @@ def measured(
 
 
 def in_words(what: str, words: str, wanted: str) -> Line:
-    """Return the line of an answer in words that has to be the one wanted."""
+    """Return the line of an answer in words, which is met if it equals `wanted`."""
     return Line(what, words=words, target=wanted, is_met=words == wanted)
 
 
 def ratios(mine: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Return the one over the other, in pairs."""
+    """Return each of the first samples divided by the second of its pair."""
     return [one / other for one, other in zip(mine, others, strict=True)]
 
 
 class NotHere(KVOffloadError):
-    """Raised when a question cannot be asked on this machine; the message says why."""
+    """Raised when a question cannot be asked on this machine; the message has the reason."""
 
 
 def asked(what: str, answers: Iterator[Line], *, is_check: bool = False) -> Iterator[Line]:

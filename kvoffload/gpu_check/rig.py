@@ -1,7 +1,7 @@
 """Memory on both sides of one GPU, and copies between them through the copier that ships.
 
-The host's memory is allocated as the arena's. Both sides are as large as was asked for twice over: loads use the first
-half of each, stores the second, so that both can run at once.
+The host's memory is allocated as the arena's. Each side has twice `Options.size`: loads use the first half, stores the
+second, so that both can run at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvoffload.transfer.host_memory import HostChunk, MmapAllocator, preferred_n
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns, array_at
 
-_KEPT: list[HostChunk] = []  # of rigs that are gone: copies that have not ended may still use it
+_KEPT: list[HostChunk] = []  # also of earlier rigs, whose copies may still run
 
 
 class Rig:
@@ -64,19 +64,19 @@ class Rig:
         return self.copier
 
     def host_memory(self, size: int, pin: CudaPin | None = None) -> HostChunk:
-        """Return memory as the arena's, touched, and pinned if `pin` is given."""
+        """Allocate memory as the arena does: touched, and pinned if `pin` is given."""
         node = preferred_node(self.driver.pci_address)
         allocator = MmapAllocator(DaemonExecutor("gpu-check-memory", threads=1), pin, node)
         return asyncio.run(allocator.allocate(size))
 
     def settle(self, stream: int) -> None:
-        """Return once all that was enqueued on a stream has ended."""
+        """Wait until everything enqueued on a stream has ended."""
         self.driver.record(self.event, stream)
         while not self.driver.has_passed(self.event):
             pass
 
     def runs(self, way: Direction, piece: int, count: int | None = None) -> CopyRuns:
-        """Return copies of `piece` bytes each between places drawn on both sides, as many as fit if no count is given."""
+        """Return `count` copies of `piece` bytes, or as many as fit, between random places on both sides."""
         places = self.size // piece
         half = 0 if way is Direction.LOAD else self.size
         host, device = (self._draw.permutation(places)[:count] * piece + half for _ in range(2))
@@ -86,7 +86,7 @@ class Rig:
         return CopyRuns(device, host, size) if way is Direction.STORE else CopyRuns(host, device, size)
 
     def seconds(self, *copies: tuple[Direction, CopyRuns]) -> float:
-        """Make batches at the same time; return the device's seconds of the longest.
+        """Copy several batches at the same time; return the device's seconds of the longest.
 
         As in an engine, one thread submits them and another queries them.
 
@@ -113,7 +113,7 @@ class Rig:
         return found
 
     def wrong_bytes(self, piece: int) -> int:
-        """Carry random bytes to the device and back to another place; return how many of them are wrong.
+        """Copy random bytes to the device and back to another place; return how many of them are wrong.
 
         Args:
             piece: bytes of each copy; as many are copied as fit.
@@ -132,7 +132,7 @@ class Rig:
 
 
 def code_of(call: Callable[[], object]) -> int:
-    """Make a call into the driver; return its code."""
+    """Call the driver, and return its code."""
     try:
         call()
     except CudaError as error:

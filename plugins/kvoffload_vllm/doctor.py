@@ -24,7 +24,7 @@ RECOMPUTE = "recompute"
 
 _GROUP, _ENTRY = "vllm.general_plugins", "kvoffload"
 _OPTION = "--kv-transfer-config"
-_HASHES = ("sha256", "sha256_cbor")  # nobody can find two prompts with one hash
+_HASHES = ("sha256", "sha256_cbor")  # finding two prompts with the same hash is infeasible
 _BY_HAND = "--block-bytes and --device-blocks"
 
 

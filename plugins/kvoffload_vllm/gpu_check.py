@@ -2,7 +2,7 @@
 
 Both have the same model, whose weights vLLM makes up; on a GPU with CUDA graphs, because memory is pinned in the same
 minute in which vLLM captures them. They decode the same prompts in turns, and the blocks that these fill are stored
-meanwhile. At last vLLM's own cache is reset, and the same prompts are found on the host.
+meanwhile. Then vLLM's own cache is reset, and the last prompts are found on the host.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _SHAPE: Mapping[str, Any] = {
 
 
 def lines(options: Options) -> Iterator[Line]:
-    """Yield what a vLLM with so much host memory shows.
+    """Yield the lines of a vLLM with this much host memory.
 
     Raises:
         NotHere: vLLM is not installed, the machine has too little memory, or torch sees no GPU.

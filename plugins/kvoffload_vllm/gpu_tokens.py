@@ -41,8 +41,9 @@ _SHAPE: Mapping[str, Any] = {
     "num_hidden_layers": 4,
 }
 # A prompt is wrong if a log-probability differs by more than the larger of _LEAST_LIMIT and _TIMES_NOISE times what vLLM
-# varies by itself. On a CPU, one block with another block's bytes changed a log-probability by 0.6 or more. Rounding, float32
-# against bfloat16, changed it by up to 0.16 and gave 11 of 24 prompts another token, so a token alone proves nothing.
+# varies by itself. On a CPU, one block with another block's bytes changed a log-probability by 0.6 or more. Rounding,
+# float32 against bfloat16, changed it by up to 0.16 and gave 11 of 24 prompts another token, so a different token by
+# itself proves nothing.
 _LEAST_LIMIT = 0.05
 _TIMES_NOISE = 3
 _MOST_NOISE = 0.2
@@ -73,7 +74,7 @@ class Mode:
 
 
 def lines(options: Options) -> Iterator[Line]:
-    """Yield what the comparison finds on a GPU.
+    """Yield the lines of the comparison on a GPU.
 
     Args:
         options: of the whole check.

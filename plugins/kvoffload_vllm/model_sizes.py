@@ -4,7 +4,7 @@ Only the model types whose sizes a test compares with those of a stock vLLM are 
 pages of one size, and DeepSeek's multi-head latent attention. A block has a page of every layer. A wrong size is worse
 than none.
 
-The model's files may come from anywhere: what is read of them has types and bounds.
+A `config.json` may come from anywhere, so each value that is read has a type and bounds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODEL_TYPES = (_MLA, "llama", "qwen3")
 """A test compares the sizes of each with those of a stock vLLM."""
 
 _DEFAULTS: Mapping[str, Mapping[str, int]] = {"qwen3": {"head_dim": 128, "num_key_value_heads": 32}}
-"""What the model classes assume where a published config.json is silent."""
+"""Values that the model classes assume if a published config.json lacks them."""
 
 _FULL = "full_attention"
 _LARGEST_CONFIG = 1 << 20  # bytes
@@ -43,7 +43,7 @@ class SizesNotKnown(KVOffloadError):
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of a `config.json`, by its own names."""
+    """The fields read from a `config.json`, by its names."""
 
     model_type: str
     num_hidden_layers: _Layers
@@ -90,7 +90,7 @@ class ModelSizes:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Return what is read of the `config.json` of a model's folder.
+    """Read the `config.json` of a model's folder.
 
     Raises:
         ConfigError: there is none, or it does not hold what it must.
@@ -110,7 +110,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def model_of(raw: Mapping[str, object]) -> ModelConfig:
-    """Return what is read of a `config.json`.
+    """Check and convert the content of a `config.json`.
 
     Raises:
         ConfigError: a value is of the wrong type or out of bounds.

@@ -205,7 +205,7 @@ def test_what_cannot_be_is_one_line_before_an_engine_starts(
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [
-        (["--remote", "redis://host:1"], '"mooncake" or "s3" starts a local store'),
+        (["--remote", "redis://host:1"], '"mooncake" or "s3" starts a local server'),
         (["--remote", "s3", "--disk", "."], "not allowed with argument --remote"),
     ],
 )

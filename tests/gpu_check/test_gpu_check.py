@@ -279,12 +279,15 @@ def test_the_profile_is_written_and_an_engine_reads_it(
 ) -> None:
     kernel = install(monkeypatch)
     monkeypatch.setattr(Rig, "speeds", lambda *_: [1.0])  # the emulator's times are the machine's
-    lines = list(copies.profile(OPTIONS))
     path = profile_path("emulated device 0", "13.0")
+    path.parent.mkdir(parents=True)
+    path.write_text('{"stores": false}')
+    lines = list(copies.profile(OPTIONS))
     assert lines[-1].words == str(path)
     assert path.name == "emulated-device-0-cuda-13-0.json"
     found = read_profile("emulated device 0", "13.0")
     assert found.programs == 4  # all are as fast
+    assert not found.stores  # as the operator has it
     path.write_text('{"programs": 7, "fewest": 3}')
     monkeypatch.setattr(crossover.Trial, "limit", lambda *_: 4096)
     copier = made_copier(emulator, monkeypatch)

@@ -1,4 +1,7 @@
-"""`kvoffload demo`: its start, with the folder or the store below the host. Imports nothing heavy before it runs."""
+"""`kvoffload demo`: makes the disk's folder or reaches the remote tier, and runs a session.
+
+Heavy imports wait for `run`.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def local_store(kind: str, node_bytes: int = 2**28) -> Iterator[LocalMooncake | LocalBucket]:
-    """Run a store on this machine, with the environment variables that reach it; its files are removed afterwards.
+    """Run a server for a remote tier on this machine, and set the variables that reach it. Its files are temporary.
 
     Args:
         kind: one of `LOCAL_STORES`.
@@ -110,7 +113,7 @@ def local_store(kind: str, node_bytes: int = 2**28) -> Iterator[LocalMooncake | 
 
 @contextmanager
 def _lower_tier(args: argparse.Namespace) -> Iterator[Mapping[str, object]]:
-    """Make the disk's folder or reach the store, if the demo has one, and yield its setting.
+    """Make the disk's folder or reach the remote tier, if the demo has one, and yield its setting.
 
     Raises:
         CommandError: it cannot be made or reached.

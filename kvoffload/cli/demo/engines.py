@@ -138,7 +138,7 @@ def _problems(offload: SchedulerSide) -> Iterator[str]:
 def _make(config: EngineConfig, plugin: EnginePlugin | None) -> Engine:
     try:
         return Engine(config, plugin)
-    except (MemoryError, RuntimeError) as error:  # torch says so in either
+    except (MemoryError, RuntimeError) as error:  # torch raises either when memory runs out
         reason = str(error).partition("\n")[0] or "out of memory"
         raise CommandError(f"an engine on --device {config.device} cannot be made: {reason}") from error
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvoffload.engine.plugin import GroupKind
 
 LOCAL_STORES = {"mooncake": "Mooncake", "s3": "SeaweedFS (S3)"}
-"""Kinds of stores that the demo can start, and their names."""
+"""Servers of remote tiers that the demo can start, and their names."""
 LAYERS: dict[str, GroupKind] = {"full": "full", "window": "sliding_window", "recurrent": "recurrent"}
 """Values of --layers, and the engine's names for them."""
 _LEAST_BEFORE = 2  # turns before the kill: only blocks that were found again are written below the host
@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lower = parser.add_mutually_exclusive_group()
     lower.add_argument("--disk", metavar="DIR", help="keep blocks in a folder of DIR too")
     lower.add_argument(
-        "--remote", metavar="URL", type=_store, help="share a store (mooncake, s3: a local one)"
+        "--remote", metavar="URL", type=_store, help="share a remote tier (mooncake, s3: a local one)"
     )
     add("--restart", action="store_true", help="with --disk: kill the engine and start again")
     add("--config", metavar="KEY=VALUE", action="append", default=[], help="any other setting (repeatable)")
@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def demo_options(args: argparse.Namespace) -> DemoOptions:
-    """Return the parsed options, with a setting for the disk or a store that runs already.
+    """Return the parsed options, with a setting for the disk or a remote tier that runs already.
 
     Raises:
         KVOffloadError: they contradict each other, or a setting is wrong.
@@ -144,12 +144,12 @@ def _settings(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _store(text: str) -> str:
-    """Return a kind of local store or a URL, for `type=`."""
+    """Return a kind of local server or a URL, for `type=`."""
     try:
         if text not in LOCAL_STORES:
             parse_store(text)
     except ConfigError as error:
-        raise argparse.ArgumentTypeError(f'{error}; "mooncake" or "s3" starts a local store') from error
+        raise argparse.ArgumentTypeError(f'{error}; "mooncake" or "s3" starts a local server') from error
     return text
 
 

@@ -1,4 +1,4 @@
-"""Conversations in turns, and what each turn of them took on one engine.
+"""Conversations in turns, and the cost of each turn on one engine.
 
 The prompt of a turn is all earlier messages and answers, and a new message. Tokens are bytes.
 """

@@ -26,7 +26,7 @@ Numbers = dict[str, Any]
 
 
 def play_numbers(player: Player, options: DemoOptions, block_tokens: int) -> Numbers:
-    """Return what the conversations took on one engine. Times to first token are in seconds."""
+    """Return the cost of the conversations on one engine. Times to first token are in seconds."""
     turns = player.turns
     stats = [turn.stats for turn in turns]
     first_round = turns[0].turn.turn

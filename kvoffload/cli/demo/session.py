@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvoffload.engine import Engine
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
-_PATIENCE_S = 30.0  # for host memory, the disk's index and the store
+_TIMEOUT_S = 30.0  # for host memory, the disk's index and the remote tier
 _POLL_S = 0.01
 
 
@@ -73,7 +73,7 @@ async def run_demo(options: DemoOptions, screen: Screen, args: argparse.Namespac
 
 
 async def play_until_killed(options: DemoOptions) -> int:
-    """Be the process that begins the conversations: print a line of JSON after each turn.
+    """Begin the conversations, until this process is killed; print a line of JSON after each turn.
 
     Raises:
         KVOffloadError: it cannot run.
@@ -154,12 +154,12 @@ async def _become_ready(engine: Engine, offload: SchedulerSide, options: DemoOpt
     """Warm up until host memory is ready and the lower tiers are open; ranks report them with steps.
 
     Raises:
-        CommandError: the lower tier of a continued demo is not open in time.
+        CommandError: the lower tier of a continued demo does not open in time.
     """
     clock = asyncio.get_running_loop().time
-    deadline = clock() + _PATIENCE_S
+    deadline = clock() + _TIMEOUT_S
     while True:
-        # The prompt is this process's own, so that it is found in no lower tier.
+        # The prompt depends on the process, so that no lower tier has it.
         await warm_up(engine, options.first_tokens, os.getpid())
         states = {tier_state(offload, tier) for tier in (Tier.DISK, Tier.REMOTE)}
         is_open = states <= {TierState.OPEN, TierState.OFF}
@@ -167,7 +167,9 @@ async def _become_ready(engine: Engine, offload: SchedulerSide, options: DemoOpt
             break
         await asyncio.sleep(_POLL_S)
     if options.killed_in is not None and not is_open:
-        raise CommandError(f"the disk or the store is not open after {_PATIENCE_S:g} s; the log is above")
+        raise CommandError(
+            f"the disk or the remote tier is not open after {_TIMEOUT_S:g} s; the log is above"
+        )
 
 
 async def _play(options: DemoOptions, engines: Engines, answers: Answers, screen: Screen) -> Numbers:
