@@ -31,10 +31,10 @@ NEVER_TOKENS = 1_000_000
 """Longer than any prompt: copying is slower than computing at every length."""
 
 _LOADS = 31  # whose median fixed part counts: a burst, in which loads wait for each other, is outvoted
-_COPY_WEIGHT = 1 / 16
 _STALE_S = 60.0
 
 _LEAST_BLOCKS = 4  # of a run of steps that says what prefilling takes
+_LEAST_PERIOD_S = 1.0  # between two updates of the lengths from which on copies pay
 _PERIOD_S = 60.0  # over which the sign is judged
 _MATTERS = 0.01  # of a period: a smaller loss is not worth a warning
 
@@ -43,9 +43,8 @@ class BreakEven:
     """Follows loads, on one thread; any thread may call `weigh` and read `tokens`."""
 
     def __init__(self) -> None:
-        self._fixed_s: deque[float] = deque(maxlen=_LOADS)
-        self._copy_s = self._copied_tokens = 0.0
-        self._set_at_s = -math.inf
+        self._loads: deque[tuple[float, float, int]] = deque(maxlen=_LOADS)  # fixed part, copy time, tokens
+        self._stale_at = -math.inf
         self.tokens = 0
         """0 while not known, at most `NEVER_TOKENS`. Written whole."""
         self.fixed_s = self.token_s = 0.0
@@ -56,17 +55,14 @@ class BreakEven:
 
         Args:
             now: monotonic seconds.
-            tokens: that it brought.
+            tokens: that it brought, at least one.
             waited_s: from its allocation until it was reported to the engine.
             copy_s: copy time of a rank.
         """
-        if now - self._set_at_s > _STALE_S:
-            self._fixed_s.clear()
-            self._copy_s = self._copied_tokens = 0.0
-        self._set_at_s = now
-        self._copy_s += copy_s - self._copy_s * _COPY_WEIGHT
-        self._copied_tokens += tokens - self._copied_tokens * _COPY_WEIGHT
-        self._fixed_s.append(max(waited_s - copy_s, 0.0))
+        if now > self._stale_at:
+            self._loads.clear()
+        self._stale_at = now + _STALE_S
+        self._loads.append((max(waited_s - copy_s, 0.0), copy_s, tokens))
 
     def weigh(self, seconds_per_token: float, then: BreakEven | None = None) -> None:
         """Update `tokens`.
@@ -75,21 +71,16 @@ class BreakEven:
             seconds_per_token: of prefill; 0 if that is not known.
             then: the loads that follow those measured here, if any do.
         """
-        fixed, copied_tokens = sorted(self._fixed_s), self._copied_tokens  # the other thread may clear both
-        if not (fixed and copied_tokens and seconds_per_token):
+        loads = sorted(self._loads)  # a copy: the other thread may add to them
+        if not (loads and seconds_per_token):
             return
-        self.fixed_s = fixed_s = fixed[len(fixed) // 2]
-        self.token_s = token_s = self._copy_s / copied_tokens
+        self.fixed_s = fixed_s = loads[len(loads) // 2][0]
+        self.token_s = token_s = sum(load[1] for load in loads) / sum(load[2] for load in loads)
         if then is not None:
             fixed_s, token_s = fixed_s + then.fixed_s, token_s + then.token_s
         gain = seconds_per_token - token_s
         reached = fixed_s / gain if gain > 0 else NEVER_TOKENS
         self.tokens = min(math.ceil(reached), NEVER_TOKENS)
-
-    @property
-    def stale_at(self) -> float:
-        """When `least` becomes 0 if nothing more is measured."""
-        return self._set_at_s + _STALE_S
 
     def least(self, now: float) -> int:
         """Return the shortest length that is worth a load now, 0 if it is not known.
@@ -97,12 +88,12 @@ class BreakEven:
         Measurements older than a minute do not count: after a bad minute nothing would be loaded, and so nothing measured,
         ever again.
         """
-        return self.tokens if now <= self.stale_at else 0
+        return self.tokens if now <= self._stale_at else 0
 
 
 _STORING: Copies = (Direction.STORE,)
 _LOADING: Copies = (Direction.LOAD,)
-_SOURCES = Tier.HOST, Tier.DISK, Tier.REMOTE  # of loads, and of fetches
+_FETCHED_FROM = Tier.DISK, Tier.REMOTE
 
 
 class NetBenefit:
@@ -114,8 +105,8 @@ class NetBenefit:
         copies: the open ones.
         hook: the time.
         bus: brings facts and events, and takes changes of the sign.
-        set_least: takes a tier and the fewest tokens worth a load (HOST), or worth a fetch from it and the load after that, whenever
-            measurements change them; 0 without any. None where the operator chose.
+        set_least: takes a tier and the fewest tokens worth a load (HOST), or worth a fetch from it and the load after that, once a
+            second; 0 without measurements. None where the operator chose.
     """
 
     def __init__(
@@ -132,9 +123,9 @@ class NetBenefit:
         self._hook = hook
         self._rate = PrefillRate(_LEAST_BLOCKS * block_tokens)
         self._times = StepTimes()
-        self._break_even = {tier: BreakEven() for tier in _SOURCES}
+        self._break_even = {tier: BreakEven() for tier in (Tier.HOST, *_FETCHED_FROM)}
         self._set_least = set_least
-        self._least_changes_at = math.inf
+        self._least_due_s = math.inf if set_least is None else -math.inf
         self._await_fetch: set[RequestId] = set()
         self._unpriced_tokens = 0
         self.saved_s = 0.0
@@ -197,19 +188,18 @@ class NetBenefit:
         self._decoded = decode
         self._ran = is_calm or prefill > 0
         self._last_s = now
-        if now > self._least_changes_at:
+        if now >= self._least_due_s:
             self._push_least(now)
         if now >= self._judge_s:
             self._judge(now)
 
     def _push_least(self, now: float) -> None:
-        """Say how long a hit must be to be worth its copies, and wait until that may change."""
+        """Say how long a hit must be to be worth its copies."""
         assert self._set_least is not None
+        self._least_due_s = now + _LEAST_PERIOD_S
         self._weigh()
         for tier, each in self._break_even.items():
             self._set_least(tier, each.least(now))
-        stale_at = [each.stale_at for each in self._break_even.values()]
-        self._least_changes_at = min([at for at in stale_at if at >= now], default=math.inf)
 
     def _stepped(self, now: float) -> None:
         """Account for the last step, which has ended."""
@@ -265,17 +255,14 @@ class NetBenefit:
         self.saved_s += self._unpriced_tokens * rate
         if rate:
             self._unpriced_tokens = 0
-        if self._set_least is not None:
-            self._least_changes_at = -math.inf
 
     def _weigh(self) -> None:
         """Compute the break-even lengths. A step or a reader does, for all loads that have ended."""
         rate = self._rate.seconds_per_token
         load = self._break_even[Tier.HOST]
         load.weigh(rate)
-        for fetch in self._break_even.values():
-            if fetch is not load:
-                fetch.weigh(rate, load)
+        for tier in _FETCHED_FROM:
+            self._break_even[tier].weigh(rate, load)
 
     def _copying(self) -> Copies:
         """Return the directions of the open copies."""

@@ -88,7 +88,8 @@ def measure(side: Side) -> None:
 
 
 def least_from_disk(side: Side) -> int:
-    """The fewest tokens that are worth a fetch, from the next step on."""
+    """The fewest tokens that are worth a fetch, a second later."""
+    side.clock.jump(1.0)
     side.step()
     disk = side.side.core.state.disk
     assert disk is not None

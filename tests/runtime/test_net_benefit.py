@@ -244,6 +244,7 @@ def auto(wait_s: float) -> Side:
     plan = loading(side)
     side.clock.jump(wait_s)
     arrived(side, plan)
+    side.clock.jump(1.0)  # what was measured is used from then on
     return side
 
 
