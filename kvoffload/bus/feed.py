@@ -10,7 +10,7 @@ once for nothing.
     asleep? -> wake              anything waiting? -> do not sleep
 
 While the consumer is awake an event costs the producer one append, however fast events come. Without events
-neither thread runs. Each number is written by one thread only: `published`, `overflowed` and `wakeups` by the
+neither thread runs. Each number is written by one thread only: `published` and `overflowed` by the
 producer, `delivered` and `left` by the consumer.
 """
 
@@ -35,7 +35,6 @@ class FeedStatistics(NamedTuple):
     delivered: int  #: events that the consumer took
     dropped: int  #: events that found the feed full, or that its consumer left behind
     waiting: int  #: events not taken yet
-    wakeups: int  #: times the producer woke the consumer
 
 
 class Feed(Generic[T]):
@@ -56,7 +55,7 @@ class Feed(Generic[T]):
         self._asleep = False
         self._bell = asyncio.Event()  # belongs to the consumer's loop from the first sleep on
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._published = self._overflowed = self._wakeups = 0
+        self._published = self._overflowed = 0
         self._delivered = self._left = 0
 
     def offer(self, event: T) -> bool:
@@ -104,7 +103,6 @@ class Feed(Generic[T]):
             delivered=self._delivered,
             dropped=self._overflowed + self._left,
             waiting=len(self._waiting),
-            wakeups=self._wakeups,
         )
 
     async def _sleep(self) -> None:
@@ -121,7 +119,6 @@ class Feed(Generic[T]):
         # First, so that later events find the consumer awake. A consumer that fell asleep in between is
         # woken once for nothing.
         self._asleep = False
-        self._wakeups += 1
         assert self._loop is not None, "asleep without a loop"
         try:
             self._loop.call_soon_threadsafe(self._bell.set)

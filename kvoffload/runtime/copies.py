@@ -63,7 +63,6 @@ class OpenCopy(Struct, eq=False):
     Args:
         request: whose load or fetch; None for a store.
         pinned: since when the host's blocks are pinned for it.
-        is_awaited: whether the engine waits for the load.
         job: its number, once planned.
         tokens: that a load or fetch brings.
         planned: when a load or fetch was planned, until its wait was added up.
@@ -77,7 +76,6 @@ class OpenCopy(Struct, eq=False):
 
     request: RequestId | None = None
     pinned: float | None = None
-    is_awaited: bool = False
     job: JobId | None = None
     tokens: int = 0
     planned: float | None = None
@@ -132,8 +130,8 @@ class OpenCopies:
         self.by_job: dict[JobId, OpenCopy] = {}
         self.by_request: dict[RequestId, OpenCopy] = {}
         self._counts = {(direction, is_overdue): 0 for direction in Direction for is_overdue in (False, True)}
-        self.awaited = 0
-        """How many loads the engine waits for."""
+        self.awaited: dict[RequestId, None] = {}
+        """The requests whose loads the engine waits for."""
         # Other threads read these three, which are replaced and never changed.
         self.oldest: float | None = None
         """When the oldest job was submitted, None without one; overdue jobs do not count."""
@@ -158,10 +156,8 @@ class OpenCopies:
         """The engine waits for a load."""
         copy = self.by_request.get(request)
         if copy is None or copy.job is not None:
-            self.awaited -= copy is not None and copy.is_awaited
-            copy = self.by_request[request] = OpenCopy(request)
-        self.awaited += not copy.is_awaited
-        copy.is_awaited = True
+            self.by_request[request] = OpenCopy(request)
+        self.awaited[request] = None
 
     def submitted(self, jobs: Iterable[DeviceJob]) -> None:
         """The workers are given these jobs."""
@@ -215,11 +211,10 @@ class OpenCopies:
         answers = LoadAnswers()
         for requests, ended in ((results.loaded, answers.loaded), (results.failed, answers.failed)):
             for request in requests:
-                copy = self.by_request.get(request)
-                if copy is None or not copy.is_awaited:
+                if request not in self.awaited:
                     continue
-                copy.is_awaited = False
-                self.awaited -= 1
+                del self.awaited[request]
+                copy = self.by_request[request]
                 ended.append(request)
                 if copy.given is None:
                     answers.without_copy.append(request)
@@ -240,7 +235,7 @@ class OpenCopies:
         self.by_job = {
             job: copy for job, copy in self.by_job.items() if copy.running and copy.given is not None
         }
-        self.by_request = {request: copy for request, copy in self.by_request.items() if copy.is_awaited}
+        self.by_request = {request: self.by_request[request] for request in self.awaited}
         for copy in (*self.by_job.values(), *self.by_request.values()):
             copy.has_ended = True
             copy.pinned = copy.planned = None
@@ -248,11 +243,6 @@ class OpenCopies:
         self.draining = 0
 
     # -- questions ----------------------------------------------------------------------------------------------
-
-    @property
-    def awaited_requests(self) -> list[RequestId]:
-        """The requests whose loads the engine waits for."""
-        return [request for request, copy in self.by_request.items() if copy.is_awaited]
 
     @property
     def running(self) -> list[DeviceJob]:
@@ -332,8 +322,9 @@ class OpenCopies:
 
     def _unpin(self, copy: OpenCopy) -> None:
         copy.pinned = None
-        if not copy.is_awaited and copy.request is not None and self.by_request.get(copy.request) is copy:
-            del self.by_request[copy.request]
+        request = copy.request
+        if request is not None and request not in self.awaited and self.by_request.get(request) is copy:
+            del self.by_request[request]
         for each in self.by_request.values():
             if each.pinned is not None:
                 self.oldest_pin = each.pinned

@@ -58,7 +58,7 @@ class Faults:
         self.is_off = False
         """Whether the core has been cut off."""
         bus.handle(InvariantBroken, self._invariant_broken)
-        bus.on_state_error(self._handler_raised)
+        bus.on_state_error(lambda error, fact: self.raised(error, type(fact).__name__))
 
     # -- a core that raises -------------------------------------------------------------------------------------
 
@@ -78,19 +78,12 @@ class Faults:
             self.error = f"{doing}: {error!r}"
             self._bus.afterwards(self._cut_off)
 
-    def raised_on_another_thread(self, error: Exception, doing: str) -> None:
-        """Keep what the core raised for the engine's thread: only that thread may cut the core off."""
-        self.pending_error = error, doing
-
     def release_loose(self) -> None:
         """Release the blocks that are leased and that no running copy touches."""
         leases = self._core.state.leases
         loose = Counter(leases.counts) - self._copies.blocks()
         if loose:
             _try(lambda: leases.release([*loose.elements()]))
-
-    def _handler_raised(self, error: Exception, fact: object) -> None:
-        self.raised(error, type(fact).__name__)
 
     def _invariant_broken(self, fact: InvariantBroken) -> None:
         """The cause is kept here, where nothing that watches can lose it; then the core switches off."""

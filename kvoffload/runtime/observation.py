@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 
@@ -73,7 +73,6 @@ class Observation:
         bus.count(TransferReported, self._reported)
         self.journal.subscribe(bus)
         self.first_tokens = FirstTokens(hook, bus)
-        self._executor: Executor | None = None
         self._portal: Portal | None = None
         self._running: list[Future[None]] = []
         self.saw_degradation = False
@@ -98,8 +97,6 @@ class Observation:
             for running in self._running:
                 with suppress(Exception):  # why one ended early was logged when it did
                     running.result(_PATIENCE_S)
-        if self._executor is not None:
-            self._executor.shutdown(wait=False)
 
     def _start_spans(self, portal: Portal, spans: SpanObserver) -> None:
         """On a separate thread: a collector that does not answer blocks it."""
@@ -110,8 +107,10 @@ class Observation:
             log_spans_failed(warnings)
 
         spans.subscribe(self._bus, failed)
-        self._executor = portal.new_executor(NAME)
-        self._running.append(portal.spawn(spans.run, self._executor, self._removed))
+        executor = portal.new_executor(NAME)
+        running = portal.spawn(spans.run, executor, self._removed)
+        running.add_done_callback(lambda _: executor.shutdown(wait=False))
+        self._running.append(running)
 
     def _reported(self, fact: TransferReported) -> None:
         if fact.report.rank in self.reports:

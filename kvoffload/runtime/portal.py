@@ -169,7 +169,8 @@ class Portal:
         if started is not None:
             loop, thread = started
             if is_first and thread.is_alive():  # twice, and the second would cancel the end of the first
-                self._begin(_cancel_all(), loop).add_done_callback(lambda _: _stop(loop))
+                cancelled = self._begin(_cancel_all(), loop)
+                cancelled.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
             if thread is not threading.current_thread():
                 thread.join(timeout)
             ended = not thread.is_alive()
@@ -221,7 +222,3 @@ async def _cancel_all() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _stop(loop: asyncio.AbstractEventLoop) -> None:
-    loop.call_soon_threadsafe(loop.stop)

@@ -156,7 +156,6 @@ class SchedulerSide:
         """
         began = self._hook.now = self._now()
         answer: int | None = 0
-        events: list[Event] = []
         tally = self.core.state.tally
         if self.faults.error is None:
             try:
@@ -170,7 +169,7 @@ class SchedulerSide:
                     new_keys=new_keys,
                 )
                 if tally.events or tally.has_sums:
-                    events = tally.take()
+                    self.bus.dispatch(tally.take())
             except Exception as error:
                 self.faults.raised(error, "lookup")
         if answer is None:
@@ -178,8 +177,6 @@ class SchedulerSide:
             self._waiting.setdefault(request, began)
         elif request in self._waiting:
             self._stop_waiting(request)
-        if events:
-            self.bus.dispatch(events)
         self._hook.spent[_LOOKUP] += self._now() - began
         return answer
 
@@ -307,7 +304,7 @@ class SchedulerSide:
             return NO_ANSWERS
         results = self.faults.ask("take_results", self.core.take_results, LoadResults())
         if self.faults.cause is not None:
-            results.failed += self.copies.awaited_requests  # what a broken core planned is not to be trusted
+            results.failed += self.copies.awaited  # what a broken core planned is not to be trusted
         return self.copies.answer(results)
 
     @property
@@ -371,7 +368,7 @@ class SchedulerSide:
         try:
             return read_all(self)
         except Exception as error:
-            self.faults.raised_on_another_thread(error, "gauges")
+            self.faults.pending_error = error, "gauges"  # for the engine's thread, which cuts the core off
             return {"kvoffload_degraded": {(DegradeCause.HANDLER_RAISED.value,): 1}}
 
     def close(self) -> None:

@@ -16,6 +16,16 @@ from kvoffload.bus.feed import Feed
 pytestmark = pytest.mark.asyncio
 
 
+class CountedFeed(Feed[int]):
+    """Counts how often the producer wakes the consumer."""
+
+    wakeups = 0
+
+    def _wake(self) -> None:
+        self.wakeups += 1
+        super()._wake()
+
+
 async def take_all(feed: Feed[int], into: list[int]) -> None:
     while events := await feed.take():
         into += events
@@ -38,7 +48,7 @@ async def test_events_arrive_in_order_and_reading_ends_when_closed() -> None:
         feed.close()
     assert taken == [1, 2, 3]
     assert not feed.offer(4)
-    assert feed.statistics() == (3, 3, 0, 0, 1)
+    assert feed.statistics() == (3, 3, 0, 0)
 
 
 async def test_a_full_feed_drops_the_new_event_and_counts_it() -> None:
@@ -50,7 +60,7 @@ async def test_a_full_feed_drops_the_new_event_and_counts_it() -> None:
     feed.offer(9)
     feed.close()
     assert await rest(feed) == [1, 9]
-    assert feed.statistics()[:4] == (6, 3, 3, 0)
+    assert feed.statistics() == (6, 3, 3, 0)
 
 
 async def test_no_more_events_are_taken_at_once_than_asked_for() -> None:
@@ -59,31 +69,31 @@ async def test_no_more_events_are_taken_at_once_than_asked_for() -> None:
         feed.offer(number)
     feed.close()
     assert [await feed.take(2) for _ in range(4)] == [[0, 1], [2, 3], [4], []]
-    assert feed.statistics()[:4] == (5, 5, 0, 0)
+    assert feed.statistics() == (5, 5, 0, 0)
 
 
 async def test_a_burst_wakes_a_sleeping_consumer_once_and_silence_never() -> None:
-    feed, taken = Feed[int]("watcher", 1000), list[int]()
+    feed, taken = CountedFeed("watcher", 1000), list[int]()
     async with anyio.create_task_group() as group:
         group.start_soon(take_all, feed, taken)
         await wait_all_tasks_blocked()
         for number in range(500):
             feed.offer(number)
-        assert feed.statistics().wakeups == 1
+        assert feed.wakeups == 1
         await wait_all_tasks_blocked()
         assert len(taken) == 500
         await wait_all_tasks_blocked()
-        assert feed.statistics().wakeups == 1
+        assert feed.wakeups == 1
         feed.close()
-    assert feed.statistics().wakeups == 2  # to tell of the end
+    assert feed.wakeups == 2  # to tell of the end
 
 
 async def test_an_awake_consumer_is_not_woken() -> None:
-    feed = Feed[int]("watcher", 10)
+    feed = CountedFeed("watcher", 10)
     feed.offer(1)
     assert await feed.take() == [1]
     feed.offer(2)
-    assert feed.statistics().wakeups == 0
+    assert feed.wakeups == 0
 
 
 async def test_what_a_consumer_leaves_behind_counts_as_dropped() -> None:
@@ -94,7 +104,7 @@ async def test_what_a_consumer_leaves_behind_counts_as_dropped() -> None:
     feed.abandon()
     feed.abandon()
     assert not feed.offer(4)
-    assert feed.statistics()[:4] == (3, 1, 2, 0)
+    assert feed.statistics() == (3, 1, 2, 0)
 
 
 async def test_a_busy_consumer_lets_other_tasks_run() -> None:
@@ -113,13 +123,13 @@ async def test_a_busy_consumer_lets_other_tasks_run() -> None:
 
 
 async def test_cancelling_a_sleeping_consumer_leaves_the_feed_usable() -> None:
-    feed = Feed[int]("watcher", 10)
+    feed = CountedFeed("watcher", 10)
     async with anyio.create_task_group() as group:
         group.start_soon(take_all, feed, [])
         await wait_all_tasks_blocked()
         group.cancel_scope.cancel()
     feed.offer(1)
-    assert feed.statistics().wakeups == 0  # no consumer sleeps there any more
+    assert feed.wakeups == 0  # no consumer sleeps there any more
     assert await feed.take() == [1]
 
 
@@ -151,7 +161,7 @@ async def test_an_event_that_comes_just_before_the_announcement_is_seen() -> Non
     waiting.at[1] = lambda: feed.offer(1)
     with anyio.fail_after(5):
         assert await feed.take() == [1]
-    assert feed.statistics().wakeups == 0
+    assert feed.wakeups == 0
 
 
 async def test_an_event_that_comes_with_the_end_is_not_lost() -> None:
@@ -193,11 +203,11 @@ async def test_events_cross_threads_completely_and_in_order() -> None:
         await take_all(feed, taken)
     thread.join()
     assert taken == list(range(20_000))
-    assert feed.statistics()[:4] == (20_000, 20_000, 0, 0)
+    assert feed.statistics() == (20_000, 20_000, 0, 0)
 
 
-def _interleaved() -> tuple[Feed[int], Interleaved]:
-    feed, waiting = Feed[int]("watcher", 10), Interleaved()
+def _interleaved() -> tuple[CountedFeed, Interleaved]:
+    feed, waiting = CountedFeed("watcher", 10), Interleaved()
     feed._waiting = waiting
     return feed, waiting
 
@@ -224,4 +234,4 @@ async def test_a_loop_that_is_gone_ends_the_feed_and_not_the_producer() -> None:
     await anyio.to_thread.run_sync(sleep_on_a_loop_that_ends)
     assert feed.offer(1)
     assert not feed.offer(2)
-    assert feed.statistics()[:4] == (1, 0, 1, 0)
+    assert feed.statistics() == (1, 0, 1, 0)

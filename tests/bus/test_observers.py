@@ -60,7 +60,7 @@ async def test_an_observer_that_raises_is_removed_and_its_neighbour_goes_on() ->
         bus.close()
     assert removed == [("bad", "at 1", 1)]  # the second event was queued and is dropped
     assert seen == [1, 2, 3]
-    assert bad.statistics()[:4] == (2, 1, 1, 0)
+    assert bad.statistics() == (2, 1, 1, 0)
 
 
 async def test_an_observer_that_waits_loses_only_its_own_events() -> None:
@@ -102,7 +102,7 @@ async def test_a_cancelled_observer_leaves_no_feed_open() -> None:
         bus.publish(2)
         await wait_all_tasks_blocked()
         group.cancel_scope.cancel()
-    assert feed.statistics()[:4] == (2, 1, 1, 0)
+    assert feed.statistics() == (2, 1, 1, 0)
     assert not feed.offer(3)
 
 
