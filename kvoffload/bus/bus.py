@@ -120,13 +120,7 @@ class Bus:
         return self._kept
 
     def observe(self, name: str, capacity: int) -> Feed[Any]:
-        """Return a feed that handlers fill; it is closed with the bus, and its numbers are among the statistics.
-
-        Raises:
-            ValueError: the name is taken, or the capacity is not positive.
-        """
-        if name in self.feeds:
-            raise ValueError(f"feed {name!r} exists already")
+        """Return a new feed that handlers fill. It is closed with the bus, and its numbers are among the statistics."""
         feed = self.feeds[name] = Feed(name, capacity)
         return feed
 

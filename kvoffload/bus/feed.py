@@ -46,8 +46,6 @@ class Feed(Generic[T]):
     """
 
     def __init__(self, name: str, capacity: int) -> None:
-        if capacity < 1:
-            raise ValueError(f"feed {name!r}: capacity is {capacity}; it must be at least 1")
         self.name = name
         self.capacity = capacity
         self._waiting: deque[T] = deque()

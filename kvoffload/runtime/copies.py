@@ -140,8 +140,7 @@ class OpenCopies:
         self.draining = 0
         """How many jobs from before the last reset have not ended. What they bring is not found."""
         self._epoch = 0
-        self._reset_before = JobId(0)  # later jobs have larger numbers
-        self._abandoned_before = 0
+        self._from_before_reset: set[JobId] = set()
         bus.count(events.HitPinned, self._hit_pinned)
         bus.count(events.HitDropped, self._hit_dropped)
         bus.count(events.LoadScheduled, self._load_scheduled)
@@ -225,10 +224,12 @@ class OpenCopies:
         return answers
 
     def look_at_reset(self) -> None:
-        """Jobs from before the last reset may have ended. Abandoned jobs are not waited for."""
-        abandoned = self._count_from_before_reset()
+        """Publish the end of the last reset once no job from before it is waited for. Abandoned jobs are not."""
+        states = [job.state for number, job in self._jobs.open.items() if number in self._from_before_reset]
+        abandoned = states.count(JobState.ABANDONED)
+        self.draining = len(states) - abandoned
         if not self.draining:
-            self._bus.publish(events.ResetEnded(self._epoch, max(abandoned - self._abandoned_before, 0)))
+            self._bus.publish(events.ResetEnded(self._epoch, abandoned))
 
     def forget_events(self) -> None:
         """No event will come any more: only what workers copy and what the engine waits for is kept."""
@@ -303,10 +304,8 @@ class OpenCopies:
 
     def _reset_started(self, event: events.ResetStarted) -> None:
         self._epoch = event.epoch
-        self._reset_before = JobId(max(self._jobs.open, default=-1) + 1)
-        self._abandoned_before = self._count_from_before_reset()
-        if not self.draining:
-            self._bus.publish(events.ResetEnded(self._epoch, 0))
+        self._from_before_reset = set(self._jobs.open)
+        self.look_at_reset()
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -338,10 +337,3 @@ class OpenCopies:
                 self.oldest = copy.submitted
                 return
         self.oldest = None
-
-    def _count_from_before_reset(self) -> int:
-        """Count the jobs from before the reset that are waited for; return how many are abandoned."""
-        states = [job.state for number, job in self._jobs.open.items() if number < self._reset_before]
-        abandoned = states.count(JobState.ABANDONED)
-        self.draining = len(states) - abandoned
-        return abandoned

@@ -207,12 +207,10 @@ class Portal:
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
     finally:
         loop.run_until_complete(loop.shutdown_asyncgens())
-        asyncio.set_event_loop(None)
         loop.close()
 
 

@@ -148,18 +148,18 @@ class WorkerSide:
         unprepared, self._unprepared = self._unprepared, None
         if unprepared is not None and self._portal.is_alive:  # without it the arena stays as it is
             self._tasks.append(self._portal.spawn(self._prepare, *unprepared))
-        self._load_fence = self._live_pump.fence() if plan.loads else None
+        self._load_fence = self.pump.fence() if plan.loads else None
 
     def start_loads(self, plan: TransferPlan) -> None:
         """Submit the plan's loads, behind what the device had to do when the step began."""
         if plan.loads:
             fence, self._load_fence = self._load_fence, None
-            self._live_pump.submit_loads(plan.loads, fence)
+            self.pump.submit_loads(plan.loads, fence)
 
     def start_stores(self, plan: TransferPlan) -> None:
         """Queue the plan's stores, behind what the calling thread has put on the device so far (R13)."""
         if plan.stores:
-            self._live_pump.submit_stores(plan.stores)
+            self.pump.submit_stores(plan.stores)
         if plan.disk and self._disk is not None:
             self._disk.submit(plan.disk)
         if plan.remote and self._remote is not None:
@@ -170,7 +170,7 @@ class WorkerSide:
 
     def take_report(self) -> TransferReport | None:
         """Return what ended since the last call, or None. Never waits."""
-        pump = self._live_pump
+        pump = self.pump
         if not self._portal.is_alive:
             pump.coroutine_lost("the portal's thread is gone")
         pump.poll()
@@ -185,10 +185,9 @@ class WorkerSide:
         if self._pump is None:
             return
         pump, self._pump = self._pump, None
-        if self._disk is not None:
-            self._disk.close()
-        if self._remote is not None:
-            self._remote.close()
+        for tier in (self._disk, self._remote):
+            if tier is not None:
+                tier.close()
         for task in self._tasks:
             task.cancel()
         # If the portal is gone, copies may still run on our memory: another portal waits for their end.
@@ -240,11 +239,7 @@ class WorkerSide:
 
     @property
     def pump(self) -> TransferPump:
-        """The rank's copies, for statistics and tests."""
-        return self._live_pump
-
-    @property
-    def _live_pump(self) -> TransferPump:
+        """The rank's copies."""
         assert self._pump is not None, "register() comes first"
         return self._pump
 
@@ -254,13 +249,11 @@ def _merged(report: TransferReport, disk: TierReport | None, remote: TierReport 
 
     Spills come before the loads that they ran beside, so that the scheduler's side can tell (`AdaptiveLimit`).
     """
-    jobs = report.jobs
-    works, file = report.disk_works, report.disk_file
-    if remote is not None:
-        jobs = (*remote.jobs, *jobs)
-    if disk is not None:
-        jobs = (*disk.jobs, *jobs)
-        works = disk.works
-        file = disk.file
-    reached = remote is not None and remote.works
-    return replace(report, jobs=jobs, disk_works=works, disk_file=file, remote_works=reached)
+    jobs = [job for tier in (disk, remote) if tier is not None for job in tier.jobs]
+    return replace(
+        report,
+        jobs=(*jobs, *report.jobs),
+        disk_works=disk is None or disk.works,
+        disk_file=None if disk is None else disk.file,
+        remote_works=remote is not None and remote.works,
+    )

@@ -227,13 +227,6 @@ def test_a_feed_without_a_reader_is_forgotten_but_its_numbers_stay() -> None:
     assert (numbers.published, numbers.dropped, numbers.waiting) == (2, 2, 0)
 
 
-def test_names_of_feeds_are_unique() -> None:
-    bus = Bus()
-    bus.observe("watcher", 1)
-    with pytest.raises(ValueError, match="'watcher' exists"):
-        bus.observe("watcher", 1)
-
-
 def test_closing_the_bus_closes_the_feeds() -> None:
     bus = Bus()
     feed = bus.observe("watcher", 1)

@@ -212,11 +212,6 @@ def _interleaved() -> tuple[CountedFeed, Interleaved]:
     return feed, waiting
 
 
-async def test_a_capacity_is_checked() -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        Feed("watcher", 0)
-
-
 async def test_a_loop_that_is_gone_ends_the_feed_and_not_the_producer() -> None:
     feed = Feed[int]("watcher", 10)
 
