@@ -106,15 +106,12 @@ class Portal:
         name: of the threads.
     """
 
+    _loop_thread: tuple[asyncio.AbstractEventLoop, threading.Thread] | None
+
     def __init__(self, name: str) -> None:
         self.name = name
         self._is_closed = False
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._loop_thread: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
-        self._executor = DaemonExecutor(f"{self.name}-copy", _COPY_THREADS)
-        # A loop knows its tasks only weakly: one that sleeps could be collected.
-        self._running: set[Future[Any]] = set()
+        self._begin_in_this_process()
 
     @property
     def is_alive(self) -> bool:
@@ -199,11 +196,15 @@ class Portal:
         """In a forked child, forget the parent's threads, and its lock, which may have been held at the fork."""
         if self._pid != os.getpid():
             _FROM_PARENT.append((self._loop_thread, self._executor, self._running))
-            self._pid = os.getpid()
-            self._lock = threading.Lock()
-            self._loop_thread = None
-            self._executor = DaemonExecutor(f"{self.name}-copy", _COPY_THREADS)
-            self._running = set()
+            self._begin_in_this_process()
+
+    def _begin_in_this_process(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._loop_thread = None
+        self._executor = DaemonExecutor(f"{self.name}-copy", _COPY_THREADS)
+        # A loop knows its tasks only weakly: one that sleeps could be collected.
+        self._running: set[Future[Any]] = set()
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

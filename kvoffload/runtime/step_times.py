@@ -15,7 +15,6 @@ from kvoffload.model.ids import RequestId
 from kvoffload.model.wire import Direction, Tier
 from kvoffload.runtime.copies import HookTime
 
-_SIZES = 24  # powers of two by which a step's decoded tokens are counted
 _QUIET_WEIGHT = 1 / 16
 _SLOWDOWN_WEIGHT = 1 / 64
 _FIRST = 8  # steps of a size, the shortest of which is the first mean: others may have compiled something
@@ -45,13 +44,13 @@ class StepTimes:
     """
 
     def __init__(self) -> None:
-        self._quiet_s = [0.0] * _SIZES
-        self._seen = [0] * _SIZES
+        self._quiet_s = defaultdict[int, float](float)  # by the bits of the number of decoded tokens
+        self._seen = defaultdict[int, int](int)
         self._slowdown = defaultdict[Copies, float](float)
 
     def usual_s(self, tokens: int) -> float:
         """Return the time of a step that decodes this many tokens without copies; 0 while unknown."""
-        return self._quiet_s[min(max(tokens, 1).bit_length(), _SIZES - 1)]
+        return self._quiet_s[max(tokens, 1).bit_length()]
 
     def slowdown(self, copies: Copies) -> float:
         """Return the share by which copies of this kind lengthen a step; 0 while unknown, never negative."""
@@ -62,8 +61,6 @@ class StepTimes:
         if seconds <= 0:
             return
         size = tokens.bit_length()
-        if size >= _SIZES:
-            size = _SIZES - 1
         usual = self._quiet_s[size]
         if copies:
             if usual:
