@@ -55,8 +55,6 @@ class Faults:
         """What the core was doing when it raised, and what it raised; None for a core that works."""
         self.pending_error: tuple[Exception, str] | None = None
         """An exception that another thread got from the core. The engine's thread cuts the core off in its next step."""
-        self.is_off = False
-        """Whether the core has been cut off."""
         bus.handle(InvariantBroken, self._invariant_broken)
         bus.on_state_error(lambda error, fact: self.raised(error, type(fact).__name__))
 
@@ -100,7 +98,6 @@ class Faults:
             self._bus.publish(event)
         if not self._observation.saw_degradation:
             self._bus.publish(OffloadingDegraded(cause, detail))
-        self.is_off = True
         self._copies.forget_events()
         self.release_loose()
 

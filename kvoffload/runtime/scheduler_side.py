@@ -382,7 +382,7 @@ class SchedulerSide:
 
     def _look_after_reports(self) -> None:
         """Look at what the ends of copies may have changed."""
-        if self.faults.is_off:
+        if self.faults.error is not None:
             self.faults.release_loose()
         if self.copies.draining:
             self.faults.ask("report", self.copies.look_at_reset, None)
