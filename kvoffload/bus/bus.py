@@ -59,7 +59,7 @@ class Bus:
 
     def __init__(self, source: EventSource | None = None) -> None:
         self.feeds: dict[str, Feed[Any]] = {}
-        """By name, also those no longer read."""
+        """By name, including closed ones."""
         self.published = 0
         """Messages dispatched."""
         self._source: EventSource = source or _NoEvents()
@@ -103,10 +103,10 @@ class Bus:
     ) -> list[Batch]:
         """Call `keeper` with all batches from now on; if it raises, it is removed.
 
-        Keeping a batch takes no call of Python, and a keeper of many batches finds its code in the processor's caches.
+        Keeping a batch makes no Python call, and a keeper of many batches runs with warm caches.
 
         Args:
-            keeper: may keep batches, but not the list of them.
+            keeper: takes a list of batches, which it must not keep.
             now: the clock that gives each batch its time.
             at_a_time: messages that wait until they are handed over.
 
@@ -125,7 +125,7 @@ class Bus:
         return feed
 
     def on_state_error(self, callback: StateErrorCallback) -> None:
-        """Call `callback` with what a state handler raised and the message; without one it leaves `publish`."""
+        """Call `callback` with what a state handler raised, and the message. Without a callback, `publish` raises it."""
         self._state_error = callback
 
     def on_removed(self, callback: RemovedCallback) -> None:

@@ -8,7 +8,7 @@ All follow from facts and events; an adapter only reports how many tokens a step
 `kvoffload/telemetry/README.md` names their limits.
 
 A load of n tokens delays its request by `fixed + n * copy`; computing them takes `n * prefill`. The two are equal at
-`fixed / (prefill - copy)` tokens, the break-even length. What is fetched from a lower tier is loaded afterwards, so both delays
+`fixed / (prefill - copy)` tokens, the break-even length. Blocks fetched from a lower tier are loaded afterwards, so both delays
 add up.
 """
 
@@ -30,32 +30,35 @@ from kvoffload.telemetry.catalogue import LoadWait
 NEVER_TOKENS = 1_000_000
 """Longer than any prompt: copying is slower than computing at every length."""
 
-_LOADS = 31  # whose median fixed part counts: a burst, in which loads wait for each other, is outvoted
+_LOADS = 31  # the median of their fixed parts counts, so a burst of loads that wait for each other does not
 _STALE_S = 60.0
 
-_LEAST_BLOCKS = 4  # of a run of steps that says what prefilling takes
+_LEAST_BLOCKS = 4  # that a run of steps must prefill to measure the rate
 _LEAST_PERIOD_S = 1.0  # between two updates of the lengths from which on copies pay
 _PERIOD_S = 60.0  # over which the sign is judged
-_MATTERS = 0.01  # of a period: a smaller loss is not worth a warning
+_MATTERS = 0.01  # the share of a period that must be lost before a warning
 
 
 class BreakEven:
-    """Follows loads, on one thread; any thread may call `weigh` and read `tokens`."""
+    """The length from which on loads are faster than computing.
+
+    One thread adds loads; any thread may call `weigh` and read `tokens`.
+    """
 
     def __init__(self) -> None:
         self._loads: deque[tuple[float, float, int]] = deque(maxlen=_LOADS)  # fixed part, copy time, tokens
         self._stale_at = -math.inf
         self.tokens = 0
-        """0 while not known, at most `NEVER_TOKENS`. Written whole."""
+        """The break-even length; 0 while unknown, at most `NEVER_TOKENS`."""
         self.fixed_s = self.token_s = 0.0
-        """Seconds of a load, and of each of its tokens; 0 while not known."""
+        """Seconds of a load, and of each of its tokens; 0 while unknown."""
 
     def loaded(self, now: float, tokens: int, waited_s: float, copy_s: float) -> None:
         """Add a load that arrived.
 
         Args:
             now: monotonic seconds.
-            tokens: that it brought, at least one.
+            tokens: how many it loaded, at least one.
             waited_s: from its allocation until it was reported to the engine.
             copy_s: copy time of a rank.
         """
@@ -68,10 +71,10 @@ class BreakEven:
         """Update `tokens`.
 
         Args:
-            seconds_per_token: of prefill; 0 if that is not known.
-            then: the loads that follow those measured here, if any do.
+            seconds_per_token: of prefill; 0 if unknown.
+            then: for fetches, the loads that follow them.
         """
-        loads = sorted(self._loads)  # a copy: the other thread may add to them
+        loads = sorted(self._loads)  # a copy, because another thread may add to them
         if not (loads and seconds_per_token):
             return
         self.fixed_s = fixed_s = loads[len(loads) // 2][0]
@@ -83,10 +86,9 @@ class BreakEven:
         self.tokens = min(math.ceil(reached), NEVER_TOKENS)
 
     def least(self, now: float) -> int:
-        """Return the shortest length that is worth a load now, 0 if it is not known.
+        """Return the shortest length that is worth a load now; 0 if unknown.
 
-        Measurements older than a minute do not count: after a bad minute nothing would be loaded, and so nothing measured,
-        ever again.
+        Measurements expire after a minute. Otherwise a bad minute would end all loads, and with them all measurements.
         """
         return self.tokens if now <= self._stale_at else 0
 
@@ -97,16 +99,16 @@ _FETCHED_FROM = Tier.DISK, Tier.REMOTE
 
 
 class NetBenefit:
-    """Adds the seconds up, on one thread; any thread may read what is public.
+    """Adds up the seconds saved and lost, on one thread; any thread may read the public numbers.
 
     Args:
         block_tokens: of the shortest hit.
-        ranks: that copy a part of each job.
-        copies: the open ones.
-        hook: the time.
-        bus: brings facts and events, and takes changes of the sign.
-        set_least: takes a tier and the fewest tokens worth a load (HOST), or worth a fetch from it and the load after that, once a
-            second; 0 without measurements. None where the operator chose.
+        ranks: how many copy a part of each job.
+        copies: the table of open copies.
+        hook: the current hook's time.
+        bus: source of facts and events; changes of the sign are published on it.
+        set_least: called once a second with a tier and the fewest tokens worth a load (HOST), or worth a fetch from that
+            tier and the load after it; 0 without measurements. None where the operator chose a length.
     """
 
     def __init__(
@@ -131,12 +133,13 @@ class NetBenefit:
         self.saved_s = 0.0
         self.waited_s = dict.fromkeys(LoadWait, 0.0)
         self.interference_s = dict.fromkeys(Direction, 0.0)
-        # Of the last step: when it was scheduled, whether it computed anything, whether it only decoded, and so did the
-        # one before it with the same copies under way, how many tokens it decoded, and which way those copied.
-        self._last_s = 0.0
-        self._ran = self._is_calm = self._is_steady = False
-        self._decoded = 0
-        self._copies: Copies = ()
+        # The last step:
+        self._last_s = 0.0  # when it was scheduled
+        self._ran = False  # it computed something
+        self._is_calm = False  # it only decoded
+        self._is_steady = False  # so did the step before it, while the same copies ran
+        self._decoded = 0  # tokens
+        self._copies: Copies = ()  # that ran
         self._period_began = self._judge_s = -math.inf
         self._period_net_s = 0.0
         self.is_negative = False
@@ -157,14 +160,14 @@ class NetBenefit:
         return 1 / rate if rate else 0.0
 
     def break_even(self) -> dict[Tier, int]:
-        """Return from how many tokens on a load pays (HOST), and a fetch from each lower tier; 0 until measured."""
+        """Return the break-even lengths of loads (HOST) and of fetches from each lower tier; 0 until measured."""
         self._weigh()
         return {tier: each.tokens for tier, each in self._break_even.items()}
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def idle(self) -> None:
-        """The last request has ended: the time until the next step does not count."""
+        """Note that the last request has ended: the time until the next step does not count."""
         if self._ran:
             now = self._hook.now
             self._rate.idle(now)
@@ -175,7 +178,7 @@ class NetBenefit:
         now = self._hook.now
         prefill, decode = fact.prefill_tokens, fact.decode_tokens
         copies = self._copying() if self._open.oldest is not None else ()
-        # Inline, because every step runs this: a step that only decodes, like the one before, costs two calls.
+        # Inline, because every step runs this. A decode-only step after another one makes two calls.
         is_calm = decode > 0 and not prefill
         if self._is_steady or (self._ran and self._copies):
             self._stepped(now)
@@ -194,7 +197,7 @@ class NetBenefit:
             self._judge(now)
 
     def _push_least(self, now: float) -> None:
-        """Say how long a hit must be to be worth its copies."""
+        """Update the break-even lengths and pass them on."""
         assert self._set_least is not None
         self._least_due_s = now + _LEAST_PERIOD_S
         self._weigh()
@@ -214,13 +217,13 @@ class NetBenefit:
     # -- loads ------------------------------------------------------------------------------------------------------
 
     def waited(self, request: RequestId, seconds: float) -> None:
-        """Add the time that a request's lookup was answered "not yet"."""
+        """Add the time for which a request's lookups were answered "not yet"."""
         reason = LoadWait.FETCH if request in self._await_fetch else LoadWait.OTHERS_LOAD
         self._await_fetch.discard(request)
         self.waited_s[reason] += seconds
 
     def ended(self, request: RequestId) -> None:
-        """A request of the open copies ends: it waits for its load no longer."""
+        """End the wait of a request that ends while its load is open."""
         load = self._open.by_request[request]
         if load.planned is not None:
             self.waited_s[LoadWait.OWN_LOAD] += self._hook.now - load.planned
@@ -242,7 +245,7 @@ class NetBenefit:
             self._unpriced_tokens += copy.tokens
             tier, copy_s = Tier.HOST, copy.copy_s / self._ranks
         elif event.outcome is TierOutcome.DONE:
-            # Threads that copy side by side may add up to more than the wait.
+            # Parallel threads' copy times may add up to more than the wait.
             tier, copy_s = event.tier, min(event.copy_s, waited_s)
         else:
             return
@@ -257,7 +260,7 @@ class NetBenefit:
             self._unpriced_tokens = 0
 
     def _weigh(self) -> None:
-        """Compute the break-even lengths. A step or a reader does, for all loads that have ended."""
+        """Compute the break-even lengths from all loads and fetches that have ended."""
         rate = self._rate.seconds_per_token
         load = self._break_even[Tier.HOST]
         load.weigh(rate)

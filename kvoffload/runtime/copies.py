@@ -1,7 +1,7 @@
 """The open copies: one record for each, from its pin or its plan to its last report.
 
-What an engine waits for and what workers may still touch is entered by calls from the hooks, never by events: it must be known
-for certain when the core breaks (R12). Events only add what operators and `NetBenefit` read.
+Hooks enter what the engine waits for and what workers may still touch by calls, not by events, so that it is complete even
+when the core breaks (R12). Events only add what operators and `NetBenefit` read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Clocks:
 
 
 class HookTime(Struct):
-    """The time of the current hook. The hook sets it; whatever runs inside the hook reads no clock.
+    """The time of the current hook. The hook sets it, so that nothing inside the hook reads a clock.
 
     Args:
         now: when it began, in monotonic seconds.
@@ -93,7 +93,7 @@ class LoadAnswers(Struct):
     Args:
         loaded, failed: their requests.
         without_copy: those among them whose load no worker was given, so that no worker reports it.
-        abandoned: jobs that answered loads leave behind with workers that still copy.
+        abandoned: jobs of answered loads that workers still copy.
     """
 
     loaded: list[RequestId] = []
@@ -113,11 +113,11 @@ class OpenCopies:
         ranks: how many copy each job.
         timeout_s: seconds from submission after which a job is overdue.
         jobs: the core's, to see which are left from before a reset.
-        hook: the time.
-        bus: brings events, and takes those about resets.
+        hook: the current hook's time.
+        bus: source of events; ends of resets are published on it.
 
     Attributes:
-        on_end: takes a load or fetch that has ended, and the event that says so.
+        on_end: called with each load or fetch that ends, and the event of its end.
     """
 
     def __init__(self, ranks: int, timeout_s: float, jobs: Jobs, hook: HookTime, bus: Bus) -> None:
@@ -138,7 +138,7 @@ class OpenCopies:
         self.oldest_pin: float | None = None
         """When the oldest pin began, None without one."""
         self.draining = 0
-        """How many jobs from before the last reset have not ended. What they bring is not found."""
+        """How many jobs from before the last reset have not ended. Their results are dropped."""
         self._epoch = 0
         self._from_before_reset: set[JobId] = set()
         bus.count(events.HitPinned, self._hit_pinned)
@@ -152,14 +152,14 @@ class OpenCopies:
     # -- what hooks say -----------------------------------------------------------------------------------------
 
     def awaits(self, request: RequestId) -> None:
-        """The engine waits for a load."""
+        """Note that the engine waits for a load."""
         copy = self.by_request.get(request)
         if copy is None or copy.job is not None:
             self.by_request[request] = OpenCopy(request)
         self.awaited[request] = None
 
     def submitted(self, jobs: Iterable[DeviceJob]) -> None:
-        """The workers are given these jobs."""
+        """Note that the workers get these jobs."""
         now = self._hook.now
         for job in jobs:
             copy = self.by_job.get(job.id)
@@ -176,7 +176,7 @@ class OpenCopies:
                 self.oldest = now
 
     def reported(self, report: TransferReport) -> None:
-        """A rank's copies have ended. A report that comes twice changes nothing."""
+        """Note that a rank's copies have ended. A duplicate report changes nothing."""
         for part in report.jobs:
             copy = self.by_job.get(part.job)
             if copy is None or report.rank not in copy.running:
@@ -232,7 +232,7 @@ class OpenCopies:
             self._bus.publish(events.ResetEnded(self._epoch, abandoned))
 
     def forget_events(self) -> None:
-        """No event will come any more: only what workers copy and what the engine waits for is kept."""
+        """Keep only what workers copy and what the engine waits for: no more events will come."""
         self.by_job = {
             job: copy for job, copy in self.by_job.items() if copy.running and copy.given is not None
         }

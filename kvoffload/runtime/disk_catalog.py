@@ -2,13 +2,13 @@
 
     start ─▶ the KV's identity ─▶ its folder, locked
     every rank's file is open ─▶ index ─▶ parts for the core, a few thousand blocks a step
-    what the core records ─▶ written ten times a second, strikes at once; synced once a second
+    what the core records ─▶ written ten times a second, invalidations at once; synced once a second
     reset ─▶ the index is removed, before the reset is answered; this process finds its own blocks without one
 
-No hook waits for it, except a reset, and that for at most `RESET_S`. If the disk fails, the index stays as it is: its
-checksums are compared with the bytes anyway. After a reset it must not stay, so if it cannot be removed, the reset answers
-that it is not done. Nothing is recorded from then on: a reset may mean that the engine has other weights in memory than
-those on disk, by which the folder is named and which the next process begins with.
+No hook waits for this thread, except a reset, and that for at most `RESET_S`. If the disk fails, the index stays as it is:
+its checksums are compared with the bytes anyway. A reset must remove it, and is incomplete if it cannot. After a reset
+nothing is recorded: the engine may have other weights in memory than on disk, and both the folder's name and the next
+process come from those on disk.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ from kvoffload.runtime.portal import Portal
 
 RESET_S = 5.0
 WRITE_PERIOD_S = 0.1
-"""Waking the thread for each report takes the hooks 40 to 80 us. What a crash finds unwritten is computed again."""
+"""Waking the thread for each report takes the hooks 40 to 80 us. A crash costs the blocks whose records are unwritten."""
 _WRITES_A_SYNC = 10
 _PART = 2048  # blocks or slots that the core takes over in a step, which takes some milliseconds
-_GROWTH = 2**16  # slots that it makes in a step
+_GROWTH = 2**16  # slots that the core adds in a step
 
 log = get_logger("disk")
 
 
 class DiskCatalog:
-    """What one engine's scheduler knows from its disk: the slots, and the index of the blocks in them.
+    """What one engine's scheduler knows of its disk: the slots, and the index of the blocks in them.
 
     Args:
-        place: where it lies.
-        ranks: whose files it is about.
+        place: of the folder.
+        ranks: how many write slot files.
         portal: gives the thread that may wait for the disk.
         sleep: waits for seconds, between two writes.
         closes_in_s: seconds that `close` waits for the disk at most.
@@ -68,8 +68,8 @@ class DiskCatalog:
 
     Attributes:
         identity: of the KV in the folder that this process has locked; None before it is.
-        due: functions that make the facts for the core, which `take_facts` calls one by one.
-        opening: the stage in which the disk still opens; None once all that its index has is due, or if it failed.
+        due: functions that make facts for the core; `take_facts` calls one at a time.
+        opening: the stage of opening; None once the whole index is due, or the disk failed.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class DiskCatalog:
     # -- the engine's thread ------------------------------------------------------------------------------------
 
     def ranks_reported(self, reports: Iterable[TransferReport]) -> bool:
-        """Ranks may have opened their slot files, or failed to; with the last one the index is read.
+        """Note which ranks have opened their slot files, or failed to. When all have, the index is read.
 
         Returns:
             Whether other ranks' files are waited for.
@@ -136,11 +136,11 @@ class DiskCatalog:
 
     @property
     def is_opening(self) -> bool:
-        """Whether more facts about the index are to come."""
+        """Whether more facts about the index will come."""
         return self.opening is not None or bool(self.due)
 
     def append(self, records: Sequence[DiskRecord]) -> None:
-        """Queue records for the index. A strike is written immediately, because its slot may be overwritten next."""
+        """Queue records for the index. An invalidation is written at once, because its slot may be overwritten next."""
         if self._was_reset:
             return
         self._unwritten += records
@@ -148,10 +148,10 @@ class DiskCatalog:
             self._do(self._write)
 
     def reset(self) -> bool:
-        """Remove the index; return whether nothing from before can be found any more.
+        """Remove the index; return whether that is done.
 
-        Before the folder is locked there is nothing to wait for: the index is removed then. This process has put nothing there,
-        and what others have put is of the weights on disk, whatever the reset was for.
+        Before the folder is locked, the removal is not waited for: this process has written nothing, and what others have
+        written belongs to the weights on disk.
         """
         self._was_reset = True
         if self._is_closed:
@@ -164,7 +164,7 @@ class DiskCatalog:
         return False
 
     def close(self) -> None:
-        """Write what was handed in, sync and close; a disk that hangs is waited for no longer than `closes_in_s`."""
+        """Write queued records, sync and close, within `closes_in_s` if the disk hangs."""
         self._is_closed = True
         for waiting in (self._writing, self._waiting):
             if waiting is not None:
@@ -177,7 +177,7 @@ class DiskCatalog:
         self._executor.shutdown(wait=False)
 
     async def _write_now_and_then(self) -> None:
-        """Have records written, and what was written synced, until cancelled."""
+        """Have records written and synced, until cancelled."""
         for number in count(1):
             await self._sleep(WRITE_PERIOD_S)
             has_more = bool(self._unwritten)
@@ -189,14 +189,14 @@ class DiskCatalog:
     # -- its own thread -----------------------------------------------------------------------------------------
 
     def _do(self, work: Callable[[], object]) -> Future[object]:
-        """Run work on the thread; whatever it raises ends the disk for this process, and its result is None."""
+        """Run work on the thread. If it raises, the disk is closed for this process, and the result is None."""
 
         def careful() -> object:
             try:
                 return work()
             except CancelledError:  # the engine stops before its KV is identified
                 pass
-            except Exception as error:  # or nothing would say that the tier never opens
+            except Exception as error:  # otherwise the tier would open forever, without a line in the log
                 self._fail(reason_of(error))
             return None
 
@@ -301,7 +301,7 @@ class DiskCatalog:
 def _find_index(
     folder: OpenFolder, files: tuple[bytes, ...], slots: int, key: TierKey | None
 ) -> IndexContents | None:
-    """Return the folder's index of these slot files; None if there is none, or, with a warning, if it cannot be used."""
+    """Return the folder's index of these slot files; None if there is none, or if it cannot be used, which is logged."""
     try:
         found = load_index(folder, slots, key)
         if found is not None and found.header.files != files:
@@ -316,7 +316,7 @@ def _find_index(
 def _parts(entries: Entries, free: Sequence[SlotId], slots: int) -> Iterator[Callable[[], facts.Fact]]:
     """Yield functions that make the facts for the core: slots, blocks, free slots, and the end.
 
-    They are made one by one: with a million records alive the garbage collector would stop the engine for longer.
+    They are made one by one, because a million live records would make the garbage collector's pauses longer.
     """
     for some in range(_GROWTH, slots, _GROWTH):
         yield partial(facts.DiskRestored, some)

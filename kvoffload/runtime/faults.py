@@ -1,7 +1,7 @@
-"""What goes wrong with the core (R12): audits, and the end of offloading.
+"""Audits of the core, and the end of offloading when it raises (R12).
 
-A core that raised may have stopped half-way through anything, so it gets no more facts and no more questions. What must still
-happen needs little: which blocks are leased, and which jobs the workers have.
+A core that raised may have stopped half-way through anything, so it gets no more facts and no more questions. The engine
+only needs to know which blocks are leased and which jobs the workers have.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Faults:
 
     Args:
         core: the core.
-        bus: brings it facts.
+        bus: dispatches facts to it.
         copies: what the workers may still touch.
         device: the engine's block pool.
         observation: counts the audits.
@@ -61,7 +61,7 @@ class Faults:
     # -- a core that raises -------------------------------------------------------------------------------------
 
     def ask(self, name: str, question: Callable[[], Result], otherwise: Result) -> Result:
-        """Ask a core that works; one that has raised, now or before, does not answer."""
+        """Return the answer, or `otherwise` if the core raises now or has raised before."""
         if self.error is None:
             try:
                 return question()
@@ -70,27 +70,27 @@ class Faults:
         return otherwise
 
     def raised(self, error: Exception, doing: str) -> None:
-        """Cut the core off, when the batch that is being dispatched is over. The first exception explains the others."""
+        """Cut the core off after the current batch. Only the first exception counts, because it explains the others."""
         if self.error is None:
             log.error("core_raised", error=repr(error), doing=doing, exc_info=error)
             self.error = f"{doing}: {error!r}"
             self._bus.afterwards(self._cut_off)
 
     def release_loose(self) -> None:
-        """Release the blocks that are leased and that no running copy touches."""
+        """Release leased blocks that no running copy touches."""
         leases = self._core.state.leases
         loose = Counter(leases.counts) - self._copies.blocks()
         if loose:
             _try(lambda: leases.release([*loose.elements()]))
 
     def _invariant_broken(self, fact: InvariantBroken) -> None:
-        """The cause is kept here, where nothing that watches can lose it; then the core switches off."""
+        """Keep the cause, which must not depend on an observer, and switch the core off."""
         if self.cause is None:
             self.cause = fact.cause
         self._core.invariant_broken(fact)
 
     def _cut_off(self) -> None:
-        """Let the core end what it still can, then give it nothing more, and release what no worker copies."""
+        """Let the core end what it still can, then remove it from the bus and release what no worker copies."""
         cause, detail = DegradeCause.HANDLER_RAISED, self.error or ""
         self._bus.publish(InvariantBroken(cause, detail))
         self._bus.drop_handlers()

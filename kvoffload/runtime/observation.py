@@ -39,8 +39,8 @@ class Observation:
         shape: the engine's fixed facts.
         config: the operator's settings.
         identity: of the engine.
-        hook: the time, in hooks.
-        clocks: space repeated warnings, and give times for people.
+        hook: the current hook's time.
+        clocks: monotonic time to space repeated warnings, and wall time for people.
 
     Raises:
         ConfigError: the journal's file cannot be written, or what spans need is not installed.
@@ -95,11 +95,11 @@ class Observation:
         """Give the observers a moment to finish; the bus must be closed."""
         if self._portal is not None and self._portal.is_alive:
             for running in self._running:
-                with suppress(Exception):  # why one ended early was logged when it did
+                with suppress(Exception):  # an observer that failed was logged when it did
                     running.result(_PATIENCE_S)
 
     def _start_spans(self, portal: Portal, spans: SpanObserver) -> None:
-        """On a separate thread: a collector that does not answer blocks it."""
+        """Run the spans on their own thread, because a collector that does not answer blocks it."""
         warnings = AtMostEvery(QUIET_S, self._now)
 
         def failed() -> None:
@@ -118,7 +118,7 @@ class Observation:
 
     def _degraded(self, event: OffloadingDegraded) -> None:
         self.saw_degradation = True
-        self._bus.afterwards(partial(self._log_degradation, event))  # when the journal has what led to it
+        self._bus.afterwards(partial(self._log_degradation, event))  # the journal then has what led to it
 
     def _log_degradation(self, event: OffloadingDegraded) -> None:
         journal = self.journal.tail(_TAIL)

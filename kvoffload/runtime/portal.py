@@ -1,8 +1,8 @@
 """The one module that owns threads.
 
 A portal is a background thread with an event loop, and a few more threads for copies that block. All are daemons: a copy
-that never ends must not keep the process from ending. Everything starts when it is first used, so that a portal that is
-merely made costs nothing and a fork before that is harmless.
+that never ends must not keep the process from ending. Everything starts at its first use, so an unused
+portal costs nothing and a fork before the first use is harmless.
 
 A fork copies the memory of the threads but not the threads. In the child a portal forgets its threads and starts new ones
 at its next use; the parent's loop is kept, untouched, because closing it would unregister the parent's descriptors.
@@ -26,7 +26,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _COPY_THREADS = 2
-_FROM_PARENT: list[object] = []  # what a fork left behind; alive so that nothing closes it
+_FROM_PARENT: list[object] = []  # what a fork left behind, kept so that nothing closes it
 
 
 class PortalClosed(KVOffloadError):
@@ -37,7 +37,7 @@ class PortalClosed(KVOffloadError):
 
 
 class DaemonExecutor(Executor):
-    """A few daemon threads that run what they are handed, in order. Unlike the standard pool, exit does not join them.
+    """A few daemon threads that run submitted calls in order. Unlike the standard pool, exit does not join them.
 
     Args:
         name: prefix of the threads' names.
@@ -96,7 +96,7 @@ class DaemonExecutor(Executor):
             if work is None:
                 return
             work()
-            del work  # or an idle thread would keep alive what it last ran
+            del work  # otherwise an idle thread would keep its last call alive
 
 
 class Portal:
@@ -144,7 +144,7 @@ class Portal:
             PortalClosed: after `close`.
         """
         self._leave_parent()
-        with self._lock:  # so that what got in before `close` is seen, and cancelled, by it
+        with self._lock:  # so that `close` sees, and cancels, every coroutine begun before it
             self._check_open()
             return self._begin(async_fn(*args, **kwargs), self._started_loop())
 
@@ -165,7 +165,7 @@ class Portal:
         ended = True
         if started is not None:
             loop, thread = started
-            if is_first and thread.is_alive():  # twice, and the second would cancel the end of the first
+            if is_first and thread.is_alive():  # a second time would cancel the cleanup of the first
                 cancelled = self._begin(_cancel_all(), loop)
                 cancelled.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
             if thread is not threading.current_thread():

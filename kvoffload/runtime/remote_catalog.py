@@ -1,25 +1,24 @@
-"""A remote store on the scheduler's side: which generation engines share there, and which of a request's blocks it has.
+"""The remote tier on the scheduler's side: which generation engines share, and which of a request's blocks it has.
 
     connected ─▶ generation: read, or made by the first engine ─▶ RemoteOpened
     a request arrives ─▶ its keys are asked for ─▶ RemoteAnswered
-    every 30 s ─▶ generation read again ─▶ RemoteOpened, if the store had lost it and another engine has made one
-    reset ─▶ a private generation at once ─▶ RemoteOpened; the store gets another one for engines that begin later
+    every 30 s ─▶ generation read again ─▶ RemoteOpened, if the tier had lost it and another engine has made one
+    reset ─▶ a private generation at once ─▶ RemoteOpened; the tier gets another one for engines that start later
 
-Engines of equal fingerprints share the generation that the store names, a random value. An engine that was reset may have other
-weights than those by which it is named, so it goes on in a generation of its own, until its process ends. The next engine that
-starts may be its own next process, and must find nothing computed before the reset. So the reset replaces the value in the store,
-and marks it.
+Engines of equal fingerprints share a generation, a random value in the tier. After a reset an engine may have other weights
+than its fingerprint says, so it uses a private generation until its process ends. The next engine to start may be its own
+next process, which must find nothing from before the reset. So the reset replaces the value in the tier, and marks it.
 
-An engine that runs keeps its generation when it sees that: it has its hits as before, and brings nothing that it computed or found
-before the reset into the generation of those that begin after it. Where the store has lost the value, the next engine that looks
-makes a new one and the others follow, except those that have seen a reset.
+A running engine that sees the mark keeps its generation. It keeps its hits, and brings no block from before the reset into
+the generation of engines that start later. If the tier has lost the value, the next engine that looks makes a new one and
+the others follow, except those that have seen a reset.
 
-With a key, the value also has the time when it was made, and a MAC. Another writer can put an older value back but cannot make a new
-one, so an engine that finds an older one keeps its generation.
+With a key, the value also has the time at which it was made, and a MAC. Another writer can put an older value back but
+cannot make a new one, so an engine that finds an older one keeps its generation.
 
-No hook waits for the store, except a reset, for no longer than a call may take. If the store does not take the value, the reset
-answers that it is not done; the value is replaced when the store is back, and from then on another reset is done at once. So is
-that of an engine which has not shared anything yet.
+No hook waits for the tier, except a reset, for no longer than a call may take. If the tier does not take the value, the reset
+is incomplete. The value is replaced when the tier is back, and later resets are then complete at once. So is the reset of an
+engine that has not shared anything yet.
 """
 
 from __future__ import annotations
@@ -43,18 +42,18 @@ from kvoffload.transfer.blocking_calls import Call
 from kvoffload.transfer.remote import remote_calls
 
 LOOK_PERIOD_S = 30.0
-"""Between two looks at the shared generation."""
+"""Between two reads of the shared generation."""
 
 log = get_logger("remote")
 
 
 class RemoteCatalog:
-    """What one engine's scheduler knows from a remote store.
+    """What one engine's scheduler knows of the remote tier.
 
     Args:
         place: where it is, and whose blocks they are.
         ranks: of the engine.
-        portal: gives the threads that may wait for the store.
+        portal: gives the threads that may wait for the tier.
         monotonic: time in seconds.
         timeout_s: of a call.
         key: authenticates the generation; None where writers are trusted.
@@ -78,16 +77,16 @@ class RemoteCatalog:
         self._calls = remote_calls(connect, executor, monotonic, timeout_s, side="scheduler")
         self._due: list[facts.Fact] = []
         self.ended = self._calls.ended
-        """While it has something, `take_facts` is due."""
+        """While this is not empty, `take_facts` is due."""
         self._fingerprint: str | None = None
         self._generation: str | None = None
-        self._made_ms = 0  # when the generation last taken from the store was made
-        self._is_fixed = False  # it is private, or others were reset since it was read
-        self._has_shared = False  # what it wrote may be in the generation that the store names
+        self._made_ms = 0  # when the generation last read from the tier was made
+        self._is_fixed = False  # it is private, or other engines were reset since it was read
+        self._has_shared = False  # what it wrote may be in the generation that the tier names
         self._looks_at = float("-inf")
         self._must_replace = self._is_replacing = False
         self._opened: str | None = None  # the core can use this namespace
-        self._identified = executor.submit(place.identify)  # which may read all weights
+        self._identified = executor.submit(place.identify)  # may read all weights
         self._is_refused = False  # there is no identity
         if place.address.caution:
             log.warning("remote_not_protected", note=place.address.caution)
@@ -108,20 +107,20 @@ class RemoteCatalog:
         usable = self._namespace if works else None
         if usable != self._opened:
             self._opened = usable
-            self._looks_at = float("-inf")  # a store that was lost may have lost the generation
+            self._looks_at = float("-inf")  # a tier that was lost may have lost the generation
             self._due.append(facts.RemoteLost() if usable is None else facts.RemoteOpened(usable))
         due, self._due = self._due, []
         return due
 
     @property
     def opening(self) -> str | None:
-        """The stage in which the store is still opened for the first time; None once it is, or if it cannot be."""
+        """The stage of first opening the tier; None once it is open, or if it cannot be opened."""
         if self._namespace is not None or self._is_refused:
             return None
         return "identity of the weights" if self._fingerprint is None else "connection"
 
     def ask(self, request: RequestId, keys: tuple[BlockKey, ...]) -> None:
-        """Ask for a request's blocks. The last rank's are asked for: whether the others are there shows when they are read."""
+        """Ask for a request's blocks. Only the last rank's shards are asked for; a read shows whether the others are there."""
         namespace = self._namespace or ""
         shard = Shard(namespace, self._ranks - 1, self._ranks)
 
@@ -135,9 +134,9 @@ class RemoteCatalog:
         self._calls.submit(lambda _, store: store.ask(shard, keys), answered)
 
     def reset(self) -> bool:
-        """Find nothing from before again, in this process; return whether that holds for later ones, too.
+        """Find nothing from before again in this process; return whether that holds for later processes too.
 
-        Waits for the store no longer than a call may take. Where it does not hold yet, `take_facts` sees to it.
+        Waits for the tier no longer than a call may take. If it does not hold yet, `take_facts` tries again.
         """
         self._generation = secrets.token_hex(16)
         self._is_fixed = True
@@ -148,12 +147,12 @@ class RemoteCatalog:
         if self._has_shared:
             log.warning(
                 "remote_generation_not_replaced",
-                note="the store does not answer; until it does, an engine that begins finds what was there before this reset",
+                note="the remote tier does not answer; until it does, an engine that starts finds blocks from before this reset",
             )
         return not self._has_shared
 
     def close(self) -> None:
-        """End the connection; a store that hangs is not waited for."""
+        """End the connection, without waiting for a call that hangs."""
         self._calls.close()
 
     @property
@@ -166,7 +165,7 @@ class RemoteCatalog:
         try:
             self._fingerprint = self._identified.result()
         except Exception as error:  # on the engine's thread
-            reason, note = reason_of(error), "the engine goes on without the remote store"
+            reason, note = reason_of(error), "the engine goes on without the remote tier"
             log.error("remote_not_opened", reason=reason, note=note)
             self._is_refused = True
 
@@ -177,7 +176,7 @@ class RemoteCatalog:
         elif not self._is_fixed and found.name != self._generation:
             if found.made_ms < self._made_ms:
                 self._is_fixed = True
-                note = "it is older than this engine's, which is kept: another writer put it back, or its engine's clock is behind"
+                note = "it is older than this engine's, which is kept: another writer put it back, or another engine's clock is slow"
                 log.warning("remote_generation_refused", generation=found.name, note=note)
                 return
             if self._generation is not None and found.is_after_reset:
@@ -192,7 +191,7 @@ class RemoteCatalog:
             log.info("remote_opened", namespace=self._namespace)
 
     def _replace(self) -> Future[bool] | None:
-        """Give the store another generation for those who begin later."""
+        """Give the tier another generation for engines that start later."""
         if self._fingerprint is None:
             return None
         name, done = generation_name(self._fingerprint), Future[bool]()
@@ -222,12 +221,12 @@ class RemoteCatalog:
 def _shared_generation(
     fingerprint: str, key: TierKey | None, after_ms: int, _: Call, store: RemoteStore
 ) -> Generation:
-    """Return the generation that the store names; if there is none, make one that is newer than `after_ms`."""
+    """Return the generation in the tier; if there is none, make one that is newer than `after_ms`."""
     name = generation_name(fingerprint)
     data = store.read(name)
     if data is None:
         store.create(name, new_generation(name, key, after_ms))
         data = store.read(name)
     if data is None or (found := read_generation(name, key, data)) is None:
-        raise RemoteError(f"{name} in the store is no generation")
+        raise RemoteError(f"{name} in the remote tier is no generation")
     return found

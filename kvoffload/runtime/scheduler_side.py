@@ -50,8 +50,8 @@ class SchedulerSide:
         clocks: where time comes from.
         identity: of the engine; journals and metrics carry it.
         disk: where the disk's files belong, None without a disk; needs a portal.
-        remote: where blocks belong in a store that engines share, None without one; needs a portal.
-        tier_key: authenticates what disk and store hold; None where their writers are trusted.
+        remote: where blocks belong in the remote tier, None without one; needs a portal.
+        tier_key: authenticates the contents of lower tiers; None where their writers are trusted.
 
     Raises:
         ConfigError: the engine promises too little for the settings, the journal's file cannot be written, or what spans
@@ -75,7 +75,7 @@ class SchedulerSide:
         self._now = self._clocks.monotonic
         self._hook = HookTime()
         # Requests that were answered "not yet" and have not been admitted: since the first such answer, after whose time limit
-        # they are answered without waiting, and since the first one that no other answer followed.
+        # they are answered without waiting, and since the first one after the last other answer.
         self._deferred: dict[RequestId, float] = {}
         self._waiting: dict[RequestId, float] = {}
         self.shape = shape
@@ -125,7 +125,7 @@ class SchedulerSide:
     def seen(
         self, fact: facts.RequestSeen, has_token: HasToken | None = None, trace_parent: str | None = None
     ) -> None:
-        """The engine took a request in; `has_token` says whether its first token is there, `trace_parent` is W3C's."""
+        """Note a new request; `has_token` tells whether it has its first token, `trace_parent` is W3C's."""
         began = self._hook.now = self._now()
         watch = self.observation
         if has_token is not None:
@@ -181,7 +181,7 @@ class SchedulerSide:
         return answer
 
     def _stop_waiting(self, request: RequestId) -> None:
-        """A request no longer waits for another request's load, or for a fetch."""
+        """Note that a request no longer waits for another request's load or for a fetch."""
         self.benefit.waited(request, self._hook.now - self._waiting.pop(request))
 
     def _end_deferral(self, request: RequestId) -> None:
@@ -190,11 +190,11 @@ class SchedulerSide:
             self._stop_waiting(request)
 
     def prefix_boundary(self, request: RequestId) -> int:
-        """Return the tokens after which a looked-up request should hand its recurrent states off; 0 for nowhere."""
+        """Return after how many tokens the engine should end a chunk to store a recurrent state; 0 for nowhere."""
         return self.faults.ask("boundary", lambda: self.core.boundary(request), 0)
 
     def allocated(self, fact: facts.BlocksAllocated) -> None:
-        """The engine gave a request a block table."""
+        """Note that the engine gave a request a block table."""
         began = self._hook.now = self._now()
         if self._deferred:
             self._end_deferral(fact.request)
@@ -204,7 +204,7 @@ class SchedulerSide:
         self._hook.spent[_ALLOCATED] += self._now() - began
 
     def ended(self, fact: facts.RequestEnded) -> None:
-        """A request finished or was aborted, and still has its blocks."""
+        """Note that a request finished or was aborted; it still has its blocks."""
         began = self._hook.now = self._now()
         request, first_tokens = fact.request, self.observation.first_tokens
         if self._deferred:
@@ -226,7 +226,7 @@ class SchedulerSide:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def step(self, fact: facts.StepScheduled) -> TransferPlan:
-        """The engine scheduled a step: return what the workers must copy. Exactly once a step."""
+        """Return what the workers must copy in a step that the engine has scheduled. Call it once a step."""
         began = self._hook.now = self._now()
         copies, faults, watch = self.copies, self.faults, self.observation
         if faults.pending_error is not None:
@@ -279,7 +279,7 @@ class SchedulerSide:
     # -- reports ------------------------------------------------------------------------------------------------
 
     def reported(self, reports: Sequence[TransferReport]) -> LoadAnswers:
-        """Ranks reported what ended; return the loads that the engine must learn of."""
+        """Take the ranks' reports; return the ended loads of which the engine must learn."""
         began = self._hook.now = self._now()
         open_before = self._jobs.open_on_tiers
         for report in reports:
@@ -304,7 +304,7 @@ class SchedulerSide:
             return NO_ANSWERS
         results = self.faults.ask("take_results", self.core.take_results, LoadResults())
         if self.faults.cause is not None:
-            results.failed += self.copies.awaited  # what a broken core planned is not to be trusted
+            results.failed += self.copies.awaited  # a broken core's plans cannot be trusted
         return self.copies.answer(results)
 
     @property
@@ -322,7 +322,7 @@ class SchedulerSide:
 
     @property
     def watches_blocks(self) -> bool:
-        """Whether a step must report all blocks that were handed out, also of requests whose progress is reported later."""
+        """Whether a step must report all allocated blocks, also of requests whose progress is reported later."""
         return self.faults.ask("watches_blocks", lambda: self.core.watches_blocks, False)
 
     @property
@@ -332,18 +332,19 @@ class SchedulerSide:
 
     @property
     def disk_identity(self) -> KVIdentity | None:
-        """What the KV in the disk's folder depends on; None before this process has locked the folder."""
+        """The identity of the KV in the disk's folder; None before this process has locked the folder."""
         tiers = self._tiers_side
         return tiers.disk.identity if tiers is not None and tiers.disk is not None else None
 
     # -- what operators ask -------------------------------------------------------------------------------------
 
     def reset(self) -> bool:
-        """Find nothing computed so far ever again, at once; return whether all of it is done.
+        """Invalidate everything that was computed so far; return whether the reset is complete.
 
-        It is not while a copy from before runs: the metric `kvoffload_reset_draining_jobs` counts those, and when the last of
-        them has ended, `reset_ended` is logged. Nor is it while a later process could find what the disk or the store has
-        from before; the log says so. Calling it again is harmless, and tries again.
+        Nothing from before is found from now on. The reset is incomplete while a copy from before runs:
+        `kvoffload_reset_draining_jobs` counts those jobs, and `reset_ended` is logged when the last has ended. It is also
+        incomplete, with a warning in the log, while a later process could find older blocks on the disk or in the remote
+        tier. Calling it again is harmless, and tries again.
         """
         began = self._hook.now = self._now()
         self.bus.dispatch([facts.CacheReset()])
@@ -355,24 +356,24 @@ class SchedulerSide:
     def audit(self) -> list[str]:
         """Return what is wrong in the totals; anything wrong switches offloading off (R12).
 
-        On the engine's thread, between two hooks. It is made without being asked for each time the engine becomes idle; while
-        requests run it compares little.
+        Call it on the engine's thread, between two hooks. It runs by itself whenever the engine becomes idle; while requests run
+        it can compare little.
         """
         return self.faults.audit()
 
     def gauges(self) -> Mapping[str, Series]:
-        """Return the series of each metric that is read, by name; if a reader raises, `kvoffload_degraded` alone.
+        """Return the series of each metric that is read, by name; if a reader raises, only `kvoffload_degraded`.
 
         Any thread may ask.
         """
         try:
             return read_all(self)
         except Exception as error:
-            self.faults.pending_error = error, "gauges"  # for the engine's thread, which cuts the core off
+            self.faults.pending_error = error, "gauges"  # only the engine's thread may cut the core off
             return {"kvoffload_degraded": {(DegradeCause.HANDLER_RAISED.value,): 1}}
 
     def close(self) -> None:
-        """Stop the observers. Open jobs are the workers' to drain."""
+        """Stop the observers and close the lower tiers. The workers drain open jobs."""
         self.bus.close()
         self.observation.wait()
         if self._tiers_side is not None:
@@ -381,7 +382,7 @@ class SchedulerSide:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _look_after_reports(self) -> None:
-        """Look at what the ends of copies may have changed."""
+        """Check what ended copies may have changed."""
         if self.faults.error is not None:
             self.faults.release_loose()
         if self.copies.draining:
@@ -393,7 +394,7 @@ class SchedulerSide:
 def _policy(
     config: OffloadConfig, shape: EngineShape, disk: DiskPlace | None, remote: RemotePlace | None
 ) -> Policy:
-    """Return what the operator chose, as the core wants it.
+    """Return the settings that the core follows.
 
     Raises:
         ConfigError: the engine promises too little for it.

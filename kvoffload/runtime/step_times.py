@@ -17,22 +17,22 @@ from kvoffload.runtime.copies import HookTime
 
 _QUIET_WEIGHT = 1 / 16
 _SLOWDOWN_WEIGHT = 1 / 64
-_FIRST = 8  # steps of a size, the shortest of which is the first mean: others may have compiled something
-_OUTLIER = 4.0  # times the usual, beyond which a step is ignored
+_FIRST = 8  # steps of a size; the shortest is the first mean, because others may have compiled something
+_OUTLIER = 4.0  # times the usual length, which is all that a longer step counts
 
-_RUNS = 33  # of the last runs, the median by tokens: a stall, as of a first compilation, is outvoted
+_RUNS = 33  # their median counts, weighted by tokens, so a stall such as a compilation does not
 _LONGEST_RUN = 32  # steps after which a run is a sample even if it continues
-# The share of a run's time that counts as prefilling at least, however long its steps would have taken without.
+# At least this share of a run's time counts as prefilling, even if decode-only steps usually take as long.
 _LEAST_SHARE = 0.1
 
 HasToken = Callable[[], object]
-"""What it returns is true once there is a token."""
+"""Returns something true once the request has its first token."""
 
 _FOUND = {Tier.DISK: Found.DISK, Tier.REMOTE: Found.REMOTE}
 
 
 Copies = tuple[Direction, ...]
-"""Which way the copies run that run during a step: stores, loads, both, or none."""
+"""The directions of the copies that run during a step."""
 
 
 class StepTimes:
@@ -49,7 +49,7 @@ class StepTimes:
         self._slowdown = defaultdict[Copies, float](float)
 
     def usual_s(self, tokens: int) -> float:
-        """Return the time of a step that decodes this many tokens without copies; 0 while unknown."""
+        """Return the seconds of a step that decodes this many tokens without copies; 0 while unknown."""
         return self._quiet_s[max(tokens, 1).bit_length()]
 
     def slowdown(self, copies: Copies) -> float:
@@ -57,7 +57,7 @@ class StepTimes:
         return max(self._slowdown[copies], 0.0)
 
     def observe(self, seconds: float, tokens: int, copies: Copies) -> None:
-        """Note the time of a step that only decoded, at least one token."""
+        """Add a step that decoded at least one token and prefilled none."""
         if seconds <= 0:
             return
         size = tokens.bit_length()
@@ -115,12 +115,12 @@ class PrefillRate:
         return rate
 
     def step(self, now: float, tokens: int, usual_s: float) -> None:
-        """A step was scheduled.
+        """Note a scheduled step.
 
         Args:
             now: monotonic seconds.
-            tokens: that it prefills.
-            usual_s: what a step takes that only decodes what this one decodes; 0 for one with nothing to compute.
+            tokens: how many it prefills.
+            usual_s: of a step that only decodes as many tokens; 0 if this step computes nothing.
         """
         if self.is_timing and (self._is_over or self._steps == _LONGEST_RUN):
             self._end(now)
@@ -139,7 +139,7 @@ class PrefillRate:
         self._usual_s += usual_s
 
     def idle(self, now: float) -> None:
-        """The engine has nothing left to compute."""
+        """Note that the engine has nothing left to compute."""
         if self.is_timing:
             self._end(now)
 
@@ -158,7 +158,7 @@ class PrefillRate:
 
 
 def _median(runs: Sequence[tuple[float, int]]) -> float:
-    """Return the median of the first numbers, each counted as often as the second says; 0 of none."""
+    """Return the median of seconds per token, weighted by tokens; 0 without runs."""
     half = sum([tokens for _, tokens in runs]) / 2
     reached = 0
     for seconds, tokens in sorted(runs):
@@ -175,14 +175,14 @@ class FirstTokens:
     request's end. A step without such requests costs one comparison.
 
     Args:
-        hook: the time.
-        bus: brings admissions.
+        hook: the current hook's time.
+        bus: source of admissions.
     """
 
     def __init__(self, hook: HookTime, bus: Bus) -> None:
         self._hook = hook
         self.waiting: dict[RequestId, tuple[float, HasToken]] = {}
-        """Requests without a token, entered by the caller: since when, and what says whether the first token is there."""
+        """Of requests without a token: when they arrived, and what tells whether they have one. The caller adds to it."""
         self.admitted: dict[RequestId, Found] = {}
         """Admitted requests without a token, and what their last lookup found."""
         bus.count(LookupAnswered, self._settled)

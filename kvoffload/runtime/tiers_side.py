@@ -1,13 +1,13 @@
-"""The tiers below the host on the scheduler's side: their catalogs, and the steps that an engine makes for them alone.
+"""The tiers below the host on the scheduler's side: their catalogs, and the steps that an idle engine makes for them.
 
-    step ─▶ what the core must learn: of an index, of the store, of jobs that nothing moves ─▶ records for the disk's index
+    step ─▶ facts for the core: blocks of the index, the remote tier's answers, overdue jobs ─▶ records for the index
     report ─▶ slot files that were opened, records
     last request ended ─▶ steps for spills and a warm start, for `drain_s` at most
 
-Engines do not announce a shutdown: they end their requests, step while anything has work, and stop. So a shutdown spills what it can
-within `drain_s`, and takes no longer. The same seconds let an engine that just started read the disk's index before its first request.
+Engines do not announce a shutdown: they end their requests, step while anything has work, and stop. So a shutdown spills what
+it can within `drain_s`. In the same time an engine that just started reads the disk's index before its first request.
 
-The attributes are for the hooks, which ask them before they call anything.
+Hooks read the attributes before they call a method.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from kvoffload.runtime.remote_catalog import RemoteCatalog
 log = get_logger("tiers")
 
 _PATIENCE = 10
-"""Multiples of `transfer_timeout_s` within which some job must begin or end. Workers end hanging calls themselves, after one."""
+"""Times `transfer_timeout_s`, within which some job must begin or end. Workers end hanging calls after one."""
 
 _POLL_S = 0.02
-"""Seconds between two polls of a store while no call has ended: the polls are for time limits, which are much longer."""
+"""Seconds between two polls of the remote tier while no call has ended: they only find calls that take too long."""
 
 OPENING_S = 60.0
 _LONGEST_STEP_S = 1.0
-"""An engine without requests makes no steps, and nothing opens meanwhile: a longer pause counts as no more than this."""
+"""A longer pause counts as this: an engine without requests makes no steps, and no tier opens meanwhile."""
 
 _LATE_STEPS = 4
-"""In which what ended while no step was made is reported, also where steps are scheduled ahead of reports."""
+"""Steps after a pause in which the ends of jobs are reported, also where an engine schedules ahead of reports."""
 
 
 class TiersSide:
@@ -56,18 +56,18 @@ class TiersSide:
         portal: gives threads that may wait for a tier.
         clocks: where time comes from.
         disk: where the disk's files belong, None without a disk.
-        remote: where blocks belong in a store that engines share, None without one.
-        key: authenticates what both hold; None where their writers are trusted.
+        remote: where blocks belong in the remote tier, None without one.
+        key: authenticates the contents of both; None where their writers are trusted.
 
     Attributes:
-        due: what the core must learn of the disk's index.
-        ended: calls of the store that have ended; the next step asks for facts.
-        polls_at: when a step asks for facts although none has.
-        asks: questions for the store.
-        records: what the disk's index must record.
+        due: parts of the disk's index for the core.
+        ended: the remote tier's calls that have ended; the next step asks for facts.
+        polls_at: when a step asks for facts although no call has ended.
+        asks: questions for the remote tier.
+        records: for the disk's index.
         overdue_at: when the open jobs are overdue, if none begins or ends before.
         awaits_files: whether ranks have not opened their slot files yet.
-        is_opening: whether a step must look at a tier that opens; False from the warning on that one takes long.
+        is_opening: whether a step must check on a tier that opens; False after the warning that one takes long.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class TiersSide:
         self._stepped_at = -inf
 
     def ask(self) -> None:
-        """Ask the store which blocks it has for requests that arrived."""
+        """Ask the remote tier which blocks it has for requests that arrived."""
         if self._remote is not None and self._core.remote is not None:
             for request, keys in self._faults.ask("seen", self._core.remote.take_asks, list[Ask]()):
                 self._remote.ask(request, keys)
@@ -146,11 +146,11 @@ class TiersSide:
                 log.warning("tier_still_opening", tier=name, stage=stage, after_s=OPENING_S, note=note)
 
     def moved(self, now: float) -> None:
-        """Jobs on these tiers have begun or ended: the time limit of the others starts again."""
+        """Note that jobs on these tiers began or ended: the time limit of the others starts again."""
         self.overdue_at = now + self._patience_s
 
     def reported(self, reports: Sequence[TransferReport], now: float, *, has_moved: bool) -> None:
-        """Ranks reported; `has_moved` says whether jobs on these tiers ended."""
+        """Take ranks' reports; `has_moved` says whether jobs on these tiers ended."""
         if has_moved:
             self.moved(now)
         if self.disk is not None and self.awaits_files:
@@ -166,12 +166,12 @@ class TiersSide:
                 self.disk.append(records)
 
     def rest(self, now: float) -> None:
-        """The last request has ended."""
+        """Note that the last request has ended."""
         self._idle_since = now
 
     @property
     def has_work(self) -> bool:
-        """Whether an engine without requests must keep stepping for these tiers. After that nothing notices the ends of copies."""
+        """Whether an engine without requests must keep stepping for these tiers. Without steps no end of a copy is noticed."""
         is_opening = self.disk is not None and self.disk.is_opening
         if not (is_opening or self._jobs.pending or self._faults.ask("has_work", self._is_due, False)):
             return False
@@ -187,11 +187,13 @@ class TiersSide:
         """Invalidate what these tiers have; return whether that holds for later processes too."""
         if self._remote is not None:
             self.polls_at = -inf
-        are_done = [catalog.reset() for catalog in self._catalogs.values()]  # also behind one that is not
+        are_done = [
+            catalog.reset() for catalog in self._catalogs.values()
+        ]  # the second also if the first is not done
         return all(are_done)
 
     def close(self) -> None:
-        """Write what is to be recorded, and wait for no tier that hangs."""
+        """Write pending records and close the tiers, without waiting for one that hangs."""
         self.record()
         for catalog in self._catalogs.values():
             catalog.close()

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 log = get_logger("worker")
 
-_STORE_BYTES_IN_FLIGHT = 64 * 2**20  # a few milliseconds of copying: what a load may find before it
-REMOTE_THREADS = 2  # a store's client spreads a batch itself
+_STORE_BYTES_IN_FLIGHT = 64 * 2**20  # a few milliseconds of copying, for which a load may wait
+REMOTE_THREADS = 2  # a client splits batches itself
 _DRAIN_S = 5.0  # beyond the transfer time-out
-_PINNING_S = 10.0  # of an engine's start
+_PINNING_S = 10.0  # that an engine's start waits for pinned memory
 
 
 class WorkerSide:
@@ -53,8 +53,8 @@ class WorkerSide:
         clock: time, for the coroutine.
         copier: moves the bytes; by default the one for the tensors' device.
         disk: where the disk's files belong, None without a disk.
-        remote: a store that engines share, None without one.
-        tier_key: authenticates what disk and store hold; None where their writers are trusted.
+        remote: the remote tier's address, None without one.
+        tier_key: authenticates the contents of lower tiers; None where their writers are trusted.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class WorkerSide:
                 each block in one piece although `layout` asks for it.
         """
         check_pieces(self._config.layout, layout)
-        # The machine's first rank answers for all: later ones would count memory as gone that the first have already taken.
+        # The machine's first rank checks for all: later ones would find the memory gone that earlier ones have taken.
         ranks = self._local_ranks if self._rank % self._local_ranks == 0 else 1
         slots = slots_for(self._config.host_bytes // self._ranks, layout, ranks=ranks)
         executor = self._portal.executor
@@ -194,7 +194,7 @@ class WorkerSide:
         portal = self._portal if self._portal.is_alive else Portal("kvoffload-drain")
         try:
             portal.spawn(pump.close).result(self._config.transfer_timeout_s + _DRAIN_S)
-        except Exception as error:  # the engine is stopping, and others are to be closed after this
+        except Exception as error:  # the engine is stopping, and must close other parts too
             log.error("worker_not_closed", rank=self._rank, error=repr(error), exc_info=error)
         if portal is not self._portal:
             portal.close()
