@@ -10,11 +10,12 @@ One thread dispatches and subscribes: the engine's. Feeds carry messages to othe
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from kvoffload.bus.feed import Feed
 from kvoffload.bus.guard import call_guarded
+from kvoffload.core.tally import Tally
 
 M = TypeVar("M")
 
@@ -25,44 +26,19 @@ StateErrorCallback = Callable[[Exception, object], object]
 RemovedCallback = Callable[[str, Exception], object]
 
 
-class EventSource(Protocol):
-    """A source of the events that state handlers cause."""
-
-    @property
-    def events(self) -> Sequence[object]:
-        """The events of single requests and jobs that `take` would return."""
-
-    @property
-    def has_sums(self) -> bool:
-        """Whether `take` would also return sums over blocks."""
-
-    def take(self) -> Sequence[object]:
-        """Return the events, in order, and forget them."""
-
-
-class _NoEvents:
-    """The source of a bus whose handlers leave no events."""
-
-    events = ()
-    has_sums = False
-
-    def take(self) -> Sequence[object]:
-        return ()
-
-
 class Bus:
     """Synchronous publish and subscribe, dispatched by class.
 
     Args:
-        source: of the events that state handlers leave to report; None without any.
+        tally: has the events that state handlers leave to report.
     """
 
-    def __init__(self, source: EventSource | None = None) -> None:
+    def __init__(self, tally: Tally | None = None) -> None:
         self.feeds: dict[str, Feed[Any]] = {}
         """By name, including closed ones."""
         self.published = 0
         """Messages dispatched."""
-        self._source: EventSource = source or _NoEvents()
+        self._tally = tally or Tally(())
         self._handlers: dict[type, Handler] = {}
         self._routes: defaultdict[type, list[Handler]] = defaultdict(list)
         """By class, who reacts to it, first the handler that owns state."""
@@ -88,11 +64,11 @@ class Bus:
         self._routes[cls].insert(0, handler)
 
     def drop_handlers(self) -> None:
-        """Remove all state handlers and the source of their events; the other subscribers stay."""
+        """Remove all state handlers and their tally; the other subscribers stay."""
         for cls, handler in self._handlers.items():
             self._routes[cls].remove(handler)
         self._handlers.clear()
-        self._source = _NoEvents()
+        self._tally = Tally(())
 
     def count(self, cls: type[M], counter: Callable[[M], object]) -> None:
         """Let `counter` react to the messages of exactly this class, after the state handler; if it raises, it is removed."""
@@ -149,14 +125,14 @@ class Bus:
         """Dispatch messages and the events they cause, in this order. Must not be called by a subscriber."""
         self._batch = batch
         routes = self._routes
-        source = self._source
+        tally = self._tally
         try:
             for message in batch:  # which grows
                 for react in routes[type(message)]:
                     try:
                         react(message)
-                        if source.events or source.has_sums:
-                            batch += source.take()
+                        if tally.events or tally.has_sums:
+                            batch += tally.take()
                     except Exception as exc:
                         self._raised(react, message, exc)
         finally:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.bus.bus import Batch, Bus
+from kvoffload.core.tally import Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +58,10 @@ def test_the_states_handler_then_the_others_then_those_of_whole_batches() -> Non
     assert calls == ["state", "counter", "1 batches"]
 
 
-class Left:
-    """What a state handler left to report."""
-
-    def __init__(self) -> None:
-        self.events: list[object] = []
-
-    has_sums = False
-
-    def take(self) -> list[object]:
-        events, self.events = self.events, []
-        return events
-
-
 def test_what_a_handler_left_follows_its_fact_in_one_batch() -> None:
-    left = Left()
-    bus, seen, batches = Bus(left), list[object](), list[list[object]]()
-    bus.handle(Base, lambda _: left.events.extend([Other(1), Other(2)]))
+    tally = Tally(())
+    bus, seen, batches = Bus(tally), list[object](), list[list[object]]()
+    bus.handle(Base, lambda _: tally.events.extend([Other(1), Other(2)]))  # type: ignore[list-item]
     bus.count(Base, seen.append)
     bus.count(Other, seen.append)
     keep(bus, batches)
