@@ -22,6 +22,7 @@ M = TypeVar("M")
 Handler = Callable[[Any], object]
 Batch = tuple[int, float, list[object]]
 """How many messages were published before it, its time, and its messages."""
+Keeper = Callable[[list[Batch]], object]
 StateErrorCallback = Callable[[Exception, object], object]
 RemovedCallback = Callable[[str, Exception], object]
 
@@ -42,15 +43,16 @@ class Bus:
         self._handlers: dict[type, Handler] = {}
         self._routes: defaultdict[type, list[Handler]] = defaultdict(list)
         """By class, who reacts to it, first the handler that owns state."""
-        self._keeper: Callable[[list[Batch]], object] | None = None
+        self._keeper: Keeper | None = None
         self._now: Callable[[], float] = float  # the keeper's
         self._kept: list[Batch] = []
         self._at_a_time = 0
-        self._hand_on_at = 0
         self._batch: list[object] | None = None
         self._after: list[Callable[[], object]] = []
-        self._state_error: StateErrorCallback | None = None
-        self._removed: RemovedCallback | None = None
+        self.on_state_error: StateErrorCallback | None = None
+        """Takes what a state handler raised, and the message. Without it, `publish` raises."""
+        self.on_removed: RemovedCallback | None = None
+        """Takes the name of a subscriber that raised and was removed, and the exception."""
 
     def handle(self, cls: type[M], handler: Callable[[M], object]) -> None:
         """Let `handler`, which owns state, react to the messages of exactly this class.
@@ -74,9 +76,7 @@ class Bus:
         """Let `counter` react to the messages of exactly this class, after the state handler; if it raises, it is removed."""
         self._routes[cls].append(counter)
 
-    def keep(
-        self, keeper: Callable[[list[Batch]], object], now: Callable[[], float], at_a_time: int = 1
-    ) -> list[Batch]:
+    def keep(self, keeper: Keeper, now: Callable[[], float], at_a_time: int = 1) -> list[Batch]:
         """Call `keeper` with all batches from now on; if it raises, it is removed.
 
         Keeping a batch makes no Python call, and a keeper of many batches runs with warm caches.
@@ -92,21 +92,12 @@ class Bus:
         self._keeper = keeper
         self._now = now
         self._at_a_time = at_a_time
-        self._hand_on_at = self.published + at_a_time
         return self._kept
 
     def observe(self, name: str, capacity: int) -> Feed[Any]:
         """Return a new feed that handlers fill. It is closed with the bus, and its numbers are among the statistics."""
         feed = self.feeds[name] = Feed(name, capacity)
         return feed
-
-    def on_state_error(self, callback: StateErrorCallback) -> None:
-        """Call `callback` with what a state handler raised, and the message. Without a callback, `publish` raises it."""
-        self._state_error = callback
-
-    def on_removed(self, callback: RemovedCallback) -> None:
-        """Call `callback` with the name and the exception when a handler that raised was removed."""
-        self._removed = callback
 
     def afterwards(self, callback: Callable[[], object]) -> None:
         """Call `callback` once, after the current batch was delivered, or at once if there is none."""
@@ -138,11 +129,11 @@ class Bus:
         finally:
             self._batch = None
             before = self.published
-            self.published = published = before + len(batch)
+            self.published = before + len(batch)
         if self._keeper is not None:
             self._kept.append((before, self._now(), batch))
-            if published >= self._hand_on_at:
-                self._hand_on()
+            if self.published - self._kept[0][0] >= self._at_a_time:
+                self._hand_on(self._keeper)
         if self._after:
             self._run_after()
 
@@ -155,14 +146,11 @@ class Bus:
         if react is not self._handlers.get(type(message)):
             self._remove(react, exc)
             return
-        if self._state_error is None:
+        if self.on_state_error is None:
             raise exc
-        call_guarded(self._state_error, exc, message)
+        call_guarded(self.on_state_error, exc, message)
 
-    def _hand_on(self) -> None:
-        self._hand_on_at = self.published + self._at_a_time
-        keeper = self._keeper
-        assert keeper is not None
+    def _hand_on(self, keeper: Keeper) -> None:
         try:
             keeper(self._kept)
         except Exception as exc:
@@ -178,5 +166,5 @@ class Bus:
         for cls, reacting in self._routes.items():
             self._routes[cls] = [react for react in reacting if react != subscriber]
         name = getattr(subscriber, "__qualname__", type(subscriber).__qualname__)
-        if self._removed is not None:
-            call_guarded(self._removed, name, exc)
+        if self.on_removed is not None:
+            call_guarded(self.on_removed, name, exc)

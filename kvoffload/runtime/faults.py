@@ -56,7 +56,7 @@ class Faults:
         self.pending_error: tuple[Exception, str] | None = None
         """An exception that another thread got from the core. The engine's thread cuts the core off in its next step."""
         bus.handle(InvariantBroken, self._invariant_broken)
-        bus.on_state_error(lambda error, fact: self.raised(error, type(fact).__name__))
+        bus.on_state_error = lambda error, fact: self.raised(error, type(fact).__name__)
 
     # -- a core that raises -------------------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ class Observation:
         self.saw_degradation = False
         """Whether an event said that offloading went off."""
         bus.count(OffloadingDegraded, self._degraded)
-        bus.on_removed(self._removed)
+        bus.on_removed = self._removed
 
     def start(self, portal: Portal) -> None:
         """Run the observers on the portal's loop until the bus is closed."""

@@ -173,7 +173,11 @@ class TiersSide:
     def has_work(self) -> bool:
         """Whether an engine without requests must keep stepping for these tiers. Without steps no end of a copy is noticed."""
         is_opening = self.disk is not None and self.disk.is_opening
-        if not (is_opening or self._jobs.pending or self._faults.ask("has_work", self._is_due, False)):
+        if not (
+            is_opening
+            or self._jobs.pending
+            or self._faults.ask("has_work", lambda: self._tiers.is_due, False)
+        ):
             return False
         now = self._now()
         if self._idle_since is None:  # the engine begins to serve
@@ -197,6 +201,3 @@ class TiersSide:
         self.record()
         for catalog in self._catalogs.values():
             catalog.close()
-
-    def _is_due(self) -> bool:
-        return self._tiers.is_due

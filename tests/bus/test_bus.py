@@ -120,7 +120,7 @@ def test_all_subscribers_see_all_messages_in_the_same_order(children: list[list[
 
 def test_a_raising_state_handler_is_reported_and_stays() -> None:
     bus, received, errors = Bus(), list[object](), list[tuple[str, object]]()
-    bus.on_state_error(lambda error, message: errors.append((str(error), message)))
+    bus.on_state_error = lambda error, message: errors.append((str(error), message))
     bus.handle(Base, _raise)
     bus.count(Base, received.append)
     bus.publish(Base(1))
@@ -131,7 +131,7 @@ def test_a_raising_state_handler_is_reported_and_stays() -> None:
 
 def test_what_a_state_error_leads_to_follows_in_the_same_batch() -> None:
     bus, batches = Bus(), list[list[object]]()
-    bus.on_state_error(lambda _error, message: bus.publish(Other(message.number)))  # type: ignore[attr-defined]
+    bus.on_state_error = lambda _error, message: bus.publish(Other(message.number))  # type: ignore[attr-defined]
     bus.handle(Base, _raise)
     keep(bus, batches)
     bus.publish(Base(1))
@@ -150,7 +150,7 @@ def test_without_a_callback_a_state_error_reaches_the_publisher() -> None:
 
 def test_a_raising_callback_goes_no_further_than_the_log(caplog: pytest.LogCaptureFixture) -> None:
     bus, received = Bus(), list[object]()
-    bus.on_state_error(lambda _error, _message: _raise(Base()))
+    bus.on_state_error = lambda _error, _message: _raise(Base())
     bus.handle(Base, _raise)
     bus.count(Base, received.append)
     with caplog.at_level(logging.ERROR):
@@ -163,7 +163,7 @@ def test_a_raising_callback_goes_no_further_than_the_log(caplog: pytest.LogCaptu
 def test_a_raising_subscriber_is_removed_and_the_others_still_run(is_reported: bool) -> None:
     bus, received, removed = Bus(), list[object](), list[tuple[str, str]]()
     if is_reported:
-        bus.on_removed(lambda name, error: removed.append((name, str(error))))
+        bus.on_removed = lambda name, error: removed.append((name, str(error)))
     bus.count(Base, _raise)
     bus.keep(_raise_of_batches, float)
     bus.count(Base, received.append)

@@ -244,7 +244,7 @@ class Everything(RuleBasedStateMachine):
     def _the_metrics_add_up(self) -> None:
         """Whatever came: causes sum to the missed blocks, outcomes to the offered and the scheduled ones."""
         bus, counters, removed = Bus(), Counters(), list[str]()
-        bus.on_removed(lambda name, _: removed.append(name))
+        bus.on_removed = lambda name, _: removed.append(name)
         counters.subscribe(bus)
         for event in self.world.log:
             bus.publish(event)

@@ -55,7 +55,7 @@ A, JOB = RequestId("a"), JobId(1)
 
 def count(*published: Event | Fact) -> Snapshot:
     bus, counters, removed = Bus(), Counters(), list[str]()
-    bus.on_removed(lambda name, _: removed.append(name))
+    bus.on_removed = lambda name, _: removed.append(name)
     counters.subscribe(bus)
     for event in published:
         bus.publish(event)

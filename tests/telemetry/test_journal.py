@@ -377,7 +377,7 @@ async def test_without_a_file_there_is_nothing_to_run() -> None:
 def test_a_full_disk_ends_the_file_and_nothing_else(tmp_path: Path, reported: bool) -> None:
     path, failures = tmp_path / "journal", list[Exception]()
     bus, removed = Bus(), list[str]()
-    bus.on_removed(lambda name, _: removed.append(name))
+    bus.on_removed = lambda name, _: removed.append(name)
     journal = Journal(Ticks(), path=path, on_failure=failures.append if reported else None)
     journal.subscribe(bus)
     bus.publish(BlocksOffered(1))
