@@ -95,7 +95,7 @@ class Bus:
         return self._kept
 
     def observe(self, name: str, capacity: int) -> Feed[Any]:
-        """Return a new feed that handlers fill. It is closed with the bus, and its numbers are among the statistics."""
+        """Return a new feed that handlers fill. It is closed with the bus."""
         feed = self.feeds[name] = Feed(name, capacity)
         return feed
 

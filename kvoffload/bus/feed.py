@@ -10,8 +10,7 @@ once for nothing.
     asleep? -> wake              anything waiting? -> do not sleep
 
 While the consumer is awake an event costs the producer one append, however fast events come. Without events
-neither thread runs. Each number is written by one thread only: `published` and `overflowed` by the
-producer, `delivered` and `left` by the consumer.
+neither thread runs.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from kvoffload.bus.guard import call_guarded
 
@@ -28,20 +27,11 @@ T = TypeVar("T")
 _TURN = 64  # events after which a consumer that takes one at a time lets the loop's other tasks run
 
 
-class FeedStatistics(NamedTuple):
-    """Exact whenever neither side is in the middle of a call: published = delivered + dropped + waiting."""
-
-    published: int  #: events offered while the feed was open
-    delivered: int  #: events that the consumer took
-    dropped: int  #: events that found the feed full, or that its consumer left behind
-    waiting: int  #: events not taken yet
-
-
 class Feed(Generic[T]):
     """Events from one producer's thread to one consumer's task. When it is full, new events are dropped and counted.
 
     Args:
-        name: of the observer, for statistics.
+        name: of the observer.
         capacity: events that may wait.
     """
 
@@ -53,14 +43,14 @@ class Feed(Generic[T]):
         self._asleep = False
         self._bell = asyncio.Event()  # belongs to the consumer's loop from the first sleep on
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._published = self._overflowed = 0
-        self._delivered = self._left = 0
+        self._overflowed = 0  # written by the producer
+        self._taken = 0  # these two by the consumer
+        self._left = 0
 
     def offer(self, event: T) -> bool:
         """Add an event without waiting; return False if the feed is closed."""
         if self._closed:
             return False
-        self._published += 1
         if len(self._waiting) >= self.capacity:
             self._overflowed += 1
             return True
@@ -71,13 +61,13 @@ class Feed(Generic[T]):
 
     async def take(self, most: int = 1) -> list[T]:
         """Wait for events and return the oldest, at most `most`; none once the feed has ended and all were taken."""
-        if self._delivered % _TURN == _TURN - 1:  # one that takes many awaits what it does with them
+        if self._taken % _TURN == _TURN - 1:  # one that takes many awaits what it does with them
             await asyncio.sleep(0)
         while True:
             closed = self._closed  # read first: an event may come with the end
             if self._waiting:
                 count = min(len(self._waiting), most)
-                self._delivered += count
+                self._taken += count
                 return [self._waiting.popleft() for _ in range(count)]
             if closed:
                 return []
@@ -95,13 +85,10 @@ class Feed(Generic[T]):
         self._left += len(self._waiting)
         self._waiting.clear()
 
-    def statistics(self) -> FeedStatistics:
-        return FeedStatistics(
-            published=self._published,
-            delivered=self._delivered,
-            dropped=self._overflowed + self._left,
-            waiting=len(self._waiting),
-        )
+    @property
+    def dropped(self) -> int:
+        """Events that found the feed full, or that its consumer left behind."""
+        return self._overflowed + self._left
 
     async def _sleep(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -173,11 +173,8 @@ class TiersSide:
     def has_work(self) -> bool:
         """Whether an engine without requests must keep stepping for these tiers. Without steps no end of a copy is noticed."""
         is_opening = self.disk is not None and self.disk.is_opening
-        if not (
-            is_opening
-            or self._jobs.pending
-            or self._faults.ask("has_work", lambda: self._tiers.is_due, False)
-        ):
+        is_busy = is_opening or self._jobs.pending
+        if not (is_busy or self._faults.ask("has_work", lambda: self._tiers.is_due, False)):
             return False
         now = self._now()
         if self._idle_since is None:  # the engine begins to serve

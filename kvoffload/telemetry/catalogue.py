@@ -367,7 +367,7 @@ def _dropped(side: Side) -> Series:
     dropped: dict[Labels, float] = {}
     for name, feed in side.bus.feeds.items():
         labels = (subscriber_label(name),)
-        dropped[labels] = dropped.get(labels, 0) + feed.statistics().dropped
+        dropped[labels] = dropped.get(labels, 0) + feed.dropped
     return dropped
 
 

@@ -1,4 +1,4 @@
-"""A portal without a thread: its loop runs on the test's thread, and only when the test says so."""
+"""A portal without a thread: its loop runs on the test's thread, and only when the test advances it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our own code raises: offloading goes off, says so, and leaves the engine nothing to wait for (R12)."""
+"""Our own code raises: offloading goes off, logs why, and leaves the engine nothing to wait for (R12)."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def lost(side: Side, direction: str) -> float:
 
 
 def measure_prefill(side: Side, seconds_per_token: float = PER_TOKEN_S) -> None:
-    """One request is computed, alone, and the engine idles behind it."""
+    """One request is computed by itself; then the engine idles."""
     side.seen("measured", "m")
     side.allocated("measured")
     side.step(prefill=100)

@@ -68,7 +68,7 @@ def test_a_copy_that_is_abandoned_is_not_waited_for() -> None:
     side.step()
     assert reported[-1] == ResetEnded(1, 1)
     assert draining(side) == 0
-    assert side.side.reset() is True  # its memory is written off and not reused
+    assert side.side.reset() is True  # its memory is quarantined
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -134,7 +134,7 @@ def test_an_observer_that_stands_still_costs_nothing(tmp_path: Path) -> None:
     side = warm(Side(portal=True, config=config))
     feed = side.side.bus.feeds["journal"]
     early = calls_of(side, 20)
-    while not feed.statistics().dropped:
+    while not feed.dropped:
         side.step(decode=20)
     assert calls_of(side, 20) <= early
     free = Side()
