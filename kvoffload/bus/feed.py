@@ -74,13 +74,13 @@ class Feed(Generic[T]):
             await self._sleep()
 
     def close(self) -> None:
-        """Take no more events. What waits is still delivered. For the producer's side."""
+        """Take no more events; queued ones are still delivered. The producer calls it."""
         self._closed = True
         if self._asleep:
             self._wake()
 
     def abandon(self) -> None:
-        """Take no more events and drop what waits. For the consumer's side, when it will not read on."""
+        """Take no more events and drop queued ones. The consumer calls it when it stops reading."""
         self._closed = True
         self._left += len(self._waiting)
         self._waiting.clear()
@@ -101,8 +101,8 @@ class Feed(Generic[T]):
             self._asleep = False
 
     def _wake(self) -> None:
-        # First, so that later events find the consumer awake. A consumer that fell asleep in between is
-        # woken once for nothing.
+        # First, so that later events find the consumer awake. If it fell asleep in between, it is woken once
+        # for nothing.
         self._asleep = False
         assert self._loop is not None, "asleep without a loop"
         try:

@@ -103,7 +103,7 @@ class LoadAnswers(Struct):
 
 
 NO_ANSWERS = LoadAnswers()
-"""What most steps have. It stays empty."""
+"""The answers in most steps. It stays empty."""
 
 
 class OpenCopies:
@@ -247,7 +247,7 @@ class OpenCopies:
 
     @property
     def running(self) -> list[DeviceJob]:
-        """The jobs that some rank still copies, overdue ones among them."""
+        """The jobs that some rank still copies, including overdue ones."""
         return [copy.given for copy in self.by_job.values() if copy.running and copy.given is not None]
 
     def blocks(self) -> Counter[DeviceBlockId]:

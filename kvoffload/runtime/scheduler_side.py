@@ -74,8 +74,8 @@ class SchedulerSide:
         self._clocks = clocks or Clocks()
         self._now = self._clocks.monotonic
         self._hook = HookTime()
-        # Requests that were answered "not yet" and have not been admitted: since the first such answer, after whose time limit
-        # they are answered without waiting, and since the first one after the last other answer.
+        # Requests that were answered "not yet" and have not been admitted: since the first such answer, and since when they
+        # have been waiting without another answer. After the time limit they are answered without waiting.
         self._deferred: dict[RequestId, float] = {}
         self._waiting: dict[RequestId, float] = {}
         self.shape = shape

@@ -151,13 +151,13 @@ class WorkerSide:
         self._load_fence = self.pump.fence() if plan.loads else None
 
     def start_loads(self, plan: TransferPlan) -> None:
-        """Submit the plan's loads, behind what the device had to do when the step began."""
+        """Submit the plan's loads, after the work that the device had when the step began."""
         if plan.loads:
             fence, self._load_fence = self._load_fence, None
             self.pump.submit_loads(plan.loads, fence)
 
     def start_stores(self, plan: TransferPlan) -> None:
-        """Queue the plan's stores, behind what the calling thread has put on the device so far (R13)."""
+        """Queue the plan's stores, after what the calling thread has enqueued on the device so far (R13)."""
         if plan.stores:
             self.pump.submit_stores(plan.stores)
         if plan.disk and self._disk is not None:
@@ -221,7 +221,7 @@ class WorkerSide:
         return TierJobs(calls, mover, arena.layout.slot_bytes, monotonic)
 
     async def _prepare(self, arena: Arena, began: float) -> None:
-        """Make host memory ready, and log one line when all of it is; the arena logs a refusal."""
+        """Make host memory ready and log one line; the arena logs a refusal."""
         await arena.prepare(with_pauses=arena.layout.is_cuda)
         if arena.refusal is None:
             log.info(
@@ -233,7 +233,7 @@ class WorkerSide:
             )
 
     def _coroutine_ended(self, pump: TransferPump) -> None:
-        """Unless this side is closing, the coroutine has ended unexpectedly."""
+        """Let the pump go on without its coroutine, unless this side is closing."""
         if self._pump is pump:
             pump.coroutine_lost("the transfer coroutine ended")
 
