@@ -197,7 +197,7 @@ def r13_stores_start_before_the_forward_pass() -> list[Patch]:
     def start_loads(self: WorkerSide, plan: TransferPlan) -> None:
         loads(self, plan)
         stores(self, plan)
-        self._live_pump._start_stores()
+        self.pump._start_stores()
 
     return [(WorkerSide, "start_loads", start_loads), (WorkerSide, "start_stores", _nothing)]
 
