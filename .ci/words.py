@@ -23,7 +23,7 @@ KINDS = (".py", ".md", ".yaml", ".yml")
 # form: what to write instead
 FORMS = {
     r"whoever|whomever|nobody": "name who acts",
-    r"whatever is|whatever it is|what lies|what lay|what comes after|what it is": "put the noun first",
+    r"whatever is|whatever it is|what lies|what lay|what comes after": "put the noun first",
     r"for ever": "forever, or 'until ...'",
     r"excepted|save that|save for|those aside|that aside|aside that": "except, ignoring",
     r"mend(?:s|ed|ing)?": "fix",
@@ -43,13 +43,11 @@ FORMS = {
     r"laws?": "invariant",
     r"wherein|whereof|whereby|thereby|therein|thereof|hitherto|lest|henceforth": "plain words",
     r"for want of|for lack of": "without, because ... is missing",
-    r"(?:says?|said) (?:so|why)": "name the thing or the file",
     r"is not worth|are not worth|not worth (?:it|the)": "give the consequence",
     r"of before": "earlier",
     r"an? \w+ of (?:its|theirs|ours|mine)(?=[ .,;:)]+(?:failed|was|is|has|that|which|$))": "one of its ...",
     r"(?:is|are) to (?:be|have|forget|end|stop|go|hold|keep|say|come|stay|do)\b": "must, will, or the imperative",
     r"as it were|so to speak|in truth|of old|ere": "plain words",
-    r"(?<!leave )(?<!leaves )(?<!left )(?<!stands )alone": "only, by itself",
     r"bear(?:s|ing)? (?:it|them|that)": "plain words",
     r"bespoke|leverag(?:e|es|ing)|utiliz(?:e|es|ing)|seamless(?:ly)?|robust(?:ly|ness)?": "plain words",
 }
