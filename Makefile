@@ -99,6 +99,7 @@ vllm-versions: $(VENV)/wheel/ready vllm-env kernel-env  ## run a smaller suite o
 lint: venv  ## check form and lint rules
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
+	$(BIN)/python .ci/words.py
 
 types: venv  ## check types with mypy
 	$(BIN)/mypy

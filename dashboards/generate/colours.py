@@ -13,7 +13,7 @@ COLOURS: dict[str, str] = {
     "hit": GREEN, "miss": GREY, "host": GREEN, "disk": "#2f8f8f", "remote": "#1f6f8f", "device": BLUE, "nothing": GREY, "host, as vLLM counts": "#8fce7f",
     # why blocks missed
     "never_seen": "#b8b8b8", "no_state": "#c4a24a", "partial_block": "#8c8c8c", "last_token": "#a3a08c",
-    "read_ahead": "#75736a", "evicted": ORANGE, "storing": "#7fb3ea", "declined_host_full": "#c4601a",
+    "lookahead": "#75736a", "evicted": ORANGE, "storing": "#7fb3ea", "declined_host_full": "#c4601a",
     "declined_stale": "#d8b98a", "declined_lease_limit": YELLOW, "declined_other": "#b89b62", "declined_not_ready": "#f0dd9a",
     "declined_stalled": "#a33b4f", "stalled": "#7d2438", "on_disk": "#5b9aa0", "in_remote": "#3f7f86", "tier_opening": "#93c3c7", "lost": "#e0a0a0",
     "store_failed": "#b02a2a", "after_reset": "#a06bc9", "load_failed": "#e2685a", "load_declined": "#8a78c9",

@@ -23,7 +23,7 @@ _WORKLOAD += ["--turn-tokens", "96", "--answer-tokens", "24", "--host-bytes", "1
 _WORKLOAD += ["--disk", ".", "--config", "disk_bytes=11MiB"]
 # A remote tier or a disk that is slow for a while must not change where blocks are found: each call may take a minute, and each
 # turn of all conversations ends when everything is written.
-_WORKLOAD += ["--config", "remote_timeout_s=60", "--config", "drain_s=60"]
+_WORKLOAD += ["--config", "remote_timeout_s=60", "--config", "disk_drain_s=60"]
 _SERVE_S = 600
 
 

@@ -191,5 +191,5 @@ CHECKS = (
     Check("disk folder", _disk_folder),
     Check("journal", _journal),
     Check("span collector", _collector),
-    Check("remote store", _remote),
+    Check("remote tier", _remote),
 )

@@ -32,7 +32,7 @@ class BlockTables:
         self.shared: dict[DeviceBlockId, set[TableEntry]] = {}
         """The entries of blocks that several entries name. A block is in one of these two dicts."""
 
-    def handed_out(self, blocks: Iterable[DeviceBlockId]) -> int:
+    def reallocated(self, blocks: Iterable[DeviceBlockId]) -> int:
         """Zero these newly allocated ids in every table that names them; return how many entries were zeroed."""
         blocks = set(blocks)
         stale = [self.entries.pop(block) for block in self.entries.keys() & blocks]
@@ -44,7 +44,7 @@ class BlockTables:
         return len(stale)
 
     def allocated(self, record: RequestRecord, tables: Sequence[Sequence[DeviceBlockId]]) -> None:
-        """Replace a request's table by the one that the engine gave it. Call `handed_out` first."""
+        """Replace a request's table by the one that the engine gave it. Call `reallocated` first."""
         if record.table is not None and (self.entries or self.shared):
             self.forget(record)
         if not any(self._recycles):
@@ -54,7 +54,7 @@ class BlockTables:
         self.extended(record, tables)
 
     def extended(self, record: RequestRecord, new_blocks: Sequence[Sequence[DeviceBlockId]]) -> None:
-        """Append the blocks that the engine added to a request's table. Call `handed_out` first."""
+        """Append the blocks that the engine added to a request's table. Call `reallocated` first."""
         assert record.table is not None, record
         named = dict[DeviceBlockId, TableEntry]()
         for group, (row, more) in enumerate(zip(record.table, new_blocks, strict=False)):
@@ -66,7 +66,7 @@ class BlockTables:
             self._name(named)
 
     def put(self, record: RequestRecord, group: int, position: int, block: DeviceBlockId) -> None:
-        """Note the block of a state that the engine handed off. Call `handed_out` first."""
+        """Note the block of a state that the engine handed off. Call `reallocated` first."""
         assert record.table is not None, record
         row = record.table[group]
         row += [NULL_BLOCK] * (position + 1 - len(row))

@@ -180,7 +180,7 @@ class PendingHits:
         if lacking < alignment:
             return MissCause.PARTIAL_BLOCK
         if missing is None:
-            return MissCause.LAST_TOKEN if lacking == alignment else MissCause.READ_AHEAD
+            return MissCause.LAST_TOKEN if lacking == alignment else MissCause.LOOKAHEAD
         if missing in self._in_flight.keys:
             return MissCause.STORING
         return self._state.misses.cause(missing)

@@ -198,4 +198,4 @@ class _Search:
 
     def _behind(self, group: GroupSpec) -> int:
         """Return how many tokens after the hit must be matched too: a draft's lookahead costs the last matched block."""
-        return group.block_tokens if group.reads_ahead else 0
+        return group.block_tokens if group.has_lookahead else 0

@@ -122,7 +122,7 @@ class OffloadCore:
         record = self.state.requests.live.get(fact.request)
         if record is None:
             self.state.tally.rejected(RejectionCause.UNKNOWN_REQUEST, fact.request)
-            self._handed_out(fact, since_reset=False)
+            self._reallocated(fact, since_reset=False)
             self._loads.refuse(fact.request, fact.external_tokens)
             return
         was = record.state
@@ -134,7 +134,7 @@ class OffloadCore:
             self.state.requests.load_is_over(record)
         self._new[record] = None
         if self.state.tables.entries or self.state.tables.shared or self.state.epoch:
-            self._handed_out(fact, since_reset=record.may_store)
+            self._reallocated(fact, since_reset=record.may_store)
         self.state.tables.allocated(record, fact.tables)
         if was is _SEEN:
             self._loads.allocated(record, fact)
@@ -208,7 +208,7 @@ class OffloadCore:
         if fact.preempted:
             self._preempt_all(fact.preempted)
         self._new.clear()
-        advanced = self._advance(fact) if fact.progress or fact.handed_out else []
+        advanced = self._advance(fact) if fact.progress or fact.reallocated else []
         if state.degraded is None:
             if fact.states:
                 self._offer_states(fact.states)
@@ -244,7 +244,7 @@ class OffloadCore:
             grown = [
                 block for progress in fact.progress for blocks in progress.new_blocks for block in blocks
             ]
-            state.tally.zeroed(state.tables.handed_out([*fact.handed_out, *grown]))
+            state.tally.zeroed(state.tables.reallocated([*fact.reallocated, *grown]))
         if state.epoch:
             self._separate_grown(fact)
         for request, confirmed_tokens, new_blocks, new_keys in fact.progress:
@@ -417,18 +417,18 @@ class OffloadCore:
 
     # -- device blocks that were allocated ------------------------------------------------------------------------
 
-    def _handed_out(self, fact: facts.BlocksAllocated, *, since_reset: bool) -> None:
+    def _reallocated(self, fact: facts.BlocksAllocated, *, since_reset: bool) -> None:
         """Zero the new ids of an allocation in other tables, and after a reset note what will be computed into them."""
         state, blocks = self.state, list[DeviceBlockId]()
         for group, table in zip(state.shape.groups, fact.tables, strict=True):
             blocks += table[-(-fact.device_tokens // group.block_tokens) :]
         if state.tables.entries or state.tables.shared:
-            state.tally.zeroed(state.tables.handed_out(blocks))
+            state.tally.zeroed(state.tables.reallocated(blocks))
         if state.epoch:
             self._separate(blocks, since_reset=since_reset)
 
     def _separate_grown(self, fact: facts.StepScheduled) -> None:
-        self._separate(fact.handed_out, since_reset=False)
+        self._separate(fact.reallocated, since_reset=False)
         for progress in fact.progress:
             record = self.state.requests.live.get(progress.request)
             since_reset = record is not None and record.may_store

@@ -103,14 +103,14 @@ class LazyPlanner:
         self._stored = 0  # since blocks were last allocated
 
     def allocated(self, record: RequestRecord) -> None:
-        self._handed_out(sum(map(len, record.table or ())) + self._for_states)
+        self._reallocated(sum(map(len, record.table or ())) + self._for_states)
 
     def loaded(self, record: RequestRecord) -> None:
         """Do nothing: its blocks were counted when they were allocated."""
 
     def step(self, fact: StepScheduled, advanced: Sequence[RequestRecord]) -> None:
         new = sum([len(blocks) for progress in fact.progress for blocks in progress.new_blocks])
-        self._handed_out(new + len(fact.handed_out))
+        self._reallocated(new + len(fact.reallocated))
         is_host_turned_over = self._stored and self._stored >= self._state.pool.capacity
         if self._clean < self._enough and not is_host_turned_over:
             self._look_ahead()
@@ -133,7 +133,7 @@ class LazyPlanner:
         self._stores.refuse(lost, StoreOutcome.LOST)
         record.offered = [*self._state.none_offered]
 
-    def _handed_out(self, blocks: int) -> None:
+    def _reallocated(self, blocks: int) -> None:
         self._clean -= blocks
         if blocks:
             self._stored = 0

@@ -26,15 +26,15 @@ class Policy:
         store_policy: "eager" or "lazy".
         min_load_tokens: shorter hits are recomputed instead.
         prefix_boundaries: ask the engine for recurrent states without which a hit was shorter.
-        spill_after_hits: how often a block is found again before it is written to the disk; None without a disk.
-        share_after_hits: the same for the remote tier; None without one.
+        disk_min_hits: how often a block is found again before it is written to the disk; None without a disk.
+        remote_min_hits: the same for the remote tier; None without one.
     """
 
     store_policy: str = "eager"
     min_load_tokens: int = 0
     prefix_boundaries: bool = True
-    spill_after_hits: int | None = None
-    share_after_hits: int | None = None
+    disk_min_hits: int | None = None
+    remote_min_hits: int | None = None
 
 
 class LoadResults(Struct):
@@ -61,8 +61,8 @@ class CoreState:
         """The value of `RequestRecord.offered` for a new block table."""
         ranks = [Rank(rank) for rank in range(shape.ranks)]
         self.jobs = jobs = Jobs(shape.ranks)
-        self.disk = None if (hits := policy.spill_after_hits) is None else DiskTier(hits, jobs, shape.ranks)
-        self.remote = None if (hits := policy.share_after_hits) is None else RemoteTier(hits, jobs, ranks)
+        self.disk = None if (hits := policy.disk_min_hits) is None else DiskTier(hits, jobs, shape.ranks)
+        self.remote = None if (hits := policy.remote_min_hits) is None else RemoteTier(hits, jobs, ranks)
         self.tiers = tuple([tier for tier in (self.disk, self.remote) if tier is not None])
         """The tiers below the host, in the order in which they are searched."""
         self.pool = HostPool()

@@ -23,7 +23,7 @@ from kvoffload.core.slots import HostPool
 from kvoffload.model.engine import BlockPool
 from kvoffload.model.ids import BlockKey, JobId, Rank, RequestId, SlotId
 from kvoffload.model.limit import AdaptiveLimit
-from kvoffload.model.wire import Direction, DiskRecord, Put, Strike, Tier, TransferReport, Use
+from kvoffload.model.wire import Direction, DiskRecord, Invalidate, Put, Tier, TransferReport, Use
 
 _ABANDONED = JobState.ABANDONED
 
@@ -248,7 +248,7 @@ class DiskTier(LowerTier):
             self.has_block[tier_slot] = 0
             for of_rank in self.sums:
                 of_rank[tier_slot] = 0
-            self.records.append(Strike(tier_slot))
+            self.records.append(Invalidate(tier_slot))
 
     def forget_all(self) -> int:
         """Forget all blocks; return how many there were. Nothing is recorded, because the index itself is removed."""

@@ -22,7 +22,7 @@ class KVIdentity:
 
     Args:
         engine: name and version, as engines change how they lay out KV.
-        weights: a snapshot's commit, a digest of all weight bytes, or the setting `disk_identity`. Names, sizes and times are
+        weights: a snapshot's commit, a digest of all weight bytes, or the setting `weights_id`. Names, sizes and times are
             not enough: other weights under the same name have other KV.
         keys: hash algorithm of the keys and the seed that their chain begins with.
         parallel: how the model is spread over ranks.
@@ -61,6 +61,6 @@ def index_key(identity: KVIdentity, key: TierKey | None) -> TierKey | None:
 def groups_of(shape: EngineShape) -> tuple[tuple[str, int, int | None, bool], ...]:
     """Return the properties of the groups that the bytes of a block depend on."""
     return tuple(
-        (group.kind.value, group.block_tokens, group.reach_tokens, group.reads_ahead)
+        (group.kind.value, group.block_tokens, group.reach_tokens, group.has_lookahead)
         for group in shape.groups
     )

@@ -5,7 +5,7 @@
     generation, ids of files    record, record, ...
     checksum
 
-The index is a log of three events: a slot was filled with a block (put), invalidated (strike), or read (use). The checksum of
+The index is a log of three events: a slot was filled with a block (put), invalidated, or read (use). The checksum of
 a batch covers its number and the log's generation, so that a batch of an older log or in another place is not accepted.
 With a key, the checksums of header, batches and ranks' shards are MACs, so that an index from another writer is not read.
 Reading stops at the first incomplete batch. What is lost with it costs hits, never correctness: a slot whose invalidation is lost is
@@ -36,7 +36,7 @@ from kvoffload.disk.open_folder import OpenFolder
 from kvoffload.disk.tier_key import TierKey
 from kvoffload.model.errors import DiskError
 from kvoffload.model.ids import SlotId
-from kvoffload.model.wire import DiskRecord, Put, Strike
+from kvoffload.model.wire import DiskRecord, Invalidate, Put
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -50,7 +50,7 @@ _SUM_BYTES = 8
 _NUMBER = struct.Struct("<Q")
 _ID_BYTES = 16
 _KEY_BYTES = 64
-_PUT, _STRIKE, _USE = 1, 2, 3
+_PUT, _INVALIDATE, _USE = 1, 2, 3
 _MOST_RECORDS = 4096
 """In a batch of a rewritten index: a flipped bit costs no more than these."""
 _LEAST_GARBAGE = 2**16  # records
@@ -213,7 +213,7 @@ def read_index(data: bytes, slots: int, key: TierKey | None = None) -> IndexCont
 
 def _row(record: DiskRecord) -> tuple[object, ...]:
     if not isinstance(record, Put):
-        return record.slot, _STRIKE if isinstance(record, Strike) else _USE, 0, b"", 0
+        return record.slot, _INVALIDATE if isinstance(record, Invalidate) else _USE, 0, b"", 0
     if len(record.key) > _KEY_BYTES:
         raise DiskError(f"the index has room for keys of {_KEY_BYTES} bytes, and one has {len(record.key)}")
     return record.slot, _PUT, len(record.key), record.key, record.sums

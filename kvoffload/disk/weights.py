@@ -124,7 +124,7 @@ class _Reader:
             if self.loaded_ns is not None and before.st_ctime_ns > self.loaded_ns:
                 raise DiskError(
                     f"{path} has changed since this engine started, so it is unknown which of its bytes were loaded; "
-                    "restart the engine, or set disk_identity"
+                    "restart the engine, or set weights_id"
                 )
             place, mark = f"{before.st_dev}:{before.st_ino}", (before.st_size, before.st_ctime_ns)
             if (found := self.known.get(place)) is not None and found[:2] == mark:

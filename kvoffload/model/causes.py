@@ -32,7 +32,7 @@ class MissCause(Cause):
     LOAD_DECLINED = "load_declined"  # the hit was shorter than min_load_tokens
     NOT_ACCEPTED = "not_accepted"  # it was found, and the engine accepted a shorter hit
     LAST_TOKEN = "last_token"  # one token of a prompt must always be computed
-    READ_AHEAD = "read_ahead"  # a speculative draft needs the last matched block for lookahead
+    LOOKAHEAD = "lookahead"  # a speculative draft needs the last matched block for lookahead
     PARTIAL_BLOCK = "partial_block"  # the tokens after the last whole block
     BEHIND_MISS = "behind_miss"  # it follows a missing block, so it cannot be used
     OPTED_OUT = "opted_out"  # the request asked not to read cached blocks

@@ -125,11 +125,11 @@ class OffloadConfig:
         journal_max_bytes: bound on that file and the rotated one before it, together.
         disk_path: folder for the disk below host memory; None for none.
         disk_bytes: space on disk of one engine, all its ranks together.
-        spill_after_hits: how often a block is found again before it is written to the disk.
-        drain_s: seconds for which the disk may keep an engine without requests stepping, at its start and before it stops.
-        disk_identity: a name that you change with the weights, for weights whose files cannot be read.
+        disk_min_hits: how often a block is found again before it is written to the disk.
+        disk_drain_s: seconds for which the disk may keep an engine without requests stepping, at its start and before it stops.
+        weights_id: a name that you change with the weights, for weights whose files cannot be read.
         remote_url: URL of the remote tier, which engines share below host and disk; None for none.
-        share_after_hits: how often a block is found again before it is written to the remote tier.
+        remote_min_hits: how often a block is found again before it is written to the remote tier.
         remote_timeout_s: seconds after which a call to the remote tier fails.
         tier_key_file: file with the secret key that authenticates blocks on the disk and in the remote tier; None if all writers are trusted.
         otlp_endpoint: URL of a collector that gets OpenTelemetry spans; None for the environment's, if it names one.
@@ -147,11 +147,11 @@ class OffloadConfig:
     journal_max_bytes: Bytes = 2**30
     disk_path: Folder | None = None
     disk_bytes: Bytes = 64 * 2**30
-    spill_after_hits: Hits = 1
-    drain_s: Seconds = 3.0
-    disk_identity: Name | None = None
+    disk_min_hits: Hits = 1
+    disk_drain_s: Seconds = 3.0
+    weights_id: Name | None = None
     remote_url: RemoteUrl | None = None
-    share_after_hits: Hits = 1
+    remote_min_hits: Hits = 1
     remote_timeout_s: Seconds = 2.0
     tier_key_file: File | None = None
     otlp_endpoint: HttpUrl | None = None

@@ -88,7 +88,7 @@ class EngineShape:
     def is_one_full_group(self) -> bool:
         """Whether there is a single full-attention group in which any block can end a hit, as in most models."""
         group = self.groups[0]
-        is_plain = group.kind is AttentionKind.FULL and not group.reads_ahead
+        is_plain = group.kind is AttentionKind.FULL and not group.has_lookahead
         return len(self.groups) == 1 and is_plain and self.alignment == group.block_tokens
 
     @cached_property

@@ -52,7 +52,7 @@ class Progress(NamedTuple):
     """What one request gained since its last report. Requests that gained nothing are left out.
 
     A report may come late, but before the request has computed as many tokens as its smallest block has. Its blocks are then
-    stored later, and the step in which the request got them has them in `handed_out`.
+    stored later, and the step in which the request got them has them in `reallocated`.
 
     Args:
         request: the request.
@@ -92,7 +92,7 @@ class StepScheduled(Fact, frozen=True):
         step: its number.
         progress: requests that gained something, and those that run for the first time since a load without a new allocation.
         preempted: requests that lost their blocks since the last step.
-        handed_out: allocated blocks that `progress` does not have: those in no table, such as copy-on-write targets, and those
+        reallocated: allocated blocks that `progress` does not have: those in no table, such as copy-on-write targets, and those
             of requests that are reported later.
         prefill_tokens: tokens that the step computes for requests that compute several in it.
         decode_tokens: tokens computed for the others, one each.
@@ -103,7 +103,7 @@ class StepScheduled(Fact, frozen=True):
     step: int
     progress: tuple[Progress, ...] = ()
     preempted: tuple[RequestId, ...] = ()
-    handed_out: tuple[DeviceBlockId, ...] = ()
+    reallocated: tuple[DeviceBlockId, ...] = ()
     prefill_tokens: int = 0
     decode_tokens: int = 0
     states: tuple[StateHandedOff, ...] = ()
@@ -111,7 +111,7 @@ class StepScheduled(Fact, frozen=True):
     @property
     def is_idle(self) -> bool:
         """Whether the step reports nothing new."""
-        return not (self.progress or self.preempted or self.handed_out or self.states)
+        return not (self.progress or self.preempted or self.reallocated or self.states)
 
 
 class RequestEnded(Fact, frozen=True):

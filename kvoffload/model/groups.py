@@ -27,7 +27,7 @@ class GroupSpec:
         kind: its attention kind.
         block_tokens: tokens in one of its blocks.
         reach_tokens: the window or the chunk in tokens (the token itself counted), None for full and recurrent.
-        reads_ahead: a speculative draft model reads one block ahead, so the last matched block cannot be used.
+        has_lookahead: a speculative draft model reads one block ahead, so the last matched block cannot be used.
         key_number: the number at the end of its keys, if not `group`.
     """
 
@@ -35,7 +35,7 @@ class GroupSpec:
     kind: AttentionKind
     block_tokens: int
     reach_tokens: int | None = None
-    reads_ahead: bool = False
+    has_lookahead: bool = False
     key_number: int | None = None
 
     def __post_init__(self) -> None:

@@ -181,7 +181,7 @@ class Put(Message, frozen=True):
     sums: tuple[int, ...]
 
 
-class Strike(Message, frozen=True):
+class Invalidate(Message, frozen=True):
     """A slot's block is invalid."""
 
     slot: SlotId
@@ -193,4 +193,4 @@ class Use(Message, frozen=True):
     slot: SlotId
 
 
-DiskRecord: TypeAlias = Put | Strike | Use
+DiskRecord: TypeAlias = Put | Invalidate | Use

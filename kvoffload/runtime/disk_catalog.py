@@ -42,7 +42,7 @@ from kvoffload.logs import get_logger
 from kvoffload.model import facts
 from kvoffload.model.errors import reason_of
 from kvoffload.model.ids import Rank, SlotId
-from kvoffload.model.wire import DiskFile, DiskRecord, Put, Strike, TransferReport
+from kvoffload.model.wire import DiskFile, DiskRecord, Invalidate, Put, TransferReport
 from kvoffload.runtime.portal import Portal
 
 RESET_S = 5.0
@@ -144,7 +144,7 @@ class DiskCatalog:
         if self._was_reset:
             return
         self._unwritten += records
-        if Strike in map(type, records):
+        if Invalidate in map(type, records):
             self._do(self._write)
 
     def reset(self) -> bool:
@@ -261,7 +261,7 @@ class DiskCatalog:
         self._index.append(records)
         self._is_dirty = True
         self._entries += sum(isinstance(record, Put) for record in records)
-        self._entries -= sum(isinstance(record, Strike) for record in records)
+        self._entries -= sum(isinstance(record, Invalidate) for record in records)
         if self._index.is_mostly_garbage(self._entries):
             self._index = self._index.rewritten()
 

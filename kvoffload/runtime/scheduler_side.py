@@ -331,7 +331,7 @@ class SchedulerSide:
         return self.faults.cause
 
     @property
-    def disk_identity(self) -> KVIdentity | None:
+    def weights_id(self) -> KVIdentity | None:
         """The identity of the KV in the disk's folder; None before this process has locked the folder."""
         tiers = self._tiers_side
         return tiers.disk.identity if tiers is not None and tiers.disk is not None else None
@@ -404,6 +404,6 @@ def _policy(
         config.store_policy,
         config.min_load_tokens if isinstance(config.min_load_tokens, int) else shape.alignment,
         config.recurrent_prefix_boundaries,
-        None if disk is None else config.spill_after_hits,
-        None if remote is None else config.share_after_hits,
+        None if disk is None else config.disk_min_hits,
+        None if remote is None else config.remote_min_hits,
     )

@@ -2,10 +2,10 @@
 
     step ─▶ facts for the core: blocks of the index, the remote tier's answers, overdue jobs ─▶ records for the index
     report ─▶ slot files that were opened, records
-    last request ended ─▶ steps for spills and a warm start, for `drain_s` at most
+    last request ended ─▶ steps for spills and a warm start, for `disk_drain_s` at most
 
 Engines do not announce a shutdown: they end their requests, step while anything has work, and stop. So a shutdown spills what
-it can within `drain_s`. In the same time an engine that just started reads the disk's index before its first request.
+it can within `disk_drain_s`. In the same time an engine that just started reads the disk's index before its first request.
 
 Hooks read the attributes before they call a method.
 """
@@ -87,7 +87,9 @@ class TiersSide:
         self._remote: RemoteCatalog | None = None
         self._catalogs: dict[str, DiskCatalog | RemoteCatalog] = {}
         if disk is not None:
-            self.disk = DiskCatalog(disk, ranks, portal, clocks.sleep, closes_in_s=config.drain_s, key=key)
+            self.disk = DiskCatalog(
+                disk, ranks, portal, clocks.sleep, closes_in_s=config.disk_drain_s, key=key
+            )
             self._catalogs["disk"] = self.disk
         if remote is not None:
             self._remote = RemoteCatalog(remote, ranks, portal, now, config.remote_timeout_s, key)
@@ -98,7 +100,7 @@ class TiersSide:
         self._faults = faults
         self._now = now
         self._patience_s = _PATIENCE * config.transfer_timeout_s
-        self._drain_s = config.drain_s
+        self._drain_s = config.disk_drain_s
         self._idle_since: float | None = None
         self._late_steps = 0
         self.due: Sized = () if self.disk is None else self.disk.due

@@ -415,7 +415,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_abandoned_jobs_total", "Jobs abandoned because a copy did not end within transfer_timeout_s.", Kind.COUNTER, (_DIRECTION,), "jobs", counts={events.JobAbandoned: None}),
     Metric("kvoffload_abandoned_device_blocks", "Device blocks that abandoned copies still hold; the engine cannot reuse them until these copies end.", Kind.GAUGE, (), "blocks", read=lambda side: {(): side.core.state.stall.blocks}),
     Metric("kvoffload_copies_stalled", "1 while no new copy starts because copies do not end: abandoned copies of several jobs hold over an eighth of the device pool, or three jobs in a row were abandoned.", Kind.GAUGE, (), "flag", read=lambda side: {(): int(side.core.state.stall.is_on)}),
-    Metric("kvoffload_written_off_blocks_total", "Blocks of abandoned jobs; their host slots are not used again.", Kind.COUNTER, (_DIRECTION,), "blocks", counts={events.JobAbandoned: "blocks"}),
+    Metric("kvoffload_abandoned_blocks_total", "Blocks of abandoned jobs; their host slots are not used again.", Kind.COUNTER, (_DIRECTION,), "blocks", counts={events.JobAbandoned: "blocks"}),
     # --- the tiers' slots ---
     Metric("kvoffload_tier_state", "1 for the tier's current state, 0 for the others.", Kind.GAUGE, (_LOWER_TIERS, Label("state", TierState)), "flag", read=_tier_states),
     Metric("kvoffload_capacity_slots", "Slots that are ready on every rank.", Kind.GAUGE, (_TIER,), "slots", read=_capacities),

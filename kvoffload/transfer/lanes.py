@@ -69,7 +69,7 @@ class Lane:
         self._direction = direction
         self._timeout_s = timeout_s
         self._pending: deque[Batch] = deque()
-        self._written_off: list[Batch] = []
+        self._abandoned: list[Batch] = []
         self.lost: str | None = None
 
     def __len__(self) -> int:
@@ -82,9 +82,9 @@ class Lane:
         return sum([batch.size for batch in tuple(self._pending)])
 
     @property
-    def written_off(self) -> int:
+    def abandoned(self) -> int:
         """Batches that timed out and have not ended."""
-        return len(self._written_off)
+        return len(self._abandoned)
 
     def add(self, batch: Batch) -> None:
         self._pending.append(batch)
@@ -100,17 +100,17 @@ class Lane:
                 continue
             self._pending.remove(batch)
             if is_open:
-                self._written_off.append(batch)
-                self._say(log.error, "written_off", batch, timeout_s=self._timeout_s)
+                self._abandoned.append(batch)
+                self._say(log.error, "abandoned", batch, timeout_s=self._timeout_s)
             else:
                 yield batch.end(state, now)
 
     def reap_late(self, now: float) -> Iterator[Batch]:
         """Remove and yield the batches that timed out and have ended since."""
-        for batch in tuple(self._written_off):
+        for batch in tuple(self._abandoned):
             state = self._query(batch)
             if state not in _OPEN:
-                self._written_off.remove(batch)
+                self._abandoned.remove(batch)
                 self._say(log.warning, "ended_late", batch)
                 yield batch.end(state, now)
 

@@ -202,7 +202,7 @@ class TransferPump:
     def poll(self) -> None:
         """Handle the batches that have ended, without waiting for anything."""
         is_stranded = self._gone is not None and bool(self._queue)
-        if not (any(self._lanes) or self._written_off or is_stranded):
+        if not (any(self._lanes) or self._abandoned or is_stranded):
             return
         if not self._reaping.acquire(blocking=False):
             return
@@ -250,8 +250,8 @@ class TransferPump:
         self.poll()
 
     @property
-    def _written_off(self) -> int:
-        return self._loads.written_off + self._stores.written_off
+    def _abandoned(self) -> int:
+        return self._loads.abandoned + self._stores.abandoned
 
     # --- the coroutine ---
 
@@ -293,14 +293,14 @@ class TransferPump:
                     was_cancelled = True
         if was_cancelled:
             raise asyncio.CancelledError
-        return self._written_off
+        return self._abandoned
 
     async def close(self) -> None:
         """Drain, then close the copier and the arena. The arena stays if a copy that timed out may still touch it."""
         left = await self.drain()
         self._copier.close()
         if left:
-            log.error("host_memory_kept", rank=self._rank, written_off_batches=left)
+            log.error("host_memory_kept", rank=self._rank, abandoned_batches=left)
         else:
             self._arena.close()
 
@@ -373,7 +373,7 @@ class TransferPump:
             ended.append(batch)
             if not batch.failed:
                 self._queue.batch_ended(batch, now, is_load_pending=is_load_pending)
-        if self._written_off and now >= self._late_look_at:
+        if self._abandoned and now >= self._late_look_at:
             self._late_look_at = now + self._timeout_s / 4
             ended += itertools.chain.from_iterable(lane.reap_late(now) for lane in self._lanes)
         for batch in ended:

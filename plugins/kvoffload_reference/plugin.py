@@ -176,7 +176,7 @@ def _identity_of(engine: EngineFacts, shape: EngineShape, config: OffloadConfig)
     model = f"{engine.config.model}, drawn by torch {version('torch')}"
     return KVIdentity(
         engine=f"{_IDENTITY.name} {_IDENTITY.version}",
-        weights=model if config.disk_identity is None else f"{model}, {config.disk_identity}",
+        weights=model if config.weights_id is None else f"{model}, {config.weights_id}",
         keys="sha256 kv-block-chain",
         parallel={"ranks": engine.config.ranks},
         settings={"device": engine.config.device},

@@ -157,7 +157,7 @@ def _lower_tiers(
 
     if config.disk_path is None and config.remote_url is None:
         return None, None, None
-    by_hand = config.disk_identity
+    by_hand = config.weights_id
     if problems := find_problems(vllm_config, has_identity=by_hand is not None):
         raise ConfigError(problems)
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo

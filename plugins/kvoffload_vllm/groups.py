@@ -81,7 +81,7 @@ def vllm_groups(
         raise ConfigError(problems)
     groups = kv_cache_config.kv_cache_groups
     ids = tuple(number for number, group in enumerate(groups) if is_needed_for_hits(group))
-    ahead = _read_ahead(vllm_config, groups)
+    ahead = _with_lookahead(vllm_config, groups)
     specs = tuple(
         _translate_group(GroupId(place), number, groups[number], number in ahead)
         for place, number in enumerate(ids)
@@ -107,13 +107,13 @@ def find_block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
     return match_tokens, hash_tokens
 
 
-def _translate_group(place: GroupId, number: int, group: KVCacheGroupSpec, reads_ahead: bool) -> GroupSpec:
+def _translate_group(place: GroupId, number: int, group: KVCacheGroupSpec, has_lookahead: bool) -> GroupSpec:
     spec = layer_specs(group.kv_cache_spec)[0]  # they agree in all that is read here
     key_number = None if number == place else number
-    return GroupSpec(place, kind_of(spec), spec.block_size, reach_of(spec), reads_ahead, key_number)
+    return GroupSpec(place, kind_of(spec), spec.block_size, reach_of(spec), has_lookahead, key_number)
 
 
-def _read_ahead(vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec]) -> frozenset[int]:
+def _with_lookahead(vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec]) -> frozenset[int]:
     """Return the groups whose last matched block vLLM drops, because a draft model needs a block of lookahead.
 
     If vLLM drops blocks and has marked no group, all count as marked. Groups with equal specs are matched together.

@@ -105,7 +105,7 @@ class Identification:
         if self._is_sent:
             return None
         self._stepped.set()
-        identity = offload.disk_identity
+        identity = offload.weights_id
         self._is_sent = identity is not None
         return identity
 
@@ -147,7 +147,7 @@ def find_identity(
         vllm_config: of the engine.
         groups: its groups.
         root: folder in which digests are remembered.
-        by_hand: `disk_identity`.
+        by_hand: `weights_id`.
         key: authenticates the KV and the digests; None where writers are trusted.
 
     Raises:
@@ -201,7 +201,7 @@ def _check_weights(model: ModelConfig, load: LoadConfig) -> Iterator[str]:
     if reason is not None:
         yield (
             f"disk_path and remote_url: the weights of {model.model} cannot be identified, because {reason}; set "
-            "disk_identity to a name that changes with the weights"
+            "weights_id to a name that changes with the weights"
         )
 
 

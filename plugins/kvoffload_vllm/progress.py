@@ -166,24 +166,24 @@ class ProgressReports:
         scheduled, cached, late = output.num_scheduled_tokens, output.scheduled_cached_reqs, self._late
         resumed, groups, tables = cached.resumed_req_ids, self._groups, cached.new_block_ids
         self.steps += 1
-        handed_out: list[DeviceBlockId] = []
+        reallocated: list[DeviceBlockId] = []
         # Most requests have no new block; `compress` skips them fast. Of a resumed request vLLM gives the whole table,
         # which was reported when it was allocated.
         for name, blocks in compress(zip(cached.req_ids, tables, strict=True), tables):
             if name not in resumed and name in self._tracked:
                 table: _Table = tuple([tuple(blocks[group]) for group in groups])
                 late[name] = tuple(map(add, late[name], table)) if name in late else table
-                handed_out += chain.from_iterable(table)
+                reallocated += chain.from_iterable(table)
         looks: Iterable[str] = self._take_soon(scheduled) if self._soon else ()
         if self.steps % self._every == 0:
-            looks, handed_out = scheduled, []
+            looks, reallocated = scheduled, []
         elif late and self._device.free_blocks() < self._scarce:
-            looks, handed_out = (*looks, *late), []
+            looks, reallocated = (*looks, *late), []
         if output.total_num_scheduled_tokens > len(scheduled):
             self._soon.update((name, tokens) for name, tokens in scheduled.items() if tokens > 1)
         complete = [state.request for state in states]
         progress = self._progress(looks, scheduled, complete) if looks or complete else ()
-        return progress, handed_out
+        return progress, reallocated
 
     def _take_soon(self, scheduled: Mapping[str, int]) -> list[str]:
         """Return the requests to check. One that is not scheduled may have been preempted, which vLLM reports later."""

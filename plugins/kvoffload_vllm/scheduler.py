@@ -146,9 +146,9 @@ class VllmScheduler:
         if total > decoding:
             decoding = list(scheduled.values()).count(1)  # tokens of a draft count as prefill
         progress, late = self._progress.step(output, states)
-        handed_out = (*copied, *late) if late and self.offload.watches_blocks else copied
+        reallocated = (*copied, *late) if late and self.offload.watches_blocks else copied
         fact = facts.StepScheduled(
-            self._progress.steps, progress, preempted, handed_out, total - decoding, decoding, states
+            self._progress.steps, progress, preempted, reallocated, total - decoding, decoding, states
         )
         plan = self.offload.step(fact)
         if self.offload.copies.awaited or self.offload.faults.cause:

@@ -229,7 +229,7 @@ async def _hooks(folder: Path) -> list[Line]:
     disk = {**HOST, "disk_bytes": "64MiB"}
     spent: dict[str, list[float]] = {}
     for play in range(_PLAYS):
-        idle = {**disk, "disk_path": str(folder / f"idle-{play}"), "spill_after_hits": NEVER}
+        idle = {**disk, "disk_path": str(folder / f"idle-{play}"), "disk_min_hits": NEVER}
         works = {**disk, "disk_path": str(folder / f"working-{play}")}
         async with (
             served(OUTGROWS, HOST) as without,

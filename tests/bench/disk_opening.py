@@ -80,7 +80,7 @@ def _open(folder: Path, identity: KVIdentity, blocks: int) -> tuple[float, list[
     """Return the seconds until the core knows all blocks, and those of each of its steps."""
     group = GroupSpec(GroupId(0), AttentionKind.FULL, 16)
     shape = EngineShape((group,), ranks=_RANKS, device_blocks=64, step_tokens=64)
-    core = OffloadCore(shape, Policy(spill_after_hits=1), CountedBlocks(64))
+    core = OffloadCore(shape, Policy(disk_min_hits=1), CountedBlocks(64))
     portal = Portal("kvoffload-bench")
     index = DiskCatalog(
         DiskPlace(folder, lambda: identity), _RANKS, portal, asyncio.sleep, closes_in_s=_TIMEOUT_S

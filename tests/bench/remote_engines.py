@@ -78,7 +78,7 @@ async def _second_engine(name: str, server: LocalStore, args: argparse.Namespace
         model=args.model,
     )
     memory = {"host_bytes": "256MiB"}
-    settings = {**memory, "remote_url": server.url, "share_after_hits": 0}
+    settings = {**memory, "remote_url": server.url, "remote_min_hits": 0}
     prompts = _prompts(args.conversations, tokens)
     async with served(options, settings) as (first, side):
         for prompt in prompts:
@@ -119,7 +119,7 @@ async def _hooks(kind: str) -> list[Line]:
             dead[0], "the store to fail", lambda: tier_state(dead[1], Tier.REMOTE) is TierState.FAILING
         )
         working = {**HOST, "remote_url": opened.enter_context(local_store(kind, _NODE_BYTES)).url}
-        idle = {**working, "share_after_hits": NEVER, "disk_identity": "another"}
+        idle = {**working, "remote_min_hits": NEVER, "weights_id": "another"}
         none = await opened.enter_async_context(served(OUTGROWS, HOST))
         rests = await opened.enter_async_context(served(OUTGROWS, idle))
         busy = await opened.enter_async_context(served(OUTGROWS, working))
@@ -154,7 +154,7 @@ async def _hanging(server: LocalStore, args: argparse.Namespace) -> tuple[float,
     """
     process = server.node if isinstance(server, LocalMooncake) else server.server
     options = _ring_options(args)
-    settings = {"host_bytes": _ring_host(options), "remote_url": server.url, "share_after_hits": 0}
+    settings = {"host_bytes": _ring_host(options), "remote_url": server.url, "remote_min_hits": 0}
     async with served(options, settings) as (engine, side), _ring(engine) as tokens:
         await until(
             None,

@@ -210,7 +210,7 @@ class CoreEngine:
         shape = EngineShape(
             (_GROUP,), ranks=1, device_blocks=_DEVICE_BLOCKS, step_tokens=_DEVICE_BLOCKS * BLOCK_TOKENS
         )
-        policy = Policy(spill_after_hits=1 if tiers.disk else None, share_after_hits=tiers.share_after)
+        policy = Policy(disk_min_hits=1 if tiers.disk else None, remote_min_hits=tiers.share_after)
         self._core = OffloadCore(shape, policy, self._device)
         self._works = tiers.share_after is not None
         self._slots, self._steps, self._served = tiers.host, 0, 0

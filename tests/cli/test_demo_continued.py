@@ -26,7 +26,7 @@ NEEDS_MOONCAKE = pytest.mark.tools("ibverbs")
 # Long enough for several writes of the disk's index before the kill; half of what is found are answers.
 LONGER = ["--first-tokens", "400", "--answer-tokens", "320", "--device-blocks", "220"]
 # A machine that is busy with other tests must not make a call or the drain too short.
-PATIENT = ["--config", "drain_s=60", "--config", "remote_timeout_s=60"]
+PATIENT = ["--config", "disk_drain_s=60", "--config", "remote_timeout_s=60"]
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome, TierOutcome
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import BlockKey, JobId, Rank, SlotId
-from kvoffload.model.wire import Direction, DiskJob, JobReport, Put, Strike, Tier
+from kvoffload.model.wire import Direction, DiskJob, Invalidate, JobReport, Put, Tier
 from tests.core.lower_world import LowerWorld
 from tests.core.world import CORRUPT, DONE, FAILED, GARBAGE, keys_of
 
@@ -30,7 +30,7 @@ class DiskWorld(LowerWorld):
     Args:
         groups: as of the world.
         disk: places on the disk.
-        after_hits: `spill_after_hits`.
+        after_hits: `disk_min_hits`.
         before: the life of the engine before this one.
         opens: the disk's index is read at once.
         settings: as of the world.
@@ -62,7 +62,7 @@ class DiskWorld(LowerWorld):
             self.open()
 
     def _make_core(self, policy: Policy) -> OffloadCore:
-        return super()._make_core(replace(policy, spill_after_hits=self.after_hits))
+        return super()._make_core(replace(policy, disk_min_hits=self.after_hits))
 
     @property
     def disk(self) -> DiskTier:
@@ -201,9 +201,9 @@ class DiskWorld(LowerWorld):
             self.synced = self.index.copy()
         for record in records:
             if isinstance(record, Put):
-                assert record.slot not in self.index, "a slot was put without a strike"
+                assert record.slot not in self.index, "a slot was put before it was invalidated"
                 self.index[record.slot] = record
-            elif isinstance(record, Strike):
+            elif isinstance(record, Invalidate):
                 del self.index[record.slot]
             else:
                 self.index[record.slot] = self.index.pop(record.slot)

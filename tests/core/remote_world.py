@@ -44,7 +44,7 @@ class RemoteWorld(LowerWorld):
     Args:
         groups: as of the world.
         store: what engines have written.
-        share_after_hits: the setting.
+        remote_min_hits: the setting.
         hints: kept of what the store has.
         is_reached: the store answers from the start.
         namespace: under which the engine finds what others wrote.
@@ -55,13 +55,13 @@ class RemoteWorld(LowerWorld):
         self,
         *groups: GroupSpec,
         store: Store | None = None,
-        share_after_hits: int = 1,
+        remote_min_hits: int = 1,
         hints: int = 64,
         is_reached: bool = True,
         namespace: str = "print/0",
         **settings: Any,  # noqa: ANN401  # the world's own
     ) -> None:
-        self.share_after_hits, self.hints = share_after_hits, hints
+        self.remote_min_hits, self.hints = remote_min_hits, hints
         self.store: Store = {} if store is None else store
         self.namespace = namespace
         """What the core finds blocks under, once it has learnt of it."""
@@ -73,7 +73,7 @@ class RemoteWorld(LowerWorld):
 
     def _make_core(self, policy: Policy) -> OffloadCore:
         with patch("kvoffload.core.tiers.MOST_HINTS", self.hints):  # every audit looks at each of them
-            return super()._make_core(replace(policy, share_after_hits=self.share_after_hits))
+            return super()._make_core(replace(policy, remote_min_hits=self.remote_min_hits))
 
     @property
     def remote(self) -> RemoteTier:

@@ -90,7 +90,7 @@ CHANGES: dict[str, Callable[[World], object]] = {
     "a reset": lambda world: world.reset(),
     "a broken invariant": lambda world: world.degrade(),
     "more slots": lambda world: world.ready_up_to(99),
-    "a block allocated": lambda world: world.core.state.tables.handed_out(world.requests["runs"].tables[1]),
+    "a block allocated": lambda world: world.core.state.tables.reallocated(world.requests["runs"].tables[1]),
     "a use of a slot": lambda world: world.core.state.pool.use(
         [max(world.core.state.pool.index.values())], {}
     ),

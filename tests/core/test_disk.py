@@ -362,7 +362,7 @@ def test_a_host_slot_is_pinned_while_it_is_spilled() -> None:
 
 
 def test_r17_a_place_is_struck_before_it_is_written_again() -> None:
-    """The world refuses a put without a strike, and checks every place after every fact."""
+    """The world refuses a put into a slot that was not invalidated, and checks every place after every fact."""
     world = DiskWorld(disk=3)
     world.only_on_disk(TEXT)
     assert len(world.index) == 3

@@ -30,7 +30,7 @@ SHAPES: Sequence[tuple[GroupSpec, ...]] = (
     (window(5), full(group=1)),
     (full(4), window(9, 2, group=1)),
     (full(2), chunked(8, 4, group=1)),
-    (full(reads_ahead=True), window(6, group=1, reads_ahead=True)),
+    (full(has_lookahead=True), window(6, group=1, has_lookahead=True)),
 )
 TEXTS = (
     "the quick brown fox",
@@ -308,7 +308,7 @@ class Everything(RuleBasedStateMachine):
 def _has(index: Mapping[BlockKey, SlotId], text: str, group: GroupSpec, device: int, length: int) -> bool:
     """Whether a group finds all that the token at `length` reads, and the draft's lookahead."""
     size = group.block_tokens
-    ahead = size if group.reads_ahead else 0
+    ahead = size if group.has_lookahead else 0
     return all(
         (position + 1) * size <= len(text) and key_at(text, (position + 1) * size, group.group) in index
         for position in range((length + ahead) // size)

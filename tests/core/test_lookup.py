@@ -89,7 +89,7 @@ def is_usable(
     group: GroupSpec, keys: Sequence[BlockKey], index: Mapping[BlockKey, SlotId], start: int, length: int
 ) -> bool:
     wanted = needed(group, start, length)
-    if group.reads_ahead:
+    if group.has_lookahead:
         wanted.add(length // group.block_tokens)  # the block behind must match, and is dropped
     return all(position < len(keys) and keys[position] in index for position in wanted)
 
@@ -178,7 +178,7 @@ def test_each_block_is_looked_up_once() -> None:
 
 def test_a_group_is_not_asked_about_a_length_that_another_has_made_useless() -> None:
     # A group with lookahead would look up the block behind what the device holds, and be named as the one that lacks it.
-    shape = EngineShape((window(5), window(5, group=1, reads_ahead=True)), 1, 8, 8)
+    shape = EngineShape((window(5), window(5, group=1, has_lookahead=True)), 1, 8, 8)
     keys = [[block_key(b"%d" % at, GroupId(group)) for at in range(3)] for group in range(2)]
     index, part = recording({})
     assert longest_match(shape, keys, index, 4, 8) == Match(4, (), keys[0][1])

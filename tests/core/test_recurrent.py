@@ -136,7 +136,7 @@ def test_r7_a_state_whose_block_was_handed_out_while_it_waited_is_not_stored() -
     (block,) = [block for block, key in world.device.keys.items() if key == key_at(TEXT, 4)]
     world.device.forget_keys()
     while block in world.device.free:
-        world.tell(facts.StepScheduled(world.steps, handed_out=tuple(world.device.hand_out(1))))
+        world.tell(facts.StepScheduled(world.steps, reallocated=tuple(world.device.hand_out(1))))
     world.ready_up_to(8)
     world.idle_step()
     world.finish()

@@ -224,11 +224,11 @@ def test_r2_a_hit_leaves_a_token_to_compute(text: str, found: int, cause: MissCa
 
 
 def test_r2_a_draft_that_reads_ahead_costs_the_last_matched_block() -> None:
-    world = World(full(reads_ahead=True))
+    world = World(full(has_lookahead=True))
     world.serve("first", TEXT)
     world.device.forget_keys()
     assert world.admit(world.add("a", TEXT)) == 8
-    assert world.miss() is MissCause.READ_AHEAD
+    assert world.miss() is MissCause.LOOKAHEAD
     assert world.admit(world.add("b", TEXT[:12]), may_wait=False) == 8
     assert world.miss() is MissCause.LAST_TOKEN
 

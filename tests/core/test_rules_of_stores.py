@@ -507,7 +507,7 @@ def test_r5_blocks_are_given_back_deepest_first() -> None:
 
 
 def reused(world: World, request: Req) -> list[int]:
-    """The positions that the core has struck from a request's record."""
+    """The positions that the core has removed from a request's record."""
     table = world.core.state.requests.live[request.name].table
     assert table is not None
     return [position for position, block in enumerate(table[0]) if block == NULL_BLOCK]
@@ -552,7 +552,7 @@ def test_r7_ids_come_from_allocations_and_copy_targets_too(how: str) -> None:
     assert left in world.device.free
     world.device.free.move_to_end(left, last=False)
     if how == "copy target":
-        world.tell(facts.StepScheduled(99, handed_out=(left,)))
+        world.tell(facts.StepScheduled(99, reallocated=(left,)))
     else:
         world.admit(world.add("b", "01234"))
     assert record[0][0] == NULL_BLOCK
@@ -608,8 +608,8 @@ def test_r7_striking_costs_the_ids_and_not_the_tables() -> None:
     world = World(window(5), device=64, host=0)
     requests = [computed(world, f"r{number}", f"{number}bcdefghijklm") for number in range(5)]
     tables = world.core.state.tables
-    assert tables.handed_out([two_block(world, requests[3])]) == 1
-    assert tables.handed_out([DeviceBlockId(63)]) == 0
+    assert tables.reallocated([two_block(world, requests[3])]) == 1
+    assert tables.reallocated([DeviceBlockId(63)]) == 0
 
 
 # -- R8: evictions are reported ---------------------------------------------------------------------------------------

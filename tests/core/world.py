@@ -58,13 +58,13 @@ GARBAGE = BlockKey(b"garbage")
 E = TypeVar("E", bound=Event)
 
 
-def full(block_tokens: int = 4, group: int = 0, *, reads_ahead: bool = False) -> GroupSpec:
-    return GroupSpec(GroupId(group), AttentionKind.FULL, block_tokens, reads_ahead=reads_ahead)
+def full(block_tokens: int = 4, group: int = 0, *, has_lookahead: bool = False) -> GroupSpec:
+    return GroupSpec(GroupId(group), AttentionKind.FULL, block_tokens, has_lookahead=has_lookahead)
 
 
-def window(tokens: int, block_tokens: int = 4, group: int = 0, *, reads_ahead: bool = False) -> GroupSpec:
+def window(tokens: int, block_tokens: int = 4, group: int = 0, *, has_lookahead: bool = False) -> GroupSpec:
     return GroupSpec(
-        GroupId(group), AttentionKind.SLIDING_WINDOW, block_tokens, tokens, reads_ahead=reads_ahead
+        GroupId(group), AttentionKind.SLIDING_WINDOW, block_tokens, tokens, has_lookahead=has_lookahead
     )
 
 
@@ -439,7 +439,7 @@ class World:
 
     def _step(self, running: Sequence[Req], tokens: int) -> TransferPlan:
         progress, chunks, states = [], [], list[facts.StateHandedOff]()
-        handed_out: list[DeviceBlockId] = []
+        reallocated: list[DeviceBlockId] = []
         self.until_report = (self.until_report or self.report_every) - 1
         for request in running:
             end = min(len(request.text), request.computed + tokens)
@@ -455,13 +455,13 @@ class World:
             if made or end - request.computed > 1:  # a late report must not be late by a block
                 progress.append(self._progress(request.name))
             elif self.until_report:
-                handed_out += chain.from_iterable(new_blocks)
+                reallocated += chain.from_iterable(new_blocks)
         if not self.until_report:
             progress += map(self._progress, tuple(self.late))
         preempted, self.preempted = tuple(self.preempted), []
         self.tell(
             facts.StepScheduled(
-                self.steps, tuple(progress), preempted, tuple(handed_out), states=tuple(states)
+                self.steps, tuple(progress), preempted, tuple(reallocated), states=tuple(states)
             )
         )
         self.steps += 1

@@ -21,7 +21,7 @@ from kvoffload.disk.open_folder import open_folder
 from kvoffload.disk.slot_file import SlotFile, SlotShape, open_slot_file
 from kvoffload.disk.system import aligned_buffer
 from kvoffload.model.ids import BlockKey, SlotId
-from kvoffload.model.wire import DiskRecord, Put, Strike
+from kvoffload.model.wire import DiskRecord, Invalidate, Put
 
 RANKS = 2
 SLOT_BYTES = 6000  # no multiple of a sector
@@ -41,7 +41,7 @@ def shard(generation: bytes, key: bytes, rank: int, size: int = SLOT_BYTES) -> b
 
 
 class Writer:
-    """The files of one engine, written as the tier writes them: strike, reuse, data of all ranks, then put."""
+    """The files of one engine, written as the tier writes them: invalidate, reuse, data of all ranks, then put."""
 
     def __init__(self, folder: Path, slots: int, slot_bytes: int = SLOT_BYTES) -> None:
         self.folder = open_folder(folder)
@@ -57,7 +57,7 @@ class Writer:
 
     def strike(self, slot: SlotId) -> None:
         del self.held[slot]
-        self.log.append([Strike(slot)])
+        self.log.append([Invalidate(slot)])
 
     def put(self, slot: SlotId, key: BlockKey) -> None:
         sums = []

@@ -21,7 +21,7 @@ from kvoffload.disk.index import (
 from kvoffload.disk.tier_key import TierKey
 from kvoffload.model.errors import DiskError
 from kvoffload.model.ids import BlockKey, SlotId
-from kvoffload.model.wire import DiskRecord, Put, Strike, Use
+from kvoffload.model.wire import DiskRecord, Invalidate, Put, Use
 
 SLOTS = 8
 HEADER = IndexHeader(b"g" * 16, (b"first file's id.", b"other file's id."), SLOTS)
@@ -31,8 +31,8 @@ def put(slot: int, key: int) -> Put:
     return Put(SlotId(slot), BlockKey(key.to_bytes(36, "big")), (key * 7, 2**64 - 1 - key))
 
 
-def strike(slot: int) -> Strike:
-    return Strike(SlotId(slot))
+def strike(slot: int) -> Invalidate:
+    return Invalidate(SlotId(slot))
 
 
 def use(slot: int) -> Use:

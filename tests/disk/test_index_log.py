@@ -12,7 +12,7 @@ from kvoffload.disk.index import IndexHeader, IndexLog, NotAnIndex, load_index, 
 from kvoffload.disk.open_folder import open_folder
 from kvoffload.model.errors import DiskError
 from kvoffload.model.ids import BlockKey, SlotId
-from kvoffload.model.wire import Put, Strike, Use
+from kvoffload.model.wire import Invalidate, Put, Use
 
 HEADER = IndexHeader(b"g" * 16, (b"the file's ident",), 1000)
 
@@ -21,8 +21,8 @@ def put(slot: int, key: int | None = None) -> Put:
     return Put(SlotId(slot), BlockKey((slot if key is None else key).to_bytes(36, "big")), (slot,))
 
 
-def strike(slot: int) -> Strike:
-    return Strike(SlotId(slot))
+def strike(slot: int) -> Invalidate:
+    return Invalidate(SlotId(slot))
 
 
 def use(slot: int) -> Use:

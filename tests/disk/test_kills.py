@@ -1,4 +1,4 @@
-"""SIGKILL at random moments: every put that was written and not struck is found, with its bytes; nothing else is served.
+"""SIGKILL at random moments: every put that was written and not invalidated is found, with its bytes; nothing else is served.
 
 KVOFFLOAD_KILLS=200 makes more of them.
 """
@@ -23,13 +23,13 @@ _MOST_ACTIONS = 400  # before which every writer is killed
 
 
 def write_until_killed(folder: Path, seed: int, to_test: Connection) -> None:
-    """Put, strike, sync, rewrite and reset at random; say what is about to happen, or has."""
+    """Put, invalidate, sync, rewrite and reset at random; say what is about to happen, or has."""
     random = Random(seed)
     writer = Writer(folder, SLOTS)
     for number in range(1, 2 * _MOST_ACTIONS):
         slot = SlotId(random.randrange(SLOTS))
         if (old := writer.held.get(slot)) is not None:
-            to_test.send(("to be struck", old.key))
+            to_test.send(("to be invalidated", old.key))
             writer.strike(slot)
         key = key_of(seed * 10_000 + number)
         writer.put(slot, key)
@@ -54,7 +54,7 @@ class Expected:
     def said(self, what: str, key: bytes) -> None:
         if what == "put":
             self.there.add(key)
-        elif what == "to be struck":
+        elif what == "to be invalidated":
             self.there.discard(key)
             self.perhaps.add(key)
         elif what == "to be reset":
@@ -93,7 +93,7 @@ def test_after_a_kill_at_any_moment_what_was_put_is_found(tmp_path: Path) -> Non
         assert process.exitcode == -signal.SIGKILL, "the writer ended by itself"
         found = found_blocks(tmp_path, SLOTS)
         assert {key for key in expected.there if not found.get(key)} == set(), f"seed {seed}"
-        # The last put may have been written and not said; a struck one may be found, with its bytes or without.
+        # The last put may have been written and not said; an invalidated one may be found, with its bytes or without.
         unsaid = found.keys() - expected.there - expected.perhaps
         assert len(unsaid) <= 1
         expected.there = {key for key, is_right in found.items() if is_right}

@@ -16,7 +16,7 @@ from kvoffload.disk.index import IndexHeader, new_generation, start_index
 from kvoffload.disk.open_folder import open_folder
 from kvoffload.disk.system import aligned_buffer
 from kvoffload.model.ids import SlotId
-from kvoffload.model.wire import Put, Strike
+from kvoffload.model.wire import Invalidate, Put
 from tests.disk.blocks import found_blocks, key_of, open_files, shard
 from tests.disk.fork_server import forking
 
@@ -26,7 +26,7 @@ KILLS = 3
 
 
 def write_until_killed(folder: Path, to_test: Connection) -> None:
-    """Each thread writes two slots in turn: strike, the data of all ranks, put."""
+    """Each thread writes two slots in turn: invalidate, the data of all ranks, put."""
     files = open_files(folder, SLOTS)
     log = start_index(
         open_folder(folder), IndexHeader(new_generation(), tuple(file.id for file in files), SLOTS)
@@ -39,7 +39,7 @@ def write_until_killed(folder: Path, to_test: Connection) -> None:
             slot, key = SlotId(2 * number + round_number % 2), key_of(1 + number * 100_000 + round_number)
             with lock:
                 to_test.send((slot, None))
-                log.append([Strike(slot)])
+                log.append([Invalidate(slot)])
             sums = []
             for file in files:
                 data = shard(log.header.generation, key, file.shape.rank)

@@ -24,7 +24,7 @@ class Life:
     def __init__(self, folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.random = Random(seed)
         self.disk = Disk()
-        self.durable: set[bytes] = set()  # put, synced with their data, and not struck
+        self.durable: set[bytes] = set()  # put, synced with their data, and not invalidated
         self.gone: set[bytes] = set()  # from before a reset that was answered
         self.pictures: list[tuple[Disk, set[bytes], set[bytes]]] = []
         recorded = RecordedOs(self.disk, self.happened)

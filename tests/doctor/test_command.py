@@ -19,7 +19,7 @@ from kvoffload.cli.main import main
 
 MACHINE = {"host memory", "locked memory", "swap", "expandable segments", "gpu"}
 VLLM = {"vllm version", "vllm plugin", "vllm connector", "load failures", "model sizes"}
-OTHERS = {"settings", "host pool", "disk space", "disk folder", "journal", "span collector", "remote store"}
+OTHERS = {"settings", "host pool", "disk space", "disk folder", "journal", "span collector", "remote tier"}
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any]]:

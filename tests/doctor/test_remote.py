@@ -13,7 +13,7 @@ from tests.doctor.trees import ask, machine, setup
 
 
 def found(url: str | None, tmp_path: Path) -> tuple[str, str]:
-    return ask(CHECKS, "remote store", setup(remote_url=url), machine(tmp_path))
+    return ask(CHECKS, "remote tier", setup(remote_url=url), machine(tmp_path))
 
 
 def test_none_is_fine(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def check(scene: Scene, before: Before) -> None:
     _check_blocks_in_flight(scene)
     _check_tables(scene)
     _check_eviction_order(scene, before)
-    _check_written_off(scene)
+    _check_abandoned(scene)
     _check_tiers(scene, before)
     if scene.disk_world is not None:
         _check_disk(scene, scene.disk_world)
@@ -123,10 +123,10 @@ def _check_eviction_order(scene: Scene, before: Before) -> None:
             assert not deeper, f"R15: {head!r} was evicted before {deeper!r}"
 
 
-def _check_written_off(scene: Scene) -> None:
+def _check_abandoned(scene: Scene) -> None:
     """R16: memory under an abandoned copy is never allocated again."""
     pool = scene.world.core.state.pool
-    for slot in scene.written_off:
+    for slot in scene.abandoned:
         assert pool.state(slot) is SlotState.QUARANTINED, f"R16: slot {slot} is {pool.state(slot).name} again"
 
 
@@ -182,7 +182,7 @@ def _check_disk(scene: Scene, world: DiskWorld) -> None:
     jobs = [job for job in state.jobs.open.values() if isinstance(job, Spill) and job.tier is Tier.DISK]
     written = {place for job in jobs for place in job.tier_slots}
     assert written.isdisjoint(world.index), f"places {written} are written, and in the index {world.index}"
-    for place in scene.places_written_off:
+    for place in scene.places_abandoned:
         is_off = disk.pool.state(place) in (SlotState.DRAINING, SlotState.QUARANTINED)
         assert is_off, f"R16: place {place} is allocated again"
     for put in world.index.values():

@@ -227,9 +227,9 @@ def _hang(scene: Scene, rank: int, job: JobId) -> None:
     world.failing.add(rank)
     world.report(rank, job, FAILED, stuck=(0,))
     if copy.direction is Direction.STORE:
-        scene.places_written_off.add(copy.targets[0])
+        scene.places_abandoned.add(copy.targets[0])
     else:
-        scene.written_off.add(copy.slots[0])
+        scene.abandoned.add(copy.slots[0])
 
 
 def _late(scene: Scene, job: int) -> None:
@@ -238,9 +238,9 @@ def _late(scene: Scene, job: int) -> None:
     scene.world.overdue(JobId(job))
     is_store = copy.direction is Direction.STORE
     if copy.tier is Tier.DISK and is_store:
-        scene.places_written_off.update(copy.targets)
+        scene.places_abandoned.update(copy.targets)
     if (copy.tier is Tier.HOST) is is_store:  # a copy to a host slot
-        scene.written_off.update(copy.slots)
+        scene.abandoned.update(copy.slots)
 
 
 def _reset(scene: Scene) -> None:

@@ -39,8 +39,8 @@ class Scene:
         left: how often each kind of trouble may still happen.
         found: what a request's last lookup answered (device and host tokens), until it is given blocks.
         stored: how often each incarnation of a request had a key stored; R8 allows it once more than once.
-        written_off: slots under an abandoned store or fetch, or a read that hangs, which are never allocated again (R16).
-        places_written_off: places on the disk under a write that hangs or was abandoned.
+        abandoned: slots under an abandoned store or fetch, or a read that hangs, which are never allocated again (R16).
+        places_abandoned: places on the disk under a write that hangs or was abandoned.
     """
 
     kind: SmallWorld
@@ -49,8 +49,8 @@ class Scene:
     left: dict[str, int]
     found: dict[str, tuple[int, int]] = field(default_factory=dict)
     stored: Counter[tuple[RequestId, int, BlockKey]] = field(default_factory=Counter)
-    written_off: set[SlotId] = field(default_factory=set)
-    places_written_off: set[SlotId] = field(default_factory=set)
+    abandoned: set[SlotId] = field(default_factory=set)
+    places_abandoned: set[SlotId] = field(default_factory=set)
 
     @classmethod
     def first(cls, kind: SmallWorld) -> Scene:
@@ -77,8 +77,8 @@ class Scene:
         self.unseen = list(self.kind.texts)
         self.found.clear()
         self.stored.clear()
-        self.written_off.clear()
-        self.places_written_off.clear()
+        self.abandoned.clear()
+        self.places_abandoned.clear()
 
     def spend(self, trouble: str) -> None:
         self.left[trouble] -= 1

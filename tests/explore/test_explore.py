@@ -79,7 +79,7 @@ BREAKS: dict[str, tuple[str, type, str, object]] = {
     "R7 ids allocated again are not zeroed": (
         "window",
         BlockTables,
-        "handed_out",
+        "reallocated",
         lambda self, blocks: 0,
     ),
     "R4 a block is put into the index when one rank has written it": (

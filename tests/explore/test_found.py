@@ -84,7 +84,7 @@ FOUND: dict[str, tuple[str, list[Action]]] = {
             ("step", "c"),
         ],
     ),
-    "R12 a fetch of a request that had ended was withdrawn after offloading was switched off": (
+    "R12 a fetch of a request that had ended was cancelled after offloading was switched off": (
         "a disk that opens",
         [("open",), ("open",), ("add", "a"), ("step",), ("end", "a"), ("degrade",), ("step",)],
     ),

@@ -80,7 +80,7 @@ class SmallWorld:
         if not self.in_store:
             return None
         settings = {**self._settings, "device": 32, "host": 32}
-        world = RemoteWorld(*self.groups, share_after_hits=0, **settings)
+        world = RemoteWorld(*self.groups, remote_min_hits=0, **settings)
         for text in self.in_store:
             world.share(text)
         return world.store
@@ -93,7 +93,7 @@ class SmallWorld:
             opens = is_known and "open" not in self.often
             settings |= {"disk": self.disk, "after_hits": self.after_hits, "before": disk, "opens": opens}
         if self.hints:
-            settings |= {"hints": self.hints, "share_after_hits": self.after_hits, "store": store}
+            settings |= {"hints": self.hints, "remote_min_hits": self.after_hits, "store": store}
             settings |= {"namespace": f"print/{resets}", "is_reached": is_known}
         kinds = (World, DiskWorld), (RemoteWorld, TieredWorld)
         return kinds[self.hints > 0][self.disk > 0](*self.groups, **settings)

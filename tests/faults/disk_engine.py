@@ -54,7 +54,7 @@ class Driven:
             "host_bytes": ranks * 40 * size,
             "disk_path": Path(folder),
             "disk_bytes": ranks * (4096 + blocks * (size + 4096)),
-            "spill_after_hits": 1,
+            "disk_min_hits": 1,
         }
         config = config_of("full", ranks=ranks, timeout_s=timeout_s, extra=extra)
         config = replace(config, model=replace(config.model, head_dim=head_dim))
@@ -93,7 +93,7 @@ class Driven:
             "blocks": len(disk.pool.index),
             "is_usable": disk.is_usable,
             "fetching": disk.fetching,
-            "written_off": self.offload.core.state.pool.count(SlotState.QUARANTINED),
+            "abandoned": self.offload.core.state.pool.count(SlotState.QUARANTINED),
         }
 
     def close(self) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def test_an_engine_that_takes_a_leased_block_back_is_noticed(caplog: pytest.LogC
 def test_an_end_that_comes_after_its_job_was_abandoned(
     direction: str, end: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Device blocks come back, since nothing touches them any more; host slots stay written off, good or bad."""
+    """Device blocks come back, since nothing touches them any more; host slots stay quarantined, good or bad."""
     with rig(host_blocks=40) as made:
         stuck = never_ending(made, direction)
         assert made.engine.statistics().leased_blocks > 0

@@ -197,9 +197,7 @@ def test_a_read_that_hangs_opens_the_breaker_and_closing_waits_for_nothing(
     engine.order("hang 1")
     state = engine("serve", *ALL)  # the first request waits for the time-out, the others for nothing
     assert fetched(state, "failed") > 0
-    assert bool(state["written_off"]) == (head_dim == LONG_HEAD_DIM), (
-        "host slots under the call, and no others"
-    )
+    assert bool(state["abandoned"]) == (head_dim == LONG_HEAD_DIM), "host slots under the call, and no others"
     assert not state["is_usable"]
     assert state["fetching"] == 0
     assert "disk_call_hangs" in engine.log

@@ -131,7 +131,7 @@ def test_without_the_reset_the_old_weights_would_have_been_served() -> None:
 
 
 def test_a_request_of_before_ends_after_the_reset_and_leaves_nothing_to_be_found() -> None:
-    """It goes on with a mix of old and new, which is the engine's affair; others must not get it, now or later."""
+    """It goes on with a mix of both, which is the engine's affair; others must not get it, now or later."""
     with rig(step_tokens=8) as made:
         on_host_only(made, PROMPTS[0])
         made.submit((*PROMPTS[0], 1, 2, 3), 30)  # half of it comes from the host

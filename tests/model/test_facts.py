@@ -16,7 +16,7 @@ RUNS = facts.Progress(RequestId("a"), 4)
         (facts.StepScheduled(1), True),
         (facts.StepScheduled(1, progress=(RUNS,)), False),
         (facts.StepScheduled(1, preempted=(RequestId("a"),)), False),
-        (facts.StepScheduled(1, handed_out=(DeviceBlockId(3),)), False),
+        (facts.StepScheduled(1, reallocated=(DeviceBlockId(3),)), False),
     ],
 )
 def test_a_step_that_reports_nothing_new_is_idle(fact: facts.StepScheduled, is_idle: bool) -> None:

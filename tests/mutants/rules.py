@@ -124,7 +124,7 @@ def r7_stale_ids_stay() -> list[Patch]:
         verdict = real(self, offer, holds)
         return offer if verdict in (StoreOutcome.STALE, StoreOutcome.NOT_HASHED) and offer.block else verdict
 
-    return [(BlockTables, "handed_out", lambda self, blocks: 0), (Stores, "_by_block", by_block)]
+    return [(BlockTables, "reallocated", lambda self, blocks: 0), (Stores, "_by_block", by_block)]
 
 
 def r8_nothing_is_held() -> list[Patch]:
@@ -175,7 +175,7 @@ def r11_tables_are_kept() -> list[Patch]:
 
 
 def r12_what_the_core_raised_is_forgotten() -> list[Patch]:
-    return [(Faults, "raised", _nothing), (Faults, "raised_on_another_thread", _nothing)]
+    return [(Faults, "raised", _nothing)]
 
 
 def r13_load_reported_at_once() -> list[Patch]:

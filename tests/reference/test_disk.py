@@ -208,13 +208,13 @@ def test_r18_files_of_other_weights_under_this_ones_name_are_not_served_if_there
     start: StartEngine, tmp_path: Path, has_key: bool
 ) -> None:
     key = key_file(tmp_path / "a") if has_key else {}
-    leave_on_disk(start(extra={**key, "disk_identity": "one"}))
-    start(extra={**key, "disk_identity": "two"})
+    leave_on_disk(start(extra={**key, "weights_id": "one"}))
+    start(extra={**key, "weights_id": "two"})
     start(folder="another")  # so that both have ended
     one, two = sorted(tmp_path.glob("disk/*/replica0"), key=lambda path: path.parent.stat().st_ctime_ns)
     shutil.rmtree(two)
     one.rename(two)
-    made = start(extra={**key, "disk_identity": "two"})
+    made = start(extra={**key, "weights_id": "two"})
     made.run(PROMPT)
     assert (copied(made, Direction.LOAD) > 0) is not has_key
 
@@ -421,7 +421,7 @@ def test_what_aborted_requests_leave_is_spilled_before_the_engine_stops(start: S
 
 
 def test_a_disk_that_hangs_keeps_an_engine_no_longer_than_drain_s(start: StartEngine) -> None:
-    made = start(extra={"drain_s": 2.0})
+    made = start(extra={"disk_drain_s": 2.0})
     made.run(PROMPT)
     made.portal.disks[0].hold()
     made.submit(PROMPT)
@@ -429,7 +429,7 @@ def test_a_disk_that_hangs_keeps_an_engine_no_longer_than_drain_s(start: StartEn
     assert 1.9 < idle_s(made) < 2.1
 
 
-def test_copies_that_ended_while_no_step_was_made_are_not_written_off(start: StartEngine) -> None:
+def test_copies_that_ended_while_no_step_was_made_are_not_abandoned(start: StartEngine) -> None:
     made = start()
     made.run(PROMPT)
     made.portal.disks[0].hold()

@@ -25,7 +25,7 @@ from kvoffload.engine import Engine, SamplingParams
 from kvoffload.engine.runner import Runner
 from kvoffload.model.causes import TierOutcome
 from kvoffload.model.events import TierCopyEnded
-from kvoffload.model.wire import Direction, DiskRecord, Put, Strike
+from kvoffload.model.wire import Direction, DiskRecord, Invalidate, Put
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.core.audit import audit_side
 from tests.disk.fork_server import forking
@@ -100,12 +100,12 @@ def serve(folder: Path, seed: int, to_test: Connection, records: Connection, cou
 
 
 def say_records(to_test: Connection) -> None:
-    """Send each strike before it is written, and each put after."""
+    """Send each invalidation before it is written, and each put after."""
     real = IndexLog.append
 
     def append(self: IndexLog, records: Sequence[DiskRecord]) -> None:
         for record in records:
-            if isinstance(record, Strike):
+            if isinstance(record, Invalidate):
                 to_test.send((int(record.slot), None))
         real(self, records)
         for record in records:
@@ -119,7 +119,7 @@ class Lives:
     """Processes that live one after the other on one folder.
 
     Attributes:
-        held: by slot, the key that was put last and not struck since.
+        held: by slot, the key that was put last and not invalidated since.
         fetched: blocks that came from the disk.
     """
 
@@ -144,7 +144,7 @@ class Lives:
         assert from_engine.poll(60), "the engine did not start"
         found: dict[int, bytes] = from_engine.recv()
         lost = self.held.items() - found.items()
-        assert not lost, f"{len(lost)} blocks were put, not struck, and are not found"
+        assert not lost, f"{len(lost)} blocks were put, not invalidated, and are not found"
         self.restored += len(found)
         answers = [from_engine.recv() for _ in range(random.choice([0, 1, random.randrange(_MOST_ANSWERS)]))]
         while not (found or noted):  # the first life leaves something to be found

@@ -76,7 +76,7 @@ def calls_of(engine: Served) -> list[BlockingCalls[Any]]:
 
 @pytest.mark.timeout(120)
 def test_r17_closing_waits_for_no_call_that_hangs(server: Mooncake) -> None:
-    engine = Served(server.url, disk_identity="hangs", remote_timeout_s=HANGS_S).opened()
+    engine = Served(server.url, weights_id="hangs", remote_timeout_s=HANGS_S).opened()
     engine.share()
     calls, gate = calls_of(engine), ThreadGate()
     for each in calls:
@@ -95,7 +95,7 @@ def test_r17_an_engine_that_starts_under_a_master_that_is_stopped_serves_and_sha
     suspend(server.master)
     with pytest.raises(RemoteError, match="no Mooncake master answers at"):
         own_address(MooncakeAddress("127.0.0.1", server.port), 0.2)
-    engine = Served(server.url, disk_identity="starts", remote_timeout_s=0.2)
+    engine = Served(server.url, weights_id="starts", remote_timeout_s=0.2)
     engine.run()
     resume(server.master)
     engine.opened()

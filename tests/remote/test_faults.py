@@ -131,8 +131,7 @@ def test_r17_s3_that_fails_is_left_alone_and_used_again(
     start: StartEngine, proxy: Proxy, bucket: Bucket, what: str
 ) -> None:
     first, second = (
-        start("s3://blocks/kvoffload", remote_timeout_s=TIMEOUT_S, disk_identity=what).opened()
-        for _ in range(2)
+        start("s3://blocks/kvoffload", remote_timeout_s=TIMEOUT_S, weights_id=what).opened() for _ in range(2)
     )
     gate = ThreadGate()
 
@@ -154,7 +153,7 @@ def test_r17_s3_that_fails_is_left_alone_and_used_again(
 
 
 def test_r17_s3_that_is_slow_is_used_within_its_time(start: StartEngine, proxy: Proxy) -> None:
-    first, second = (start("s3://blocks/kvoffload", disk_identity="slow").opened() for _ in range(2))
+    first, second = (start("s3://blocks/kvoffload", weights_id="slow").opened() for _ in range(2))
     proxy.seconds = 0.2
     share(first, PROMPT)
     check_found(second, PROMPT)
@@ -212,9 +211,7 @@ def test_r17_a_full_mooncake_store_takes_nothing_and_is_read(start: StartEngine,
 @pytest.mark.parametrize("status", [403, 507])
 def test_r17_a_bucket_that_takes_nothing_is_read(start: StartEngine, proxy: Proxy, status: int) -> None:
     """Its credentials may only read, or it is full."""
-    first, second = (
-        start("s3://blocks/kvoffload", disk_identity=f"full {status}").opened() for _ in range(2)
-    )
+    first, second = (start("s3://blocks/kvoffload", weights_id=f"full {status}").opened() for _ in range(2))
     share(first, PROMPTS[0])
     proxy.refuse = lambda method: status if method == "PUT" else None
     check_refused(first, str(status))
@@ -260,7 +257,7 @@ def other_writer(server: Mooncake) -> MooncakeDistributedStore:
 def test_r17_a_lease_that_ends_during_a_read_costs_the_read(start: StartEngine, tmp_path: Path) -> None:
     server = Mooncake(tmp_path, "--default_kv_lease_ttl", 200)
     try:
-        first, second = (start(server.url, disk_identity="lease").opened() for _ in range(2))
+        first, second = (start(server.url, weights_id="lease").opened() for _ in range(2))
         share(first, PROMPT)
         suspend(server.node)
         later = threading.Timer(1.0, resume, (server.node,))
@@ -307,7 +304,7 @@ def test_r17_values_of_another_writer_in_a_bucket_are_not_used(
     start: StartEngine, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, harm: str
 ) -> None:
     bucket.reach(monkeypatch)
-    first, second = (start(bucket.url, disk_identity=f"values {harm}").opened() for _ in range(2))
+    first, second = (start(bucket.url, weights_id=f"values {harm}").opened() for _ in range(2))
     share(first, PROMPT)
     there = S3Store("blocks", prefix="kvoffload")
     if harm == "cut":
@@ -367,7 +364,7 @@ def test_r17_refused_credentials_cost_the_tier_and_are_not_logged(
 def test_r17_a_store_that_is_dead_for_good_is_called_by_probes_alone(
     start: StartEngine, proxy: Proxy
 ) -> None:
-    engine = start("s3://blocks/kvoffload", disk_identity="dead", remote_timeout_s=TIMEOUT_S).opened()
+    engine = start("s3://blocks/kvoffload", weights_id="dead", remote_timeout_s=TIMEOUT_S).opened()
     proxy.refuse = lambda _: 503
     until(engine, TierState.FAILING)
     engine.run(PROMPTS[0])
@@ -390,7 +387,7 @@ def test_r17_a_store_that_is_dead_for_good_is_called_by_probes_alone(
 
 
 def test_r17_a_dead_store_costs_a_lookup_at_most_five_calls(start: StartEngine, proxy: Proxy) -> None:
-    dead = start("s3://blocks/kvoffload", disk_identity="dead", remote_timeout_s=TIMEOUT_S).opened()
+    dead = start("s3://blocks/kvoffload", weights_id="dead", remote_timeout_s=TIMEOUT_S).opened()
     without = start(None)
     proxy.refuse = lambda _: 503
     until(dead, TierState.FAILING)

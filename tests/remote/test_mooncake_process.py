@@ -130,7 +130,7 @@ def find(engine: Served, prompt: tuple[int, ...]) -> None:
 
 
 def test_no_call_of_the_client_is_made_in_the_engines_process(start: StartEngine, fake: Fake) -> None:
-    first, second = (start(fake.url, ranks=2, disk_identity="pids").opened() for _ in range(2))
+    first, second = (start(fake.url, ranks=2, weights_id="pids").opened() for _ in range(2))
     first.share()
     find(second, PROMPT)
     made = set(fake.pids())
@@ -157,7 +157,7 @@ def test_r17_a_client_that_ends_or_hangs_amid_a_copy_costs_its_hits(
     start: StartEngine, fake: Fake, call: str, how: str
 ) -> None:
     first, second = (
-        start(fake.url, remote_timeout_s=TIMEOUT_S, disk_identity="amid").opened() for _ in range(2)
+        start(fake.url, remote_timeout_s=TIMEOUT_S, weights_id="amid").opened() for _ in range(2)
     )
     share(first, PROMPT)
     share(first, LATER)

@@ -23,9 +23,9 @@ def test_r18_the_second_engine_finds_what_the_first_has_written(
     start: StartEngine, url: str, kind: str, ranks: int
 ) -> None:
     identity = f"{url} {kind}"
-    first = start(url, kind, ranks=ranks, disk_identity=identity).opened()
+    first = start(url, kind, ranks=ranks, weights_id=identity).opened()
     first.share()
-    second = start(url, kind, ranks=ranks, disk_identity=identity).opened()
+    second = start(url, kind, ranks=ranks, weights_id=identity).opened()
     assert second.namespace == first.namespace
     second.run()
     assert second.copied(Direction.LOAD) > 0
@@ -43,8 +43,8 @@ def test_r18_the_second_engine_finds_what_the_first_has_written(
 
 
 def test_r18_other_weights_and_other_ranks_find_nothing(start: StartEngine, url: str) -> None:
-    start(url, disk_identity="one").opened().share()
-    for other in (start(url, disk_identity="other"), start(url, ranks=2, disk_identity="one")):
+    start(url, weights_id="one").opened().share()
+    for other in (start(url, weights_id="other"), start(url, ranks=2, weights_id="one")):
         other.opened().run()
         assert other.copied(Direction.LOAD) == 0
 
@@ -53,13 +53,13 @@ def test_r18_engines_share_what_they_authenticate_with_one_key_and_with_no_other
     start: StartEngine, url: str, tmp_path: Path
 ) -> None:
     settings = [
-        {"tier_key_file": str(key_file(tmp_path / name, name)), "disk_identity": "keyed"} for name in "ab"
+        {"tier_key_file": str(key_file(tmp_path / name, name)), "weights_id": "keyed"} for name in "ab"
     ]
     start(url, **settings[0]).opened().share()
     second = start(url, **settings[0]).opened()
     second.run()
     assert second.copied(Direction.LOAD) > 0
-    for other in (settings[1], {"disk_identity": "keyed"}):
+    for other in (settings[1], {"weights_id": "keyed"}):
         engine = start(url, **other).opened()
         engine.run()
         assert engine.copied(Direction.LOAD) == 0
@@ -79,7 +79,7 @@ def test_r18_a_reset_of_one_engine_costs_the_others_nothing_and_nothing_of_befor
     start: StartEngine, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_catalog, "LOOK_PERIOD_S", 0.01)
-    first, second, third = (start(url, disk_identity="others").opened() for _ in range(3))
+    first, second, third = (start(url, weights_id="others").opened() for _ in range(3))
     first.share()
     shared = first.namespace
     with capture_logs() as lines:
@@ -95,9 +95,7 @@ def test_r18_a_reset_of_one_engine_costs_the_others_nothing_and_nothing_of_befor
     third.run(OTHER)
     assert third.copied(Direction.LOAD) > 0
     assert {second.namespace, third.namespace} == {shared}
-    late = start(
-        url, disk_identity="others"
-    ).opened()  # the next life of the first, as far as anyone can tell
+    late = start(url, weights_id="others").opened()  # the next life of the first, as far as anyone can tell
     for fresh in (first, late):
         for prompt in (PROMPT, OTHER):
             fresh.run(prompt)

@@ -1,4 +1,4 @@
-"""Names of values in a remote store."""
+"""Names of values in a remote tier."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_close_gives_a_copy_that_never_ends_up_and_keeps_its_memory(made: Side) 
     made.side.close()
     assert made.clock.monotonic() < TIMEOUT_S + 5
     assert made.copier.is_closed
-    assert statistics_of(pump).written_off_batches == 1
+    assert statistics_of(pump).abandoned_batches == 1
     assert pump._arena.ready_slots == 10
 
 

@@ -125,7 +125,7 @@ def _with_disk(scenario: Scenario) -> Scenario:
     usual_s = draws.choice([0.0, 0.001, 0.01, scenario.timeout_s / 3])
     settings = {
         "disk_bytes": scenario.engine.ranks * (1 + draws.choice([2, 20, 60, 60])) * PAGE,
-        "spill_after_hits": draws.choice([0, 0, 1, 2]),
+        "disk_min_hits": draws.choice([0, 0, 1, 2]),
         "store_policy": draws.choice(["eager", "eager", "eager", "lazy"]),
         "host_bytes": draws.choice([1, 5, 15, 30, 60, 60]) * _block_bytes(scenario.engine),
     }
@@ -150,7 +150,7 @@ def _with_store(scenario: Scenario) -> Scenario:
     settings = {
         "remote_url": "s3://simulated/engines",
         "remote_timeout_s": timeout_s,
-        "share_after_hits": draws.choice([0, 0, 0, 0, 1, 2]),
+        "remote_min_hits": draws.choice([0, 0, 0, 0, 1, 2]),
         "host_bytes": draws.choice([15, 30, 60, 60]) * _block_bytes(scenario.engine),
     }
     acts = list(scenario.acts)

@@ -187,7 +187,7 @@ class Simulation:
         self.engine.reset_prefix_cache()
         below = self.offload._tiers_side
         replaced = self._store.replaced if self._store is not None else 0
-        self._was_reset |= below is not None and below.reset() and self.offload.disk_identity is not None
+        self._was_reset |= below is not None and below.reset() and self.offload.weights_id is not None
         self._reset_namespaces |= dict.fromkeys(self._namespaces, replaced)
         self._left_namespaces |= self._namespaces
 
@@ -424,7 +424,7 @@ class Simulation:
         core, left = self.offload.core.state, list[str]()
         if not self.is_cut_off:
             left += [f"request {request} is still live" for request in core.requests.live]
-            # A disk that hangs keeps no engine stepping for longer than `drain_s`.
+            # A disk that hangs keeps no engine stepping for longer than `disk_drain_s`.
             open_jobs = [job for job in core.jobs.open.values() if not job.settled and job.tier is Tier.HOST]
             left += [f"job {job.id} is {job.state.name}" for job in open_jobs]
         numbers = self.engine.statistics()

@@ -32,4 +32,4 @@ def test_disks_and_what_happens_to_them_differ() -> None:
     for trouble in ("error", "full", "short", "flip", "lost", "hang"):
         assert any(getattr(scenario.disk, trouble) for scenario in drawn), trouble
     assert {act for one in drawn for act in one.acts} >= {"restart", "disk_rots", "disk_is_gone"}
-    assert {one.engine.plugin_config["spill_after_hits"] for one in drawn} == {0, 1, 2}
+    assert {one.engine.plugin_config["disk_min_hits"] for one in drawn} == {0, 1, 2}

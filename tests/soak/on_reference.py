@@ -1,7 +1,7 @@
 """Conversations on the reference engine in virtual time, with aborts, preemptions, resets, and copies that fail or dawdle.
 
 The clock is the test's, so an hour passes as fast as the machine computes it. Copies that never end are not among the
-faults: what they take is written off for good, which is what the engine promises, and would be growth.
+faults: what they take is quarantined for good, which is what the engine promises, and would be growth.
 """
 
 from __future__ import annotations

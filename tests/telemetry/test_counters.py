@@ -155,7 +155,7 @@ def test_the_stores_answers_are_counted_and_timed() -> None:
 def test_an_abandoned_job_writes_its_blocks_off() -> None:
     assert count(JobAbandoned(JOB, Direction.LOAD, 5)).counts == {
         "kvoffload_abandoned_jobs_total": {("load",): 1},
-        "kvoffload_written_off_blocks_total": {("load",): 5},
+        "kvoffload_abandoned_blocks_total": {("load",): 5},
     }
 
 

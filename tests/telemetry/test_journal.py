@@ -128,7 +128,7 @@ def test_the_ring_keeps_the_last_messages() -> None:
                 "step": 7,
                 "progress": 1,
                 "preempted": ["b"],
-                "handed_out": 1,
+                "reallocated": 1,
                 "prefill_tokens": 0,
                 "decode_tokens": 0,
                 "states": 0,

@@ -25,8 +25,8 @@ class TransferStatistics:
         wake_ups: turns of the coroutine; grows only while something is pending or comes in.
         open_jobs: jobs that have not ended.
         queued_stores: stores of which a part has not been started.
-        pending_batches: batches that have not ended, those written off apart.
-        written_off_batches: batches that were abandoned and have not ended.
+        pending_batches: batches that have not ended, without abandoned ones.
+        abandoned_batches: batches that were abandoned and have not ended.
         store_bytes_in_flight: bytes of the pending store batches.
         store_bytes_bound: the bound on them now.
     """
@@ -35,7 +35,7 @@ class TransferStatistics:
     open_jobs: int
     queued_stores: int
     pending_batches: int
-    written_off_batches: int
+    abandoned_batches: int
     store_bytes_in_flight: int
     store_bytes_bound: int
 
@@ -47,7 +47,7 @@ def statistics_of(pump: TransferPump) -> TransferStatistics:
         open_jobs=len(pump._ledger),
         queued_stores=len(pump._queue),
         pending_batches=sum(map(len, pump._lanes)),
-        written_off_batches=pump._written_off,
+        abandoned_batches=pump._abandoned,
         store_bytes_in_flight=pump._stores.pending_bytes,
         store_bytes_bound=int(pump._queue.limit.value),
     )

@@ -87,7 +87,7 @@ class Rig:
 
     def assert_nothing_held(self) -> None:
         now = statistics_of(self.pump)
-        held = (now.open_jobs, now.queued_stores, now.pending_batches, now.written_off_batches)
+        held = (now.open_jobs, now.queued_stores, now.pending_batches, now.abandoned_batches)
         assert held == (0, 0, 0, 0)
         assert now.store_bytes_in_flight == 0
         assert not self.has_work

@@ -74,7 +74,7 @@ def test_closing_releases_nothing_before_the_last_copy_has_ended(
     assert emulator.registrations == 0
     done = count_ends(life, pump)
     after = statistics_of(pump)
-    assert (after.open_jobs, after.pending_batches, after.written_off_batches, life.open) == (0, 0, 0, {})
+    assert (after.open_jobs, after.pending_batches, after.abandoned_batches, life.open) == (0, 0, 0, {})
     assert done
     assert (emulator.races, emulator.faults) == (0, 0), emulator.report
     life.portal.close()

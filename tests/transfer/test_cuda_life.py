@@ -242,7 +242,7 @@ def test_r16_memory_of_a_copy_that_does_not_end_stays_registered(
         life.portal.advance(1.0)  # the streams stand still
         life.take()
     pump = life.side.pump
-    assert statistics_of(pump).written_off_batches
+    assert statistics_of(pump).abandoned_batches
     life.close()
     assert emulator.registrations
     emulator.step()  # they go on after all

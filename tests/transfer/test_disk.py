@@ -224,7 +224,7 @@ def test_r17_a_place_with_other_bytes_is_found_corrupt(each: Rig) -> None:
 
 
 def test_r17_bytes_of_another_block_are_found_corrupt(each: Rig) -> None:
-    """A strike that was lost: the index names a block whose place another one has."""
+    """An invalidation that was lost: the index names a block whose place another one has."""
     rig = each
     rig.fill(0, seed=0)
     first = rig.spill([0], [0])

@@ -89,8 +89,8 @@ async def test_a_copy_that_never_ends_does_not_keep_it_for_ever() -> None:
         with capture_logs() as logs:
             await rig.clock.advance(TIMEOUT_S + 1)
         assert task.cancelled()
-        assert [entry["event"] for entry in logs] == ["copy_written_off"]
-        assert statistics_of(rig.pump).written_off_batches == 1
+        assert [entry["event"] for entry in logs] == ["copy_abandoned"]
+        assert statistics_of(rig.pump).abandoned_batches == 1
 
 
 async def test_close_gives_everything_back() -> None:
@@ -116,7 +116,7 @@ async def test_close_keeps_memory_that_a_copy_may_still_touch_and_says_so() -> N
         with capture_logs() as logs:
             await rig.clock.advance(TIMEOUT_S + 1)
         assert closing.done()
-        assert [entry["event"] for entry in logs] == ["copy_written_off", "host_memory_kept"]
+        assert [entry["event"] for entry in logs] == ["copy_abandoned", "host_memory_kept"]
         assert (rig.copier.is_closed, rig.arena.ready_slots) == (True, 16)
 
 

@@ -137,7 +137,7 @@ async def test_the_bound_on_stores_counts_those_whose_checksums_are_being_read()
         assert rig.outcomes() == dict.fromkeys(range(8), DONE)
 
 
-async def test_the_bound_on_stores_counts_no_copy_that_ended_after_it_was_written_off() -> None:
+async def test_the_bound_on_stores_counts_no_copy_that_ended_after_it_was_abandoned() -> None:
     rig = Rig(blocks_in_flight=4, verify="full")
     async with running(rig):
         rig.pump.submit_stores([store(number, [number], [number]) for number in range(4)])
@@ -145,7 +145,7 @@ async def test_the_bound_on_stores_counts_no_copy_that_ended_after_it_was_writte
             await rig.clock.advance(TIMEOUT_S * 1.1)
             rig.pump.submit_stores([store(number, [number], [number]) for number in range(4, 8)])
             await rig.clock.advance(0.05)
-            assert statistics_of(rig.pump).written_off_batches > 0
+            assert statistics_of(rig.pump).abandoned_batches > 0
             assert statistics_of(rig.pump).store_bytes_in_flight == 4 * 96
             rig.copier.release()
             await rig.clock.advance(TIMEOUT_S / 2)
@@ -180,7 +180,7 @@ async def test_a_job_whose_checksums_cannot_be_read_fails(hand_in: str, fault: s
 
 
 @pytest.mark.parametrize("hand_in", ["store", "load"])
-async def test_a_reading_that_never_ends_is_written_off_with_the_time_of_its_copy(hand_in: str) -> None:
+async def test_a_reading_that_never_ends_is_abandoned_with_the_time_of_its_copy(hand_in: str) -> None:
     rig = Rig(verify="full")
     async with running(rig):
         await stored(rig, [1], [1])
@@ -191,9 +191,9 @@ async def test_a_reading_that_never_ends_is_written_off_with_the_time_of_its_cop
         rig.copier.release()
         with capture_logs() as logs:
             await rig.clock.advance(TIMEOUT_S * 0.5)
-        assert [entry["event"] for entry in logs] == ["copy_written_off"]
+        assert [entry["event"] for entry in logs] == ["copy_abandoned"]
         assert (rig.reports(), rig.has_work) == ([], False)
-        assert statistics_of(rig.pump).written_off_batches == 1
+        assert statistics_of(rig.pump).abandoned_batches == 1
         rig.reader.release()
         with capture_logs() as logs:
             rig.clock.jump(TIMEOUT_S)
@@ -214,7 +214,7 @@ async def test_a_load_that_ends_late_is_checked_all_the_same() -> None:
             rig.copier.release()
             rig.reader.release()
             found: dict[int, CopyOutcome] = {}
-            for _ in range(4):  # looks at what was written off are rare
+            for _ in range(4):  # looks at abandoned copies are rare
                 rig.clock.jump(TIMEOUT_S)
                 found |= rig.outcomes()
         assert found == {2: CORRUPT}

@@ -129,7 +129,7 @@ async def test_when_a_later_part_cannot_be_submitted_the_job_waits_for_the_earli
         rig.assert_nothing_held()
 
 
-async def test_a_copy_that_never_ends_is_written_off_and_blocks_nothing() -> None:
+async def test_a_copy_that_never_ends_is_abandoned_and_blocks_nothing() -> None:
     rig = Rig(blocks_in_flight=1)
     async with running(rig):
         rig.pump.submit_stores([store(1, [1], [1]), store(2, [2], [2])])
@@ -138,18 +138,18 @@ async def test_a_copy_that_never_ends_is_written_off_and_blocks_nothing() -> Non
         assert len(rig.copier.tickets) == 2  # the second store has no room
         with capture_logs() as logs:
             await rig.clock.advance(TIMEOUT_S + 1)
-        assert [entry["event"] for entry in logs] == ["copy_written_off", "copy_written_off"]
+        assert [entry["event"] for entry in logs] == ["copy_abandoned", "copy_abandoned"]
         rig.copier.tickets[2].finish()
         await rig.clock.advance(0.1)
         assert rig.outcomes() == {2: DONE}
         now = statistics_of(rig.pump)
-        assert (now.written_off_batches, now.open_jobs, now.store_bytes_in_flight) == (2, 2, 0)
+        assert (now.abandoned_batches, now.open_jobs, now.store_bytes_in_flight) == (2, 2, 0)
         assert not rig.has_work
         await rig.clock.advance(3600)
         assert statistics_of(rig.pump).wake_ups == now.wake_ups  # not even polled for
 
 
-async def test_a_written_off_copy_that_ends_late_is_reported() -> None:
+async def test_a_abandoned_copy_that_ends_late_is_reported() -> None:
     rig = Rig()
     async with running(rig):
         rig.pump.submit_loads([load(1, [1], [1])])
@@ -162,7 +162,7 @@ async def test_a_written_off_copy_that_ends_late_is_reported() -> None:
             rig.copier.tickets[0].finish()
             rig.clock.jump(TIMEOUT_S)
             assert rig.outcomes() == {1: DONE}
-        assert [entry["event"] for entry in logs] == ["copy_written_off", "copy_ended_late"]
+        assert [entry["event"] for entry in logs] == ["copy_abandoned", "copy_ended_late"]
         rig.assert_nothing_held()
 
 

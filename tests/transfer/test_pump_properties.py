@@ -130,7 +130,7 @@ def test_property_every_job_ends_once_and_nothing_stays_held(
             life.rig.reader.release()
             await life.rig.clock.advance(3 * TIMEOUT_S)
             life.look()
-            life.look()  # at checksums that were begun in the look before, of copies that had been written off
+            life.look()  # at checksums that were begun in the look before, of copies that had been abandoned
             assert dict(life.reported) == dict.fromkeys(life.asked, 1)
             life.rig.assert_nothing_held()
             assert not task.done()
@@ -156,7 +156,7 @@ def test_property_a_cancelled_pump_reports_every_job_once(
             life.rig.reader.release()
             await life.rig.clock.advance(3 * TIMEOUT_S)
             life.look()
-            life.look()  # at checksums that were begun in the look before, of copies that had been written off
+            life.look()  # at checksums that were begun in the look before, of copies that had been abandoned
             assert task.done()
             assert dict(life.reported) == dict.fromkeys(life.asked, 1)
             life.rig.assert_nothing_held()

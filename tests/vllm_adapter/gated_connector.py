@@ -29,7 +29,7 @@ class KVOffloadConnector(connector.KVOffloadConnector):
 
 
 def copy(runs: CopyRuns) -> None:
-    """Wait until the gate says so, copy, and tell it."""
+    """Wait until the gate says so, copy, and report it."""
     _running.add(id(runs))
     with knock(COPY) as gate:
         gate.recv(1)

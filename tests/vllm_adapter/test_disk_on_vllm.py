@@ -66,7 +66,7 @@ class Life:
         return self.rig.side.core.state.disk
 
     def wait_for_disk(self) -> None:
-        """Step until the disk is open, or refused. An engine without requests steps for `drain_s`: after that, serve."""
+        """Step until the disk is open, or refused. An engine without requests steps for `disk_drain_s`: after that, serve."""
         rig, asked = self.rig, {"opens": Asked((1, 2, 3), 1)}
 
         def serve() -> bool:

@@ -145,7 +145,7 @@ def test_blocks_on_the_disk_and_in_the_store_are_told_with_their_medium(
     extra = {
         "disk_path": str(tmp_path / "disk"),
         "disk_bytes": 2**24,
-        "disk_identity": "events",
+        "weights_id": "events",
         "remote_url": server.url,
         "remote_timeout_s": 10.0,
     }

@@ -58,7 +58,7 @@ def test_the_shape_is_what_the_engine_is() -> None:
 def test_each_known_spec(one: Any, kind: AttentionKind, reach: int | None) -> None:
     (translated,) = translate(group(one)).shape.groups
     assert (translated.kind, translated.reach_tokens, translated.block_tokens) == (kind, reach, 16)
-    assert not translated.reads_ahead
+    assert not translated.has_lookahead
 
 
 @pytest.mark.parametrize("length", range(0, 400, 16))
@@ -229,7 +229,7 @@ def test_one_group_recovers_on_an_older_vllm_too() -> None:
 
 
 def ahead(groups: VllmGroups) -> list[bool]:
-    return [one.reads_ahead for one in groups.shape.groups]
+    return [one.has_lookahead for one in groups.shape.groups]
 
 
 def test_a_marked_group_reads_ahead_and_so_does_one_with_the_same_spec() -> None:

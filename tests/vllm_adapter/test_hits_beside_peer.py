@@ -39,7 +39,7 @@ HOST_BLOCKS: Mapping[checkpoints.Kind, Sequence[int]] = {
     "gemma3": (32, 64, 96, 128, 512),
 }
 FEWER = {("qwen3", 32): 0.95, ("gemma3", 512): 1.0}
-"""To each, the least share of the tokens that the peer and its device save that ours must also save."""
+"""To each, the least share of the tokens that that peer and device save, and that ours must also save."""
 CONVERSATIONS = 10
 WAVES = 8
 AT_ONCE = 5

@@ -270,8 +270,8 @@ def test_a_process_has_begun_before_now_and_after_the_machine() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "random seed": ({"prefix_caching_hash_algo": "xxhash"}, "PYTHONHASHSEED"),
-    "dummy": ({"load_format": "dummy"}, "disk_identity"),
-    "object store": ({"model_weights": "s3://bucket/model"}, "disk_identity"),
+    "dummy": ({"load_format": "dummy"}, "weights_id"),
+    "object store": ({"model_weights": "s3://bucket/model"}, "weights_id"),
     "measured scales": ({"calculate_kv_scales": True}, "calculate_kv_scales"),
 }
 
@@ -301,7 +301,7 @@ def test_what_no_restart_could_find_is_refused_with_the_remedy(
     assert problems(checkpoint, {}) == []
     (problem,) = problems(checkpoint, changes)
     assert remedy in problem
-    assert bool(problems(checkpoint, changes, named=True)) == (remedy != "disk_identity")
+    assert bool(problems(checkpoint, changes, named=True)) == (remedy != "weights_id")
 
 
 def test_a_model_of_another_hub_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,4 +41,4 @@ def test_r10_after_a_reset_blocks_are_reported_in_the_step_that_hands_them_out(w
         gains.scheduled_cached_reqs.new_block_ids = [([50],)]
         scheduler.build_connector_meta(gains)
         assert [fact.progress for fact in steps[2:]] == [()]
-        assert steps[2].handed_out == ((50,) if was_reset else ())
+        assert steps[2].reallocated == ((50,) if was_reset else ())

@@ -58,7 +58,7 @@ def test_loads_are_priced_at_what_vllm_takes_to_prefill(folder: Path, two_steps:
 
 
 def test_what_auto_declines_is_computed_and_counted(folder: Path) -> None:
-    """Whatever pays on this machine: each lookup that found something either loads or says that it is not worth it."""
+    """Whatever pays on this machine: each lookup that found something is loaded, or declined because computing is faster."""
     with offloading("qwen3", folder, extra={"min_load_tokens": "auto"}) as rig:
         requests = asked(2)
         reload(rig, requests, 1)

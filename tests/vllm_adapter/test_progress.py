@@ -55,7 +55,7 @@ class Engine:
             scheduled_cached_reqs=cached,
             total_num_scheduled_tokens=sum(tokens.values()),
         )
-        progress, handed_out = self.reports.step(output, ())
+        progress, reallocated = self.reports.step(output, ())
         for name, count in tokens.items():
             request = self.requests[name].request
             request.num_computed_tokens += count
@@ -66,7 +66,7 @@ class Engine:
             each.request: (each.confirmed_tokens, [*each.new_blocks[0]] if each.new_blocks else [])
             for each in progress
         }
-        return found, handed_out
+        return found, reallocated
 
 
 def test_what_decoding_requests_gain_is_reported_together() -> None:
@@ -105,8 +105,8 @@ def test_chunks_of_a_prompt_are_reported_in_the_step_behind_them() -> None:
     engine.add("a", 64)
     engine.tables["a"], engine.last = 4, 4  # blocks of the first chunk
     assert engine.step({"a": 32}) == ({}, [])
-    found, handed_out = engine.step({"a": 32})
-    assert (found, sorted(handed_out)) == ({"a": (32, [5, 6, 7, 8])}, [5, 6, 7, 8])
+    found, reallocated = engine.step({"a": 32})
+    assert (found, sorted(reallocated)) == ({"a": (32, [5, 6, 7, 8])}, [5, 6, 7, 8])
     assert engine.step({"a": 1})[0] == {"a": (64, [9])}
 
 
@@ -118,8 +118,8 @@ def test_nothing_is_late_by_a_block(tokens: int) -> None:
     engine.step({"a": 8})
     reported, late = 0, list[Any]()
     for _ in range(100):
-        found, handed_out = engine.step({"a": tokens})
-        late += handed_out
+        found, reallocated = engine.step({"a": tokens})
+        late += reallocated
         if found:
             reported = engine.requests["a"].request.num_computed_tokens
             late = []
