@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Protocol
 
 from kvoffload.cli import signals
+from kvoffload.cli.exits import Exit, OutputError, say
 
 if TYPE_CHECKING:
     import argparse
@@ -59,14 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Signals stay handled until the process ends. A standard output that cannot be written is reported once.
     """
-    signals.handle()
-    from kvoffload.cli.exits import Exit, say
-
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # None if its descriptor is closed
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
+        signals.handle()
+        sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # None if its descriptor is closed
+        sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
         code = _command(argv)
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        if not signals.exit_code():
+            say("interrupted")
+        code = Exit.INTERRUPTED
     except OSError as error:
         if error.filename is not None or error.errno not in _WRITE_ERRORS:
             raise  # the command should have reported its own file
@@ -79,7 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(argv: Sequence[str] | None) -> int:
-    from kvoffload.cli.exits import Exit, OutputError, say
     from kvoffload.model.errors import KVOffloadError
 
     try:
@@ -97,16 +99,11 @@ def _command(argv: Sequence[str] | None) -> int:
     except KVOffloadError as error:
         say(f"error: {error}")
         return Exit.USAGE
-    except KeyboardInterrupt:
-        if not signals.exit_code():
-            say("interrupted")
-        return Exit.INTERRUPTED
 
 
 def make_parser() -> Parser:
     """Return the command's parser, with its subcommands."""
     import kvoffload
-    from kvoffload.cli.exits import Exit
     from kvoffload.cli.parser import Parser
 
     codes = (

@@ -142,6 +142,17 @@ def test_ctrl_c_anywhere(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert capsys.readouterr() == ("", "kvoffload: interrupted\n")
 
 
+def test_ctrl_c_before_anything_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvoffload.cli.signals.handle", interrupted)
+    assert main(["demo"]) == Exit.INTERRUPTED
+    assert capsys.readouterr() == ("", "kvoffload: interrupted\n")
+
+
 BLOCKED = """
 import importlib, os, signal, sys, threading
 from kvoffload.cli import main
