@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvoffload.core.jobs import DeviceJob, Fetch, Job, Load, Spill, Store
 from kvoffload.core.machine import JobState, RequestState, SlotState
@@ -16,7 +16,9 @@ from kvoffload.core.state import CoreState
 from kvoffload.core.stores import Stores
 from kvoffload.model.ids import NULL_BLOCK, SlotId
 from kvoffload.model.wire import Direction, Tier
-from kvoffload.runtime.scheduler_side import SchedulerSide
+
+if TYPE_CHECKING:
+    from kvoffload.runtime.scheduler_side import SchedulerSide
 
 _CAN_HIT = (SlotState.READY, SlotState.PINNED)
 _WITHOUT_KEY = (SlotState.EMPTY, SlotState.QUARANTINED)

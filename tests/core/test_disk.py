@@ -489,7 +489,7 @@ def test_r16_a_disk_that_does_not_answer_is_not_asked_again_before_it_has() -> N
     assert {world.core.state.pool.state(slot) for slot in slots} == {SlotState.QUARANTINED}
 
 
-def test_r16_of_a_spill_that_no_rank_reports_the_places_are_written_off() -> None:
+def test_r16_of_a_spill_that_no_rank_reports_the_places_are_abandoned() -> None:
     world = DiskWorld(disk=4)
     job = spilling(world)
     world.overdue(job)
@@ -499,7 +499,7 @@ def test_r16_of_a_spill_that_no_rank_reports_the_places_are_written_off() -> Non
     assert world.index == {}
 
 
-def test_r16_of_a_fetch_that_no_rank_reports_the_host_slots_are_written_off() -> None:
+def test_r16_of_a_fetch_that_no_rank_reports_the_host_slots_are_abandoned() -> None:
     world = DiskWorld(host=8)
     world.only_on_disk(TEXT)
     request = world.add("late", TEXT)

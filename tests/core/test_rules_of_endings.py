@@ -396,7 +396,7 @@ def is_released(world: World) -> bool:
 # -- R16: copies that never end ---------------------------------------------------------------------------------
 
 
-def test_r16_a_store_that_never_ends_is_written_off() -> None:
+def test_r16_a_store_that_never_ends_is_abandoned() -> None:
     world = World(ranks=2, device=32)
     request = computed(world)
     jobs = world.open_jobs()
@@ -433,7 +433,7 @@ def test_r16_its_slots_are_never_handed_out_again_not_even_when_it_ends_late() -
         assert slots.isdisjoint(world.core.state.pool.index.values())
 
 
-def test_r16_a_load_that_never_ends_is_written_off() -> None:
+def test_r16_a_load_that_never_ends_is_abandoned() -> None:
     world = World()
     world.serve("first", TEXT)
     world.device.forget_keys()
@@ -452,7 +452,7 @@ def test_r16_a_load_that_never_ends_is_written_off() -> None:
     assert world.results == [("a", False)]  # exactly once
 
 
-def test_r16_after_a_reset_what_never_ends_is_written_off_too() -> None:
+def test_r16_after_a_reset_what_never_ends_is_abandoned_too() -> None:
     world = World()
     computed(world)
     world.reset()

@@ -142,7 +142,7 @@ def test_an_end_that_comes_after_its_job_was_abandoned(
         stuck = never_ending(made, direction)
         assert made.engine.statistics().leased_blocks > 0
         lost = made.offload.gauges()["kvoffload_slots"]["host", "quarantined"]
-        assert lost == made.count("written_off_blocks", direction) > 0
+        assert lost == made.count("abandoned_blocks", direction) > 0
         outcomes = made.counts().counts[f"kvoffload_{direction}_blocks_total"]
         getattr(stuck, end)()
         for _ in range(3):

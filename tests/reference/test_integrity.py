@@ -170,7 +170,7 @@ def test_a_load_that_is_being_checked_survives_what_ends_its_request(ending: str
         made.assert_clean()
 
 
-def test_a_check_that_never_ends_is_recomputed_and_its_memory_is_written_off() -> None:
+def test_a_check_that_never_ends_is_recomputed_and_its_memory_is_abandoned() -> None:
     with rig(num_blocks=100, host_blocks=40, extra={"verify": "full"}) as made:
         on_host_only(made, PROMPT)
         made.portal.executor.hold()

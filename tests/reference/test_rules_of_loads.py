@@ -201,7 +201,7 @@ def test_those_who_wait_for_anothers_load_go_on_when_it_is_gone(how: str) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_load_that_never_ends_is_recomputed_and_its_memory_is_written_off(kind: str) -> None:
+def test_a_load_that_never_ends_is_recomputed_and_its_memory_is_abandoned(kind: str) -> None:
     with rig(kind, host_blocks=40, num_blocks=100) as made:
         on_host_only(made, text(1, 30))
         made.hold()
