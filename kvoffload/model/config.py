@@ -151,7 +151,7 @@ class OffloadConfig:
     disk_drain_s: Seconds = 3.0
     weights_id: Name | None = None
     remote_url: RemoteUrl | None = None
-    remote_min_hits: Hits = 1
+    remote_min_hits: Hits = 0
     remote_timeout_s: Seconds = 2.0
     tier_key_file: File | None = None
     otlp_endpoint: HttpUrl | None = None
