@@ -33,11 +33,8 @@ Ask = tuple[RequestId, tuple[BlockKey, ...]]
 MOST_HINTS = 2**17
 MOST_ASKED = 4096
 """Most keys that are asked for per request: Mooncake's master takes some 9 microseconds for each."""
-
-
-_MOST_BYTES = (
-    64 * 2**20
-)  # on a rank: a load or a fetch that comes next waits for at most so much, some 50 ms on a disk
+_MOST_BYTES = 64 * 2**20
+"""Most bytes of open spills on a rank, since the next load or fetch waits for them: some 50 ms on a disk."""
 _EIGHTH = 1 / 8
 
 

@@ -72,7 +72,6 @@ class SchedulerSide:
         tier_key: TierKey | None = None,
     ) -> None:
         self._clocks = clocks or Clocks()
-        self._now = self._clocks.monotonic
         self._hook = HookTime()
         # Requests that were answered "not yet" and have not been admitted: since the first such answer, and since when they
         # have been waiting without another answer. After the time limit they are answered without waiting.
@@ -118,7 +117,7 @@ class SchedulerSide:
 
     def unix(self, since: float | None) -> float:
         """Return a monotonic time as seconds since 1970, to a tenth: the same each time for the same moment. 0 for None."""
-        return 0 if since is None else round(self._clocks.unix() - (self._now() - since), 1)
+        return 0 if since is None else round(self._clocks.unix() - (self._clocks.monotonic() - since), 1)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -126,7 +125,7 @@ class SchedulerSide:
         self, fact: facts.RequestSeen, has_token: HasToken | None = None, trace_parent: str | None = None
     ) -> None:
         """Note a new request; `has_token` tells whether it has its first token, `trace_parent` is W3C's."""
-        began = self._hook.now = self._now()
+        began = self._hook.now = self._clocks.monotonic()
         watch = self.observation
         if has_token is not None:
             watch.first_tokens.waiting[fact.request] = began, has_token
@@ -135,7 +134,7 @@ class SchedulerSide:
         self.bus.dispatch([fact])
         if self._tiers_side is not None and self._tiers_side.asks:
             self._tiers_side.ask()
-        self._hook.spent[_SEEN] += self._now() - began
+        self._hook.spent[_SEEN] += self._clocks.monotonic() - began
 
     def lookup(
         self,
@@ -154,7 +153,7 @@ class SchedulerSide:
             new_keys: per group, keys of its whole blocks that were not given before.
             full_tokens: tokens whose blocks of full attention the device holds, where it lacks a recurrent state.
         """
-        began = self._hook.now = self._now()
+        began = self._hook.now = self._clocks.monotonic()
         answer: int | None = 0
         tally = self.core.state.tally
         if self.faults.error is None:
@@ -177,7 +176,7 @@ class SchedulerSide:
             self._waiting.setdefault(request, began)
         elif request in self._waiting:
             self._stop_waiting(request)
-        self._hook.spent[_LOOKUP] += self._now() - began
+        self._hook.spent[_LOOKUP] += self._clocks.monotonic() - began
         return answer
 
     def _stop_waiting(self, request: RequestId) -> None:
@@ -195,17 +194,17 @@ class SchedulerSide:
 
     def allocated(self, fact: facts.BlocksAllocated) -> None:
         """Note that the engine gave a request a block table."""
-        began = self._hook.now = self._now()
+        began = self._hook.now = self._clocks.monotonic()
         if self._deferred:
             self._end_deferral(fact.request)
         if fact.external_tokens:
             self.copies.awaits(fact.request)
         self.bus.dispatch([fact])
-        self._hook.spent[_ALLOCATED] += self._now() - began
+        self._hook.spent[_ALLOCATED] += self._clocks.monotonic() - began
 
     def ended(self, fact: facts.RequestEnded) -> None:
         """Note that a request finished or was aborted; it still has its blocks."""
-        began = self._hook.now = self._now()
+        began = self._hook.now = self._clocks.monotonic()
         request, first_tokens = fact.request, self.observation.first_tokens
         if self._deferred:
             self._end_deferral(request)
@@ -221,13 +220,13 @@ class SchedulerSide:
             self.benefit.idle()
             if not self._jobs.pending and self.faults.cause is None:
                 self.faults.audit()
-        self._hook.spent[_ENDED] += self._now() - began
+        self._hook.spent[_ENDED] += self._clocks.monotonic() - began
 
     # -- steps --------------------------------------------------------------------------------------------------
 
     def step(self, fact: facts.StepScheduled) -> TransferPlan:
         """Return what the workers must copy in a step that the engine has scheduled. Call it once a step."""
-        began = self._hook.now = self._now()
+        began = self._hook.now = self._clocks.monotonic()
         copies, faults, watch = self.copies, self.faults, self.observation
         if faults.pending_error is not None:
             faults.raised(*faults.pending_error)
@@ -253,7 +252,7 @@ class SchedulerSide:
         plan = self._plan(began) if (jobs.planned or jobs.cancelled) and faults.error is None else NOTHING
         if tiers is not None and tiers.records:
             tiers.record()
-        self._hook.spent[_STEP] += self._now() - began
+        self._hook.spent[_STEP] += self._clocks.monotonic() - began
         self.counters.hooks(self._hook.spent)
         self._hook.spent.clear()
         return plan
@@ -280,7 +279,7 @@ class SchedulerSide:
 
     def reported(self, reports: Sequence[TransferReport]) -> LoadAnswers:
         """Take the ranks' reports; return the ended loads of which the engine must learn."""
-        began = self._hook.now = self._now()
+        began = self._hook.now = self._clocks.monotonic()
         open_before = self._jobs.open_on_tiers
         for report in reports:
             if report.jobs:
@@ -294,7 +293,7 @@ class SchedulerSide:
                 tiers.reported(reports, began, has_moved=has_moved)
             self._look_after_reports()
         answers = self.take_answers() if self.copies.awaited or self.faults.cause else NO_ANSWERS
-        self._hook.spent[_REPORT] += self._now() - began
+        self._hook.spent[_REPORT] += self._clocks.monotonic() - began
         return answers
 
     def take_answers(self) -> LoadAnswers:
@@ -346,10 +345,10 @@ class SchedulerSide:
         incomplete, with a warning in the log, while a later process could find older blocks on the disk or in the remote
         tier. Calling it again is harmless, and tries again.
         """
-        began = self._hook.now = self._now()
+        began = self._hook.now = self._clocks.monotonic()
         self.bus.dispatch([facts.CacheReset()])
         is_forgotten = self._tiers_side is None or self._tiers_side.reset()
-        self._hook.spent[_RESET] += self._now() - began
+        self._hook.spent[_RESET] += self._clocks.monotonic() - began
         has_ended = self.copies.oldest is None if self.faults.error is not None else not self._jobs.pending
         return has_ended and is_forgotten
 

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 log = get_logger("transfer")
 
 _KEPT: list[object] = []  # memory that a device may still reach
-_RESERVE = (
-    256 * 2**20
-)  # left free while an arena grows: some chunks, since several ranks may check at the same time
+_RESERVE = 256 * 2**20
+"""Bytes left free while an arena grows: some chunks, since several ranks may check at the same time."""
 _NO_LIMIT = 2**60  # version 1 writes no limit as a number that no machine has, version 2 as "max"
 
 
