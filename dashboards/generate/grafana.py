@@ -229,9 +229,15 @@ def _lines(panel: Panel) -> timeseries.Panel:
     return made
 
 
+def _colour(panel: Panel, name: str) -> str:
+    if name not in COLOURS:
+        raise SystemExit(f"panel {panel.title!r}: {name!r} has no colour in dashboards/generate/colours.py")
+    return COLOURS[name]
+
+
 def _style(panel: Panel, name: str) -> list[model.DynamicConfigValue]:
     properties = [
-        model.DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": COLOURS[name]}),
+        model.DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": _colour(panel, name)}),
     ]
     if panel.kind is Kind.STACK and name == "capacity":  # a line above the stack, not a part of it
         properties += [

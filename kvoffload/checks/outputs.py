@@ -138,7 +138,11 @@ def _collector(setup: Setup) -> Finding:
 
 def unreachable(address: RemoteAddress) -> Finding | None:
     """Return why this remote tier would share nothing; None if it answers."""
-    return _no_mooncake(address) if isinstance(address, MooncakeAddress) else _no_bucket(address)
+    match address:
+        case MooncakeAddress():
+            return _no_mooncake(address)
+        case BucketAddress():
+            return _no_bucket(address)
 
 
 def _remote(setup: Setup) -> Finding:

@@ -11,7 +11,7 @@ from typing import Protocol, Self
 
 from kvoffload.logs import get_logger
 from kvoffload.model.ids import BlockKey
-from kvoffload.remote.address import MooncakeAddress, RemoteAddress
+from kvoffload.remote.address import BucketAddress, MooncakeAddress, RemoteAddress
 from kvoffload.remote.values import Shard
 
 MISSING = -1
@@ -102,10 +102,12 @@ def open_store(address: RemoteAddress, timeout_s: float) -> RemoteStore:
     Raises:
         RemoteError: it does not answer, refuses, or its client is not installed.
     """
-    if isinstance(address, MooncakeAddress):
-        from kvoffload.remote.mooncake import MooncakeStore
+    match address:
+        case MooncakeAddress():
+            from kvoffload.remote.mooncake import MooncakeStore
 
-        return MooncakeStore(address, timeout_s)
-    from kvoffload.remote.bucket import BucketStore
+            return MooncakeStore(address, timeout_s)
+        case BucketAddress():
+            from kvoffload.remote.bucket import BucketStore
 
-    return BucketStore(address, timeout_s)
+            return BucketStore(address, timeout_s)

@@ -85,7 +85,9 @@ def test_the_table_is_well_formed() -> None:
 def test_the_table_for_people_has_every_metric_and_label_value() -> None:
     text = (ROOT / "dashboards" / "metrics.md").read_text()
     for metric in CATALOGUE:
-        (row,) = [line for line in text.splitlines() if f"`{metric.name}`" in line]
+        rows = [line for line in text.splitlines() if f"`{metric.name}`" in line]
+        assert len(rows) == 1, f"{metric.name}: run `make docs`"
+        (row,) = rows
         assert metric.help in row
         assert all(value in row for label in metric.labels for value in label.values)
         assert row.count("|") == 6
