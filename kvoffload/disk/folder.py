@@ -1,7 +1,7 @@
-"""Where an engine's disk tier keeps its files: a folder for each fingerprint, and in it one for each replica.
+"""The folders of the disk tier: one for each fingerprint, and in it one for each replica.
 
 disk_path/                       weights.json: digests of weight files
-    <fingerprint>/               identity.json: what the fingerprint was computed from, for people
+    <fingerprint>/               identity.json: the parts of the fingerprint, readable by people
         replica0/                lock, index, slots0, slots1, ...
 """
 
@@ -20,17 +20,18 @@ from kvoffload.disk.open_folder import OpenFolder, close_locked, lock, open_root
 from kvoffload.model.errors import DiskError
 
 _LOCK = "lock"
-_LONGEST_HOLDER = 200  # characters shown
+_LONGEST_HOLDER = 200  # characters of the lock file that an error quotes
 
 
 @dataclass(frozen=True, slots=True)
 class DiskPlace:
-    """Where an engine's files belong.
+    """Root, identity and replica, which determine the folder of an engine's files.
 
     Args:
-        root: `disk_path`.
-        identify: returns the identity of the engine's KV; may read all weights, so it is called on a thread.
-        replica: the engine's number among data-parallel ones.
+        root: the setting `disk_path`.
+        identify: returns the identity of the engine's KV. It may read all weights, so it is called on a
+            separate thread.
+        replica: index of this engine among the data-parallel engines.
     """
 
     root: Path
@@ -41,7 +42,7 @@ class DiskPlace:
         """Return the open folder; create it if it is missing.
 
         Raises:
-            DiskError: it cannot be made, or the weights cannot be read.
+            DiskError: the folder cannot be made, or the weights cannot be read.
         """
         return make_folder(self.root, self.identify(), self.replica)
 
@@ -51,10 +52,10 @@ class FolderInUse(DiskError):
 
 
 def make_folder(root: Path, identity: KVIdentity, replica: int) -> OpenFolder:
-    """Return the open folder of one engine's files; create it, open to this user only, if it is missing.
+    """Return the open folder of one engine's files; if it is missing, create it for this user only.
 
     Raises:
-        DiskError: it cannot be made, or a folder below `root` is not this user's own.
+        DiskError: the folder cannot be made, or a folder below `root` does not belong to this user.
     """
     path = root / identity.fingerprint / f"replica{replica}"
     try:
@@ -66,7 +67,7 @@ def make_folder(root: Path, identity: KVIdentity, replica: int) -> OpenFolder:
 
 
 def caution(root: Path) -> str:
-    """Return a warning if other users may rename folders in `disk_path` or above it, and so replace this user's; "" otherwise."""
+    """Return a warning if other users could replace `disk_path` or this user's folders in it; else ""."""
     path = root.absolute()
     for each in (path, *path.parents):
         try:
@@ -82,11 +83,11 @@ def caution(root: Path) -> str:
 
 
 def lock_folder(folder: OpenFolder) -> OpenFolder:
-    """Lock a folder for this process until it is closed, and return it; if that fails, close it.
+    """Lock a folder for this process until the folder is closed, and return it. On failure, close the folder.
 
     Raises:
-        FolderInUse: another process, which the message names, has it locked.
-        DiskError: the lock file is not this user's own, or the disk fails.
+        FolderInUse: another process, named in the message, has locked the folder.
+        DiskError: the lock file does not belong to this user, or the disk fails.
     """
     try:
         folder.lock = _locked(folder)
@@ -117,7 +118,7 @@ def _locked(folder: OpenFolder) -> int:
 
 
 def _describe(folder: OpenFolder, identity: KVIdentity) -> None:
-    """Write for people what the fingerprint was computed from."""
+    """Write the parts of the fingerprint to `identity.json`, for people to read."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         descriptor = os.open("identity.json", flags, 0o600, dir_fd=folder.descriptor)

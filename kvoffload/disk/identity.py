@@ -1,4 +1,4 @@
-"""The identity of an engine's KV, and its fingerprint, under which lower tiers keep it."""
+"""The identity of an engine's KV, and its fingerprint, which names the KV in lower tiers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ _DIGITS = 32
 
 @dataclass(frozen=True, slots=True)
 class KVIdentity:
-    """What must be equal for one engine to use another's KV. The layout of a rank's blocks is in its slot file's header.
+    """Properties that must be equal before one engine uses another's KV.
+
+    The layout of a rank's blocks is not among them; it is in the header of the rank's slot file.
 
     Args:
-        engine: name and version, as engines change how they lay out KV.
-        weights: a snapshot's commit, a digest of all weight bytes, or the setting `weights_id`. Names, sizes and times are
-            not enough: other weights under the same name have other KV.
-        keys: hash algorithm of the keys and the seed that their chain begins with.
+        engine: name and version, because versions may lay out KV differently.
+        weights: a snapshot's commit, a digest of all weight bytes, or the setting `weights_id`. Names, sizes
+            and times are not enough: different weights can have the same name.
+        keys: hash algorithm of the block keys, and the seed of their chain.
         parallel: how the model is spread over ranks.
-        settings: other settings that change the values: types of weights and of KV, quantisation, overrides of the model.
-        groups: kind, tokens a block and reach of each KV cache group.
+        settings: other settings that change KV values: data types of weights and KV, quantization, overrides
+            of the model.
+        groups: kind, tokens per block, reach in tokens and lookahead of each KV cache group.
     """
 
     engine: str
@@ -39,27 +42,27 @@ class KVIdentity:
 
     @property
     def fingerprint(self) -> str:
-        """A name that is equal only for equal identities."""
+        """A name that only equal identities share."""
         parts = json.dumps(self.as_parts(), sort_keys=True, separators=(",", ":"))
         return sha256(parts.encode()).hexdigest()[:_DIGITS]
 
     def as_parts(self) -> dict[str, object]:
-        """Return everything that enters the fingerprint."""
+        """Return everything that the fingerprint depends on."""
         return {**asdict(self), "format": FORMAT}
 
 
 def with_key(identity: KVIdentity, key: TierKey | None) -> KVIdentity:
-    """Return the identity of KV that is authenticated with a key, so that only engines with this key find it."""
+    """Add a key's id to an identity, so that only engines with this key find the KV."""
     return identity if key is None else replace(identity, settings={**identity.settings, "tier_key": key.id})
 
 
 def index_key(identity: KVIdentity, key: TierKey | None) -> TierKey | None:
-    """Return the key that authenticates this KV's index, and no index of other KV."""
+    """Return a key that authenticates only the index of this KV."""
     return None if key is None else key.of(identity.fingerprint)
 
 
 def groups_of(shape: EngineShape) -> tuple[tuple[str, int, int | None, bool], ...]:
-    """Return the properties of the groups that the bytes of a block depend on."""
+    """Return the group properties that determine a block's bytes."""
     return tuple(
         (group.kind.value, group.block_tokens, group.reach_tokens, group.has_lookahead)
         for group in shape.groups

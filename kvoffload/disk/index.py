@@ -5,17 +5,19 @@
     generation, ids of files    record, record, ...
     checksum
 
-The index is a log of three events: a slot was filled with a block (put), invalidated, or read (use). The checksum of
-a batch covers its number and the log's generation, so that a batch of an older log or in another place is not accepted.
-With a key, the checksums of header, batches and ranks' shards are MACs, so that an index from another writer is not read.
-Reading stops at the first incomplete batch. What is lost with it costs hits, never correctness: a slot whose invalidation is lost is
-still indexed under its old block, but its bytes do not have that block's checksums.
+The index is a log of three events: a slot was filled with a block (put), invalidated, or read (use). The
+checksum of a batch covers its number and the log's generation, so that a batch from an older log or at
+another position is rejected. With a key, the checksums of the header, the batches and the ranks' shards are
+MACs, so that an index by another writer is rejected. Reading stops at the first incomplete batch. Lost
+records cost hits, never correctness: a slot whose invalidation is lost is still indexed under its old block,
+but its bytes do not match that block's checksums.
 
-All records have one size, so that numpy reads a million of them in a few calls.
+All records have the same size, so that numpy reads a million of them in a few calls.
 
-The file is only appended to. Compacting it, a new generation and a change of the slot files write a new file beside it, which
-is synced and renamed: the name always refers to one complete index. All of this may wait for the disk. One thread at a time
-calls it, never an engine's.
+Records are only appended. A compacted index, a new generation and an index of other slot files are each
+written to a new file beside the old one, synced and renamed, so that the name always refers to a complete
+index. Functions of this module may wait for the disk. One thread at a time calls them, never an engine's
+thread.
 """
 
 from __future__ import annotations
@@ -52,25 +54,25 @@ _ID_BYTES = 16
 _KEY_BYTES = 64
 _PUT, _INVALIDATE, _USE = 1, 2, 3
 _MOST_RECORDS = 4096
-"""In a batch of a rewritten index: a flipped bit costs no more than these."""
-_LEAST_GARBAGE = 2**16  # records
-_MOST_UNWRITTEN = 2**20  # records that may wait for a disk that hangs, to be written at once
+"""The most records in one batch of a rewritten index. The batches before a damaged one can still be read."""
+_LEAST_GARBAGE = 2**16  # records without effect; with fewer, rewriting is not worth it
+_MOST_UNWRITTEN = 2**20  # allowance for records that pile up while the disk hangs, then are appended together
 _HEAD_BYTES = 2**16  # room for the ids of 4,000 ranks' files
 
 
 class NotAnIndex(DiskError):
-    """Raised for bytes that are not an index of these slot files; the message says what they are."""
+    """Raised for bytes that are not a readable index; the message says what is wrong with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexHeader:
-    """What an index describes.
+    """The generation and slot files that an index belongs to.
 
     Args:
         generation: 16 random bytes, new after each reset. Compared for equality only.
         files: the ids of the ranks' slot files.
-        slots: that each of them has; not in the index.
-        key: authenticates header and batches; None for checksums.
+        slots: the number of slots in each file; not stored in the index.
+        key: authenticates header and batches; None for plain checksums.
     """
 
     generation: bytes
@@ -81,33 +83,33 @@ class IndexHeader:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entries:
-    """The blocks in some slots, the least recently used first.
+    """Which block each slot holds, least recently used first.
 
     Args:
-        records: [entries], each with `slot`, `key` and `sums` as in the file.
+        records: [entries], array of `record_type`, as in the file.
     """
 
     records: NDArray[np.void]
 
     @classmethod
     def none(cls, ranks: int) -> Entries:
-        """Return no entries."""
+        """Return an empty array of entries."""
         return cls(np.empty(0, record_type(ranks)))
 
     def __len__(self) -> int:
         return len(self.records)
 
     def puts(self, start: int = 0, end: int | None = None) -> list[Put]:
-        """Return entries as records."""
+        """Return the entries from `start` to `end` as put records."""
         part = self.records[start:end]
-        raw = part["key"].tobytes()  # entry by entry it takes ten times as long
+        raw = part["key"].tobytes()  # all keys at once: one by one takes ten times as long
         sizes = zip(range(0, len(raw), _KEY_BYTES), part["key_bytes"].tolist(), strict=True)
         keys: list[Any] = [raw[place : place + size] for place, size in sizes]
         sums: Iterable[tuple[int, ...]] = zip(*part["sums"].T.tolist(), strict=True)
         return list(map(Put, part["slot"].tolist(), keys, sums))
 
     def free(self, slots: int) -> list[SlotId]:
-        """Return the slots without an entry of a file with so many, the last one first: the pool takes them from the end."""
+        """Return the slots without an entry, highest first, because the pool takes them from the end."""
         is_free = np.ones(slots, np.bool_)
         is_free[self.records["slot"]] = False
         return cast("list[SlotId]", np.flatnonzero(is_free)[::-1].tolist())
@@ -115,13 +117,13 @@ class Entries:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexContents:
-    """What an index says.
+    """The contents of an index.
 
     Args:
-        header: its files, their slots and its generation.
+        header: its generation and slot files.
         entries: the blocks that can be found.
-        end: bytes up to the end of the last complete batch.
-        is_cut: whether an incomplete batch follows.
+        end: offset in bytes of the end of the last complete batch.
+        is_cut: whether an incomplete batch follows `end`.
     """
 
     header: IndexHeader
@@ -131,20 +133,20 @@ class IndexContents:
 
 
 def record_type(ranks: int) -> np.dtype[np.void]:
-    """Return the type of a record in the file; only puts have a key and checksums."""
+    """Return the numpy type of a record in the file. Only puts use its key and checksums."""
     key = ("key_bytes", "u1"), ("key", f"V{_KEY_BYTES}")
     return np.dtype([("slot", "<u4"), ("kind", "u1"), *key, ("sums", "<u8", (ranks,))])
 
 
 def encode_header(header: IndexHeader) -> bytes:
-    """Return the bytes that an index begins with."""
+    """Return a header as the bytes at the start of an index."""
     fixed = _HEADER.pack(_MAGIC, _VERSION, len(header.files), header.generation)
     packed = fixed + b"".join(header.files)
     return packed + _sum(header.key, b"index", packed)
 
 
 def encode_batch(header: IndexHeader, number: int, records: Iterable[DiskRecord]) -> bytes:
-    """Return a batch of records in order; `number` counts the batches before it.
+    """Return a batch of these records; `number` is the number of batches before it.
 
     Raises:
         DiskError: a key is longer than the index has room for.
@@ -154,7 +156,7 @@ def encode_batch(header: IndexHeader, number: int, records: Iterable[DiskRecord]
 
 
 def encode_index(header: IndexHeader, entries: Entries) -> tuple[bytes, int]:
-    """Return an index of these contents with the fewest records, and the number of its batches."""
+    """Return an index with one record per entry, and the number of its batches."""
     starts = range(0, len(entries), _MOST_RECORDS)
     parts = [
         _batch(header, number, entries.records[start : start + _MOST_RECORDS])
@@ -167,12 +169,12 @@ def read_header(data: bytes, slots: int, key: TierKey | None = None) -> IndexHea
     """Return the header of an index.
 
     Args:
-        data: its first bytes, up to the end of the header at least.
-        slots: that each of its files has.
-        key: as of `IndexHeader`.
+        data: the first bytes of the index, at least up to the end of the header.
+        slots: the number of slots in each file.
+        key: authenticates the header; None for a plain checksum.
 
     Raises:
-        NotAnIndex: it has another format, or is damaged.
+        NotAnIndex: the header has another format, or is damaged.
     """
     if not any(data[: len(_MAGIC)]):
         raise NotAnIndex("it is empty, or was erased by a reset")
@@ -196,12 +198,12 @@ def read_index(data: bytes, slots: int, key: TierKey | None = None) -> IndexCont
     """Return the contents of an index up to its first incomplete batch.
 
     Args:
-        data: all of it.
-        slots: that each of its files has. Records of others are left out.
-        key: as of `IndexHeader`.
+        data: the whole index.
+        slots: the number of slots in each file. Records of higher slots are ignored.
+        key: authenticates header and batches; None for plain checksums.
 
     Raises:
-        NotAnIndex: it has another format, or is damaged.
+        NotAnIndex: the header has another format, or is damaged.
     """
     header = read_header(data, slots, key)
     batches, end = list["NDArray[np.void]"](), len(encode_header(header))
@@ -229,7 +231,7 @@ def _batch_sum(header: IndexHeader, number: int, data: bytes | memoryview) -> by
 
 
 def _sum(key: TierKey | None, context: bytes, data: bytes | memoryview) -> bytes:
-    """Return the checksum of some data, or its MAC."""
+    """Return the checksum of this context and data, or their MAC if there is a key."""
     if key is not None:
         return key.mac(context, data)[:_SUM_BYTES]
     state = xxh3_64(context)
@@ -238,7 +240,7 @@ def _sum(key: TierKey | None, context: bytes, data: bytes | memoryview) -> bytes
 
 
 def _read_batch(header: IndexHeader, number: int, data: bytes, start: int) -> NDArray[np.void] | None:
-    """Return the records of the batch that begins here, None if it is incomplete."""
+    """Return the records of the batch at `start`; None if that batch is incomplete or damaged."""
     first = start + _BATCH.size
     if first > len(data):
         return None
@@ -253,7 +255,7 @@ def _read_batch(header: IndexHeader, number: int, data: bytes, start: int) -> ND
 
 
 def _entries(header: IndexHeader, batches: Iterable[NDArray[np.void]]) -> Entries:
-    """Return what the slots hold after these batches. Of several records of one slot numpy assigns the last."""
+    """Return the entries after these batches. numpy keeps the last of several assignments to a slot."""
     records = np.concatenate([Entries.none(len(header.files)).records, *batches])
     records = records[records["slot"] < header.slots]
     places, is_change = np.arange(len(records)), records["kind"] != _USE
@@ -267,11 +269,11 @@ def _entries(header: IndexHeader, batches: Iterable[NDArray[np.void]]) -> Entrie
 
 
 class IndexLog:
-    """An index that is open for more records. `start_index` makes it.
+    """An index that is open for appending; `start_index` returns it.
 
     Attributes:
-        header: its files, their slots and its generation.
-        records: that it has, those without effect too.
+        header: its generation and slot files.
+        records: the number of records in it, including those that later records have replaced.
     """
 
     def __init__(
@@ -285,10 +287,11 @@ class IndexLog:
         self._batches = batches
 
     def append(self, records: Sequence[DiskRecord]) -> None:
-        """Append records in order. They survive this process, and after `sync` a power failure too.
+        """Append records in order. They survive this process; after `sync`, they also survive a power failure.
 
         Raises:
-            OSError: the disk is full, failing or gone. The index may lack these records; it is not damaged otherwise.
+            OSError: the disk is full, failing or gone. These records may be missing; the earlier ones are
+                intact.
         """
         if not records:
             return
@@ -307,14 +310,14 @@ class IndexLog:
         os.fdatasync(self._descriptor)
 
     def is_mostly_garbage(self, entries: int) -> bool:
-        """Whether `rewritten` would make it much smaller, given the number of entries that its records leave."""
+        """Whether `rewritten` would make the index much smaller; `entries` is the number of its entries."""
         return self.records - entries > max(entries, _LEAST_GARBAGE)
 
     def rewritten(self) -> IndexLog:
-        """Replace this index by one of the same contents with the fewest records; close this one and return that one.
+        """Replace this index with one that has one record per entry; close this index and return the new one.
 
         Raises:
-            OSError: the disk is full, failing or gone; this index stays as it is.
+            OSError: the disk is full, failing or gone; this index stays open.
         """
         contents = read_index(_read_all(self._descriptor, self._end), self.header.slots, self.header.key)
         if contents.end != self._end:
@@ -324,7 +327,7 @@ class IndexLog:
         return rewritten
 
     def erase(self) -> None:
-        """Make the index unreadable, durably, wherever its file is by now.
+        """Overwrite the header, durably, so that the index cannot be read even if its file was moved.
 
         Raises:
             OSError: the disk is full, failing or gone.
@@ -333,7 +336,7 @@ class IndexLog:
         os.fdatasync(self._descriptor)
 
     def close(self) -> None:
-        """Close the file. What was not synced is the kernel's to write."""
+        """Close the file. The kernel writes unsynced records later."""
         os.close(self._descriptor)
 
 
@@ -346,13 +349,13 @@ def load_index(folder: OpenFolder, slots: int, key: TierKey | None = None) -> In
     """Return the contents of a folder's index; None if there is none.
 
     Args:
-        folder: where it is.
-        slots: that each of its files has. Records of others are left out.
-        key: as of its header.
+        folder: the folder of the index.
+        slots: the number of slots in each file. Records of higher slots are ignored.
+        key: authenticates header and batches; None for plain checksums.
 
     Raises:
-        NotAnIndex: it has another format, is damaged, or is larger than one of so many slots.
-        DiskError: it is not a plain file of this user.
+        NotAnIndex: the index has another format, is damaged, or is too large for this number of slots.
+        DiskError: the index is not a plain file of this user.
         OSError: the disk is failing or gone.
     """
     try:
@@ -362,7 +365,7 @@ def load_index(folder: OpenFolder, slots: int, key: TierKey | None = None) -> In
     try:
         size = os.fstat(descriptor).st_size
         header = read_header(_read_all(descriptor, min(size, _HEAD_BYTES)), slots, key)
-        # `is_mostly_garbage` bounds what has no effect.
+        # `is_mostly_garbage` bounds the number of records without effect.
         most_records = 2 * header.slots + _LEAST_GARBAGE + _MOST_UNWRITTEN
         most = _HEAD_BYTES + most_records * (_BATCH.size + record_type(len(header.files)).itemsize)
         if size > most:
@@ -373,15 +376,15 @@ def load_index(folder: OpenFolder, slots: int, key: TierKey | None = None) -> In
 
 
 def start_index(folder: OpenFolder, header: IndexHeader, entries: Entries | None = None) -> IndexLog:
-    """Replace the folder's index by one of these entries, synced, and return it.
+    """Replace the folder's index with a synced one of these entries, and return it.
 
     Args:
-        folder: where; the caller has it locked.
-        header: what the index is about.
-        entries: its contents; by default nothing.
+        folder: the folder of the index; the caller has locked it.
+        header: the header of the new index.
+        entries: its contents; by default none.
 
     Raises:
-        OSError: the disk is full, failing or gone; the folder's index is the old one or the new one.
+        OSError: the disk is full, failing or gone; the folder has either the old index or the new one.
     """
     entries = entries if entries is not None else Entries.none(len(header.files))
     data, batches = encode_index(header, entries)
@@ -397,14 +400,14 @@ def start_index(folder: OpenFolder, header: IndexHeader, entries: Entries | None
 
 
 def remove_index(folder: OpenFolder, index: IndexLog | None) -> None:
-    """Remove the index of a folder: nothing in the slot files is found again.
+    """Remove a folder's index, so that no block in the slot files is found again.
 
     Args:
-        folder: as it was locked.
-        index: the open one, which is erased first; None if it was not opened.
+        folder: the locked folder.
+        index: the open index, which is erased first; None if it was not opened.
 
     Raises:
-        DiskError: the folder's path leads elsewhere by now, where another index may lie.
+        DiskError: the folder's path now leads to another folder, which may contain another index.
         OSError: the disk is failing or gone.
     """
     try:

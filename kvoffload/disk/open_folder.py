@@ -1,7 +1,8 @@
 """Folders and files below `disk_path`, opened so that no other user can redirect them.
 
-Where others may create files, a name can be a trap: a link, a pipe, a second name of another file, a file that another user made first
-and can still write. So a name is looked up in the open folder, and the opened file is checked by its descriptor before it is used.
+In a folder where other users may create files, a name can be a trap: a symbolic link, a pipe, a hard link to
+another file, or a file that another user made first and can still write. So names are looked up in the open
+folder, and each opened file is checked through its descriptor before it is used.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from types import TracebackType
 from kvoffload.model.errors import DiskError
 
 LOCK_TRIES, LOCK_PAUSE_S = 60, 1.0
-"""How long an engine that is ending, or that hangs until it is killed, may keep its locks."""
+"""How often to try a lock, and how long to pause between tries: the previous engine may still be shutting
+down, or hang until it is killed."""
 SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """Flags for opening a name that may be a trap. Without O_NONBLOCK, opening a pipe would wait for its other end."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -25,12 +27,14 @@ _LOCKED: set[int] = set()
 
 
 class OpenFolder:
-    """An open folder. It stays the same one if its path leads elsewhere later. `open_folder` and `make` return it.
+    """An open folder, which stays the same even if its path later leads to another one.
+
+    `open_folder`, `open_root` and `make` return it.
 
     Attributes:
-        path: by which it was opened.
-        descriptor: of the folder.
-        lock: descriptor of the lock file in it that `close` unlocks; None if the folder is not locked.
+        path: the path when it was opened.
+        descriptor: the folder's file descriptor.
+        lock: descriptor of its lock file, which `close` unlocks; None if the folder is not locked.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -47,42 +51,42 @@ class OpenFolder:
         self.close()
 
     def make(self, name: str) -> OpenFolder:
-        """Return a folder in this one; make it, with the mode 0700, if it is missing.
+        """Return a folder in this one; if it is missing, make it with mode 0700.
 
         Raises:
-            DiskError: it is not this user's own, or others may write to it.
-            OSError: it cannot be made or opened.
+            DiskError: the folder belongs to another user, or others may write to it.
+            OSError: the folder cannot be made or opened.
         """
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=self.descriptor)
         return OpenFolder(self.path / name, _checked(self.path / name, _FOLDER, 0o700, self.descriptor, name))
 
     def open(self, name: str, flags: int) -> int:
-        """Return the descriptor of a file in this folder; with `O_CREAT` it is made, with the mode 0600, if it is missing.
+        """Return the descriptor of a file in this folder. With `O_CREAT`, make a missing file with mode 0600.
 
         Raises:
-            DiskError: it is not a plain file of this user with one name, or others may write to it.
-            OSError: it is missing or cannot be opened.
+            DiskError: the file is not a plain file of this user, has hard links, or others may write to it.
+            OSError: the file is missing or cannot be opened.
         """
         return _checked(self.path / name, flags, 0o600, self.descriptor, name)
 
     def make_file(self, name: str) -> int:
-        """Create a file, in place of any file of that name, and return its descriptor."""
+        """Create a file, replacing any file with that name, and return its descriptor."""
         self.unlink(name)
         return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | SAFE, 0o600, dir_fd=self.descriptor)
 
     def rename(self, name: str, to: str) -> None:
-        """Give a file another name, durably; a file that had that name is lost."""
+        """Rename a file, durably, replacing any file that has the new name."""
         os.rename(name, to, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
         self.sync()
 
     def unlink(self, name: str) -> None:
-        """Remove a name, if there is one."""
+        """Remove a file if it exists."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.descriptor)
 
     def sync(self) -> None:
-        """Make the names in the folder durable."""
+        """Make the folder's list of names durable."""
         os.fsync(self.descriptor)
 
     def is_at_its_path(self) -> bool:
@@ -94,7 +98,7 @@ class OpenFolder:
         return os.path.samestat(found, os.fstat(self.descriptor))
 
     def close(self) -> None:
-        """Close and unlock it; files that were opened in it stay open."""
+        """Close and unlock the folder; files that were opened in it stay open."""
         if self.lock is not None:
             close_locked(self.lock)
         os.close(self.descriptor)
@@ -104,14 +108,14 @@ def open_folder(path: Path) -> OpenFolder:
     """Open a folder of this user.
 
     Raises:
-        DiskError: it is not this user's own, or others may write to it.
-        OSError: it is missing or cannot be opened.
+        DiskError: the folder belongs to another user, or others may write to it.
+        OSError: the folder is missing or cannot be opened.
     """
     return OpenFolder(path, _checked(path, _FOLDER, 0o700, None, str(path)))
 
 
 def open_root(path: Path) -> OpenFolder:
-    """Open a folder that may be another user's, as a volume is; make it if it is missing."""
+    """Open a folder that may belong to another user, such as a mounted volume; make it if it is missing."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return OpenFolder(path, os.open(path, _FOLDER))
 
@@ -120,7 +124,7 @@ def lock(descriptor: int) -> None:
     """Lock an open file for this process; `close_locked` unlocks it.
 
     Raises:
-        BlockingIOError: it is locked.
+        BlockingIOError: the file is already locked.
     """
     _LOCKED.add(descriptor)
     try:
@@ -137,10 +141,11 @@ def close_locked(descriptor: int) -> None:
 
 
 def _leave_locks() -> None:
-    """In a forked child, leave the locks to the parent: a child that outlives it would keep them.
+    """In a forked child, close the locked files, because a child that outlives its parent would keep the locks.
 
-    Locks of `fcntl` are not inherited, but the first close of any descriptor of the file would release them. The descriptors' numbers stay
-    in use, so that the child does not close other files by them.
+    `fcntl` locks would not be inherited, but closing any descriptor of the file would release them. Each
+    descriptor now refers to /dev/null: its number stays in use, so that the child cannot close another file
+    by it.
     """
     if not _LOCKED:
         return

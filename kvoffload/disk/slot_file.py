@@ -1,13 +1,14 @@
-"""One rank's blocks on disk: a preallocated file of slots of one size.
+"""One rank's blocks on disk: a preallocated file of equal-sized slots.
 
     | header, 4 KiB | slot 0 | slot 1 | ...        a slot is a block's bytes on this rank, padded to 4 KiB
 
-The header says whose slots these are and names the file by random bytes, its id. The index names files by their ids, so
-a file that was lost, swapped with another rank's or replaced can never be taken for the one that was indexed. The header
-is written at creation and when the file grows; slots have no header, because the index has each slot's checksum.
+The header describes the slots and gives the file a random id. The index names files by their ids, so a file
+that was lost, replaced or swapped with another rank's is never taken for the file that was indexed. The
+header is written when the file is created or resized. Slots have no header, because the index has each slot's
+checksum.
 
-Reads and writes bypass the page cache where the file system allows it. The cache would use the host memory that the
-disk should save, and under memory pressure it writes at a tenth of the disk's speed.
+Reads and writes bypass the page cache if the file system allows it. The cache would use the host memory that
+the disk is meant to save, and under memory pressure it writes at a tenth of the disk's speed.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from kvoffload.model.errors import DiskError
 
 ID_BYTES = 16
 PIECE_BYTES = 2**20
-"""Most bytes of one call: 1.4 times as fast as 64 KiB on an NVMe disk, for a quarter of the CPU time."""
+"""The most bytes in one call: on an NVMe disk 1.4 times as fast as 64 KiB, for a quarter of the CPU time."""
 
-_MOST_PARTS = 1024  # the kernel's limit for one call
+_MOST_PARTS = 1024  # the kernel's limit for the buffers of one call
 
 _Call = Callable[[int, list[memoryview], int], int]
 
@@ -48,9 +49,9 @@ class SlotShape:
     """The shape of a file's slots; a file of another shape is replaced.
 
     Args:
-        rank, ranks: whose shards of blocks they hold.
+        rank, ranks: the rank whose shards the slots hold, and the number of ranks.
         slot_bytes: bytes of one shard.
-        layout: 16 bytes that are equal for equal layouts of a shard.
+        layout: 16-byte digest of the layout of a shard.
     """
 
     rank: int
@@ -69,13 +70,13 @@ class SlotFileInUse(DiskError):
 
 
 class SlotFile:
-    """An open, locked slot file. Any number of threads may read and write slots of it at once; `open_slot_file` makes it.
+    """An open, locked slot file, made by `open_slot_file`. Several threads may read and write at once.
 
     Attributes:
-        id: its random name.
-        slots: slots that it has room for.
-        shape: of its slots.
-        page_cache_reason: why I/O goes through the page cache; None where it is direct.
+        id: its random id.
+        slots: the number of its slots.
+        shape: the shape of its slots.
+        page_cache_reason: why I/O goes through the page cache; None if I/O is direct.
     """
 
     def __init__(
@@ -88,31 +89,32 @@ class SlotFile:
         self.page_cache_reason = page_cache_reason
 
     def write(self, slot: int, data: Sequence[memoryview]) -> None:
-        """Write this slot, and the ones behind it as far as `data` goes.
+        """Write consecutive slots.
 
         Args:
-            slot: the first one.
+            slot: the first slot.
             data: aligned memory, `shape.pitch` bytes for each slot.
 
         Raises:
-            OSError: the disk is full, failing or gone; what the slots hold is undefined.
+            OSError: the disk is full, failing or gone; the contents of these slots are undefined.
         """
         self._transfer(slot, data, os.pwritev)
 
     def read(self, slot: int, data: Sequence[memoryview]) -> None:
-        """Read this slot, and the ones behind it as far as `data` goes.
+        """Read consecutive slots.
 
         Args:
-            slot: the first one.
+            slot: the first slot.
             data: aligned memory, `shape.pitch` bytes for each slot.
 
         Raises:
-            OSError: the disk is failing or gone, or the file was cut short; what `data` holds is undefined.
+            OSError: the disk is failing or gone, or the file was truncated; the contents of `data` are
+                undefined.
         """
         self._transfer(slot, data, os.preadv)
 
     def sync(self) -> None:
-        """Make all that was written durable.
+        """Make all writes durable.
 
         Raises:
             OSError: the disk is full, failing or gone.
@@ -122,7 +124,7 @@ class SlotFile:
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Close and unlock the file. Not while a read or write runs: its descriptor could become another file's."""
+        """Close and unlock the file. No read or write may be running: its descriptor could be reused."""
         close_locked(self._descriptor)
 
     def _transfer(self, slot: int, data: Sequence[memoryview], call: _Call) -> None:
@@ -146,7 +148,7 @@ class SlotFile:
 
 
 def _calls(data: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Yield the memory of each call."""
+    """Split memory into calls of at most `PIECE_BYTES`, and yield the buffers of each call."""
     parts, size = list[memoryview](), 0
     for piece in data:
         for start in range(0, len(piece), PIECE_BYTES):
@@ -160,7 +162,7 @@ def _calls(data: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
-    """Return this memory without its first `count` bytes."""
+    """Return these buffers without their first `count` bytes."""
     while parts and count >= len(parts[0]):
         count -= len(parts[0])
         parts = parts[1:]
@@ -170,17 +172,17 @@ def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
 def open_slot_file(folder: OpenFolder, shape: SlotShape, slots: int) -> SlotFile:
     """Open and lock a rank's slot file, and allocate its disk space.
 
-    A file of another shape or format is replaced by one with a new id, which a warning says.
-    A file with more slots loses those at its end.
+    A file of another shape or format is replaced by one with a new id, and a warning is logged.
+    A file with more than `slots` slots loses the last ones.
 
     Args:
-        folder: of the engine's files.
-        shape: of the slots; the file is named by its rank.
-        slots: how many it has then.
+        folder: the folder of the engine's files.
+        shape: the shape of the slots; its rank is part of the file's name.
+        slots: the number of slots that the file then has.
 
     Raises:
-        SlotFileInUse: another process uses it.
-        DiskError: it is not a plain file of this user, there is too little space, or the disk fails.
+        SlotFileInUse: another process has locked the file.
+        DiskError: the file is not a plain file of this user, there is too little space, or the disk fails.
     """
     path = folder.path / f"slots{shape.rank}"
     try:
@@ -200,7 +202,7 @@ def open_slot_file(folder: OpenFolder, shape: SlotShape, slots: int) -> SlotFile
 
 
 def _opened(folder: OpenFolder, name: str) -> tuple[int, bool]:
-    """Return the descriptor of a file, and whether it is a new one."""
+    """Return the file's descriptor, and whether the file is new."""
     try:
         return folder.open(name, os.O_RDWR), False
     except FileNotFoundError:
@@ -221,13 +223,13 @@ def _prepare(
     if found is None or slots != had:
         buffer[:] = _header(file_id, shape, slots)
         os.pwritev(descriptor, [buffer], 0)
-        folder.sync()  # a file that lost its name would be replaced
+        folder.sync()  # if a crash lost the file's name, the next start would make a new file
     os.ftruncate(descriptor, PAGE + slots * shape.pitch)
     return SlotFile(descriptor, file_id, slots, shape, go_direct(descriptor, buffer))
 
 
 def _allocate(descriptor: int, folder: OpenFolder, size: int, keep: int) -> None:
-    """Allocate disk space for a file of this size; if there is too little, allocate nothing more."""
+    """Allocate disk space for a file of this size; if that fails, cut the file back to `keep` bytes."""
     os.ftruncate(descriptor, keep)
     try:
         os.posix_fallocate(descriptor, 0, size)
@@ -246,7 +248,7 @@ def _header(file_id: bytes, shape: SlotShape, slots: int) -> bytes:
 
 
 def _read_header(descriptor: int, shape: SlotShape, buffer: memoryview) -> tuple[bytes, int] | None:
-    """Return the id and the slots of a file that has this shape and all of its bytes, else None."""
+    """Return a file's id and number of slots; None if it has another shape or is truncated."""
     if os.preadv(descriptor, [buffer], 0) < PAGE:
         return None
     _, _, _, file_id, _, _, _, slots, _ = _HEADER.unpack_from(buffer)
@@ -256,7 +258,7 @@ def _read_header(descriptor: int, shape: SlotShape, buffer: memoryview) -> tuple
 
 
 def _difference(header: memoryview, shape: SlotShape, size: int) -> str:
-    """Return what a file is instead of a slot file of this shape."""
+    """Describe how a file differs from a slot file of this shape."""
     if size < PAGE:
         return f"it has {size} bytes"
     magic, version, _, _, rank, ranks, slot_bytes, slots, layout = _HEADER.unpack_from(header)
@@ -273,7 +275,7 @@ def _difference(header: memoryview, shape: SlotShape, size: int) -> str:
 
 
 def go_direct(descriptor: int, buffer: memoryview) -> str | None:
-    """Bypass the page cache from now on; return why that cannot be, None where it can."""
+    """Bypass the page cache from now on. Return why that is impossible, or None if it worked."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)

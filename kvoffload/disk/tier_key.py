@@ -1,4 +1,4 @@
-"""The key with which engines authenticate blocks on disk and in a remote tier; it is read from `tier_key_file`."""
+"""The key, read from `tier_key_file`, with which engines authenticate blocks on disk and in a remote tier."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from kvoffload.model.errors import ConfigError
 
 LEAST_BYTES, MOST_BYTES = 32, 4096
 SUM_BYTES = 8
-"""Of a MAC that replaces a checksum in the disk's files. That is enough: only an engine can test a guess, and a wrong one costs it a block."""
+"""Length of a MAC that replaces a checksum in the disk's files. It is enough: a forger can test a guess only
+on an engine, which drops the block if the guess is wrong."""
 
 _ALLOWED = (
     "it must be a plain file of user {} that group and others cannot use (mode 0600 or 0400), "
@@ -21,10 +22,10 @@ _ALLOWED = (
 
 
 class TierKey:
-    """Makes message authentication codes (HMAC-SHA256), from several threads at once.
+    """Makes message authentication codes (HMAC-SHA256). Several threads may use it at once.
 
     Args:
-        secret: bytes that all engines which share blocks have.
+        secret: the same bytes in all engines that share blocks.
 
     Attributes:
         id: 16 hexadecimal digits that identify the key without revealing it.
@@ -35,15 +36,15 @@ class TierKey:
         self.id = self.mac(b"id").hex()[:16]
 
     def mac(self, context: bytes, *data: bytes | memoryview) -> bytes:
-        """Return 32 bytes that cannot be made without the secret.
+        """Return a MAC of 32 bytes, which cannot be computed without the secret.
 
         Args:
-            context: what the data is and where it belongs. Its first word differs for each use of the key.
-            data: pieces, authenticated as if they were one.
+            context: the kind of data and its position. The first word is different for each use of the key.
+            data: pieces, authenticated as if they were concatenated.
         """
         state = hmac.new(self._secret, len(context).to_bytes(8, "little") + context, "sha256")
         for piece in data:
-            state.update(piece)  # releases the interpreter's lock for pieces over 2 KiB
+            state.update(piece)  # releases the GIL for pieces over 2 KiB
         return state.digest()
 
     def sum(self, context: bytes, *data: bytes | memoryview) -> int:
@@ -51,20 +52,21 @@ class TierKey:
         return int.from_bytes(self.mac(context, *data)[:SUM_BYTES], "little")
 
     def of(self, fingerprint: str) -> TierKey:
-        """Return the key for the files of one fingerprint. It authenticates no other files."""
+        """Return a key that authenticates only the files of one fingerprint."""
         return TierKey(self.mac(b"fingerprint " + fingerprint.encode()))
 
 
 def are_equal(one: int, other: int) -> bool:
-    """Compare two sums in a time that does not depend on them."""
+    """Compare two sums in constant time."""
     return hmac.compare_digest(one.to_bytes(SUM_BYTES, "little"), other.to_bytes(SUM_BYTES, "little"))
 
 
 def read_tier_key(path: Path | None) -> TierKey | None:
-    """Return the key in a file; None without a file.
+    """Return the key in a file; None if `path` is None.
 
     Raises:
-        ConfigError: it cannot be read, is not a plain file that only this user can use, or is too short or too long.
+        ConfigError: the file cannot be read, is not a plain file that only this user can use, or has too few
+            or too many bytes.
     """
     if path is None:
         return None

@@ -1,8 +1,8 @@
 """The identity of a model's weights: a snapshot's commit, or a digest of all bytes of its folder.
 
-A digest takes as long as reading the weights, so it is computed on a separate thread and remembered by inode, size and time of change
-(ctime), which no program can set. A file that changed a moment ago could change again within the same tick of the
-clock, so its digest is not remembered.
+A digest takes as long as reading the weights, so it is computed on a separate thread. Digests are remembered
+by inode, size and time of change (ctime), which no program can set. A file that changed less than two seconds
+ago could change again without a new ctime, so its digest is not remembered.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from kvoffload.model.errors import DiskError
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CHUNK = 2**23
-_MOST_MEMORY = 2**24  # bytes of remembered digests
-_MAC_BYTES = 32  # at the end of what is remembered, with a key
-_SETTLED_NS = 2 * 10**9  # coarser than any file system's clock
+_MOST_MEMORY = 2**24  # bytes read from the file of remembered digests
+_MAC_BYTES = 32  # at the end of that file, if there is a key
+_SETTLED_NS = 2 * 10**9  # longer than one tick of any file system's clock
 
 _Known = dict[str, tuple[int, int, str]]
 
 
 def snapshot_commit(folder: Path) -> str | None:
-    """Return the commit of a folder in a Hugging Face cache, None for any other folder.
+    """Return the commit of a snapshot in a Hugging Face cache; None for any other folder.
 
-    The files of such a snapshot are links to blobs that are named by their content. A folder
-    in which a file has replaced a link has no commit.
+    The files of a snapshot are links to blobs that are named by their content. If a file has replaced one of
+    these links, the commit no longer describes the folder, so the answer is None.
     """
     if not _COMMIT.fullmatch(folder.name) or folder.parent.name != "snapshots":
         return None
@@ -56,29 +56,31 @@ def weights_identity(
     loaded_ns: int | None = None,
     now_ns: Callable[[], int] = time.time_ns,
 ) -> str:
-    """Return the identity of a model's weights; may read all of their bytes.
+    """Return the identity of a model's weights. This may read all of their bytes.
 
     Args:
-        folder: of the model.
-        memory: file in which digests are remembered.
-        key: authenticates the memory: a forged digest would have other weights' KV served. None if all writers are trusted.
-        loaded_ns: before the engine began to load the weights, in nanoseconds since 1970. A file that changed after it may
-            not be what the engine loaded.
-        now_ns: nanoseconds since 1970, on the clock of the file system.
+        folder: the model's folder.
+        memory: the file of remembered digests.
+        key: authenticates the memory, because with a forged digest the engine would use the KV of other
+            weights. None if all writers are trusted.
+        loaded_ns: a time before the engine began to load the weights, in nanoseconds since 1970. A file that
+            changed after it may differ from the loaded one. None allows changes at any time.
+        now_ns: returns nanoseconds since 1970, on the file system's clock.
 
     Raises:
-        DiskError: the memory is not this user's own; the weights cannot be read, change meanwhile, or changed since they were loaded.
+        DiskError: another user owns the memory; or the weights cannot be read, change while they are read, or
+            changed after `loaded_ns`.
     """
     if (commit := snapshot_commit(folder)) is not None:
         return f"commit {commit}"
     try:
         place = open_root(memory.parent)
-    except OSError:  # without a memory the next start only takes longer
+    except OSError:  # without remembered digests, the next start only takes longer
         return _digest_of(folder, _Reader({}, loaded_ns, now_ns))
     with place:
         reader = _Reader(_recall(place, memory.name, key), loaded_ns, now_ns)
         digest = _digest_of(folder, reader)
-        with suppress(OSError):  # likewise
+        with suppress(OSError):  # as above
             _remember(place, memory.name, reader.known, key)
     return digest
 
@@ -96,7 +98,7 @@ def _digest_of(folder: Path, reader: _Reader) -> str:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield all files of a model, hidden ones apart: weights, settings and code all change what it computes."""
+    """Yield all files of a model except hidden ones: weights, settings and code all change its results."""
     for path in folder.rglob("*"):
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if not is_hidden and path.is_file():
@@ -105,12 +107,12 @@ def _files(folder: Path) -> Iterator[Path]:
 
 @dataclass(slots=True)
 class _Reader:
-    """Digests files.
+    """Returns digests of files, computing those that are not known.
 
     Args:
-        known: digests by device and inode, each with size and time of change; new ones are added.
-        loaded_ns: no file may have changed after it; None for any time.
-        now_ns: nanoseconds since 1970.
+        known: size, time of change and digest of each file, by device and inode; new digests are added.
+        loaded_ns: no file may have changed after this time; None allows any time.
+        now_ns: returns nanoseconds since 1970.
     """
 
     known: _Known
@@ -129,7 +131,8 @@ class _Reader:
             place, mark = f"{before.st_dev}:{before.st_ino}", (before.st_size, before.st_ctime_ns)
             if (found := self.known.get(place)) is not None and found[:2] == mark:
                 return str(found[2])
-            state, left = xxh3_128(), before.st_size  # a file that grows would never end
+            # Reading stops at the size found above, because a growing file may never end.
+            state, left = xxh3_128(), before.st_size
             while chunk := file.read(min(_CHUNK, left)):
                 state.update(chunk)
                 left -= len(chunk)
@@ -142,7 +145,7 @@ class _Reader:
 
 
 def _recall(place: OpenFolder, name: str, key: TierKey | None) -> _Known:
-    """Return remembered digests by device and inode; what cannot be read is computed again."""
+    """Return the remembered digests by device and inode; none if their file cannot be read or is not authentic."""
     try:
         with os.fdopen(place.open(name, os.O_RDONLY), "rb") as file:
             data, mac = file.read(_MOST_MEMORY), b""
@@ -154,7 +157,7 @@ def _recall(place: OpenFolder, name: str, key: TierKey | None) -> _Known:
 
 
 def _remember(place: OpenFolder, name: str, known: _Known, key: TierKey | None) -> None:
-    """Replace the memory's file in one step."""
+    """Replace the file of remembered digests atomically."""
     beside, data = f"{name}.{os.getpid()}", json.dumps(known).encode()
     with os.fdopen(place.make_file(beside), "wb") as file:
         file.write(data + _mac(data, key))
