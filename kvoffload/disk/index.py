@@ -1,7 +1,7 @@
 """The index of the slot files: which block each slot holds.
 
     header                             batch                                    record
-    "KVOINDEX" version                 magic, bytes, number, checksum           slot, kind, key, a checksum a rank
+    "KVOINDEX" version                 magic, bytes, number, checksum           slot, kind, key, checksum per rank
     generation, ids of files    record, record, ...
     checksum
 

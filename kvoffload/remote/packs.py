@@ -1,11 +1,11 @@
-"""Packs of values in a bucket: their names, their indexes, and what a connection remembers of them.
+"""Packs of values in a bucket: their names, their indexes, and a connection's catalogue of them.
 
     <folder of the shard>/<window>/<moment>-<random>-<bytes of the index>
     | index: count, then key, offset and length of each value; XXH3 | values ... |
 
-Window and moment are the twelve hexadecimal digits of the writer's time in milliseconds, counted down, so a bucket lists the newest
-pack first. All packs of one window, 17.5 minutes, have one prefix. A listing goes on from one window to the next that has packs, so
-nights and weekends cost no requests.
+Window and moment together are the writer's time in milliseconds, counted down, in twelve hexadecimal digits,
+so that a bucket lists the newest pack first. All packs of one window, 17.5 minutes, have the same prefix. A
+listing skips windows without packs, so nights and weekends cost no requests.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from xxhash import xxh3_64_digest
 from kvoffload.model.ids import BlockKey
 
 MOST_BLOCKS = 2**20
-"""Blocks that a catalogue remembers; the oldest packs are forgotten first."""
+"""The most blocks in a catalogue; the oldest packs are forgotten first."""
 MOST_PACKS = 2**17
-"""Packs that a catalogue remembers, those without blocks among them."""
+"""The most packs in a catalogue, including those without blocks."""
 CLOCKS_DIFFER_MS = 600_000
-"""Most that the clocks of two writers differ."""
+"""The largest assumed difference between two writers' clocks, in milliseconds."""
 _MOST_INDEX_BYTES = 2**14
 _LAST_MS = 2**48 - 1
 _WINDOW_DIGITS = 7
@@ -41,7 +41,7 @@ class BadPackError(Exception):
 
 
 class Place(NamedTuple):
-    """Where a value lies: in which pack, from which byte on, and how many bytes."""
+    """The pack of a value, its first byte in the pack, and its size in bytes."""
 
     pack: str
     start: int
@@ -49,13 +49,16 @@ class Place(NamedTuple):
 
 
 def place_at(folder: str, ms: int) -> str:
-    """Return where packs of this time are in a listing of the folder: after newer ones, before older ones."""
+    """Return the place of a time in a listing of the folder: after newer packs, before older ones."""
     digits = f"{_LAST_MS - ms:012x}"
     return f"{folder}{digits[:_WINDOW_DIGITS]}/{digits[_WINDOW_DIGITS:]}"
 
 
 def window_of(folder: str, place: str) -> tuple[str, str | None]:
-    """Return the folder of the window of a place in the listing, and where the next window begins; None if no pack follows."""
+    """Return the folder of the window at a place in the listing, and the place where the next window begins.
+
+    If the place is in no window, or in the last one, return the whole folder and None.
+    """
     digits = place.removeprefix(folder)[:_WINDOW_DIGITS]
     if re.fullmatch("[0-9a-f]{7}", digits) is None or digits == "f" * _WINDOW_DIGITS:
         return folder, None
@@ -63,7 +66,7 @@ def window_of(folder: str, place: str) -> tuple[str, str | None]:
 
 
 def new_name(folder: str, ms: int, index: bytes) -> str:
-    """Return a name for a pack that is written at this time."""
+    """Return a new name for a pack written at this time, in milliseconds since 1970."""
     return f"{place_at(folder, ms)}-{secrets.token_hex(8)}-{len(index)}"
 
 
@@ -71,11 +74,11 @@ def index_bytes(name: str, size: int) -> int:
     """Return how many bytes of a pack are its index.
 
     Args:
-        name: within the shard's folder.
-        size: of the pack, in bytes, as the bucket lists it.
+        name: the pack's name within the shard's folder.
+        size: bytes of the pack, as the bucket lists it.
 
     Raises:
-        BadPackError: the name is not a pack's, or claims an impossible number.
+        BadPackError: the name is not a pack's, or claims an impossible size of the index.
     """
     if (found := _NAME.fullmatch(name)) is None:
         raise BadPackError("no pack is called so")
@@ -88,7 +91,7 @@ def index_bytes(name: str, size: int) -> int:
 
 
 def index_of(values: Mapping[BlockKey, memoryview]) -> tuple[bytes, list[tuple[BlockKey, int, int]]]:
-    """Return a pack's index, and what it says: each value's key, offset and length."""
+    """Return a pack's index as bytes, and as a list of each value's key, offset and length."""
     size = _COUNT.size + sum(_ENTRY.size + len(key) for key in values) + _SUM_BYTES
     entries, start = list[tuple[BlockKey, int, int]](), size
     for key, value in values.items():
@@ -100,15 +103,15 @@ def index_of(values: Mapping[BlockKey, memoryview]) -> tuple[bytes, list[tuple[B
 
 
 def places_in(pack: str, index: bytes | memoryview, size: int) -> dict[BlockKey, Place]:
-    """Return where a pack's values lie.
+    """Return the place of each value in a pack.
 
     Args:
-        pack: its name.
-        index: as it was read; any writer may have made it.
-        size: of the pack, in bytes.
+        pack: the pack's name.
+        index: the bytes that were read; they are not trusted, because any writer may have made them.
+        size: bytes of the pack.
 
     Raises:
-        BadPackError: the index is incomplete, or does not describe such a pack.
+        BadPackError: the index is incomplete, or describes values beyond the pack's end.
     """
     entries, at = index[:-_SUM_BYTES], _COUNT.size
     if xxh3_64_digest(entries) != index[-_SUM_BYTES:]:
@@ -127,18 +130,19 @@ def places_in(pack: str, index: bytes | memoryview, size: int) -> dict[BlockKey,
 
 
 class Catalogue:
-    """Where the values of one shard lie, as far as the bucket was listed.
+    """The places of one shard's values in the packs listed so far.
 
-    A look lists the newest page. A walk lists the older pages, one after the other, down to what an earlier walk has seen; the first one
-    goes on to the end. As clocks differ, the next walk sees again what was written in the ten minutes before this one began.
+    A look lists the newest page. A walk then lists older pages, one by one, until it reaches packs that an
+    earlier walk has listed; the first walk continues to the end. Because clocks differ, a walk goes
+    back to ten minutes before the previous walk began.
 
     Args:
-        folder: of the shard, in the bucket.
+        folder: the shard's folder in the bucket.
 
     Attributes:
-        looking: held by the thread that lists.
-        looked_at: when the newest page was listed last, on a clock of seconds.
-        walked_to: the place in the listing from which the walk goes on; None if none is under way.
+        looking: lock that a thread holds while it lists.
+        looked_at: when the newest page was last listed, in monotonic seconds.
+        walked_to: the place in the listing where the walk continues; None if no walk is under way.
     """
 
     def __init__(self, folder: str) -> None:
@@ -148,21 +152,24 @@ class Catalogue:
         self.looking = threading.Lock()
         self.looked_at = float("-inf")
         self.walked_to: str | None = None
-        self._newest = ""  # of the last look
-        self._walk_ends = self._floor = f"{folder}~"  # behind every pack
+        self._newest = ""  # the first pack of the last look
+        self._walk_ends = self._floor = f"{folder}~"  # sorts after every pack
         self._next_ends = ""
 
     def is_new(self, pack: str) -> bool:
-        """Whether a listed pack must be read: it is not known, and not older than the packs that were forgotten."""
+        """Whether a listed pack must be read: it is not in the catalogue, nor older than a forgotten pack."""
         return pack not in self.packs and pack < self._floor
 
     def newest_listed(self, newest: str, listed_to: str | None, now_ms: int) -> None:
-        """Note the newest page. A walk begins behind it, unless one is under way and there is nothing new between the two.
+        """Record a look at the newest page.
+
+        A new walk starts after this page, unless a walk is under way and the page reaches back to the last
+        look's first pack.
 
         Args:
             newest: the first pack of the page.
-            listed_to: its last pack that is known now; None if there is no further page.
-            now_ms: time in milliseconds.
+            listed_to: the place up to which the page was read; None if the listing ends there.
+            now_ms: milliseconds since 1970.
         """
         if self.walked_to is None or listed_to is None or listed_to < self._newest:
             self._next_ends = place_at(self.folder, now_ms - CLOCKS_DIFFER_MS)
@@ -170,14 +177,14 @@ class Catalogue:
         self._newest = newest
 
     def walk_listed(self, listed_to: str | None) -> None:
-        """Note that a walk has come to a place, or to the end of the listing."""
+        """Record that a walk has reached a place, or the end of the listing if None."""
         self.walked_to = listed_to
         if listed_to is None or listed_to >= min(self._walk_ends, self._floor):
             self.walked_to = None
             self._walk_ends = self._next_ends
 
     def add(self, pack: str, places: dict[BlockKey, Place]) -> None:
-        """Remember a pack. If two packs have the same key, the newer one is used, because the older one expires first."""
+        """Remember a pack. Of two packs with the same key the newer is used, because the older one expires first."""
         if pack >= self._floor:
             return
         self.packs[pack] = list(places)
@@ -191,7 +198,7 @@ class Catalogue:
     def forget(self, pack: str) -> None:
         for key in self.packs.pop(pack, ()):
             place = self.places.get(key)
-            if place is not None and place.pack == pack:  # two writers may have put one key
+            if place is not None and place.pack == pack:  # two writers may have put the same key
                 del self.places[key]
 
     def condemn(self, pack: str) -> None:
@@ -200,7 +207,7 @@ class Catalogue:
         self.packs[pack] = []
 
     def _forget_oldest(self) -> None:
-        """Forget an eighth of the packs: sorting takes milliseconds."""
+        """Forget the oldest eighth of the packs at once, because sorting them takes milliseconds."""
         packs = sorted(self.packs)
         kept = len(packs) * 7 // 8
         self._floor = packs[kept]

@@ -15,33 +15,33 @@ from kvoffload.remote.address import BucketAddress, MooncakeAddress, RemoteAddre
 from kvoffload.remote.values import Shard
 
 MISSING = -1
-"""`get`: the store does not have the value."""
+"""In the answer of `get`: the store does not have the value."""
 FAILED = -2
-"""`get`: the store did not deliver the value."""
+"""In the answer of `get`: the store did not deliver the value."""
 
 
 log = get_logger("remote")
 
 
 class Refusals:
-    """Logs why the remote tier refuses values, once for each reason."""
+    """Logs why the remote tier refuses values, but not the same reason twice in a row."""
 
     def __init__(self) -> None:
         self._logged: str | None = None
 
     def note(self, reason: str | None) -> None:
-        """Note a put's answer: None if the value was accepted."""
+        """Record the result of a put: why values were refused, or None if all were accepted."""
         if reason is not None and reason != self._logged:
             log.warning("remote_write_refused", reason=reason, note="what is in the store is read as before")
         self._logged = reason
 
 
 class SharedMemory(mmap.mmap):
-    """Memory that another process can map; it has no name, and ends with the last process that has it.
+    """Memory that another process can map. It has no name, and is freed with the last process that maps it.
 
     Attributes:
-        descriptor: by which it is mapped.
-        address: where it lies in this process.
+        descriptor: file descriptor to map it by.
+        address: its address in this process.
     """
 
     descriptor: int
@@ -58,49 +58,54 @@ class SharedMemory(mmap.mmap):
 
 
 class RemoteStore(Protocol):
-    """One connection to a store. Calls block, some for a minute if the store is dead; several threads may call at once.
+    """One connection to a store. Several threads may call at once.
 
-    A failure of one key is the answer for that key. A call that fails for all keys raises `RemoteError`. After `RemoteGone` all further
-    calls fail, and a new connection is needed.
+    Calls block, some for a minute if the store is dead. If a call fails for one key, the answer for that key
+    says so. If it fails for all keys, it raises `RemoteError`. After `RemoteGone` all further calls fail, and
+    a new connection is needed.
     """
 
     def ask(self, shard: Shard, keys: Sequence[BlockKey]) -> list[bool]:
-        """Return which blocks the store claims to have. It may be wrong."""
+        """Return which blocks the store claims to have. The claim may be wrong."""
 
     def get(self, shard: Shard, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[int]:
-        """Read values into buffers of the values' size; return for each the bytes that arrived, or `MISSING` or `FAILED`."""
+        """Read values into buffers of their size. Return how many bytes of each arrived, `MISSING` or `FAILED`."""
 
     def put(self, shard: Shard, keys: Sequence[BlockKey], values: Sequence[memoryview]) -> list[bool]:
-        """Write values; return which of them the store has now. Values that it had already stay as they are.
+        """Write values; return which of them the store now has. Values that it already had remain unchanged.
 
-        A store that answers but accepts nothing, because it is full for instance, has not failed: it can still be read.
+        A store that answers but accepts no values, for example because it is full, has not failed: reads
+        still work.
         """
 
     def read(self, name: str) -> bytes | None:
-        """Return a small object, None if there is none."""
+        """Return a small object; None if it does not exist."""
 
     def create(self, name: str, data: bytes) -> None:
-        """Write a small object that the store keeps as long as it can. An existing object of this name may be kept instead."""
+        """Write a small object, which the store keeps as long as it can.
+
+        If an object of this name exists, the store may keep that one instead.
+        """
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write a small object, replacing one of the same name."""
+        """Write a small object, replacing any object with the same name."""
 
     def register(self, buffer: memoryview) -> None:
-        """Register memory that later calls read and write: all of a `SharedMemory`. It must outlive the connection."""
+        """Register a whole `SharedMemory` for use by later calls. It must outlive the connection."""
 
     def close(self) -> None:
         """End the connection. No other call may be running."""
 
 
 def open_store(address: RemoteAddress, timeout_s: float) -> RemoteStore:
-    """Connect to a store. Blocks. The store's client is imported only then.
+    """Connect to a store; may block. The store's client is loaded only now.
 
     Args:
-        address: of it.
+        address: the store's address.
         timeout_s: seconds that a store may take to accept the connection.
 
     Raises:
-        RemoteError: it does not answer, refuses, or its client is not installed.
+        RemoteError: the store does not answer or refuses the connection, or its client is not installed.
     """
     match address:
         case MooncakeAddress():

@@ -1,11 +1,12 @@
-"""The value of a rank's shard of a block: the bytes of its host slot, and a trailer to verify them.
+"""The value of one rank's shard of a block: the bytes of its host slot, and a trailer to verify them.
 
     |<----------- slot_bytes ----------->|<--------- TRAILER_BYTES --------->|
     | the slot's pages, region by region | magic, length, XXH3, whose it is  |    without a key
     |                                    | magic, length, HMAC-SHA256 of all |    with one
 
-A store's claim to have a value is not trusted: another writer may use our names, a value may be truncated, and a store may confuse values.
-A value is used only if its length, checksum and name match. Only a key detects values that were forged.
+Stores are not trusted: another writer may use our names, a value may be truncated, and a store may confuse
+values. A value is used only if its length, checksum and name match. Forged values are detected only with a
+key.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ TRAILER_BYTES = _HEAD.size + _CHECKSUM.size
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Names a set of values: whose KV, and which rank's part of each block.
+    """The set of values of one rank in one namespace.
 
     Args:
-        namespace: fingerprint and generation: all that makes KV usable by another engine, and a random value.
-        rank, ranks: which part of each block.
+        namespace: fingerprint of the KV's identity, and generation, a random value that a reset replaces.
+        rank, ranks: the rank whose part of each block it is, and the number of ranks.
     """
 
     namespace: str
@@ -51,7 +52,7 @@ class Shard:
 
     @property
     def part(self) -> str:
-        """Rank and number of ranks, as they stand in names."""
+        """Rank and number of ranks, as used in names."""
         return f"{self.rank}of{self.ranks}"
 
     def name(self, key: BlockKey) -> str:
@@ -60,7 +61,7 @@ class Shard:
 
 
 def generation_name(fingerprint: str) -> str:
-    """Return the name under which the store keeps the generation that engines share."""
+    """Return the store's name for the generation that engines share."""
     return f"{FORMAT}/{fingerprint}/generation"
 
 
@@ -69,8 +70,8 @@ class Generation(NamedTuple):
 
     Args:
         name: random, 32 hexadecimal digits.
-        is_after_reset: an engine replaced it because it was reset.
-        made_ms: when it was made, milliseconds since 1970; 0 without a key.
+        is_after_reset: whether it was made because an engine was reset.
+        made_ms: when it was made, in milliseconds since 1970; 0 without a key.
     """
 
     name: str
@@ -79,13 +80,14 @@ class Generation(NamedTuple):
 
 
 def new_generation(name: str, key: TierKey | None, after_ms: int, *, is_after_reset: bool = False) -> bytes:
-    """Make a generation's value.
+    """Return the value of a new random generation.
 
     Args:
         name: its name in the store.
-        key: authenticates it; None where writers are trusted.
-        after_ms: when the previous one was made, by an engine whose clock may be ahead. The new one is later.
-        is_after_reset: whether it is made because of a reset.
+        key: authenticates it; None if all writers are trusted.
+        after_ms: when the previous generation was made, in milliseconds since 1970. The new one gets a later
+            time, even if this engine's clock is behind.
+        is_after_reset: whether a reset is the reason for it.
     """
     text = secrets.token_hex(16).encode() + (_AFTER_RESET if is_after_reset else b"")
     if key is None:
@@ -96,7 +98,7 @@ def new_generation(name: str, key: TierKey | None, after_ms: int, *, is_after_re
 
 
 def read_generation(name: str, key: TierKey | None, data: bytes) -> Generation | None:
-    """Return the generation in a value; None if the value has another form, or is not authentic."""
+    """Return the generation in a value; None if the value has another form or is not authentic."""
     made_ms = b"0"
     if key is not None:
         dated, _, mac = data.rpartition(b" ")
@@ -112,20 +114,20 @@ def _generation_mac(name: str, key: TierKey, dated: bytes) -> bytes:
 
 
 def seal(value: memoryview, name: str, layout: bytes, key: TierKey | None = None) -> None:
-    """Write the trailer behind a slot's bytes.
+    """Write the trailer after a slot's bytes.
 
     Args:
         value: the slot's bytes, and room for the trailer.
-        name: the value's.
-        layout: 16 bytes, a digest of the layout of the slot's pages.
-        key: authenticates it; None for a checksum.
+        name: the value's name.
+        layout: 16-byte digest of the layout of the slot's pages.
+        key: authenticates the value; None for a checksum.
     """
     size = len(value) - TRAILER_BYTES
     value[size:] = _trailer(value[:size], name, layout, key)
 
 
 def is_whole(value: memoryview, arrived: int, name: str, layout: bytes, key: TierKey | None = None) -> bool:
-    """Whether these bytes, of which `arrived` were received, are the value of that name."""
+    """Whether all bytes arrived (`arrived` is their number), and are the value with this name and layout."""
     size = len(value) - TRAILER_BYTES
     return arrived == len(value) and hmac.compare_digest(
         value[size:], _trailer(value[:size], name, layout, key)
@@ -138,6 +140,6 @@ def _trailer(data: memoryview, name: str, layout: bytes, key: TierKey | None) ->
         head = _HEAD.pack(_MAGIC, _AUTHENTICATED, len(data))
         return head + key.mac(b"value " + head + whose, data)[: _CHECKSUM.size]
     checksum = xxh3_64()
-    checksum.update(data)  # a streamed hash releases the interpreter's lock
+    checksum.update(data)  # a streamed hash releases the GIL
     head = _HEAD.pack(_MAGIC, _CHECKED, len(data))
     return head + _CHECKSUM.pack(checksum.intdigest(), xxh3_128(whose).digest())

@@ -1,4 +1,4 @@
-"""The plugin that the reference engine finds by its entry point, and a rank's side of it."""
+"""The plugin that the reference engine finds by its entry point, and the plugin's side on each rank."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _IDENTITY = EngineIdentity("reference", kvoffload.__version__, "random weights")
 
 
 class ReferencePlugin:
-    """Offloading for one reference engine; all its ranks live in the engine's process and share a portal.
+    """Offloading for one reference engine, whose ranks all run in the engine's process and share a portal.
 
     Args:
-        portal: its threads; by default a new portal, which ends with the engine.
-        clocks: the scheduler's side's times.
-        clock: the transfer coroutines' time.
-        make_copier: makes each rank's copier; by default the one for the engine's device.
-        promises: the engine's promises; by default all that it keeps.
+        portal: gives the threads; by default a new portal, which is closed with the engine.
+        clocks: clocks of the scheduler's side; by default the real ones.
+        clock: clock of the transfer coroutines; by default the real one.
+        make_copier: makes each rank's copier; by default a copier for the engine's device.
+        promises: the engine's promises; by default all, because the engine keeps them all.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ReferencePlugin:
         """Make the scheduler's side.
 
         Raises:
-            ConfigError: the engine's `plugin_config` has bad keys or values.
+            ConfigError: the engine's `plugin_config` has bad keys or values, or `tier_key_file` cannot be used.
         """
         self._config = parse_config(engine.config.plugin_config, engine.config.ranks)
         shape = shape_of(engine, self._promises)
@@ -96,7 +96,7 @@ class ReferencePlugin:
         return ReferenceScheduler(self.offload, self._portal.close)
 
     def worker_side(self, engine: EngineFacts, rank: int) -> WorkerPlugin:
-        """Make one rank's side."""
+        """Make the worker's side of one rank."""
         copier = self._make_copier(Rank(rank)) if self._make_copier is not None else None
         worker = WorkerSide(
             Rank(rank),
@@ -112,7 +112,7 @@ class ReferencePlugin:
         self.workers.append(worker)
 
         def examine_layout(layout: DeviceLayout) -> list[Finding]:
-            # The models are small on purpose, and so are their pages: the check of the copies' speed would only warn.
+            # The models and their pages are small on purpose, so a check of copy speed would only add warnings.
             return examine_rank(rank, engine.config.ranks, self._config, layout, checks=memory.CHECKS)
 
         return ReferenceWorker(worker, examine_layout)
@@ -123,7 +123,7 @@ class ReferenceWorker(WorkerPlugin):
 
     Args:
         offload: the runtime's worker side.
-        examine: the doctor's checks, run before any host memory is allocated.
+        examine: runs the doctor's checks; called before any host memory is allocated.
     """
 
     def __init__(self, offload: WorkerSide, examine: Callable[[DeviceLayout], Sequence[Finding]]) -> None:
@@ -156,7 +156,7 @@ def _plan(plan: object) -> TransferPlan:
 
 
 def shape_of(engine: EngineFacts, promises: Promises) -> EngineShape:
-    """Return the engine's shape. Its null block is no block of the pool."""
+    """Return the engine's shape. `device_blocks` does not count the null block."""
     return EngineShape(
         groups=tuple(map(_group, engine.groups)),
         ranks=engine.config.ranks,
@@ -172,7 +172,7 @@ def _group(group: GroupFacts) -> GroupSpec:
 
 
 def _identity_of(engine: EngineFacts, shape: EngineShape, config: OffloadConfig) -> KVIdentity:
-    """Return what the KV depends on. The model's settings have the seed from which its weights are drawn."""
+    """Return the KV's identity. The model's settings include the seed of its random weights."""
     model = f"{engine.config.model}, drawn by torch {version('torch')}"
     return KVIdentity(
         engine=f"{_IDENTITY.name} {_IDENTITY.version}",
@@ -185,5 +185,5 @@ def _identity_of(engine: EngineFacts, shape: EngineShape, config: OffloadConfig)
 
 
 def plugin() -> ReferencePlugin:
-    """Return a plugin for one engine: what the entry point names."""
+    """Return a plugin for one engine. The entry point names this function."""
     return ReferencePlugin()

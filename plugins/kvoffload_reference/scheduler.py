@@ -16,7 +16,7 @@ from kvoffload.runtime.scheduler_side import SchedulerSide
 
 
 class PoolDevice:
-    """The engine's block pool, as the core uses it: a lease is a reference of the plugin on a block."""
+    """The engine's block pool, with the core's interface. A lease is a reference of the plugin on a block."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -42,7 +42,7 @@ class PoolDevice:
         return DeviceBlockId(block) if block is not None else None
 
     def lease_problems(self, leases: Mapping[DeviceBlockId, int]) -> list[str]:
-        """The engine counts leases separately, so they can be compared one by one."""
+        """Compare leases block by block, because the engine counts the plugin's references separately."""
         counted = self._pool.leases()
         return [
             f"block {block} is leased {leases.get(DeviceBlockId(block), 0)} times, the engine counts {counted.get(block, 0)}"
@@ -53,11 +53,11 @@ class PoolDevice:
 
 @dataclass(slots=True)
 class _Sent:
-    """What was already reported about a request; later facts report only what is new."""
+    """The part of a request that was already reported; later facts contain only the rest."""
 
     view: Request
-    keys: list[int]  # per group, how many
-    blocks: tuple[int, ...] = ()  # confirmed whole blocks per group
+    keys: list[int]  # number of keys reported, per group
+    blocks: tuple[int, ...] = ()  # number of confirmed whole blocks, per group
     runs: bool = False
 
     def has_token(self) -> bool:
@@ -69,7 +69,7 @@ class ReferenceScheduler(SchedulerPlugin):
 
     Args:
         offload: the runtime's scheduler side.
-        closed: called when the engine has stopped, after all else.
+        closed: called last, when the engine shuts down.
     """
 
     def __init__(self, offload: SchedulerSide, closed: Callable[[], object]) -> None:
@@ -146,7 +146,7 @@ class ReferenceScheduler(SchedulerPlugin):
         return self._offload.shape
 
     def _progress(self, step: StepFacts) -> Iterator[facts.Progress]:
-        """Yield the progress of requests with a new block or state, a confirmed block, or a first step."""
+        """Yield the progress of requests with a new block or state, a newly confirmed block, or a first step."""
         complete = {state.request_id for state in step.states}
         for progress in step.progress:
             sent = self._sent[progress.request_id]
@@ -183,15 +183,15 @@ def _handed_off(state: StateMade) -> facts.StateHandedOff:
 
 
 def _appended(progress: Progress) -> tuple[tuple[DeviceBlockId, ...], ...]:
-    """Return the blocks without their positions, which continue the table."""
+    """Return each group's new blocks without their positions: the blocks continue the table."""
     return tuple(_blocks([block for _, block in pairs]) for pairs in progress.new_blocks)
 
 
 def _blocks(table: Sequence[int]) -> tuple[DeviceBlockId, ...]:
-    """Return one group's table; the engine's null block is 0, and so is ours."""
+    """Convert one group's table. The null block is 0 in the engine and in kvoffload."""
     return tuple(map(DeviceBlockId, table))
 
 
 def _keys(known: Sequence[bytes]) -> tuple[BlockKey, ...]:
-    """Return keys; the engine makes them as kvoffload does."""
+    """Convert keys. The engine makes them in the form that kvoffload uses."""
     return tuple(map(BlockKey, known))
