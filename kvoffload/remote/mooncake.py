@@ -128,7 +128,7 @@ class MooncakeStore:
 
     def _call(
         self, call: str, *arguments: object, memory: SharedMemory | None = None, limit_s: float | None = None
-    ) -> Any:  # noqa: ANN401  # as the client answers
+    ) -> Any:  # noqa: ANN401  # the type depends on the call
         """Have the child call the client, and return the answer. Each call has its own socket pair.
 
         Raises:

@@ -32,7 +32,7 @@ _INSTALL = (
 )
 
 
-def load_client() -> Any:  # noqa: ANN401  # a module without types
+def load_client() -> Any:  # noqa: ANN401  # an untyped module
     """Return the client's module.
 
     Raises:
@@ -53,7 +53,7 @@ class _Client:
             int, tuple[mmap.mmap, int]
         ] = {}  # mapping and address, by descriptor in the engine's process
 
-    def make(self, call: str, arguments: Sequence[Any], memory: int | None) -> Any:  # noqa: ANN401  # as the client answers
+    def make(self, call: str, arguments: Sequence[Any], memory: int | None) -> Any:  # noqa: ANN401  # depends on the call
         if call == "setup":
             return self._setup(*arguments)
         if call == "register_buffer":

@@ -43,7 +43,7 @@ class Shard:
 
     Args:
         namespace: fingerprint of the KV's identity, and generation, a random value that a reset replaces.
-        rank, ranks: the rank whose part of each block it is, and the number of ranks.
+        rank, ranks: the rank that the values belong to, and the number of ranks.
     """
 
     namespace: str
@@ -87,7 +87,7 @@ def new_generation(name: str, key: TierKey | None, after_ms: int, *, is_after_re
         key: authenticates it; None if all writers are trusted.
         after_ms: when the previous generation was made, in milliseconds since 1970. The new one gets a later
             time, even if this engine's clock is behind.
-        is_after_reset: whether a reset is the reason for it.
+        is_after_reset: whether it is made because of a reset.
     """
     text = secrets.token_hex(16).encode() + (_AFTER_RESET if is_after_reset else b"")
     if key is None:

@@ -1,4 +1,4 @@
-"""The scheduler's side: translates the engine's hooks into facts, and lends its block pool to the core."""
+"""The scheduler's side: translates hooks into facts, and gives the core access to the engine's block pool."""
 
 from __future__ import annotations
 
