@@ -1,5 +1,5 @@
 """Offloading for vLLM: translates its connector hooks into the adapter contract and decides nothing.
 
-`register` is what the entry point names; `connector` has vLLM's hooks; `scheduler` and `worker` are what they do on each
-side; `groups`, `layout` and `tracked` translate. Importing this package imports nothing of vLLM.
+`register` is the entry point; `connector` has the class that vLLM loads; `scheduler` and `worker` implement its hooks
+on each side; `groups`, `layout` and `progress` translate. Importing this package does not import vLLM.
 """

@@ -41,16 +41,16 @@ if TYPE_CHECKING:
     from kvoffload.disk.identity import KVIdentity
     from kvoffload.transfer.layout import DeviceLayout
 
-_REPORT_EVERY = 16  # steps; a decoding batch completes a few blocks in each
+_REPORT_EVERY = 16  # steps; a decoding batch completes only a few blocks per step
 
 
 def start_scheduler(
     scheduler: VllmScheduler, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> None:
-    """Give a connector the scheduler's half.
+    """Initialize a connector as the scheduler's half.
 
     Raises:
-        ConfigError: with everything because of which offloading cannot start.
+        ConfigError: offloading cannot start; the message lists every reason.
     """
     join_logging()
     groups, config = _check(vllm_config, kv_cache_config)
@@ -84,17 +84,20 @@ def start_scheduler(
         groups,
         Changes(offload),
         portal.close,
-        1 if config.store_policy == "lazy" else _REPORT_EVERY,  # lazy plans by what each step allocates
+        # The lazy planner needs to know what each step allocates.
+        1 if config.store_policy == "lazy" else _REPORT_EVERY,
         tier_events,
         identification,
     )
 
 
 def start_worker(worker: VllmWorker, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Give a connector a worker's half. Workers start before the scheduler, so what is refused is refused here.
+    """Initialize a connector as a worker's half.
+
+    Workers start before the scheduler, so this is where a bad setting stops the engine.
 
     Raises:
-        ConfigError: with everything because of which offloading cannot start.
+        ConfigError: offloading cannot start; the message lists every reason.
     """
     join_logging()
     policy = find_failure_policy(vllm_config)
@@ -128,7 +131,7 @@ def start_worker(worker: VllmWorker, vllm_config: VllmConfig, kv_cache_config: K
 
 
 def join_logging() -> None:
-    """Let vLLM's handlers print kvoffload's lines, at vLLM's level, unless the host has set up handlers itself."""
+    """Log kvoffload's lines through vLLM's handlers, at vLLM's level, unless kvoffload's logger has its own."""
     ours, theirs = logging.getLogger(ROOT), logging.getLogger("vllm")
     if ours.handlers or not theirs.handlers:
         return
@@ -139,19 +142,19 @@ def join_logging() -> None:
 
 
 def _replica(vllm_config: VllmConfig) -> int:
-    """Return an engine's number among data-parallel ones: vLLM gives every engine of a dense model rank 0, but an index."""
+    """Return the engine's index among data-parallel engines. For a dense model, vLLM gives them all rank 0."""
     return int(vllm_config.parallel_config.data_parallel_index)
 
 
 def _lower_tiers(
     vllm_config: VllmConfig, config: OffloadConfig, groups: VllmGroups, key: TierKey | None = None
 ) -> tuple[Identification | None, DiskPlace | None, RemotePlace | None]:
-    """Return the KV's identification, and its places on the disk and in the remote tier; None for what is not set.
+    """Return the KV's identification and its places on the disk and in the remote tier, each None if not set.
 
-    Data-parallel engines each have their own files on a disk, and share the remote tier.
+    Each data-parallel engine has its own files on the disk; all of them share the remote tier.
 
     Raises:
-        ConfigError: no other process could find this engine's blocks.
+        ConfigError: no other process could find this engine's blocks in a lower tier.
     """
     from vllm import envs
 
@@ -176,7 +179,7 @@ def _lower_tiers(
 def _check(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, policy: str = RECOMPUTE
 ) -> tuple[VllmGroups, OffloadConfig]:
-    """Translate the settings and the model; report the problems of both at once."""
+    """Parse the settings and translate the model's groups; raise one error with the problems of both."""
     problems: list[str] = []
     groups = config = None
     try:
@@ -201,17 +204,17 @@ def _config(vllm_config: VllmConfig) -> OffloadConfig:
     engine = _replica(vllm_config)
     if config.journal_path is None or engine == 0:
         return config
-    # Each engine of a data-parallel server writes its own file.
+    # Each engine of a data-parallel server writes its own journal.
     path = Path(f"{config.journal_path}.dp{engine}")
     return dataclasses.replace(config, journal_path=path)
 
 
 def find_failure_policy(vllm_config: VllmConfig) -> str:
-    """Return `kv_load_failure_policy` as vLLM's scheduler reads it. Call it while a worker's connector is made.
+    """Return `kv_load_failure_policy` as vLLM's scheduler reads it. Call it while vLLM creates a worker's connector.
 
     The scheduler reads the outermost connector's configuration. A MultiConnector gives each child a copy of vLLM's
-    configuration in which the child's `kv_transfer_config` replaces the outer one. While vLLM makes a worker, the
-    original is the process's current configuration; in the scheduler's process a child has no way to find it.
+    configuration in which the child's `kv_transfer_config` replaces the outer one. While vLLM creates a worker, the
+    original is the process's current configuration; in the scheduler's process a child cannot find the original.
     """
     from vllm.config.vllm import get_current_vllm_config_or_none
 

@@ -1,4 +1,4 @@
-"""The connector that vLLM loads. It has the hooks of both roles; an object has the state of one."""
+"""The connector class that vLLM loads. It has the hooks of both roles; each instance has the state of one role."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ except ImportError:  # before 0.32 vLLM does not distinguish hits by source
     CacheHitSource = None
 
 
-class KVOffloadConnector(VllmScheduler, VllmWorker, KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not installed where types are checked
+class KVOffloadConnector(VllmScheduler, VllmWorker, KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # the type checker runs without vLLM
     """Keeps computed KV blocks in host memory and loads them back.
 
     Raises:
-        ConfigError: the settings, the model or this vLLM cannot be used; the message has every problem.
+        ConfigError: the settings, the model or this vLLM cannot be used; the message lists every problem.
     """
 
     requires_kv_delivery = False
-    """Because it is a cache: a store that is dropped costs no request its output."""
+    """False, because this is a cache: no request's output depends on whether its blocks are stored."""
 
     supports_divergent_local_hybrid_hits = False
 
@@ -86,10 +86,13 @@ class KVOffloadConnector(VllmScheduler, VllmWorker, KVConnectorBase_V1, Supports
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: object
     ) -> None:
-        """Do nothing: the scheduler's side plans stores, and they start after the forward pass."""
+        """Do nothing: stores of all layers start together after the forward pass."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Used before vLLM 0.30: there a failed load is reported by its blocks, and only for one group."""
+        """Return the requests whose loads ended. Only vLLM before 0.30 calls this.
+
+        That vLLM learns of failed loads from `get_block_ids_with_load_errors`, and only if the model has one group.
+        """
         received = self.take_received()
         self._bad_blocks = received.bad_blocks
         return None, received.finished or None

@@ -1,4 +1,4 @@
-"""The doctor's checks of a vLLM, before and at its start. It does not import vLLM, which takes seconds."""
+"""The doctor's checks for vLLM, run before and at its start. Importing vLLM takes seconds, so this module does not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvoffload_vllm.support import NEWEST_RUN, VERSIONS, role_problems
 HELP = "vLLM"
 
 RECOMPUTE = "recompute"
-"""vLLM's policy under which no request fails because its load failed."""
+"""vLLM's policy for failed loads that recomputes the tokens instead of failing the request."""
 
 _GROUP, _ENTRY = "vllm.general_plugins", "kvoffload"
 _OPTION = "--kv-transfer-config"
@@ -29,7 +29,7 @@ _BY_HAND = "--block-bytes and --device-blocks"
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add options of vLLM, by vLLM's own names, and the sizes that its start logs."""
+    """Add options that have vLLM's own names, and options for the sizes that vLLM logs at its start."""
     add, default = group.add_argument, Options()
     add(_OPTION, metavar="JSON", help="as vLLM will get it: a JSON object, or a file that holds one")
     add("--model", metavar="DIR", type=Path, help="the model's folder; its config.json gives the sizes")
@@ -53,10 +53,10 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def read_arguments(args: argparse.Namespace) -> Given:
-    """Return what the options say about a vLLM.
+    """Return the settings, sizes and checks that the command line's options give for vLLM.
 
     Raises:
-        ConfigError: the configuration or the model's files cannot be read, or do not hold what they must.
+        ConfigError: the connector's configuration or the model's `config.json` cannot be read or is invalid.
     """
     transfer = None if args.kv_transfer_config is None else read_object(args.kv_transfer_config, _OPTION)
     connector, sizes, about = _transfer(transfer), *_sizes(args)
@@ -72,12 +72,12 @@ def read_arguments(args: argparse.Namespace) -> Given:
 
 
 def recurrent_states(block_tokens: int, interval: int | None) -> Check:
-    """Return the check of where vLLM keeps recurrent states.
+    """Return the check of which recurrent states vLLM keeps.
 
     Args:
-        block_tokens: tokens of a block of a model with recurrent layers.
-        interval: vLLM's `prefix_cache_retention_interval`: 0 keeps the state at a prompt's last end of a block, None
-            those at all ends.
+        block_tokens: tokens in one block of a model with recurrent layers.
+        interval: vLLM's `prefix_cache_retention_interval`: 0 keeps only the state at a prompt's last block boundary,
+            None keeps the states at all block boundaries.
     """
     text = f"hits of this model end at multiples of {block_tokens} tokens; shorter prefixes are never found"
     finding = go(text)
@@ -91,7 +91,7 @@ def recurrent_states(block_tokens: int, interval: int | None) -> Check:
 
 
 def block_hashes(algorithm: str) -> Check:
-    """Return the check of vLLM's hash algorithm, `prefix_caching_hash_algo`, for an engine with a tier below the host."""
+    """Return the check of vLLM's hash algorithm, `prefix_caching_hash_algo`, if there is a tier below the host."""
     finding = go(f"blocks are found by {algorithm}")
     if algorithm not in _HASHES:
         finding = warn(
@@ -103,7 +103,7 @@ def block_hashes(algorithm: str) -> Check:
 
 
 def load_failures(policy: object) -> Check:
-    """Return the check of vLLM's policy for failed loads; `policy` is None if it is not known."""
+    """Return the check of vLLM's policy for failed loads; `policy` is None if it is unknown."""
 
     def find(setup: Setup) -> Finding:
         if policy is None:
@@ -161,7 +161,7 @@ def _transfer(transfer: dict[str, Any] | None) -> Finding:
 
 
 def _connector(transfer: dict[str, Any]) -> dict[str, Any] | None:
-    """Return our connector's configuration, which may be an entry of a MultiConnector."""
+    """Return our connector's configuration, perhaps an entry of a MultiConnector; None if there is none."""
     extra = transfer.get("kv_connector_extra_config")
     several = extra.get("connectors") if isinstance(extra, dict) else None
     entries = (transfer, *(several if isinstance(several, list) else ()))
@@ -174,7 +174,7 @@ def _settings(transfer: dict[str, Any]) -> Mapping[str, object]:
 
 
 def _sizes(args: argparse.Namespace) -> tuple[Sizes, Finding]:
-    """Return the sizes, and the finding about them. Sizes typed by hand come before the model's."""
+    """Return the sizes and the finding about them. Sizes given as options override those computed from the model."""
     ranks = args.tensor_parallel_size
     sizes = Sizes(ranks, args.block_bytes, (), args.device_blocks)
     by_hand = go("given as vLLM's start logs them") if sizes.block_bytes and sizes.device_blocks else None

@@ -1,10 +1,10 @@
-"""KV cache events for routers: which blocks came to the host or to a tier below it, and which left it.
+"""KV cache events for routers: which blocks arrived on the host or a tier below it, and which left.
 
-An event has a block's tokens. They are known only while its request lives, and the block may be stored long after. So
-a note is taken when a block is computed or loaded, and kept while the block may still come to a tier. Notes contain
-token ids, so they are kept here and not in the core, and only if vLLM publishes events. A block that another process
-left on the disk or in the remote tier is published when its note is taken. Of the remote tier this engine knows only
-what it wrote there, and what the tier answered when it was asked.
+An event contains a block's tokens. They are known only while the block's request is alive, but the block may be stored
+long after. So `BlockNotes` takes a note when a block is computed or loaded, and keeps it while the block may still
+arrive on a tier. Notes contain token ids, so they are kept here instead of in the core, and only if vLLM publishes
+events. A block that another process left on the disk or in the remote tier is published when its note is taken. Events
+about the remote tier cover only the blocks that this engine wrote there or asked it for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvoffload.core.key_index import KeyIndex
     from kvoffload_vllm.pool_device import VllmDevice
 
-_PLACES = {  # local to the machine that reports it, or remote
+_PLACES = {  # vLLM's names; LOCAL is the machine that publishes the event
     Tier.HOST: {"medium": "CPU", "locality": "LOCAL"},
     Tier.DISK: {"medium": "STORAGE", "locality": "LOCAL"},
     Tier.REMOTE: {"medium": "STORAGE", "locality": "REMOTE"},
@@ -42,10 +42,10 @@ class BlockNote:
     """What a router needs to know about a block.
 
     Args:
-        parent: hash of the block before it, None for a prompt's first.
-        tokens: its tokens, packed: as a tuple they would take eight times as much.
-        adapter: id and name of the adapter that it was computed with.
-        extra_keys: what else its hash covers.
+        parent: hash of the block before it, None for a prompt's first block.
+        tokens: its token ids, packed: a tuple would take eight times the memory.
+        adapter: id and name of the LoRA adapter that computed it, None without one.
+        extra_keys: vLLM's extra keys, which its hash covers besides the tokens; None if it has none.
     """
 
     parent: bytes | None
@@ -59,20 +59,21 @@ class BlockNote:
 
 
 class BlockNotes:
-    """Notes of the blocks that requests compute, by block size and hash; least recently checked first.
+    """Notes of the blocks that requests compute, by block size and hash; the least recently checked note comes first.
 
-    A note is kept when its block comes to a tier, because the block may leave the tier and come again. Groups with
-    blocks of one size share notes: blocks that end with the same token have the same hash.
+    A note is kept after its block has arrived on a tier, because the block may leave and arrive again. Groups with the
+    same block size share notes: their blocks that end with the same token have the same hash.
 
     Args:
         groups: the groups that are offloaded.
-        wire: how vLLM writes events.
-        is_held: whether the device or the host has a key, so that it can still be copied to a tier. The device keeps
-            what is being copied.
+        wire: makes events for the installed vLLM.
+        is_held: whether the device or the host has a key's block, so that the block can still be copied to a tier. A
+            block stays on the device while it is being copied.
 
     Attributes:
-        awaited: keys that came to tiers without a note, and the tiers.
-        late: awaited keys whose note was taken since.
+        awaited: keys that arrived on tiers and have no note yet, each with those tiers.
+        late: awaited keys whose note has been taken since the last `TierEvents.take`.
+        by_ratio: notes by block hash, for each block size counted in hashes.
     """
 
     def __init__(self, groups: VllmGroups, wire: Wire, is_held: Callable[[BlockKey], bool]) -> None:
@@ -88,7 +89,7 @@ class BlockNotes:
         }
 
     def get(self, key: BlockKey) -> BlockNote | None:
-        """Return a block's note."""
+        """Return a block's note, None if it has none."""
         block_hash, number = split_key(key)
         return self.by_ratio[self._ratios[number]].get(block_hash)
 
@@ -96,12 +97,12 @@ class BlockNotes:
         """Note the blocks that hold a request's computed tokens.
 
         Args:
-            request: vLLM's.
-            first: its hashes before this one were noted.
-            computed_tokens: only whole blocks of these are noted.
+            request: vLLM's request.
+            first: how many of the request's hashes are already noted.
+            computed_tokens: how many tokens of the request are computed. A partly computed block is not noted.
 
         Returns:
-            How many of its hashes are noted now.
+            How many of the request's hashes are noted now.
         """
         last = min(computed_tokens // self._hash_tokens, len(request.block_hashes))
         if last <= first:
@@ -128,7 +129,10 @@ class BlockNotes:
                 self.late += [key for key in self._keys(block_hash, ratio) if key in self.awaited]
 
     def _drop_oldest(self, ratio: int) -> None:
-        """Check two notes for each one added, so that there are never twice as many as are needed."""
+        """Above the limit, check the two oldest notes and drop those no longer needed.
+
+        Two checks for each added note keep the total below twice the number of needed notes.
+        """
         notes = self.by_ratio[ratio]
         for _ in range(2):
             if len(notes) > self._limit:
@@ -141,13 +145,13 @@ class BlockNotes:
 
 
 class TierEvents:
-    """Which blocks came to a tier and which left it, as vLLM's events.
+    """Turns the arrivals and removals of blocks on each tier into vLLM's events.
 
     Args:
         groups: the groups that are offloaded.
         indexes: the index of each tier, which logs the keys that arrive and leave.
-        wire: how vLLM writes events.
-        device: knows which blocks may still be stored.
+        wire: makes events for the installed vLLM.
+        device: vLLM's block pool, which tells whether a block may still be stored.
     """
 
     def __init__(
@@ -165,7 +169,7 @@ class TierEvents:
         self._ledgers = {tier: index.watch() for tier, index in indexes.items()}
 
     def take(self) -> Iterable[KVCacheEvent]:
-        """Return what happened since the last call."""
+        """Return the events since the last call."""
         late, awaited = self.notes.late, self.notes.awaited
         if not (late or any(self._ledgers.values())):
             return ()
@@ -178,13 +182,14 @@ class TierEvents:
         return events
 
     def events(self, tier: Tier, ledger: Iterable[tuple[BlockKey, bool]]) -> Iterator[KVCacheEvent]:
-        """Yield an event a group for the blocks that left the tier, and one for each block that came, parents first.
+        """Yield one removal event per group, then one event for each block that arrived, parents first.
 
-        A block without a note is skipped, also when it leaves: without its parent it would look like a prompt's first.
+        A block without a note is skipped when it arrives and when it leaves: without its parent it would look like the
+        first block of a prompt.
 
         Args:
-            tier: whose events.
-            ledger: what came (True) and what left, in the order in which it happened; of a key the last entry holds.
+            tier: the tier of these blocks.
+            ledger: keys that arrived (True) or left (False), in order; only the last entry of each key counts.
         """
         came: dict[BlockKey, BlockNote] = {}
         gone: dict[int, list[bytes]] = {}
@@ -205,7 +210,7 @@ class TierEvents:
             yield self._stored(tier, key, came[key])
 
     def _awaits_no_more(self, key: BlockKey, tier: Tier) -> bool:
-        """Return whether a key came to a tier without a note, and forget that: it is published now, or has left."""
+        """Stop waiting for the note of a key on a tier; return whether it was awaited."""
         tiers = self.notes.awaited.get(key, set())
         was_left_out = tier in tiers
         tiers.discard(tier)
@@ -234,14 +239,14 @@ class TierEvents:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How one version of vLLM writes events.
+    """The parts of one vLLM version that make its events.
 
     Args:
-        stored, removed: make an event from keywords.
-        hash: how a block hash is written.
-        extra_keys: takes a request, the start and end of a block in tokens, and the number of the next of the request's
-            media; returns what else the block's hash covers, and the next number.
-        kinds: by a group's number, the name of its attention, and its window if it has one.
+        stored, removed: the two classes of events; they take keywords.
+        hash: converts a block hash to its form in events.
+        extra_keys: takes a request, the start and end of a block in tokens, and the index of the request's next media
+            item. Returns the extra keys that the block's hash covers, and the index of the media item after the block.
+        kinds: by vLLM's group number, vLLM's name of the attention kind, and the window if there is one.
     """
 
     stored: Callable[..., Any]
@@ -252,12 +257,12 @@ class Wire:
 
 
 def find_wire(kv_cache_config: KVCacheConfig) -> Wire:
-    """Return how the installed vLLM writes events of these groups."""
+    """Return the installed vLLM's event classes and conversions, for these groups."""
     from vllm.distributed import kv_events
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-    # Since 0.31 hashes cover tagged values, which events leave untagged.
+    # Since 0.31, vLLM tags the extra keys that a hash covers; events contain them without tags.
     untag = getattr(kv_cache_utils, "to_event_extra_keys", lambda keys: keys)
 
     def extra_keys(request: Request, start: int, end: int, media: int) -> tuple[tuple[Any, ...] | None, int]:
@@ -284,7 +289,7 @@ def publishes_events(vllm_config: VllmConfig) -> bool:
 
 
 def _parents_first(came: Mapping[BlockKey, BlockNote]) -> Iterator[BlockKey]:
-    """A router drops a block whose parent it does not know."""
+    """Yield each key after its parent's: a router drops a block whose parent it does not know."""
     rest = dict(came)
     for key in came:
         line: list[BlockKey] = []
