@@ -1,7 +1,8 @@
 """The catalogue as ordinary Prometheus metrics, made from the classes that vLLM passes in (its own or Ray's).
 
-A process may make them several times, for a second engine or a second logger, but the registry accepts a name once. So
-the last ones replace those before, which are updated but no longer exported. vLLM's own metrics do the same.
+A process may create the metrics several times, for a second engine or a second logger, but the registry accepts each
+name once. So the newest metrics replace the earlier ones, which are still updated but no longer exported. vLLM's own
+metrics do the same.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Families:
     """Every metric of the catalogue, with all its series present from the start.
 
     Args:
-        classes: by class of the Prometheus client, the class to use for it.
+        classes: for each metric class of the Prometheus client, the class to use instead.
         label_names: vLLM's labels, which precede ours.
         engine_labels: the values of vLLM's labels for each engine of this front end.
     """
@@ -45,7 +46,7 @@ class Families:
                     self._series(engine, metric.name, labels)
 
     def observe(self, payload: Mapping[str, Any], engine: int) -> None:
-        """Add one message. Unknown names and labels are ignored: another version's must not end the front end."""
+        """Add one message. Ignore unknown names and labels: another version's message must not stop the front end."""
         if engine not in self._engine_labels:
             return
         for metric, joined, value in entries(payload):
@@ -61,12 +62,12 @@ class Families:
                 for sample in value:
                     series.observe(sample)
 
-    def _series(self, engine: int, name: str, labels: tuple[str, ...]) -> Any:  # noqa: ANN401  # of the class that was passed in
+    def _series(self, engine: int, name: str, labels: tuple[str, ...]) -> Any:  # noqa: ANN401  # an instance of a class that was passed in
         return self._metrics[name].labels(*self._engine_labels[engine], *labels)
 
 
 def _make(cls: Callable[..., object], metric: Metric, label_names: tuple[str, ...]) -> object:
-    """Return a new metric, in place of the one that this process exports."""
+    """Return a new metric; it replaces the metric of this name that the process exports."""
     options: dict[str, object] = {
         "name": metric.name,
         "documentation": metric.help,

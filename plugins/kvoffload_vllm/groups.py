@@ -1,7 +1,7 @@
-"""vLLM's KV cache groups in the project's words. vLLM is asked only for what the caller does not give.
+"""Translates vLLM's KV cache groups to kvoffload's. It imports vLLM only for values that the caller does not pass.
 
-Our numbers count the groups that are offloaded, from 0. vLLM's, which are in block tables and keys, differ if a group
-is left out.
+kvoffload numbers the offloaded groups from 0. vLLM's numbers, which its block tables and keys use, differ from these if
+a group is left out.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class VllmGroups:
     """The groups that are offloaded.
 
     Args:
-        shape: the engine as the core sees it.
+        shape: the engine's shape, as the core uses it.
         ids: vLLM's number of each group.
-        hash_tokens: a request has one block hash for each of these.
+        hash_tokens: how many tokens each block hash of a request covers.
     """
 
     shape: EngineShape
@@ -45,12 +45,12 @@ class VllmGroups:
 
     @property
     def hash_ratios(self) -> tuple[int, ...]:
-        """Per group, a request's block hashes in one of its blocks; the last of them is the block's."""
+        """Per group, how many block hashes there are in one block; the last of them identifies the block."""
         return tuple(spec.block_tokens // self.hash_tokens for spec in self.shape.groups)
 
     @property
     def partly_hashed(self) -> dict[int, int]:
-        """Block tokens, by vLLM's group number, of the groups in which a part of a block can have its own hash."""
+        """Tokens per block, by vLLM's group number, for the groups in which a part of a block can have its own hash."""
         specs = zip(self.ids, self.shape.groups, strict=True)
         return {number: spec.block_tokens for number, spec in specs if spec.block_tokens > self.hash_tokens}
 
@@ -66,14 +66,14 @@ def vllm_groups(
     """Translate vLLM's groups.
 
     Args:
-        vllm_config: of the engine.
-        kv_cache_config: its KV cache.
-        features: what vLLM offers; by default the installed one is asked.
-        sizes: tokens of which a hit's length is a multiple, and tokens of a block hash; by default vLLM is asked.
-        recovers_loads: vLLM recomputes the tokens of a failed load; otherwise it fails the request.
+        vllm_config: the engine's configuration.
+        kv_cache_config: the configuration of its KV cache.
+        features: vLLM's features for connectors; by default those of the installed vLLM.
+        sizes: the tokens of a scheduler block and of a block hash; by default those of `find_block_sizes`.
+        recovers_loads: True if vLLM recomputes the tokens of a failed load, False if it fails the request.
 
     Raises:
-        ConfigError: with every reason why this configuration cannot be offloaded.
+        ConfigError: this configuration cannot be offloaded; the message lists every reason.
     """
     features = features or find_features()
     problems = find_problems(vllm_config, kv_cache_config, features)
@@ -100,7 +100,10 @@ def vllm_groups(
 
 
 def find_block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int, int]:
-    """Return the tokens of vLLM's scheduler block and of a block hash."""
+    """Return how many tokens vLLM's scheduler block covers, and how many a block hash covers.
+
+    The length of a hit is a multiple of the scheduler block.
+    """
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
     match_tokens, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
@@ -108,7 +111,7 @@ def find_block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
 
 
 def _translate_group(place: GroupId, number: int, group: KVCacheGroupSpec, has_lookahead: bool) -> GroupSpec:
-    spec = layer_specs(group.kv_cache_spec)[0]  # they agree in all that is read here
+    spec = layer_specs(group.kv_cache_spec)[0]  # the layers agree in every field that is read here
     key_number = None if number == place else number
     return GroupSpec(place, kind_of(spec), spec.block_size, reach_of(spec), has_lookahead, key_number)
 
@@ -116,8 +119,9 @@ def _translate_group(place: GroupId, number: int, group: KVCacheGroupSpec, has_l
 def _with_lookahead(vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec]) -> frozenset[int]:
     """Return the groups whose last matched block vLLM drops, because a draft model needs a block of lookahead.
 
-    If vLLM drops blocks and has marked no group, all count as marked. Groups with equal specs are matched together.
-    Recurrent groups are never among them: for a draft vLLM makes their state a block earlier.
+    If vLLM drops blocks but marks no group, all groups count as marked. vLLM matches groups with equal specs together,
+    so they are marked together. Recurrent groups are excluded: with a draft model, vLLM instead keeps their state one
+    block earlier.
     """
     marked = [group for group in groups if getattr(group, "is_eagle_group", False)]
     if not marked and _drops_for_draft(vllm_config):
@@ -134,7 +138,7 @@ def _drops_for_draft(vllm_config: VllmConfig) -> bool:
     draft: Any = getattr(vllm_config, "speculative_config", None)
     if draft is None:
         return False
-    ask = getattr(draft, "use_eagle_block_drop", None) or draft.use_eagle  # the former since 0.30
+    ask = getattr(draft, "use_eagle_block_drop", None) or draft.use_eagle  # vLLM has the former since 0.30
     return bool(ask())
 
 

@@ -1,10 +1,11 @@
-"""What vLLM's KV depends on besides its keys. The tiers below the host cannot be used without it.
+"""Determines the KV identity: everything that vLLM's KV depends on besides its keys. Tiers below the host need it.
 
-    made ─▶ first step ─▶ identity known ─▶ disk: folder locked ─▶ sent to the workers ─▶ their files are open ─▶ the index is read
-                                         └▶ remote tier: its generation is read  ─▶ each job brings the namespace to the workers
+    engine created ─▶ first step ─▶ identity known ─▶ disk: folder locked ─▶ sent to workers ─▶ files open ─▶ index read
+                                                   └▶ remote tier: generation read ─▶ each job carries the namespace
 
-Only the scheduler's process has the seed of the block hashes, and only once its engine has been made. So that side
-reads the weights, once for all tiers, on a thread of the tier that asks first, and sends the identity to the workers.
+Only the scheduler's process has the seed of the block hashes, and only after its engine has been created. So the
+scheduler's side reads the weights, once for all tiers, on a thread of the first tier that asks, and sends the identity
+to the workers.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from kvoffload_vllm.groups import VllmGroups
 
 _SEEDED = ("sha256", "sha256_cbor")
-"""Hash algorithms whose seed is the same in every process of newer versions of vLLM."""
+"""Hash algorithms for which newer versions of vLLM use the same seed in every process."""
 
 _FROM_FOLDER = (
     "auto",
@@ -67,14 +68,15 @@ _LENGTHLESS_ROPES = {
 """Kinds of RoPE that do not depend on `max_model_len`."""
 
 _NAMES = ("model", "model_weights", "tokenizer", "revision", "tokenizer_revision", "hf_config_path")
-"""Settings that say only where a model is stored."""
+"""Settings that only say where a model is stored."""
 
 
 class Identification:
-    """Determines, on the scheduler's side, what the KV depends on.
+    """Determines the KV identity on the scheduler's side.
 
     Args:
-        find: returns the identity of the engine's KV, once vLLM hashes blocks; may read all weights.
+        find: returns the identity of the engine's KV. It may read all weights, and works only after vLLM has seeded its
+            block hashes.
     """
 
     def __init__(self, find: Callable[[], KVIdentity]) -> None:
@@ -89,7 +91,7 @@ class Identification:
         """Return the identity. Call it on a tier's thread: it waits for the first step and for the weights to be read.
 
         Raises:
-            CancelledError: the engine stops first.
+            CancelledError: the engine stopped before the identity was known.
             DiskError: the identity cannot be determined.
         """
         self._stepped.wait()
@@ -101,7 +103,7 @@ class Identification:
             return self._found
 
     def step(self, offload: SchedulerSide) -> KVIdentity | None:
-        """Begin a step. Return the identity once, when this engine has locked the disk's folder of that name."""
+        """Note that a step begins. Return the identity once, after its folder on the disk was locked."""
         if self._is_sent:
             return None
         self._stepped.set()
@@ -110,7 +112,7 @@ class Identification:
         return identity
 
     def close(self) -> None:
-        """End all waits: the engine stops, perhaps before its first step."""
+        """End all waits, because the engine is stopping, perhaps before its first step."""
         self._is_closed = True
         self._stepped.set()
 
@@ -119,8 +121,8 @@ def find_problems(vllm_config: VllmConfig, *, has_identity: bool) -> list[str]:
     """Return every reason why no other process could find this engine's blocks, on a disk or in a remote tier.
 
     Args:
-        vllm_config: of the engine.
-        has_identity: the operator has named the weights.
+        vllm_config: the engine's configuration.
+        has_identity: whether the operator has named the weights with `weights_id`.
     """
     problems = [*_check_seed(vllm_config)]
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
@@ -141,17 +143,17 @@ def find_identity(
     by_hand: str | None = None,
     key: TierKey | None = None,
 ) -> KVIdentity:
-    """Return the identity of this engine's KV. May read all weights, and needs an engine that hashes blocks already.
+    """Return the identity of this engine's KV. May read all weights. vLLM must have seeded its block hashes.
 
     Args:
-        vllm_config: of the engine.
-        groups: its groups.
-        root: folder in which digests are remembered.
-        by_hand: `weights_id`.
-        key: authenticates the KV and the digests; None where writers are trusted.
+        vllm_config: the engine's configuration.
+        groups: the groups that are offloaded.
+        root: folder of the file that caches digests of weights.
+        by_hand: the setting `weights_id`, None if it is not set.
+        key: authenticates the KV and the cached digests; None if all writers are trusted.
 
     Raises:
-        DiskError: it cannot be determined.
+        DiskError: the identity cannot be determined.
     """
     parallel = vllm_config.parallel_config
     try:
@@ -163,14 +165,14 @@ def find_identity(
             parallel={
                 "tensor": parallel.tensor_parallel_size,
                 "pipeline": parallel.pipeline_parallel_size,
-            },  # data-parallel engines each hold the whole model, so they have one identity
+            },  # each data-parallel engine holds the whole model, so all have the same identity
             settings={**_settings(vllm_config), "hash_tokens": str(groups.hash_tokens)},
             groups=groups_of(groups.shape),
         )
         return with_key(identity, key)
     except DiskError:
         raise
-    except Exception as error:  # of vLLM or the hub; without an identity there is no tier below the host
+    except Exception as error:  # vLLM or the hub may raise anything here
         raise DiskError(f"what this engine's KV depends on cannot be determined: {error!r}") from error
 
 
@@ -206,7 +208,7 @@ def _check_weights(model: ModelConfig, load: LoadConfig) -> Iterator[str]:
 
 
 def _models(vllm_config: VllmConfig) -> list[tuple[ModelConfig, LoadConfig]]:
-    """Return the model and its draft model, each with how it is loaded."""
+    """Return the model, and its draft model if there is one, each with the configuration of its loading."""
     load = vllm_config.load_config
     models = [(vllm_config.model_config, load)]
     draft: Any = vllm_config.speculative_config
@@ -225,7 +227,7 @@ def _weights(vllm_config: VllmConfig, root: Path, key: TierKey | None) -> str:
 
 
 def _folder(model: ModelConfig, load: LoadConfig) -> Path:
-    """Return the folder with a model's files: the one it names, or its snapshot in a cache of the hub's."""
+    """Return the folder with a model's files: a local folder, or the model's snapshot in the Hugging Face cache."""
     if (folder := Path(model.model)).is_dir():
         return folder
     from huggingface_hub import snapshot_download
@@ -244,7 +246,7 @@ def _keys(vllm_config: VllmConfig) -> str:
 
 
 def _settings(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return what else changes the KV: by name the settings that people ask about, and vLLM's own digests."""
+    """Return the other settings that change the KV: those that people ask about by name, the rest as vLLM's digests."""
     model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
     attention: Any = getattr(vllm_config, "attention_config", None)
     draft: Any = vllm_config.speculative_config
@@ -264,7 +266,7 @@ def _settings(vllm_config: VllmConfig) -> dict[str, str]:
 
 
 def _digest(model: ModelConfig) -> str:
-    """Return vLLM's digest of a model's settings and resolved configuration, without where it is stored."""
+    """Return vLLM's digest of a model's settings and resolved configuration, ignoring where the model is stored."""
     nameless = copy.copy(model)
     for name in _NAMES:
         if hasattr(nameless, name):
@@ -278,14 +280,14 @@ def _depends_on_length(hf_config: Mapping[str, Any]) -> bool:
     """Whether a model's KV may depend on `max_model_len`.
 
     vLLM uses it to choose LongRoPE's factors and to switch on Llama 4's temperature tuning, and some models pass it to
-    dynamic NTK as the trained length. Otherwise it only limits requests, and engines that differ in it can share
-    blocks.
+    dynamic NTK as the trained length. For other models it only limits requests, so engines that differ in it
+    can share blocks.
     """
     return "llama4" in str(hf_config.get("model_type")) or not _rope_types(hf_config) <= _LENGTHLESS_ROPES
 
 
 def _rope_types(settings: Mapping[str, Any], *, in_rope: bool = False) -> set[str]:
-    """Return the kinds of RoPE in a model's configuration: of its text model, of its vision model, of some layers."""
+    """Return the kinds of RoPE in a model's configuration, including those of nested models and of single layers."""
     found = {str(settings[name]) for name in ("rope_type", "type") if in_rope and name in settings}
     for name, value in settings.items():
         if isinstance(value, Mapping):
@@ -295,7 +297,7 @@ def _rope_types(settings: Mapping[str, Any], *, in_rope: bool = False) -> set[st
 
 
 def _device() -> str:
-    """Return what decides how attention lays out a block. On a CPU that is its instruction set."""
+    """Return a name for the device, because attention's layout of a block depends on it; for a CPU, a digest of its flags."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -304,27 +306,27 @@ def _device() -> str:
     return f"cpu {sha256(' '.join(sorted(set(flags))).encode()).hexdigest()[:16]}"
 
 
-_CPU_FLAGS = ("flags", "Features")  # on x86, on ARM
+_CPU_FLAGS = ("flags", "Features")  # how the line with the instruction set begins on x86 and on ARM
 
 
 def _process_began_ns() -> int:
-    """Return when this process began: it loaded the weights after that."""
+    """Return when this process began, in nanoseconds since 1970: the engine loaded its weights after that."""
     fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return time.time_ns() - int(age * 1e9)
 
 
 def persists(request: Request) -> bool:
-    """Whether a request's keys cover all that its KV depends on.
+    """Whether a request's keys cover everything that its KV depends on.
 
     vLLM's hashes identify an adapter only by its name and path. They identify an image, audio or video by a digest of
-    its content, unless the caller has named it.
+    its content, unless the caller gave it a name.
     """
     named = all(_is_digest(each.identifier) for each in request.mm_features or ())
     return request.lora_request is None and named
 
 
-_SHORTEST_DIGEST = 64  # hexadecimal digits of blake3 and sha256
+_SHORTEST_DIGEST = 64  # hexadecimal digits of a blake3 or sha256 digest
 
 
 def _is_digest(name: str) -> bool:
