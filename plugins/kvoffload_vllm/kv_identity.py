@@ -297,7 +297,7 @@ def _rope_types(settings: Mapping[str, Any], *, in_rope: bool = False) -> set[st
 
 
 def _device() -> str:
-    """Return a name for the device, because attention's layout of a block depends on it; for a CPU, a digest of its flags."""
+    """Return the GPU's name or a digest of the CPU's instruction set: attention's layout of a block depends on it."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

@@ -1,17 +1,17 @@
-"""Where vLLM's KV blocks lie: read from the placement of its tensors, never assumed.
+"""Finds where vLLM's KV blocks lie in memory. It reads the actual placement of the tensors and assumes no layout.
 
-Since 0.29 vLLM says where each layer's pages are, in one allocation: layer `l`, block `b` at
-`offset + l * layer_stride + b * block_stride`. Pages of a layer are either neighbours of the same layer's pages, or of
-the same block's:
+Since 0.29, vLLM describes where each layer's pages lie in a common allocation: layer `l`'s page of block `b` is at
+`offset + l * layer_stride + b * block_stride`. The next page is either the next block's in the same layer, or the next
+layer's in the same block:
 
-    layer outermost    | A0 A1 A2 .. | B0 B1 B2 .. |       one region a layer, or a layer's heads
+    layer outermost    | A0 A1 A2 .. | B0 B1 B2 .. |       one region per layer, or per part of a layer, such as a head
     block outermost    | A0 B0 | A1 B1 | A2 B2 | ..        one region
 
-Before, each tensor is an allocation of its own, or a slab with the blocks outermost; a layer's view says by its strides
-which of its dimensions lie outside the blocks (keys and values apart, say).
+Before 0.29, each tensor is an allocation of its own, or part of a slab with the blocks outermost. The strides of a
+layer's view show which dimensions lie outside the blocks, for example when keys and values are stored apart.
 
-Groups overlay each other: a block belongs to one group at a time, and all of them use the same bytes. So a region is
-named by its address, and counts once.
+Groups share memory: a block belongs to one group at a time, and every group uses the same bytes for it. So a region is
+identified by its address, and is counted once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BLOCKS_OUTERMOST = "BLHNC"
 def preferred_layout(vllm_config: VllmConfig) -> str | None:
     """Return the layout that the settings ask vLLM for, None for vLLM's choice. The worker checks which one it got.
 
-    vLLM calls this before the settings were checked, so it reads no other.
+    vLLM calls this before the settings are validated, so it reads only this setting.
     """
     settings = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
     offers_layouts = importlib.util.find_spec("vllm.v1.kv_cache_layout") is not None  # since 0.29
@@ -50,8 +50,8 @@ def layout_of_caches(caches: Caches, kv_cache_config: KVCacheConfig) -> DeviceLa
     """Return where this rank's blocks lie.
 
     Args:
-        caches: per layer, its view of the KV cache.
-        kv_cache_config: the worker's own.
+        caches: each layer's view of the KV cache, by layer name.
+        kv_cache_config: the worker's KV cache configuration.
 
     Raises:
         EngineContractError: the tensors cannot be described as pages of blocks, or their bytes do not add up.
@@ -74,13 +74,13 @@ def layout_of_caches(caches: Caches, kv_cache_config: KVCacheConfig) -> DeviceLa
 
 
 def meaning_of_caches(caches: Caches, kv_cache_config: KVCacheConfig, layers: Mapping[str, object]) -> str:
-    """Return what the bytes of a block mean: of each layer its attention backend, and the shape and order of its cache's dimensions.
+    """Return a text that says what a block's bytes mean: each layer's attention backend and the form of its cache.
 
-    vLLM chooses them when it loads the model, so only a worker knows them. How many blocks there are changes nothing.
+    vLLM chooses both when it loads the model, so only a worker knows them. The text does not depend on the number of blocks.
 
     Args:
-        caches: as for `layout_of_caches`.
-        kv_cache_config: the worker's own.
+        caches: each layer's view of the KV cache, by layer name.
+        kv_cache_config: the worker's KV cache configuration.
         layers: vLLM's layers by name, its `static_forward_context`.
     """
     found = []
@@ -92,7 +92,10 @@ def meaning_of_caches(caches: Caches, kv_cache_config: KVCacheConfig, layers: Ma
 
 
 def _form(view: torch.Tensor, blocks: int) -> list[tuple[int, int, int | None]]:
-    """Return number, size and stride of each dimension, the outermost first; no stride outside a block, where it grows with the blocks."""
+    """Return the index, size and stride of each dimension, the outermost first.
+
+    Only dimensions inside a block have a stride: the stride of others may depend on the number of blocks.
+    """
     strides = view.stride()
     block_dim = next(iter(_dimensions_of_blocks(view, blocks)), 0)
     inside = [strides[d] if strides[d] < strides[block_dim] else None for d in range(view.dim())]
@@ -106,7 +109,7 @@ def _placed_regions(tensor: KVCacheTensor, caches: Caches, blocks: int) -> Itera
     if known is None:
         return
     number, view = known[0], caches[known[1]]
-    # A view begins at its layer's block 0, wherever in its storage the allocation begins.
+    # A view begins at block 0 of its layer. The allocation may begin anywhere in the view's storage.
     start = view.data_ptr() - tensor.offset - number * tensor.layer_stride
     stride, span = tensor.block_stride, tensor.block_stride * blocks
     if tensor.layer_stride < span:
@@ -134,9 +137,9 @@ def _older_regions(tensor: KVCacheTensor, caches: Caches, blocks: int) -> Iterat
 
 
 def _regions_by_strides(name: str, view: torch.Tensor, blocks: int) -> Iterator[DeviceRegion]:
-    """Split a view at the dimensions outside its blocks; `[2, blocks, ...]` has keys and values apart, for one."""
+    """Yield a region for each index of the dimensions outside the blocks: keys and values for `[2, blocks, ...]`."""
     block_dim = _block_dimension(name, view, blocks)
-    kernel_blocks = view.shape[block_dim] // blocks  # a block may be several of the attention kernel's
+    kernel_blocks = view.shape[block_dim] // blocks  # a block may hold several of the attention kernel's
     item, strides = view.element_size(), view.stride()
     others = [d for d in range(view.dim()) if d != block_dim and view.shape[d] > 1]
     outer = [d for d in others if strides[d] > strides[block_dim]]
@@ -147,14 +150,14 @@ def _regions_by_strides(name: str, view: torch.Tensor, blocks: int) -> Iterator[
         raise EngineContractError(
             f"a block's bytes are scattered in {name}, of shape {tuple(view.shape)} and strides {strides}"
         )
-    page = strides[block_dim] * kernel_blocks * item  # with the padding behind it, if there is any
+    page = strides[block_dim] * kernel_blocks * item  # includes the padding after it, if there is any
     for places in itertools.product(*(range(view.shape[d]) for d in outer)):
         offset = sum(place * strides[d] for place, d in zip(places, outer, strict=True))
         yield _region(view.data_ptr() + offset * item, page, page, blocks, view)
 
 
 def _block_dimension(name: str, view: torch.Tensor, blocks: int) -> int:
-    """Return the dimension that counts blocks: the first, or the one behind a 2 for keys and values."""
+    """Return the dimension that counts blocks: the first, or the second if the first has size 2 for keys and values."""
     fits = _dimensions_of_blocks(view, blocks)
     if not fits:
         raise EngineContractError(
@@ -164,13 +167,13 @@ def _block_dimension(name: str, view: torch.Tensor, blocks: int) -> int:
 
 
 def _dimensions_of_blocks(view: torch.Tensor, blocks: int) -> list[int]:
-    """Return the dimensions that may count blocks, the likeliest first."""
+    """Return the dimensions that may count blocks, the most likely first."""
     fits = [d for d in range(min(view.dim(), 2)) if view.shape[d] and view.shape[d] % blocks == 0]
     return fits[::-1] if view.shape[:1] == (2,) else fits
 
 
 def _is_dense(dimensions: Iterable[tuple[int, int]]) -> bool:
-    """Whether elements with these (stride, size) fill one piece of memory."""
+    """Whether dimensions with these (stride, size) pairs fill one piece of memory without gaps."""
     expected = 1
     for stride, size in sorted(dimensions):
         if stride != expected:
@@ -180,7 +183,7 @@ def _is_dense(dimensions: Iterable[tuple[int, int]]) -> bool:
 
 
 def _check_apart(layout: DeviceLayout) -> None:
-    """Regions that overlap in part would copy bytes twice, and neither as a whole."""
+    """Raise an error if regions overlap in part: the bytes in common would be copied twice."""
     ordered = sorted(layout.regions, key=lambda region: region.address)
     for region, following in itertools.pairwise(ordered):
         end = region.address + (region.blocks - 1) * region.block_stride + region.page_bytes
@@ -189,7 +192,7 @@ def _check_apart(layout: DeviceLayout) -> None:
 
 
 def _total_bytes(tensors: Sequence[KVCacheTensor]) -> int:
-    # Placed tensors, and the parts of a slab, each name the bytes of their common allocation.
+    # Each placed tensor, and each part of a slab, has the size of the whole common allocation.
     common = [tensor.size for tensor in tensors if _is_part(tensor)]
     alone = [tensor.size for tensor in tensors if not _is_part(tensor)]
     return int(max(common, default=0) + sum(alone))

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class KVOffloadMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed where types are checked
+class KVOffloadMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the type checker runs without vLLM
     """A step's plan.
 
     Args:
-        plan: what to copy.
-        ended: loads that the workers must report although they did not copy them to the end.
-        disk: names the folder on the disk; sent once.
+        plan: the copies of this step.
+        ended: loads that ended without a finished copy; the workers must report them to vLLM.
+        disk: the KV identity, which names the folder on the disk; sent once, otherwise None.
     """
 
     plan: TransferPlan = NOTHING
@@ -30,11 +30,11 @@ class KVOffloadMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is n
 
 
 NO_PLAN = KVOffloadMetadata()
-"""The plan of a step in which nothing is copied."""
+"""The message for a step in which nothing is copied."""
 
 
-class KVOffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """What the workers report after a step.
+class KVOffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # the type checker runs without vLLM
+    """The workers' reports after a step.
 
     Args:
         reports: one for each rank that has something to report.
@@ -44,6 +44,6 @@ class KVOffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc] 
         self.reports = reports
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Return both workers' reports. One that arrives twice changes nothing."""
+        """Return one message with both workers' reports. A duplicate report has no effect."""
         assert isinstance(other, KVOffloadWorkerMetadata), other
         return KVOffloadWorkerMetadata(self.reports + other.reports)

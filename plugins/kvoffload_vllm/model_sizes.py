@@ -1,8 +1,8 @@
-"""Bytes of a vLLM's KV blocks from its model's `config.json`, without vLLM, which takes seconds to import.
+"""Computes the sizes of vLLM's KV blocks from a model's `config.json`, without importing vLLM, which takes seconds.
 
-Only the model types whose sizes a test compares with those of a stock vLLM are computed: layers of full attention with
-pages of one size, and DeepSeek's multi-head latent attention. A block has a page of every layer. A wrong size is worse
-than none.
+A wrong size is worse than none, so only model types are supported whose sizes a test compares with those of a stock
+vLLM: models whose layers all have full attention and pages of one size, and DeepSeek's multi-head latent attention. A
+block has one page in each layer.
 
 A `config.json` may come from anywhere, so each value that is read has a type and bounds.
 """
@@ -25,25 +25,25 @@ _DTYPES = ("float32", "float16", "half", "bfloat16")
 
 _MLA = "deepseek_v2"
 MODEL_TYPES = (_MLA, "llama", "qwen3")
-"""A test compares the sizes of each with those of a stock vLLM."""
+"""The supported model types. A test compares the sizes of each with those of a stock vLLM."""
 
 _DEFAULTS: Mapping[str, Mapping[str, int]] = {"qwen3": {"head_dim": 128, "num_key_value_heads": 32}}
-"""Values that the model classes assume if a published config.json lacks them."""
+"""Values that the model classes assume when a published `config.json` lacks them."""
 
 _FULL = "full_attention"
 _LARGEST_CONFIG = 1 << 20  # bytes
-_SHOWN = 40  # characters of a text from the file
+_SHOWN = 40  # characters of a text from the file that an error quotes
 
 _Layers = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 
 
 class SizesNotKnown(KVOffloadError):
-    """Raised when the sizes of a model are not computed here."""
+    """Raised when the sizes of a model cannot be computed here."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields read from a `config.json`, by its names."""
+    """The fields that are read from a `config.json`, under the names they have there."""
 
     model_type: str
     num_hidden_layers: _Layers
@@ -62,7 +62,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of vLLM that sizes depend on, by vLLM's own names."""
+    """vLLM's options that the sizes depend on, under vLLM's names."""
 
     tensor_parallel_size: int = 1
     block_size: int = 16
@@ -71,12 +71,12 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """One rank's KV blocks.
+    """The sizes of one rank's KV blocks.
 
     Args:
-        page_bytes: of one block in one layer.
-        pages: pages of a block: the layers of a KV cache group.
-        about: how the numbers came about.
+        page_bytes: bytes of one block in one layer.
+        pages: pages in one block, one for each layer.
+        about: the calculation of the sizes, for people.
     """
 
     page_bytes: int
@@ -85,7 +85,7 @@ class ModelSizes:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all tensors."""
+        """Bytes of one block in all layers."""
         return self.page_bytes * self.pages
 
 
@@ -93,12 +93,12 @@ def read_config(folder: Path) -> ModelConfig:
     """Read the `config.json` of a model's folder.
 
     Raises:
-        ConfigError: there is none, or it does not hold what it must.
-        SizesNotKnown: sizes of this type of model are not computed.
+        ConfigError: the file does not exist, cannot be read or is invalid.
+        SizesNotKnown: this type of model is not supported.
     """
     path = folder / "config.json" if folder.is_dir() else folder
     try:
-        if not path.is_file():  # a pipe or a device may never end
+        if not path.is_file():  # reading a pipe or a device might never end
             raise _wrong(f"{path} is not a regular file")
         with path.open("rb") as file:
             raw = msgspec.json.decode(file.read(_LARGEST_CONFIG), type=dict[str, object])
@@ -113,8 +113,8 @@ def model_of(raw: Mapping[str, object]) -> ModelConfig:
     """Check and convert the content of a `config.json`.
 
     Raises:
-        ConfigError: a value is of the wrong type or out of bounds.
-        SizesNotKnown: sizes of this type of model are not computed.
+        ConfigError: a value has the wrong type or is out of bounds.
+        SizesNotKnown: this type of model is not supported.
     """
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
@@ -130,8 +130,8 @@ def kv_sizes(model: ModelConfig, options: Options) -> ModelSizes:
     """Return the sizes of a model's KV blocks.
 
     Raises:
-        ConfigError: the model's configuration lacks something.
-        SizesNotKnown: it has layers whose sizes are not computed.
+        ConfigError: a value that the sizes depend on is missing or cannot be used.
+        SizesNotKnown: the model has layers of an unsupported kind.
     """
     page_bytes, calculation = _page(model, _item_bytes(model, options), options)
     pages = _layers(model)
@@ -165,7 +165,7 @@ def _needed(model: ModelConfig, name: str) -> int:
 
 
 def _layers(model: ModelConfig) -> int:
-    """Return how many layers have KV; all have full attention."""
+    """Return the number of layers; raise an error unless all have full attention."""
     layers = model.num_hidden_layers
     if model.layer_types is not None and len(model.layer_types) != layers:
         raise _wrong(f"config.json has {layers} num_hidden_layers and {len(model.layer_types)} layer_types")
@@ -189,7 +189,7 @@ def _item_bytes(model: ModelConfig, options: Options) -> int:
     name = (model.dtype or model.torch_dtype or "float32").removeprefix("torch.")
     if name not in _DTYPES:
         raise _wrong(f"config.json has the dtype {name[:_SHOWN]!r}; known are {', '.join(_DTYPES)}")
-    return 2  # on a GPU vLLM converts float32
+    return 2  # on a GPU, vLLM converts float32 to a type of 2 bytes
 
 
 def _wrong(text: str) -> ConfigError:

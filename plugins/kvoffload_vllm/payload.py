@@ -1,8 +1,8 @@
-"""Messages for vLLM's front end: what changed since the last one, in types that msgpack has. Pure.
+"""Messages for vLLM's front end: the metrics' changes since the last message, in types that msgpack supports. Pure.
 
     {metric: {labels: value}}        a counter's increase, a gauge's value, a histogram's samples [seconds, ..]
 
-`labels` are a series' label values joined by commas. They come from enums, whose values have no comma.
+`labels` are the label values of a series, joined by commas. They come from enums, whose values contain no comma.
 """
 
 from __future__ import annotations
@@ -18,33 +18,35 @@ Payload = dict[str, dict[str, Any]]
 
 _COMMA = ","
 _MIB = 1 << 20
-# Between messages of a busy engine: scrapes are rarer, and a message costs as much as planning several copies.
+# The least time between messages of a busy engine. Scrapes are rarer, and a message costs as much as planning several
+# copies.
 _APART_S = 1.0
 
 
 class Changes:
-    """Makes one engine's messages, on the thread that counts. An engine can have only one: it takes the samples.
+    """Creates one engine's messages, on the thread that counts.
 
-    A call without changes costs two comparisons, a call with changes one comparison a metric.
+    An engine can have only one instance, because it takes the samples out of the counters. A call without changes costs
+    two comparisons, a call with changes one comparison per metric.
 
     Args:
-        source: the scheduler's side.
-        now: monotonic seconds.
+        source: the scheduler's side, whose counters and gauges are sent.
+        now: returns monotonic seconds.
     """
 
     def __init__(self, source: Source, now: Callable[[], float] = time.monotonic) -> None:
         self._source = source
         self.now = now
         self.next_s = now()
-        """When a busy engine sends its next message, and when hooks' times are sent if nothing else has changed."""
+        """When a busy engine sends its next message. From then on, hook times are sent even without other changes."""
         self._changes = -1
         self._sent: dict[str, Mapping[Labels, Any]] = {}
         source.counters.keep_samples()
 
     def take(self) -> Payload | None:
-        """Return the changes since the last call, or None; the first time all gauges, also those that are 0.
+        """Return the changes since the last call, None if there are none. The first call returns all gauges.
 
-        Hooks' times are returned with the next other change, or after a second: every step has them.
+        Every step adds hook times, so they are returned only together with another change, or after a second.
         """
         counters, now = self._source.counters, self.now()
         if counters.changes == self._changes and now < self.next_s:
@@ -58,7 +60,7 @@ class Changes:
         return payload or None
 
     def _changed(self, metric: Metric, series: Mapping[Labels, Any]) -> Mapping[Labels, Any]:
-        """Return what was added to a counter, or the new values of a gauge."""
+        """Return the increases of a counter, or the new values of a gauge."""
         sent = self._sent.get(metric.name, {})
         if series == sent:
             return {}
@@ -68,7 +70,7 @@ class Changes:
                 for labels, now in series.items()
                 if now != sent.get(labels, 0)
             }
-        else:  # a gauge without a value is 0, as at a scrape
+        else:  # a series that the gauge no longer has is sent as 0, as in a scrape
             series = {**dict.fromkeys(sent, 0), **series}
             changed = {labels: now for labels, now in series.items() if now != sent.get(labels)}
         self._sent[metric.name] = {**sent, **series}
@@ -76,25 +78,25 @@ class Changes:
 
 
 def split_labels(joined: str) -> tuple[str, ...]:
-    """Return the label values of a series."""
+    """Split joined label values."""
     return tuple(joined.split(_COMMA)) if joined else ()
 
 
 def merge(payload: Payload, later: Mapping[str, Any]) -> None:
-    """Add a later message: counters add up, samples are appended, gauges are replaced. `later` is not changed.
+    """Add a later message to `payload`: add counters, append samples, replace gauges. `later` is not changed.
 
-    Metrics of another version are left out.
+    Metrics that this version does not know are left out.
     """
     for metric, joined, value in entries(later):
         series = payload.setdefault(metric.name, {})
         if metric.kind is Kind.GAUGE or joined not in series:
             series[joined] = value
         else:
-            series[joined] = series[joined] + value  # numbers or lists
+            series[joined] = series[joined] + value  # adds numbers, concatenates lists
 
 
 def summarize(payload: Mapping[str, Any]) -> dict[str, int | float]:
-    """Return the numbers of an interval for a line of vLLM's log."""
+    """Return the numbers of one interval for vLLM's periodic log line."""
     hit, missed = (_count(payload, "kvoffload_lookup_tokens_total", result) for result in ("hit", "miss"))
     return {
         "hit_tokens": hit,
@@ -123,6 +125,6 @@ def _count(payload: Mapping[str, Any], name: str, joined: str) -> int:
 
 
 def _total(payload: Mapping[str, Any], name: str, first: str = "") -> int:
-    """Return the sum of a counter's series whose joined labels begin so."""
+    """Return the sum of a counter's series whose joined labels begin with `first`."""
     series = payload.get(name, {})
     return int(sum(value for joined, value in series.items() if joined.startswith(first)))

@@ -1,4 +1,4 @@
-"""vLLM's block pool, as the core uses it: a lease is a reference of ours on a block."""
+"""Gives the core access to vLLM's block pool. To lease a block is to take a reference to it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 GROUP_BYTES = 4
-"""A key, vLLM's and ours, is a block hash followed by the group's number in this many bytes."""
+"""A key, in vLLM and in kvoffload, is a block hash followed by vLLM's group number in this many bytes."""
 
 
 class VllmDevice:
-    """vLLM's block pool, bound after the scheduler has made it.
+    """vLLM's block pool. `bind` sets it once vLLM's scheduler has created it.
 
     Args:
-        partly_hashed: by vLLM's number, the block tokens of the groups in which a part of a block can have a hash.
+        partly_hashed: tokens per block, by vLLM's group number, for the groups in which a part of a block can have its
+            own hash.
     """
 
     _pool: BlockPool
-    """vLLM binds it before it schedules."""
+    """vLLM binds the pool before it schedules the first step."""
 
     def __init__(self, partly_hashed: Mapping[int, int] | None = None) -> None:
         self._partly_hashed = dict(partly_hashed or {})
 
     def bind(self, pool: BlockPool) -> None:
-        """Take the pool."""
+        """Use this pool from now on."""
         self._pool = pool
 
     def lease(self, blocks: Sequence[DeviceBlockId]) -> None:
@@ -46,12 +47,12 @@ class VllmDevice:
         return (DeviceBlockId(block.block_id) for block in free)
 
     def free_blocks(self) -> int:
-        return self._pool.get_num_free_blocks()  # type: ignore[no-any-return]  # vLLM is not installed where types are checked
+        return self._pool.get_num_free_blocks()  # type: ignore[no-any-return]  # the type checker runs without vLLM
 
     def keys_of(self, blocks: Sequence[DeviceBlockId]) -> list[BlockKey | None]:
         known = self._pool.blocks
         if not self._partly_hashed:
-            return [known[block].block_hash for block in blocks]  # its keys are ours
+            return [known[block].block_hash for block in blocks]  # vLLM's keys are also the core's
         return [self._whole_key(known[block]) for block in blocks]
 
     def block_of(self, key: BlockKey) -> DeviceBlockId | None:
@@ -60,7 +61,7 @@ class VllmDevice:
         return DeviceBlockId(found[0].block_id) if found else None
 
     def lease_problems(self, leases: Mapping[DeviceBlockId, int]) -> list[str]:
-        """A block may have more references, since vLLM counts its own and ours together, but never fewer."""
+        """Return a line for each block with fewer references than leases. vLLM's own references may add more."""
         counted = {block: self._pool.blocks[block].ref_cnt for block in leases}
         return [
             f"block {block} is leased {count} times, vLLM counts {counted[block]} references"
@@ -69,7 +70,7 @@ class VllmDevice:
         ]
 
     def _whole_key(self, block: KVCacheBlock) -> BlockKey | None:
-        """Return a block's key, None if it covers only a part of the block: no lookup asks for that."""
+        """Return a block's key, or None if the key covers only a part of the block: no lookup asks for such a key."""
         key: BlockKey | None = block.block_hash
         tokens = None if key is None else self._partly_hashed.get(split_key(key)[1])
         if tokens is not None and (block.block_hash_num_tokens or 0) % tokens:
@@ -78,10 +79,10 @@ class VllmDevice:
 
 
 def split_key(key: BlockKey) -> tuple[bytes, int]:
-    """Return a key's block hash and vLLM's number of its group."""
+    """Return the block hash and vLLM's group number that a key consists of."""
     return key[:-GROUP_BYTES], int.from_bytes(key[-GROUP_BYTES:], "big")
 
 
 def group_suffix(number: int) -> bytes:
-    """Return what a group's keys have behind the hash."""
+    """Return the bytes that follow the block hash in a group's keys."""
     return number.to_bytes(GROUP_BYTES, "big")

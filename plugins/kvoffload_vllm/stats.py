@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-class KVOffloadStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not installed where types are checked
+class KVOffloadStats(KVConnectorStats):  # type: ignore[misc]  # the type checker runs without vLLM
     """Changes since the last message, all in `data`, in the format of `payload`."""
 
     def reset(self) -> None:
@@ -33,7 +33,7 @@ class KVOffloadStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not ins
         return not self.data
 
 
-class KVOffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is not installed where types are checked
+class KVOffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # the type checker runs without vLLM
     """The catalogue's metrics in one front end, for all its engines."""
 
     def __init__(self, vllm_config: VllmConfig, *metrics: Any) -> None:  # noqa: ANN401  # see `build_prom_metrics`
