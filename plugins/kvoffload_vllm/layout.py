@@ -76,7 +76,7 @@ def layout_of_caches(caches: Caches, kv_cache_config: KVCacheConfig) -> DeviceLa
 def meaning_of_caches(caches: Caches, kv_cache_config: KVCacheConfig, layers: Mapping[str, object]) -> str:
     """Return a text that says what a block's bytes mean: each layer's attention backend and the form of its cache.
 
-    vLLM chooses both when it loads the model, so only a worker knows them. The text does not depend on the number of blocks.
+    vLLM chooses both when it loads the model, so only a worker knows them. The number of blocks has no influence.
 
     Args:
         caches: each layer's view of the KV cache, by layer name.

@@ -1,9 +1,9 @@
-"""What the core knows about each of vLLM's requests, and when their progress is reported to it.
+"""Tracks what was reported to the core about each of vLLM's requests, and decides when to report their progress.
 
 Prefills are reported at once. A decoding batch completes only a few blocks in each step, and each report leads to a
-job. So the progress of decoding requests is reported every 16th step, and one job stores it. Two things are reported
-without delay: blocks that were allocated (R7, R10), and all progress while the device is so full that running requests
-may be preempted.
+job. So the progress of decoding requests is reported every 16th step (with lazy stores, every step), and one job stores
+all their new blocks. Two things are reported without delay: newly allocated blocks (R7, R10), and all progress while
+the device is so full that running requests may be preempted.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _Keys = tuple[tuple[BlockKey, ...], ...]
 _make_progress: Callable[[tuple[RequestId, int, _Table, _Keys]], facts.Progress] = partial(
     tuple.__new__, facts.Progress
 )
-"""A named tuple's own constructor takes three times as long, and a step makes many."""
+"""Creates a `facts.Progress`. The named tuple's own constructor takes three times as long, and a step creates many."""
 
 
 class KeyMaker:
     """Turns a request's block hashes into keys per group.
 
     Args:
-        ratios: per group, hashes in one block; the last of them stands for the block.
-        group_ids: per group, vLLM's number of it, which ends its keys.
+        ratios: per group, how many hashes there are in one block; the last of them identifies the block.
+        group_ids: per group, vLLM's group number, with which the keys of the group end.
     """
 
     def __init__(self, ratios: Sequence[int], group_ids: Sequence[int]) -> None:
@@ -50,28 +50,28 @@ class KeyMaker:
         self._has_one_hash_a_block = set(ratios) == {1}
 
     def keys(self, hashes: Sequence[bytes], first: int) -> tuple[tuple[BlockKey, ...], ...]:
-        """Return, per group, the keys that the hashes from number `first` on complete."""
+        """Return, per group, the keys of the blocks that end within `hashes[first:]`."""
         # A decoding request mostly completes one block at a time.
         if self._has_one_hash_a_block and len(hashes) - first == 1:
             alone = [(hashes[first] + suffix,) for suffix in self._suffixes]
-            return tuple(alone)  # type: ignore[arg-type]  # a `BlockKey` of its own would be a call a key
+            return tuple(alone)  # type: ignore[arg-type]  # `BlockKey()` would cost one call per key
         keys: list[tuple[bytes, ...]] = []
         for ratio, suffix in self._groups:
             ends = hashes[first:] if ratio == 1 else hashes[(first // ratio + 1) * ratio - 1 :: ratio]
             keys.append(tuple(map(add, ends, repeat(suffix))))
-        return tuple(keys)  # type: ignore[arg-type]  # a `BlockKey` of its own would be a call a key
+        return tuple(keys)  # type: ignore[arg-type]  # `BlockKey()` would cost one call per key
 
 
 class Tracked(Struct, eq=False):
-    """One request.
+    """One of vLLM's requests, and how far it was reported.
 
     Args:
-        request: vLLM's.
-        hashes: block hashes reported so far.
-        last_hash: the last of them. It covers the others, so it changes if any of them was rewritten.
-        noted: block hashes noted for events since the request got its table.
-        found_tokens: tokens that the device held at the last lookup.
-        boundary: confirmed tokens from which on there is something new to report; `ProgressReports` writes it.
+        request: vLLM's request.
+        hashes: the number of block hashes reported so far.
+        last_hash: the last reported hash. It covers the earlier ones, so it changes if any of them is rewritten.
+        noted: the number of block hashes noted for events since the request got its block table.
+        found_tokens: the number of tokens that the device held at the last lookup.
+        boundary: the number of confirmed tokens at which there is something new to report; `ProgressReports` writes it.
     """
 
     request: Request
@@ -83,18 +83,18 @@ class Tracked(Struct, eq=False):
 
     @property
     def trace_parent(self) -> str | None:
-        """The caller's W3C `traceparent`; vLLM passes it on where it traces itself (`--otlp-traces-endpoint`)."""
+        """The caller's W3C `traceparent`. vLLM forwards it only when its own tracing is enabled."""
         headers = getattr(self.request, "trace_headers", None)
         return headers.get("traceparent") if headers else None
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether vLLM replaced reported hashes: a session's next input replaces tokens that were not computed."""
+        """Whether vLLM replaced reported hashes: a session's next input replaces tokens that are not computed yet."""
         hashes, sent = self.request.block_hashes, self.hashes
         return sent > 0 and (len(hashes) < sent or hashes[sent - 1] != self.last_hash)
 
     def new_keys(self, maker: KeyMaker) -> tuple[tuple[BlockKey, ...], ...]:
-        """Return the keys not reported yet, and note them as reported."""
+        """Return the keys that are not reported yet, and mark them as reported."""
         hashes = self.request.block_hashes
         keys = maker.keys(hashes, self.hashes)
         self.hashes = len(hashes)
@@ -111,12 +111,13 @@ class ProgressReports:
     Args:
         shape: the engine's fixed facts.
         groups: vLLM's numbers of the groups that are offloaded.
-        keys: makes keys of block hashes.
+        keys: turns block hashes into keys.
         device: vLLM's block pool.
         tracked: the requests, by name.
         every: a power of two; decoding requests are reported in each step whose number is a multiple of it. Requests
-            that compute a block in fewer steps are reported more often, so that no window has passed a block before.
-        tier_events: makes vLLM's KV cache events, None where they are not published.
+            that compute a block in fewer steps are reported more often, so that each block is reported before it leaves
+            a sliding window.
+        tier_events: makes vLLM's KV cache events, None if vLLM does not publish any.
     """
 
     def __init__(
@@ -140,35 +141,35 @@ class ProgressReports:
         self._every = self._reports_every(1)
         self.steps = 0
         self._soon: dict[str, int] = {}
-        """Requests that computed several tokens since they were checked, and how many in their last step."""
+        """Requests that computed several tokens in one step since their last check, and the latest such number."""
         self._late: dict[str, _Table] = {}
-        """Blocks that were allocated to requests and not reported yet."""
+        """By request, its newly allocated blocks that are not reported yet."""
 
     def allocated(self, tracked: Tracked, known: int) -> None:
-        """A request got a block table, which the caller reports, with `known` tokens computed."""
+        """Note that a request got a block table with `known` computed tokens. The caller reports the table."""
         name = tracked.request.request_id
         self.forget(name)
         tracked.boundary = known + 1
         if tracked.hashes != len(tracked.request.block_hashes):
-            # A session's next input: its keys are reported with the first step, which confirms nothing.
+            # A session's next input has new keys. The first step reports them, although it confirms no tokens.
             tracked.boundary = known
             self._soon[name] = self._least_block
 
     def forget(self, name: str) -> _Table:
-        """Forget a request whose block table is gone, or will be; return its blocks that were not reported."""
+        """Forget a request that lost, or is about to lose, its block table; return its unreported blocks."""
         self._soon.pop(name, None)
         return self._late.pop(name, ())
 
     def step(
         self, output: SchedulerOutput, states: Sequence[facts.StateHandedOff]
     ) -> tuple[tuple[facts.Progress, ...], list[DeviceBlockId]]:
-        """Return the progress to report in this step, and blocks that were allocated but may not be in it."""
+        """Return the progress to report in this step, and newly allocated blocks that this progress may lack."""
         scheduled, cached, late = output.num_scheduled_tokens, output.scheduled_cached_reqs, self._late
         resumed, groups, tables = cached.resumed_req_ids, self._groups, cached.new_block_ids
         self.steps += 1
         reallocated: list[DeviceBlockId] = []
-        # Most requests have no new block; `compress` skips them fast. Of a resumed request vLLM gives the whole table,
-        # which was reported when it was allocated.
+        # Most requests have no new block; `compress` skips them fast. For a resumed request vLLM passes the whole
+        # block table, which was already reported when it was allocated.
         for name, blocks in compress(zip(cached.req_ids, tables, strict=True), tables):
             if name not in resumed and name in self._tracked:
                 table: _Table = tuple([tuple(blocks[group]) for group in groups])
@@ -186,7 +187,7 @@ class ProgressReports:
         return progress, reallocated
 
     def _take_soon(self, scheduled: Mapping[str, int]) -> list[str]:
-        """Return the requests to check. One that is not scheduled may have been preempted, which vLLM reports later."""
+        """Return the requests to check. An unscheduled one must wait: if it was preempted, vLLM reports that later."""
         found = [
             name
             for name, tokens in self._soon.items()
@@ -200,7 +201,7 @@ class ProgressReports:
     def _progress(
         self, looks: Iterable[str], scheduled: Mapping[str, int], complete: Sequence[str]
     ) -> tuple[facts.Progress, ...]:
-        """Return the progress of the requests that have a new block, a computed block or a complete recurrent state."""
+        """Return the progress of requests that have a new block, a computed block or a complete recurrent state."""
         progress: list[facts.Progress] = []
         for name in dict.fromkeys((*complete, *looks)) if complete else looks:
             tracked = self._tracked.get(name)
@@ -222,7 +223,7 @@ class ProgressReports:
         return _make_progress((name, confirmed, self._late.pop(name, ()), new_keys))
 
     def _reports_every(self, tokens: int) -> int:
-        """Return the steps between two reports of a request that computes so many tokens in each."""
+        """Return how many steps lie between two reports of a request that computes this many tokens per step."""
         every = self._most
         while every > 1 and every * tokens > self._least_block:
             every //= 2

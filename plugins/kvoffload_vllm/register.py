@@ -13,5 +13,5 @@ def register() -> None:
     try:
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)
     except ValueError:
-        # The name exists: this process has called register() before.
+        # This process has called register() before, so the name exists.
         return

@@ -1,4 +1,4 @@
-"""The scheduler's half of the connector: vLLM's hooks as facts, and the core's answers as vLLM wants them."""
+"""The scheduler's half of the connector: turns vLLM's hooks into facts, and the core's answers into vLLM's types."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _output_tokens = attrgetter("num_output_tokens")
 
 
 class VllmScheduler:
-    """The connector's hooks on vLLM's scheduler.
+    """The connector's hooks that vLLM's scheduler calls.
 
     Args:
         offload: the runtime's scheduler side.
@@ -44,9 +44,9 @@ class VllmScheduler:
         groups: the groups that are offloaded.
         changes: turns changes of the counters into messages for vLLM's own metrics.
         closed: called last when vLLM stops.
-        report_every: steps between two reports of what decoding requests computed.
-        tier_events: makes vLLM's KV cache events, None where they are not published.
-        identification: determines what the KV depends on, None without a tier below the host.
+        report_every: how many steps lie between two reports of decoding requests' progress.
+        tier_events: makes vLLM's KV cache events, None if vLLM does not publish any.
+        identification: determines the KV identity, None without a tier below the host.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class VllmScheduler:
             for number, group in zip(groups.ids, groups.shape.groups, strict=True)
             if group.kind is AttentionKind.RECURRENT
         }
-        """For each recurrent group, by vLLM's number: our number, and its block size in tokens."""
+        """For each recurrent group, by vLLM's number: kvoffload's number, and the block size in tokens."""
         self._tracked: dict[str, Tracked] = {}
         self._progress = ProgressReports(
             groups.shape, groups.ids, self._keys, device, self._tracked, report_every, tier_events
         )
         self._unsent: tuple[LoadAnswers, ...] = ()
-        """Ended loads that the workers do not report by themselves. vLLM learns how a load ended only from workers."""
+        """Ended loads that no worker reports unless asked. vLLM learns only from workers how a load ended."""
 
     # -- before a step ------------------------------------------------------------------------------------------
 
@@ -109,8 +109,8 @@ class VllmScheduler:
         if not self._state_tokens:
             found = self.offload.lookup(name, num_computed_tokens, request.num_tokens, new_keys)
             return found, bool(found)
-        # vLLM ends a prefill chunk at this boundary and keeps the state. Before each lookup it sets the boundary to the
-        # end of the prefix whose blocks the device has without a state; afterwards it reads it.
+        # vLLM ends a prefill chunk at this boundary and keeps the recurrent state. Before each lookup it sets the
+        # boundary to the end of the prefix that the device holds without a state; after the lookup it reads it.
         kept = getattr(request, "shared_prefix_boundary", None)
         found = self.offload.lookup(name, num_computed_tokens, request.num_tokens, new_keys, kept or 0)
         if kept is not None and found is not None:
@@ -123,7 +123,7 @@ class VllmScheduler:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.is_rewritten:
             tracked = self._start_anew(request, tracked)
-        # The table's blocks after these tokens were allocated now.
+        # The table's blocks after these tokens are newly allocated.
         known = max(tracked.found_tokens, request.num_computed_tokens)
         tracked.noted = 0
         self._progress.allocated(tracked, known)
@@ -144,7 +144,7 @@ class VllmScheduler:
         scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
         decoding = len(scheduled)
         if total > decoding:
-            decoding = list(scheduled.values()).count(1)  # tokens of a draft count as prefill
+            decoding = list(scheduled.values()).count(1)  # requests with draft tokens count as prefill
         progress, late = self._progress.step(output, states)
         reallocated = (*copied, *late) if late and self.offload.watches_blocks else copied
         fact = facts.StepScheduled(
@@ -172,12 +172,12 @@ class VllmScheduler:
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._request_ended(request, holds_blocks=any(block_ids))
-        return False, None  # blocks under a copy are leased, so vLLM may free the request's at once
+        return False, None  # blocks that are being copied stay leased, so vLLM may free them at once
 
     def _request_ended(self, request: Request, *, holds_blocks: bool) -> None:
         """Report that a request finished or was aborted; vLLM frees its blocks afterwards.
 
-        If its hashes were rewritten, nothing of it is stored: its blocks may hold other tokens.
+        If its hashes were rewritten, its remaining blocks are not stored: they may hold other tokens.
         """
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
@@ -195,14 +195,14 @@ class VllmScheduler:
         self.offload.ended(facts.RequestEnded(request.request_id, confirmed, new_keys, holds_blocks, late))
 
     def get_kv_connector_stats(self) -> KVOffloadStats | None:
-        """Return the changes of the counters, None if there are none. A busy engine sends them once a second."""
+        """Return the changes of the metrics, None if there are none. A busy engine returns them only once a second."""
         if self._changes.now() < self._changes.next_s and (self._tracked or self.has_pending_push_work()):
             return None
         changes = self._changes.take()
         return KVOffloadStats(changes) if changes is not None else None
 
     def close(self) -> None:
-        """Stop the observers and the tiers."""
+        """Stop the observers and close the lower tiers."""
         if self._identification is not None:
             self._identification.close()
         self.offload.close()
@@ -220,13 +220,13 @@ class VllmScheduler:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _start_anew(self, request: Request, tracked: Tracked | None) -> Tracked:
-        """Report a request as new: vLLM did not report it, or has rewritten its hashes since."""
+        """Report a request as new, because vLLM did not announce it or has rewritten its hashes since."""
         if tracked is not None:
             self._request_ended(request, holds_blocks=request.num_computed_tokens > 0)
         return self.on_new_request(request)
 
     def _states(self, output: SchedulerOutput) -> tuple[facts.StateHandedOff, ...]:
-        """Return the recurrent states that the step completes at the end of a block; no lookup asks for others."""
+        """Return the recurrent states that the step completes at a block boundary. No lookup asks for other states."""
         offered = getattr(output, "kv_connector_block_state", None)
         if offered is None:
             return ()

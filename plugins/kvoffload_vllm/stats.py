@@ -1,4 +1,4 @@
-"""What vLLM carries from the scheduler's side to its front end, and our metrics in the front end's own `/metrics`."""
+"""Sends metrics from the scheduler's side to vLLM's front end, and exports them in the front end's own `/metrics`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class KVOffloadStats(KVConnectorStats):  # type: ignore[misc]  # the type checker runs without vLLM
-    """Changes since the last message, all in `data`, in the format of `payload`."""
+    """One message: the changes of metrics since the last message, in `data`, in the format of the module `payload`."""
 
     def reset(self) -> None:
-        """Drop everything. The dictionary is replaced, because another object may hold the old one."""
+        """Remove all changes. This replaces the dictionary, because another object may hold the old one."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVOffloadStats:
-        """Add a later message, or another rank's, to this one."""
+        """Add a later message, or another rank's message, to this one."""
         payload.merge(self.data, other.data)
         return self
 

@@ -1,4 +1,4 @@
-"""Which of vLLM's configurations can be offloaded. Any other is refused at start, so that a wrong block is never served.
+"""Decides whether a vLLM configuration can be offloaded. Others are refused at start, so that no wrong block is served.
 
 A prefix hit needs the blocks of every group that vLLM looks up for it. A group may be left out only if vLLM says that a
 hit does not need it (`prefix_cacheable` is False: vLLM rebuilds its contents). If we cannot copy one of the needed
@@ -26,24 +26,24 @@ KINDS = {
     "ChunkedLocalAttentionSpec": AttentionKind.CHUNKED_LOCAL,
     "MambaSpec": AttentionKind.RECURRENT,
 }
-"""By exact class name: a subclass that is not listed may recycle or share blocks differently."""
+"""Attention kinds by exact class name: a subclass that is not listed may recycle or share blocks differently."""
 
 VERSIONS = "vLLM 0.28 and newer; 0.28, 0.30, 0.32 and 0.33 were run"
 """vLLM versions that the connector works with."""
 
 NEWEST_RUN = (0, 33)
-"""The newest version that was run."""
+"""The newest vLLM version that the connector was run with."""
 
 NEEDED = (
     "bind_gpu_block_pool",
     "has_pending_push_work",
     "on_new_request",
     "requires_kv_delivery",
-    "supports_divergent_local_hybrid_hits",  # 0.28; before, vLLM relied on states that no hit had loaded
+    "supports_divergent_local_hybrid_hits",  # since 0.28; older vLLM relied on states that no hit had loaded
 )
-"""Names in vLLM's base class that the connector needs to work correctly."""
+"""Names that vLLM's base class of connectors must have."""
 
-_WRAPPER = "kv_cache_specs"  # the attribute of a spec that wraps one spec for each layer
+_WRAPPER = "kv_cache_specs"  # attribute of a spec that holds one spec for each layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Features:
     Args:
         reports_failed_loads: a failed load can be reported by request, so that models with several groups recover.
         hands_off_states: a step names the recurrent states that it completes, block by block.
-        lacks: names that a connector needs and this vLLM does not have.
+        lacks: names that the connector needs and this vLLM does not have.
     """
 
     reports_failed_loads: bool = True
@@ -72,7 +72,7 @@ def find_features() -> Features:
 
 
 def layer_specs(spec: KVCacheSpec) -> tuple[KVCacheSpec, ...]:
-    """Return the specs of a group's layers: its one spec, or the one of each layer."""
+    """Return the specs of a group's layers: one spec for all layers, or one for each."""
     wrapped: dict[str, KVCacheSpec] | None = getattr(spec, _WRAPPER, None)
     return tuple(wrapped.values()) if wrapped else (spec,)
 
@@ -102,7 +102,7 @@ def find_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, featu
 
 
 def role_problems(role: object) -> Iterator[str]:
-    """Yield what is wrong with a `kv_role`. The doctor asks before the start."""
+    """Yield the problem with a `kv_role`, if there is one. The doctor calls this before vLLM starts."""
     if role != "kv_both":
         yield f"kv_role is {role!r:.40}; it must be 'kv_both', because blocks are both stored and loaded"
 
@@ -129,7 +129,7 @@ def _check_ranks(parallel_config: ParallelConfig) -> Iterator[str]:
         parallel_config.world_size,
     )
     if launcher == "external_launcher" and ranks > 1:
-        # A rank's scheduler gets only its own worker's reports, and copies take a different time on each rank.
+        # Each scheduler gets only the reports of its own worker, and copies take a different time on each rank.
         yield (
             f"distributed_executor_backend is {launcher!r} with {ranks} ranks: each has its own scheduler, and all "
             "must schedule alike, but their host memories differ; start with mp or ray"
@@ -158,7 +158,10 @@ def _check_group(number: int, specs: Sequence[KVCacheSpec], features: Features) 
 
 
 def _check_states(number: int, specs: Sequence[KVCacheSpec], features: Features) -> Iterator[str]:
-    """A recurrent state is complete only at the boundaries where vLLM hands it off."""
+    """Yield the problem with a group's recurrent states, if there is one.
+
+    A state is complete only at the boundaries where vLLM hands it off.
+    """
     if not features.hands_off_states:
         yield (
             f"KV cache group {number} holds recurrent (Mamba) states, which this vLLM does not hand to connectors; "
@@ -174,15 +177,15 @@ def _check_states(number: int, specs: Sequence[KVCacheSpec], features: Features)
 
 
 def kind_of(spec: KVCacheSpec) -> AttentionKind:
-    """Return how far back a layer looks. Its class is one of `KINDS`."""
+    """Return a layer's attention kind. The class of its spec must be in `KINDS`."""
     return KINDS[type(spec).__name__]
 
 
 def reach_of(spec: KVCacheSpec) -> int | None:
     """Return the window or chunk in tokens, None for full attention and recurrent layers.
 
-    vLLM keeps some windows longer than attention needs, for drafts that recompute tokens. On a hit it gives a request all
-    of those blocks and regards their contents as computed, so all of them must be loaded.
+    For drafts that recompute tokens, vLLM keeps more tokens than the attention window covers. On a hit it gives the
+    request the blocks of all these tokens and treats them as computed, so all of them must be loaded.
     """
     kind = kind_of(spec)
     if kind is AttentionKind.SLIDING_WINDOW:

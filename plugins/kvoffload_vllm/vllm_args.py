@@ -1,4 +1,4 @@
-"""`kvoffload vllm-args`: prints the arguments that make a stock vLLM use kvoffload, so that no key of them is forgotten."""
+"""`kvoffload vllm-args`: prints the arguments that make a stock vLLM use kvoffload, so that no key is forgotten."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print them.
+    """Print the arguments in the chosen form.
 
     Raises:
         ConfigError: the settings cannot be used.
@@ -83,7 +83,7 @@ def _yaml(config: Mapping[str, object]) -> str:
         if isinstance(value, dict):
             lines += [f"  {name}:", *(f"    {key}: {json.dumps(one)}" for key, one in value.items())]
         else:
-            lines.append(f"  {name}: {json.dumps(value)}")  # JSON is YAML
+            lines.append(f"  {name}: {json.dumps(value)}")  # JSON is valid YAML
     return "\n".join(lines)
 
 
@@ -93,7 +93,7 @@ def _python(config: Mapping[str, object]) -> str:
 
 
 def _literal(value: object) -> str:
-    """Return a value as formatters of Python write it."""
+    """Return a value as Python source, in the style of code formatters."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(key)}: {_literal(one)}" for key, one in value.items()) + "}"
     return json.dumps(value) if isinstance(value, str) else repr(value)

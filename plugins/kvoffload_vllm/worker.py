@@ -30,9 +30,9 @@ class Received:
     """Loads that ended on this worker since the last step. Each started load is reported once.
 
     Args:
-        finished: requests whose load has ended here, failed loads included.
+        finished: requests whose load ended on this worker, including failed loads.
         failed: requests whose load failed.
-        bad_blocks: the blocks of failed loads.
+        bad_blocks: device blocks of failed loads.
     """
 
     finished: set[str] = field(default_factory=set)
@@ -41,13 +41,14 @@ class Received:
 
 
 class VllmWorker:
-    """The connector's hooks on one of vLLM's workers.
+    """The connector's hooks that one of vLLM's workers calls.
 
     Args:
         offload: the runtime's worker side.
         closed: called last when the worker stops.
-        examine: runs the doctor's checks, before any host memory is allocated.
-        identity: names the disk's folder; set when the scheduler's side has sent it, cancelled when the worker stops.
+        examine: runs the doctor's checks; called before any host memory is allocated.
+        identity: the KV identity, which names the disk's folder. It is set when the scheduler's side has sent it, and
+            cancelled when the worker stops.
     """
 
     def __init__(
@@ -76,9 +77,12 @@ class VllmWorker:
     # -- a step -------------------------------------------------------------------------------------------------
 
     def bind(self, metadata: KVOffloadMetadata) -> None:
-        """Take the step's plan, and loads that ended without a copy: vLLM learns of ended loads only from workers.
+        """Begin a step with its plan.
 
-        Both of vLLM's model runners bind after they have zeroed and copied blocks for the step, and before its forward pass.
+        This notes loads that ended without a copy, because vLLM learns of ended loads only from workers.
+
+        Both of vLLM's model runners call this after they have zeroed and copied blocks for the step, and before its
+        forward pass.
         """
         self._metadata = metadata
         self._stores_started = False
@@ -90,25 +94,25 @@ class VllmWorker:
             self._loading[load.id] = (load.extra, load.targets)
         for ended in metadata.ended:
             for job in ended.abandoned:
-                # If the copy has ended here, it was reported. If it still runs, its blocks stay leased.
+                # A copy that has ended here was already reported. One that still runs keeps its blocks leased.
                 if job in self._loading:
                     self._load_ended(job, failed=True)
             self._received.finished.update(ended.without_copy)
             self._received.failed.update({*ended.without_copy} & {*ended.failed})
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
-        """Submit the step's loads. They wait for the kernels that this thread had launched when the step was bound."""
+        """Submit the step's loads. They wait for the kernels that this thread launched before `bind`."""
         if self._metadata is not None:
             self.offload.start_loads(self._metadata.plan)
 
     def wait_for_save(self) -> None:
-        """Queue the step's stores after its forward pass, once. In empty steps vLLM calls this only since 0.31."""
+        """Queue the step's stores after its forward pass, once. Before 0.31, vLLM does not call this in empty steps."""
         if self._metadata is not None and not self._stores_started:
             self._stores_started = True
             self.offload.start_stores(self._metadata.plan)
 
     def clear(self) -> None:
-        """End the step."""
+        """End the step; queue its stores if vLLM did not call `wait_for_save`."""
         self.wait_for_save()
         self._metadata = None
 
@@ -129,7 +133,7 @@ class VllmWorker:
         return KVOffloadWorkerMetadata((report,)) if report is not None else None
 
     def close(self) -> None:
-        """Wait for the copies that were started, and free the memory."""
+        """Wait for the started copies to end, and free the host memory."""
         self._identity.cancel()
         try:
             self.offload.close()
@@ -146,7 +150,7 @@ class VllmWorker:
             self._received.bad_blocks.update(blocks)
 
     def _keep(self, report: TransferReport) -> None:
-        """Add to the report that vLLM has not fetched yet."""
+        """Add a report to the one that vLLM has not fetched yet."""
         if self._report is None:
             self._report = report
         else:
