@@ -39,7 +39,7 @@ _TOKEN = "i"  # four bytes a token
 
 @dataclass(frozen=True, slots=True)
 class BlockNote:
-    """What a router needs to know about a block.
+    """The data of one block that its events contain.
 
     Args:
         parent: hash of the block before it, None for a prompt's first block.
@@ -66,7 +66,7 @@ class BlockNotes:
 
     Args:
         groups: the groups that are offloaded.
-        wire: makes events for the installed vLLM.
+        wire: the event classes and conversions of the installed vLLM.
         is_held: whether the device or the host has a key's block, so that the block can still be copied to a tier. A
             block stays on the device while it is being copied.
 
@@ -150,7 +150,7 @@ class TierEvents:
     Args:
         groups: the groups that are offloaded.
         indexes: the index of each tier, which logs the keys that arrive and leave.
-        wire: makes events for the installed vLLM.
+        wire: the event classes and conversions of the installed vLLM.
         device: vLLM's block pool, which tells whether a block may still be stored.
     """
 
@@ -239,10 +239,10 @@ class TierEvents:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The parts of one vLLM version that make its events.
+    """The event classes and conversions of one vLLM version.
 
     Args:
-        stored, removed: the two classes of events; they take keywords.
+        stored, removed: the classes of the two events, called with keywords.
         hash: converts a block hash to its form in events.
         extra_keys: takes a request, the start and end of a block in tokens, and the index of the request's next media
             item. Returns the extra keys that the block's hash covers, and the index of the media item after the block.
@@ -257,7 +257,7 @@ class Wire:
 
 
 def find_wire(kv_cache_config: KVCacheConfig) -> Wire:
-    """Return the installed vLLM's event classes and conversions, for these groups."""
+    """Return the event classes and conversions of the installed vLLM for these groups."""
     from vllm.distributed import kv_events
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
@@ -283,7 +283,7 @@ def find_wire(kv_cache_config: KVCacheConfig) -> Wire:
 
 
 def publishes_events(vllm_config: VllmConfig) -> bool:
-    """Whether this engine publishes KV cache events at all."""
+    """Whether this engine publishes KV cache events."""
     settings: Any = getattr(vllm_config, "kv_events_config", None)
     return bool(settings is not None and settings.enable_kv_cache_events)
 

@@ -1,4 +1,4 @@
-"""The catalogue as ordinary Prometheus metrics, made from the classes that vLLM passes in (its own or Ray's).
+"""The catalogue as ordinary Prometheus metrics, created with the classes that vLLM passes in (its own or Ray's).
 
 A process may create the metrics several times, for a second engine or a second logger, but the registry accepts each
 name once. So the newest metrics replace the earlier ones, which are still updated but no longer exported. vLLM's own

@@ -45,7 +45,7 @@ class VllmGroups:
 
     @property
     def hash_ratios(self) -> tuple[int, ...]:
-        """Per group, how many block hashes there are in one block; the last of them identifies the block."""
+        """Per group, how many block hashes one block has; the last of them identifies the block."""
         return tuple(spec.block_tokens // self.hash_tokens for spec in self.shape.groups)
 
     @property

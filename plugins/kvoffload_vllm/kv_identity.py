@@ -208,7 +208,7 @@ def _check_weights(model: ModelConfig, load: LoadConfig) -> Iterator[str]:
 
 
 def _models(vllm_config: VllmConfig) -> list[tuple[ModelConfig, LoadConfig]]:
-    """Return the model, and its draft model if there is one, each with the configuration of its loading."""
+    """Return the model, and its draft model if there is one, each with its load configuration."""
     load = vllm_config.load_config
     models = [(vllm_config.model_config, load)]
     draft: Any = vllm_config.speculative_config
@@ -246,7 +246,7 @@ def _keys(vllm_config: VllmConfig) -> str:
 
 
 def _settings(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return the other settings that change the KV: those that people ask about by name, the rest as vLLM's digests."""
+    """Return the other settings that change the KV: common ones by name, the rest within vLLM's digests."""
     model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
     attention: Any = getattr(vllm_config, "attention_config", None)
     draft: Any = vllm_config.speculative_config

@@ -94,7 +94,7 @@ def meaning_of_caches(caches: Caches, kv_cache_config: KVCacheConfig, layers: Ma
 def _form(view: torch.Tensor, blocks: int) -> list[tuple[int, int, int | None]]:
     """Return the index, size and stride of each dimension, the outermost first.
 
-    Only dimensions inside a block have a stride: the stride of others may depend on the number of blocks.
+    Only dimensions inside a block have a stride: other strides may depend on the number of blocks.
     """
     strides = view.stride()
     block_dim = next(iter(_dimensions_of_blocks(view, blocks)), 0)
@@ -139,7 +139,7 @@ def _older_regions(tensor: KVCacheTensor, caches: Caches, blocks: int) -> Iterat
 def _regions_by_strides(name: str, view: torch.Tensor, blocks: int) -> Iterator[DeviceRegion]:
     """Yield a region for each index of the dimensions outside the blocks: keys and values for `[2, blocks, ...]`."""
     block_dim = _block_dimension(name, view, blocks)
-    kernel_blocks = view.shape[block_dim] // blocks  # a block may hold several of the attention kernel's
+    kernel_blocks = view.shape[block_dim] // blocks  # a block may hold several kernel blocks
     item, strides = view.element_size(), view.stride()
     others = [d for d in range(view.dim()) if d != block_dim and view.shape[d] > 1]
     outer = [d for d in others if strides[d] > strides[block_dim]]
@@ -183,7 +183,7 @@ def _is_dense(dimensions: Iterable[tuple[int, int]]) -> bool:
 
 
 def _check_apart(layout: DeviceLayout) -> None:
-    """Raise an error if regions overlap in part: the bytes in common would be copied twice."""
+    """Raise an error if two regions overlap: their common bytes would be copied twice."""
     ordered = sorted(layout.regions, key=lambda region: region.address)
     for region, following in itertools.pairwise(ordered):
         end = region.address + (region.blocks - 1) * region.block_stride + region.page_bytes

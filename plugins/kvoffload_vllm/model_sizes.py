@@ -1,8 +1,8 @@
 """Computes the sizes of vLLM's KV blocks from a model's `config.json`, without importing vLLM, which takes seconds.
 
-A wrong size is worse than none, so only model types are supported whose sizes a test compares with those of a stock
-vLLM: models whose layers all have full attention and pages of one size, and DeepSeek's multi-head latent attention. A
-block has one page in each layer.
+A wrong size is worse than none. So a model type is supported only if a test compares its sizes with those of a stock
+vLLM. These are models whose layers all have full attention and pages of one size, and DeepSeek's models with multi-head
+latent attention. A block has one page in each layer.
 
 A `config.json` may come from anywhere, so each value that is read has a type and bounds.
 """

@@ -40,7 +40,7 @@ class KeyMaker:
     """Turns a request's block hashes into keys per group.
 
     Args:
-        ratios: per group, how many hashes there are in one block; the last of them identifies the block.
+        ratios: per group, how many block hashes one block has; the last of them identifies the block.
         group_ids: per group, vLLM's group number, with which the keys of the group end.
     """
 
@@ -105,8 +105,8 @@ class Tracked(Struct, eq=False):
 class ProgressReports:
     """Decides in each step which requests' progress is reported to the core.
 
-    A request that computed several tokens is checked in the next step that schedules it; all are checked in every 16th
-    step.
+    A request that computed several tokens is checked in the next step that schedules it. All scheduled requests are
+    checked in every 16th step.
 
     Args:
         shape: the engine's fixed facts.
@@ -141,7 +141,7 @@ class ProgressReports:
         self._every = self._reports_every(1)
         self.steps = 0
         self._soon: dict[str, int] = {}
-        """Requests that computed several tokens in one step since their last check, and the latest such number."""
+        """Requests that computed several tokens in a step since their last check, and how many they computed last."""
         self._late: dict[str, _Table] = {}
         """By request, its newly allocated blocks that are not reported yet."""
 

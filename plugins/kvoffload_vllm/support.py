@@ -39,7 +39,7 @@ NEEDED = (
     "has_pending_push_work",
     "on_new_request",
     "requires_kv_delivery",
-    "supports_divergent_local_hybrid_hits",  # since 0.28; older vLLM relied on states that no hit had loaded
+    "supports_divergent_local_hybrid_hits",  # since 0.28; older vLLM used states that no hit had loaded
 )
 """Names that vLLM's base class of connectors must have."""
 
@@ -48,10 +48,10 @@ _WRAPPER = "kv_cache_specs"  # attribute of a spec that holds one spec for each 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What this vLLM offers to connectors.
+    """The features that this vLLM offers to connectors.
 
     Args:
-        reports_failed_loads: a failed load can be reported by request, so that models with several groups recover.
+        reports_failed_loads: a failed load can be reported by request, so that models with several groups can recover.
         hands_off_states: a step names the recurrent states that it completes, block by block.
         lacks: names that the connector needs and this vLLM does not have.
     """
@@ -62,7 +62,7 @@ class Features:
 
 
 def find_features() -> Features:
-    """Return what the installed vLLM offers."""
+    """Return the features of the installed vLLM."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.core.sched import output
 
