@@ -64,7 +64,11 @@ def sharing(
 ) -> Iterator[Sharing]:
     """An engine of this kind of model, without a disk. For the weights it counts as begun now."""
     # Ranks spin while they wait for each other: beside four of them on two cores a call took 16 s.
-    extra = {"remote_url": url, "remote_timeout_s": 10.0 if workers == 1 else 60.0}
+    extra = {
+        "remote_url": url,
+        "remote_min_hits": 1,
+        "remote_timeout_s": 10.0 if workers == 1 else 60.0,
+    }
     if workers > 1:
         options["tensor_parallel_size"] = workers
     with pytest.MonkeyPatch.context() as patched:
