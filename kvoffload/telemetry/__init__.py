@@ -1,1 +1,1 @@
-"""What operators see: metrics, logs, the journal, spans and traces. Nothing here decides."""
+"""Metrics, logs, the journal, spans and traces for operators. This package only observes; it makes no decisions."""

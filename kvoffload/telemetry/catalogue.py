@@ -1,6 +1,6 @@
-"""All metrics, each declared once: name, help, kind, labels, and the function that reads it or the events that count it.
+"""All metrics, each declared once: name, help, kind, labels, and either its reader or the events that count it.
 
-Exporters, dashboards/metrics.md and the checks of dashboards use this table.
+The exporters, dashboards/metrics.md and the dashboard tests use this table.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ if TYPE_CHECKING:
 
 Labels = tuple[str, ...]
 Series = Mapping[Labels, float]
-"""A metric's values by label values."""
+"""A metric's values, keyed by label values."""
 
-# -- label values that only metrics use; others are in `kvoffload.model` and `kvoffload.core.machine` ------- ----------------------
+# -- label values that only metrics use; the others are in `kvoffload.model` and `kvoffload.core.machine` ---------
 
 
 class LookupResult(Enum):
-    """Results of a looked-up block position."""
+    """The result for one looked-up block position."""
 
     HIT = "hit"
     MISS = "miss"
 
 
 class HostBytes(Enum):
-    """States of host memory."""
+    """The states by which host memory is counted."""
 
-    WANTED = "wanted"  # the size once all of it is ready
-    RESERVED = "reserved"  # pinned and ready by now
-    USED = "used"  # reserved, and holding blocks or being filled
+    WANTED = "wanted"  # the full size, reached once all of it is ready
+    RESERVED = "reserved"  # pinned and ready so far
+    USED = "used"  # the reserved memory that holds blocks or is being filled
 
 
 class TierState(Enum):
-    """States of a tier below the host."""
+    """The states of a tier below the host."""
 
     OFF = "off"  # not configured
     OPENING = (
-        "opening"  # a rank's file is not open, the index was not read, or the remote tier was not reached yet
+        "opening"  # not yet done: opening every rank's file, reading the index, or reaching the remote tier
     )
     OPEN = "open"
-    FAILING = "failing"  # a call hangs, or too many have failed: nothing is copied until it works again
-    CLOSED = "closed"  # its index cannot be read or written: off until the engine restarts
+    FAILING = "failing"  # a call hangs or too many calls failed; nothing is copied until it works again
+    CLOSED = "closed"  # the index cannot be read or written; off until the engine restarts
 
 
 class Answer(Enum):
@@ -74,23 +74,23 @@ class Answer(Enum):
 
     FOUND = "found"
     MISSING = "missing"
-    NONE = "none"  # the call failed, took too long, or was not made
+    NONE = "none"  # the call failed, timed out, or was not made
 
-    __hash__ = object.__hash__  # as that of a cause
+    __hash__ = object.__hash__  # by identity, for the same reason as `Cause`
 
 
 class LoadWait(Enum):
-    """What a request waited for before it could compute."""
+    """The reasons why a request waits before it can compute."""
 
     OWN_LOAD = "own_load"
-    OTHERS_LOAD = "others_load"  # of the same prefix, which is loaded only once
-    FETCH = "fetch"  # from a tier below the host, before the load can begin
+    OTHERS_LOAD = "others_load"  # another request is loading the same prefix, which is loaded only once
+    FETCH = "fetch"  # the load cannot begin before a fetch from a tier below the host
 
-    __hash__ = object.__hash__  # as that of a cause
+    __hash__ = object.__hash__  # by identity, for the same reason as `Cause`
 
 
 class Hook(StrEnum):
-    """The places where an engine calls offloading, the same for every engine."""
+    """The points at which an engine calls kvoffload; every engine has the same ones."""
 
     SEEN = "seen"
     LOOKUP = "lookup"
@@ -102,7 +102,7 @@ class Hook(StrEnum):
 
 
 class Subscriber(StrEnum):
-    """The observers of the bus, and the counters on it."""
+    """The subscribers of the bus, by label; those without a label of their own are OTHER."""
 
     LOG = "log"
     JOURNAL = "journal"
@@ -112,7 +112,7 @@ class Subscriber(StrEnum):
 
 
 def subscriber_label(name: str) -> str:
-    """Return an observer's label: its name, or "other" if it is unknown, so that names cannot add series."""
+    """Return a subscriber's label: its name, or "other" for an unknown name, so that names cannot add series."""
     return name if name in _SUBSCRIBERS else Subscriber.OTHER.value
 
 
@@ -120,11 +120,11 @@ _SUBSCRIBERS = frozenset(member.value for member in Subscriber)
 
 
 def label_of(member: Enum) -> str:
-    """Return an enum member's label: its value, or its name where the value is a number."""
+    """Return an enum member's label: its value, or its lower-case name if the value is an integer."""
     return member.name.lower() if isinstance(member.value, int) else str(member.value)
 
 
-# -- what readers read ------------------------------------------------------------------------------------
+# -- the interfaces that readers use ------------------------------------------------------------------------------
 
 
 class OpenCopies(Protocol):
@@ -152,7 +152,7 @@ class Benefit(Protocol):
 
 
 class Observed(Protocol):
-    """What `Observation` has for readers."""
+    """The part of `Observation` that readers use."""
 
     @property
     def info(self) -> Labels: ...
@@ -162,7 +162,7 @@ class Observed(Protocol):
 
 
 class Side(Protocol):
-    """The scheduler's side. Readers read only single numbers, so any thread may call them."""
+    """The scheduler's side, as readers see it. Readers read only single numbers, so any thread may call them."""
 
     core: OffloadCore
     bus: Bus
@@ -182,7 +182,7 @@ class Side(Protocol):
     def degraded(self) -> DegradeCause | None: ...
 
 
-# -- the form of an entry -----------------------------------------------------------------------------------------
+# -- the types of the table's entries -----------------------------------------------------------------------------
 
 
 class Kind(Enum):
@@ -195,12 +195,12 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """One label and the enum that bounds it.
+    """A metric's label, and the enum that lists its values.
 
     Args:
-        name: as queries write it.
+        name: the label's name in queries.
         enum: all values that the label can take; None if they are known only once an engine runs.
-        served: the values served from the start; all by default.
+        served: the values that this metric serves; by default all of the enum.
     """
 
     name: str
@@ -209,25 +209,25 @@ class Label:
 
     @property
     def values(self) -> tuple[str, ...]:
-        """The values that are served."""
+        """The values that this metric serves."""
         return tuple(map(label_of, self.served or self.enum or ()))
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric.
+    """The declaration of one metric.
 
     Args:
-        name: in full, as queries write it.
+        name: the full name, as in queries.
         help: one sentence for the operator.
         kind: counter, gauge or histogram.
-        labels: in the order of every label tuple.
-        unit: of its value.
-        buckets: a histogram's upper bounds, without the infinite one.
-        read: returns its series at a scrape, possibly without those that are 0; None if events count it.
-        counts: the events that increase it, each with the field to add (None adds 1). They have a field for each label. Empty
-            if `Counters` has a method for it.
-        where: a field and its value: only events with this value are counted. None counts all.
+        labels: the labels, in the order in which label tuples list their values.
+        unit: the unit of the values.
+        buckets: a histogram's upper bounds, without +Inf.
+        read: returns the series at a scrape and may omit those that are 0; None if events count the metric.
+        counts: the events that increase the metric, each with the name of the field to add (None adds 1). Each event
+            has a field for every label. Empty if the metric has a reader or `Counters` has a method for it.
+        where: a field's name and a value: only events whose field has this value are counted. None counts all.
     """
 
     name: str
@@ -248,14 +248,14 @@ class Metric:
     def series(self) -> tuple[tuple[str, ...], ...]:
         """Every combination of label values. All are served from the start, so that a rate includes the first increase.
 
-        A metric with a label without an enum has none; its one series is served once an engine runs.
+        Empty if a label has no enum: such a metric has a single series, served once an engine runs.
         """
         return tuple(itertools.product(*(label.values for label in self.labels)))
 
 
-# A copy between host and disk has the tier "disk".
+# Copies between host and disk are labelled "disk".
 _TIER = Label("tier", Tier, served=(Tier.HOST, Tier.DISK))
-# Slots and size of the remote tier are not known.
+# The remote tier has copies, but the number and size of its slots are not known.
 _COPY_TIERS = Label("tier", Tier, served=(Tier.HOST, Tier.DISK, Tier.REMOTE))
 _LOWER_TIERS = Label("tier", Tier, served=(Tier.DISK, Tier.REMOTE))
 _DIRECTION = Label("direction", Direction)
@@ -263,13 +263,13 @@ _DIRECTION = Label("direction", Direction)
 _OPEN_JOB = Label("state", JobState, served=(JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED))
 _RESULT = Label("result", LookupResult)
 _SUBSCRIBER = Label("subscriber", Subscriber)
-# In the order of `provenance.info_labels`. "engine" is a label of vLLM's.
+# In the order of `provenance.info_labels`. The name is "engine_name" because vLLM adds its own label "engine".
 _INFO = tuple(
     Label(name)
     for name in ("version", "engine_name", "engine_version", "store_policy", "verify", "min_load_tokens")
 )
 
-# The time of a failed copy says nothing about the link.
+# How long a failed copy took says nothing about the link.
 _SUCCEEDED = ("outcome", CopyOutcome.DONE)
 
 # fmt: off
@@ -277,7 +277,7 @@ _SUCCEEDED = ("outcome", CopyOutcome.DONE)
 _COPY_BUCKETS = (
     5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30,
 )
-# First tokens: from a short prompt on a fast device to a long one behind a queue.
+# First tokens: from a short prompt on a fast device to a long prompt behind a queue.
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 # Hooks: a few microseconds when nothing happens; a millisecond is far too much.
 _HOOK_BUCKETS = (1e-6, 2.5e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.1)
@@ -293,7 +293,7 @@ def tier_state(side: Side, tier: Tier) -> TierState:
     found = state.disk if tier is Tier.DISK else state.remote
     if found is None:
         return TierState.OFF
-    if found is state.disk and found.is_closed:  # permanently; the remote tier may open again
+    if found is state.disk and found.is_closed:  # only the disk closes permanently
         return TierState.CLOSED
     if not found.is_open:
         return TierState.OPENING
@@ -309,7 +309,7 @@ def _slots(side: Side) -> Series:
     slots = _by_state(Tier.HOST, host)
     if disk is not None:
         slots |= _by_state(Tier.DISK, disk.pool)
-        # Slots for which the disk has no space are not counted.
+        # The pool quarantines slots for which the disk has no space; the metric leaves them out.
         slots[Tier.DISK.value, label_of(SlotState.QUARANTINED)] -= disk.pool.capacity - disk.capacity
     return slots
 

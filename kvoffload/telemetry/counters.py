@@ -1,7 +1,7 @@
-"""Counters and histograms that events increase inline, snapshots of them, and the one walk over all series.
+"""Counters and histograms that events update inline, their snapshots, and an iterator over all series.
 
-The engine's thread counts, and any thread may take a snapshot. There is no lock, so the engine never waits for a scrape. A snapshot
-may include only a part of the event that is being counted.
+The engine's thread counts, and any thread may take a snapshot. There is no lock, so the engine never waits for a
+scrape. A snapshot may include only part of the event being counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvoffload.telemetry.catalogue import (
     Series,
 )
 
-# Raw samples that one series keeps until they are taken, which happens about once a second.
+# The most raw samples that one series keeps until `take_samples`, which is called about once a second.
 _KEPT = 1 << 14
 _HIT = (LookupResult.HIT.value,)
 _MISS = (LookupResult.MISS.value,)
@@ -38,7 +38,7 @@ _FOUND_THERE, _MISSING_THERE, _NO_ANSWER = ((answer.value,) for answer in Answer
 
 
 class _LabelsOf(dict[Any, Labels]):
-    """Label values by enum member or tuple of members: reading an enum's `value` is a Python call."""
+    """Caches label values by enum member or tuple of members, because reading an enum's `value` is a Python call."""
 
     def __missing__(self, key: Any) -> Labels:  # noqa: ANN401  # one of any enum
         members = key if isinstance(key, tuple) else (key,)
@@ -54,8 +54,8 @@ class Distribution:
     """One series of a histogram.
 
     Args:
-        counts: samples per bucket, not cumulative; the last bucket is for samples above every bound.
-        total: sum of the samples.
+        counts: the number of samples per bucket, not cumulative; the last bucket is for samples above every bound.
+        total: the sum of the samples.
     """
 
     counts: tuple[int, ...]
@@ -68,21 +68,21 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A fixed copy, by metric name and label values. A missing series is 0."""
+    """A copy of all numbers at one time, by metric name and label values. A missing series is 0."""
 
     counts: Mapping[str, Mapping[Labels, int]] = field(default_factory=dict)
     distributions: Mapping[str, Mapping[Labels, Distribution]] = field(default_factory=dict)
 
     def count(self, name: str, *labels: str) -> int:
-        """Return one counter."""
+        """Return one series of a counter."""
         return self.counts.get(name, {}).get(labels, 0)
 
     def total(self, name: str) -> int:
-        """Return the sum of a counter over all its labels."""
+        """Return the sum of all series of a counter."""
         return sum(self.counts.get(name, {}).values())
 
     def by_label(self, name: str, *leading: str) -> dict[str, int]:
-        """Return the nonzero series of a counter by their last label, largest first; `leading` are the labels before it."""
+        """Return a counter's nonzero series by last label, largest first; the labels before it must equal `leading`."""
         ordered = sorted(self.counts.get(name, {}).items(), key=lambda item: -item[1])
         return {labels[-1]: number for labels, number in ordered if number and labels[:-1] == leading}
 
@@ -92,7 +92,7 @@ class Snapshot:
         return series.samples if series else 0
 
     def minus(self, earlier: Snapshot) -> Snapshot:
-        """Return what was added to the counters since `earlier`, without unchanged ones and without histograms."""
+        """Return how much each counter grew since `earlier`, without unchanged counters and histograms."""
         added = {
             name: Counter(series) - Counter(earlier.counts.get(name, {}))
             for name, series in self.counts.items()
@@ -101,7 +101,10 @@ class Snapshot:
 
 
 class Histogram:
-    """Samples by bucket, and raw ones if `kept` is a list. A sample equal to a bound belongs to its bucket."""
+    """Counts samples per bucket, and keeps raw samples if `kept` is a list.
+
+    A sample equal to a bound is counted in that bound's bucket.
+    """
 
     __slots__ = ("bounds", "counts", "kept", "total")
 
@@ -122,11 +125,11 @@ class Histogram:
 
 
 class Counters:
-    """Every counter and histogram of the catalogue that events feed."""
+    """The catalogue's counters and histograms that events update."""
 
     def __init__(self) -> None:
         self.changes = 0
-        """How often something was counted, except times of hooks, which every step has."""
+        """How often anything was counted. Hook times are left out, because every step has them."""
         self._counts: dict[str, dict[Labels, int]] = {
             metric.name: dict.fromkeys(metric.series, 0)
             for metric in CATALOGUE
@@ -143,9 +146,9 @@ class Counters:
         self._misses = self._counts["kvoffload_miss_blocks_total"]
 
     def subscribe(self, bus: Bus) -> None:
-        """Count from now on."""
+        """Start to count the bus's messages."""
         for cls, count in self._by_event().items():
-            named: Any = partial(count)  # a bound method takes no name
+            named: Any = partial(count)  # a bound method's name cannot be set
             named.__qualname__ = "counters"
             bus.count(cls, named)
 
@@ -153,7 +156,7 @@ class Counters:
         """Add one sample of each hook's time, at the end of a step."""
         hooks = self._hooks
         for name, seconds in spent.items():
-            # `observe`, inlined because every step comes here.
+            # `Histogram.observe`, inlined because this runs in every step.
             one = hooks[name]
             one.counts[bisect_left(one.bounds, seconds)] += 1
             one.total += seconds
@@ -167,17 +170,17 @@ class Counters:
 
     @property
     def counts(self) -> Mapping[str, Mapping[Labels, int]]:
-        """The current counters, for the counting thread; other threads take a snapshot."""
+        """The current counters, for the counting thread only; other threads take a snapshot."""
         return self._counts
 
     def keep_samples(self) -> None:
-        """Start to keep raw samples of histograms too, a bounded number per series, until they are taken."""
+        """Start to keep raw samples too, a bounded number per series, until `take_samples` returns them."""
         for series in self._histograms.values():
             for one in series.values():
                 one.kept = []
 
     def take_samples(self) -> dict[str, dict[Labels, list[float]]]:
-        """Return the raw samples kept since the last call, for the counting thread, without empty series."""
+        """Return the raw samples kept since the last call, without empty series. For the counting thread only."""
         taken: dict[str, dict[Labels, list[float]]] = {}
         for name, series in self._histograms.items():
             for labels, one in series.items():
@@ -186,7 +189,7 @@ class Counters:
         return taken
 
     def snapshot(self) -> Snapshot:
-        """Return a copy of all numbers, from any thread."""
+        """Return a copy of all numbers. Any thread may call this."""
         counts = {name: series.copy() for name, series in self._counts.items()}
         distributions = {
             name: {labels: one.copy() for labels, one in series.items()}
@@ -203,7 +206,7 @@ class Counters:
         }
 
     def _adder(self, cls: type[events.Event]) -> Callable[[events.Event], None]:
-        """Return what adds an event of this class to every metric that it counts."""
+        """Return a function that adds an event of this class to every metric that counts it."""
         series_of: dict[str, dict[Labels, Any]] = {**self._counts, **self._histograms}
         counted = []
         for metric in CATALOGUE:
@@ -256,7 +259,7 @@ class Counters:
 
 
 def _reader(name: str | None) -> Callable[[object], Any] | None:
-    """Return a function that reads a field; faster than `getattr`, in hooks of every request."""
+    """Return a function that reads a field. It is faster than `getattr`, which matters in every request's hooks."""
     return attrgetter(name) if name is not None else None
 
 
@@ -264,13 +267,16 @@ def _reader(name: str | None) -> Callable[[object], Any] | None:
 
 
 class Source(Protocol):
-    """The numbers of one engine: its scheduler's side."""
+    """The scheduler's side of one engine, as the source of its numbers."""
 
     @property
     def counters(self) -> Counters: ...
 
     def gauges(self) -> Mapping[str, Series]:
-        """Return the series of each metric with a reader, by name, without those that cannot be read; for any thread."""
+        """Return the series of each metric that has a reader, by name.
+
+        Metrics that cannot be read are missing. Any thread may call this.
+        """
 
 
 def all_series(
@@ -279,9 +285,9 @@ def all_series(
     """Yield every metric with its series.
 
     Args:
-        counts: of the counters that events increase.
-        gauges: of the metrics with readers.
-        samples: of histograms, in the form that the caller needs.
+        counts: the series of counters that events increase.
+        gauges: the series of metrics that have a reader.
+        samples: the series of histograms, in any form that the caller needs.
     """
     for metric in CATALOGUE:
         counted = samples if metric.kind is Kind.HISTOGRAM else counts

@@ -1,4 +1,4 @@
-"""Serves all metrics to Prometheus, built from plain numbers at each scrape so that counting needs no library."""
+"""Serves all metrics to Prometheus. Metric families are built at each scrape, so that counting needs no library."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _FAMILIES: dict[Kind, Any] = {
 
 
 class KVOffloadCollector(Collector):
-    """The catalogue's families for one engine.
+    """Collects the catalogue's metric families for one engine.
 
     Args:
-        source: the scheduler's side of that engine.
+        source: the engine's scheduler side.
     """
 
     def __init__(self, source: Source) -> None:
@@ -53,7 +53,7 @@ class KVOffloadCollector(Collector):
             yield family
 
 
-def _family(metric: catalogue.Metric) -> Any:  # noqa: ANN401  # each kind's `add_metric` takes something else
+def _family(metric: catalogue.Metric) -> Any:  # noqa: ANN401  # `add_metric` takes different arguments for each kind
     return _FAMILIES[metric.kind](metric.name, metric.help, labels=metric.label_names)
 
 
@@ -69,14 +69,14 @@ DEFAULT_PORT = 9464
 
 @contextmanager
 def serve(registry: CollectorRegistry, host: str = "127.0.0.1", port: int = DEFAULT_PORT) -> Iterator[str]:
-    """Serve a registry within a `with` block, which gets the URL. Port 0 takes any free one.
+    """Serve a registry within a `with` block, and yield the URL. Port 0 picks any free port.
 
     Raises:
         ConfigError: the address cannot be used.
     """
     try:
         server, thread = start_http_server(port, host, registry)
-    except (OSError, ValueError, OverflowError) as error:  # the last two: no valid name, no valid port
+    except (OSError, ValueError, OverflowError) as error:  # the last two: invalid name, invalid port
         reason = getattr(error, "strerror", None) or str(error)
         advice = "choose another address, or port 0 for any free one"
         raise ConfigError([f"metrics cannot be served on {host}:{port} ({reason}); {advice}"]) from error

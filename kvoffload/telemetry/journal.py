@@ -1,9 +1,11 @@
 """The journal: the last messages in memory for error reports, and optionally all of them in a file.
 
-The bus keeps each batch and hands them over every 64 messages, to a ring in memory; they become text only when read. A task of the
-observers' loop takes messages from a feed and writes the file in a worker thread, so that neither the engine nor another observer
-waits for a disk. If the feed is full, lines are dropped, which leaves a gap in the file's sequence numbers. Each file begins with
-the provenance.
+The bus hands batches over every 64 messages, or at once if there is a file. The journal keeps the messages in a ring in
+memory and turns them into text only when they are read.
+
+For the file, a task of the observers' loop takes messages from a feed and writes them in a worker thread, so that
+neither the engine nor another observer waits for a disk. If the feed is full, lines are dropped, which leaves a gap in
+the file's sequence numbers. Each file begins with the provenance.
 """
 
 from __future__ import annotations
@@ -29,22 +31,22 @@ from kvoffload.model.errors import ConfigError
 from kvoffload.model.facts import DiskRestored, StepScheduled
 from kvoffload.telemetry.records import BEGUN, rotated, summary_of, to_plain
 
-_BATCH = 1024  # entries written in one go
-_AT_A_TIME = 64  # messages; one by one, each would find cold processor caches
+_BATCH = 1024  # the most entries per write
+_AT_A_TIME = 64  # messages handed over together; one at a time, each would run with cold processor caches
 _OWNERS = 0o600
 
 Entry = tuple[int, float, object]
-"""A line that is not text yet: its number, its time and the message."""
+"""A line before it becomes text: its number, its time and the message."""
 
 
 class Journal:
-    """The last messages of one engine.
+    """Keeps the last messages of one engine, and optionally writes all of them to a file.
 
     Args:
-        now: gives each line its time, in unix seconds.
-        ring_size: messages kept in memory.
-        path: file to append to; None for no file.
-        max_bytes: bound on the file and the rotated one before it, together; None for no bound.
+        now: the clock for the lines' times, in unix seconds.
+        ring_size: how many messages are kept in memory.
+        path: the file to append to; None for no file.
+        max_bytes: bound on the file and its rotated predecessor together; None for no bound.
         provenance: the first line of each file; None for no such line.
         on_failure: called once with the error if the file cannot be written any more.
 
@@ -71,14 +73,15 @@ class Journal:
         self._on_failure = on_failure
 
     def subscribe(self, bus: Bus, capacity: int = 4096) -> None:
-        """Start to record facts and events; `capacity` lines may wait for the file."""
+        """Start to record facts and events. At most `capacity` lines wait for the file; further ones are dropped."""
         if self._file is not None:
             self._feed = bus.observe("journal", capacity)
         self._young = bus.keep(self.record, self._now, _AT_A_TIME if self._file is None else 1)
 
     def tail(self, count: int) -> list[str]:
-        """Return the last `count` lines, oldest first, from any thread."""
-        # In this order: a message that moves in between is in both, and is recognized by its number.
+        """Return the last `count` lines, oldest first. Any thread may call this."""
+        # Copy in this order: a message that moves to the ring in between is in both copies, never in neither. Its
+        # number shows that it is the same message.
         young, ring = list(self._young), self._ring.copy()
         last = ring[-1][0] if ring else 0
         _extend(ring, [entry for entry in _entries(young) if entry[0] > last])
@@ -99,7 +102,7 @@ class Journal:
             self._file.close()
 
     def record(self, batches: list[Batch]) -> None:
-        """Move messages to the ring, and offer them to what writes the file."""
+        """Move messages to the ring, and offer them to the task that writes the file."""
         entries = _entries(batches)
         _extend(self._ring, entries)
         if self._feed is not None:
@@ -109,7 +112,7 @@ class Journal:
 
 def _entries(batches: Iterable[Batch]) -> list[Entry]:
     return [
-        # All parts of a disk's index would be as large as the index.
+        # Keep only a summary: the `DiskRestored` facts together are as large as the disk's index.
         (number, time, summary_of(message) if type(message) is DiskRestored else message)
         for before, time, batch in batches
         for number, message in enumerate(batch, before + 1)
@@ -117,7 +120,7 @@ def _entries(batches: Iterable[Batch]) -> list[Entry]:
 
 
 def _extend(ring: deque[Entry], entries: Iterable[Entry]) -> None:
-    """Append entries. Keep only the last of several idle steps, so that an idle engine keeps what came before them."""
+    """Append entries, but only the last of consecutive idle steps, so that an idle engine keeps older entries."""
     before = ring[-1][2] if ring else None
     for entry in entries:
         message = entry[2]
@@ -149,20 +152,20 @@ def _head(provenance: Mapping[str, object], now: float) -> str:
 class JournalFile:
     """A file of lines that only its owner can read and only one process writes.
 
-    In a folder where others may create files, they could make the name a link to another file. So a symbolic link, a file with
-    a second name and another user's file are refused. An existing file of the same user is continued, and loses its
-    permissions for others.
+    Other users who may create files in the folder could make the name a link to another file. So a symbolic link, a
+    file with a second hard link, and another user's file are refused. An existing file of the same user is continued,
+    and other users lose access to it.
 
     A bounded journal has two files, each of at most half the bound: a full file replaces the one named `.1`.
 
     Args:
-        path: its name, in an existing folder.
-        max_bytes: bound on this file and the one before it, together; None for no bound.
+        path: the file's path; its folder must exist.
+        max_bytes: bound on this file and its rotated predecessor together; None for no bound.
         head: the first line that this process writes into each file; empty for none.
 
     Raises:
-        ConfigError: it cannot be opened for writing, is a link, is not a regular file, is another user's, or is written by
-            another process.
+        ConfigError: the file cannot be opened for writing, is a link, is not a regular file, belongs to another user,
+            or is being written by another process.
     """
 
     def __init__(self, path: Path, max_bytes: int | None = None, head: str = "") -> None:
@@ -174,10 +177,10 @@ class JournalFile:
         self._has_head = not head
 
     def append(self, lines: Iterable[str]) -> None:
-        """Write these lines; one that does not fit begins a new file.
+        """Write these lines; a line that does not fit begins a new file.
 
         Raises:
-            OSError: the file cannot be written; some of the lines may have been.
+            OSError: the file cannot be written; some of the lines may have been written.
             ConfigError: the file was full, and a new one cannot be opened.
         """
         for line in lines:
@@ -190,15 +193,15 @@ class JournalFile:
         self._file.flush()
 
     def close(self) -> None:
-        """Close it. Closing twice is allowed."""
-        with suppress(OSError):  # `append` has raised it already
+        """Close the file. Closing twice is allowed."""
+        with suppress(OSError):  # `append` has already raised this error
             self._file.close()
 
     def _write(self, line: str) -> None:
         self._size += self._file.write(f"{line}\n".encode())
 
     def _rotate(self) -> None:
-        """Rename this file and begin a new one. The old file stays locked until the new one is."""
+        """Rename this file and begin a new one. The old file stays locked until the new one is locked."""
         os.replace(self.path, rotated(self.path))
         file = _open(self.path)
         self._file.close()
@@ -223,7 +226,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _open_ours(name: str, flags: int) -> int:
-    """Open without following a link, and without blocking: opening a pipe that nothing reads would wait forever."""
+    """Open without following a link, and without blocking: opening a pipe without a reader would wait forever."""
     return os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW, _OWNERS)
 
 
@@ -237,7 +240,7 @@ def _claim(path: Path, descriptor: int) -> None:
         raise _unusable(path, "a file with a second name (a hard link)")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.fchmod(descriptor, _OWNERS)  # independent of the umask and of earlier permissions
+        os.fchmod(descriptor, _OWNERS)  # regardless of the umask and of earlier permissions
     except BlockingIOError as error:
         raise _unusable(path, "another process writes it; give each its own") from error
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Logs rare events for operators; nothing that happens in every step."""
+"""Logs rare events for operators; events that every step has are not logged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvoffload.bus.bus import Bus
     from kvoffload.bus.feed import Feed
 
-QUIET_S = 10.0  # seconds between two warnings of one kind
+QUIET_S = 10.0  # the least time between two warnings of one kind
 
 _LOGGED: Mapping[type[Event], tuple[str, str]] = {
     JobAbandoned: ("error", "job_abandoned"),
@@ -39,7 +39,7 @@ _LOGGED: Mapping[type[Event], tuple[str, str]] = {
     ResetEnded: ("info", "reset_ended"),
     NetBenefitTurned: ("warning", "net_benefit_negative"),
 }
-"""Classes of events that may be logged, with level and name of the line."""
+"""The event classes that may be logged, each with the level and the name of its log line."""
 
 _FAILURES = frozenset([LoadOutcome.FAILED, LoadOutcome.CORRUPT, StoreOutcome.FAILED])
 
@@ -48,8 +48,8 @@ class AtMostEvery:
     """Allows one line every `seconds` for each key, and counts the lines held back.
 
     Args:
-        seconds: between two lines of a key.
-        now: the clock.
+        seconds: the least time between two lines of the same key.
+        now: the clock, in seconds.
     """
 
     def __init__(self, seconds: float, now: Callable[[], float]) -> None:
@@ -59,7 +59,7 @@ class AtMostEvery:
         self._held_back: dict[Hashable, int] = {}
 
     def due(self, key: Hashable) -> int | None:
-        """Return how many lines were held back since the last one, or None to hold this one back too."""
+        """Return how many lines were held back since the last allowed one, or None if this line is held back too."""
         now = self._now()
         last = self._last.get(key)
         if last is not None and now - last < self._seconds:
@@ -84,7 +84,7 @@ class LogObserver:
     def subscribe(self, bus: Bus, capacity: int = 256) -> Feed[Event]:
         """Return a feed of the events to log.
 
-        They are selected inline, because waking another thread costs the engine far more than the check.
+        The events are selected inline, because waking another thread costs the engine far more than the check.
         """
         feed: Feed[Event] = bus.observe("log", capacity)
 
@@ -127,7 +127,7 @@ def log_removed(name: str, error: Exception) -> None:
 
 
 def log_spans_failed(warnings: AtMostEvery) -> None:
-    """Log that spans could not be sent, unless a warning was logged just before."""
+    """Log that spans could not be sent, unless such a warning was logged recently."""
     held_back = warnings.due("spans")
     if held_back is not None:
         note = "is the collector at otlp_endpoint?"

@@ -1,15 +1,15 @@
-"""Draws a timeline as OpenTelemetry spans; the only file that needs the packages of the extra `otel`.
+"""Draws a timeline as OpenTelemetry spans. Importing this module needs the packages of the extra `otel`.
 
     request                 from its arrival to its end; a child of the engine's span if there is one
-      lookup                one for each admission, with what it found; pins are events of the request
+      lookup                one per admission, with its result; pins are events of the request's span
       load_wait             the request waits for its load
       run                   from admission to end or preemption
       load                  one rank's part of the load, with `queued` and `copy` inside
-      fetch                 one rank's part of a fetch from a lower tier, likewise
-    spill                   one rank's part of a copy to a lower tier, likewise
-    store                   one rank's part of a store, likewise
+      fetch                 likewise, one rank's part of a fetch from a lower tier
+    spill                   likewise, one rank's part of a copy to a lower tier
+    store                   likewise, one rank's part of a store
 
-Events that belong to no request, such as a reset or an eviction, are spans without length.
+Events that belong to no request, such as a reset or an eviction, are spans of length zero.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from kvoffload.model.causes import LoadOutcome
 from kvoffload.telemetry.timeline import Args, Track, What
 
 _SCOPE = "kvoffload"
-_REMEMBERED = 4096  # requests whose copies may still end
+_REMEMBERED = 4096  # the last requests, kept because a copy may end after its request
 _INSIDE = (What.QUEUED, What.COPY)
 _OUTER = (What.STORE, What.LOAD, What.SPILL, What.FETCH)
-# A rank's copy has outcomes with the same values.
+# The outcomes of a rank's copy have the same values.
 _FAILURES = {one.value for one in (LoadOutcome.FAILED, LoadOutcome.CORRUPT, LoadOutcome.ABANDONED)}
 
 
@@ -48,7 +48,7 @@ class SpanCanvas:
 
     def __init__(self, tracer: Tracer) -> None:
         self.trace_parent: str | None = None
-        """W3C `traceparent` of the request that begins next, as the engine received it; ignored if malformed."""
+        """The W3C `traceparent` that the engine received with the request that begins next; ignored if malformed."""
         self._tracer = tracer
         self._extract = TraceContextTextMapPropagator().extract
         self._open: dict[Track, Span] = {}
@@ -76,7 +76,7 @@ class SpanCanvas:
         span.end(_nanoseconds(at))
 
     def span(self, track: Track, what: What, title: str, start: float, end: float, args: Args) -> None:
-        """Draw a span."""
+        """Draw a span, except for steps."""
         if what is What.STEP:
             return
         context = self._outer if what in _INSIDE else self._context(track, args)
@@ -92,7 +92,7 @@ class SpanCanvas:
         span.end(_nanoseconds(end))
 
     def instant(self, track: Track, name: str, at: float, args: Args) -> None:
-        """Draw a span's event."""
+        """Add an event to the track's open span; without one, draw a span of length zero."""
         attributes, when = _attributes(args), _nanoseconds(at)
         if (span := self._open.get(track)) is not None:
             span.add_event(name, attributes, when)
@@ -103,7 +103,7 @@ class SpanCanvas:
             alone.end(when)
 
     def _context(self, track: Track, args: Args) -> Context:
-        """Return the context of a span's request; an empty one for a store."""
+        """Return the context of the span's request, or an empty one, as for a store."""
         if (request := self._open.get(track)) is not None:
             return set_span_in_context(request, Context())
         return self._contexts.get(str(args.get("request")), Context())
@@ -112,8 +112,8 @@ class SpanCanvas:
 class OwnIds(IdGenerator):
     """Generates ids from a separate random generator.
 
-    The SDK uses the process-wide generator, which engines seed. All engines would then use the same ids, and an engine that
-    draws from it too would get other numbers than without spans.
+    The SDK uses the process-wide generator, which engines seed. All engines would then use the same ids, and an engine
+    that draws from this generator would get different numbers when spans are on.
     """
 
     def __init__(self) -> None:
@@ -127,11 +127,11 @@ class OwnIds(IdGenerator):
 
 
 def make_tracer(about: Mapping[str, str | int], ended: SpanExporter) -> Tracer:
-    """Return a tracer for one engine, without setting anything global. OTEL_RESOURCE_ATTRIBUTES and the like override `about`.
+    """Return a tracer for one engine without changing global state.
 
     Args:
-        about: attributes of the engine.
-        ended: gets each sampled span when it ends.
+        about: attributes of the engine. OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME override them.
+        ended: receives each sampled span when it ends.
     """
     described = {
         "service.name": _SCOPE,

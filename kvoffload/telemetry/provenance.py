@@ -1,6 +1,6 @@
-"""The provenance of numbers: version, engine, model, settings, sizes, machine and time.
+"""The provenance of results: version, engine, model, settings, sizes, machine and time.
 
-Journals, traces, reports, JSON output and bench results begin with it, so that a file sent by mail still says what ran.
+Journals, traces, reports, JSON output and bench results contain it, so that a file sent by mail still says what ran.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Provenance = dict[str, object]
 def describe_run(
     identity: EngineIdentity, shape: EngineShape, config: OffloadConfig, unix_s: float
 ) -> Provenance:
-    """Return the provenance of one engine's life."""
+    """Return the provenance of one run of an engine."""
     return {
         **describe_process(unix_s),
         "engine": msgspec.to_builtins(identity),
-        "settings": msgspec.to_builtins(config, enc_hook=str),  # a path is text
+        "settings": msgspec.to_builtins(config, enc_hook=str),  # paths become text
         "ranks": shape.ranks,
         "device_blocks": shape.device_blocks,
         "groups": [f"{group.kind.value}, {group.block_tokens} tokens a block" for group in shape.groups],
@@ -38,7 +38,7 @@ def describe_run(
 
 
 def describe_process(unix_s: float) -> Provenance:
-    """Return what is known without an engine: kvoffload's version, the time and the machine."""
+    """Return the part that needs no engine: kvoffload's version, the time, the process and the machine."""
     return {
         "kvoffload": kvoffload.__version__,
         "began": datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="seconds"),
@@ -66,7 +66,7 @@ def info_labels(identity: EngineIdentity, config: OffloadConfig) -> Labels:
 
 
 def as_line(provenance: Mapping[str, object]) -> str:
-    """Return one line of the most important values: what ran, where and when."""
+    """Return the most important values in one line: what ran, where and when."""
     engine = provenance.get("engine")
     named = []
     if isinstance(engine, dict):

@@ -1,7 +1,7 @@
-"""The lines of a journal: the form in which messages are written, and reading files of lines.
+"""The journal's line format, and a reader of its files.
 
-Nothing is written that names content. Bytes become their length and collections their count, except lists of request ids and
-of slots. The rest is ids, counts, enums, numbers, and free text without bytes literals.
+Lines never contain request content. Bytes are written as their length and collections as their count, except lists of
+request ids and of slots. All other fields are ids, counts, enums, numbers, or free text without bytes literals.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ Write = Callable[[Any], object]
 
 
 class Summary(Message, frozen=True):
-    """A message as the name of its class and its fields as JSON values."""
+    """A message as its class name and its fields, which are JSON values."""
 
     name: str
     fields: Mapping[str, object]
 
 
-def summary_of(message: Any) -> Summary:  # noqa: ANN401  # one of any class
-    """Return the name and the fields of a message as JSON values."""
+def summary_of(message: Any) -> Summary:  # noqa: ANN401  # any message class
+    """Return a message's class name, and its fields as JSON values."""
     if isinstance(message, Summary):
         return message
     fields = asdict(message)
-    for name, write in _writers(type(message)).items():  # type: ignore[arg-type]  # a class has a hash
+    for name, write in _writers(type(message)).items():  # type: ignore[arg-type]  # classes are hashable
         fields[name] = write(fields[name])
     return Summary(type(message).__name__, fields)
 
 
 def to_plain(message: object) -> dict[str, object]:
-    """Return name and fields as a journal's line has them."""
+    """Return a message's name and fields as they appear in a journal line."""
     summary = summary_of(message)
     return {"event": summary.name, **summary.fields}
 
 
 @cache
 def _writers(cls: type[Message]) -> dict[str, Write]:
-    """Return the functions that convert fields before they are written, by name."""
+    """Return the functions that convert fields before they are written, by field name."""
     hints = typing.get_type_hints(cls)
     written = {name: _writer(hints[name]) for name in cls.__struct_fields__}
     return {name: write for name, write in written.items() if write is not None}
@@ -96,7 +96,7 @@ def _lengths(groups: Iterable[Sized]) -> list[int]:
 
 
 def scrub(text: str) -> str:
-    """Return free text without bytes literals, shortened."""
+    """Return free text, shortened and without the content of bytes literals."""
     return _BYTES_LITERAL.sub("b'...'", text)[:_TEXT_CHARACTERS]
 
 
@@ -118,9 +118,9 @@ _EVENTS = {cls.__name__: cls for cls in Event.__subclasses__()}
 # -- reading files --------------------------------------------------------------------------------------------------
 
 BEGUN = "JournalBegun"
-"""The event of each file's first line, which holds the provenance."""
+"""The event name of each file's first line, which contains the provenance."""
 
-_LONGEST_LINE = 1 << 24  # bytes; a line of all slots of a large host has some hundred thousand
+_LONGEST_LINE = 1 << 24  # bytes; a line that lists all slots of a large host has a few hundred thousand
 _END_OF_TIME = 1e11  # seconds: the year 5138
 _TAIL_BYTES = 1 << 20
 _START = re.compile(rb'\{"seq": ?\d+, ?"t": ?(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?), ?"event": ?"(\w+)"')
@@ -128,7 +128,7 @@ _GZIP = b"\x1f\x8b"
 
 
 class _Line(msgspec.Struct):
-    """What every line has."""
+    """The fields that every line has."""
 
     seq: int
     t: Annotated[float, msgspec.Meta(gt=-_END_OF_TIME, lt=_END_OF_TIME)]
@@ -143,8 +143,8 @@ class Record:
     """One line of a journal's file.
 
     Args:
-        sequence: its number; a gap means that lines were dropped.
-        time: unix seconds, by the writer's clock.
+        sequence: the line's number; a gap means that lines were dropped.
+        time: in unix seconds, by the writer's clock.
         message: an event, or a fact's summary.
     """
 
@@ -157,9 +157,9 @@ class JournalError(KVOffloadError):
     """Raised when a journal's file cannot be read.
 
     Args:
-        path: of the file.
-        line: number of the bad line; 0 if the file cannot be opened.
-        problem: what is wrong.
+        path: the file's path.
+        line: the number of the bad line; 0 if the file cannot be opened.
+        problem: the reason.
     """
 
     def __init__(self, path: Path, line: int, problem: str) -> None:
@@ -171,11 +171,11 @@ class JournalError(KVOffloadError):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The lines to read; all by default.
+    """Selects the lines to read; by default all.
 
     Args:
-        since, until: unix seconds; lines outside of them are skipped.
-        request: only lines of this request and of its loads.
+        since, until: unix seconds; lines before `since` or after `until` are skipped.
+        request: read only the lines of this request and its loads; None for all requests.
     """
 
     since: float = -math.inf
@@ -194,7 +194,7 @@ def read_journal(
         on_begun: called with the provenance in each file's first line.
 
     Raises:
-        JournalError: a file cannot be opened (line 0), or a line is not what a journal writes.
+        JournalError: a file cannot be opened (line 0), or a line is not in the journal's format.
     """
     part = part or Part()
     records = (record for file in files_of(path) for record in _read_file(file, part, on_begun))
@@ -202,7 +202,7 @@ def read_journal(
 
 
 def rotated(path: Path) -> Path:
-    """Return the name of the file before this one."""
+    """Return the path that the file gets when it is full and a new one begins."""
     return path.with_name(f"{path.name}.1")
 
 
@@ -213,14 +213,14 @@ def files_of(path: Path) -> list[Path]:
 
 
 def last_time(path: Path) -> float | None:
-    """Return the time of a journal's last whole line; None if it has none.
+    """Return the time of a journal's last complete line; None if there is none.
 
     Raises:
         JournalError: the file cannot be opened.
     """
     latest = -math.inf
-    with _open(path) as file, suppress(OSError, EOFError, zlib.error):  # gzip that is cut off
-        if not isinstance(file, gzip.GzipFile):  # its end is enough
+    with _open(path) as file, suppress(OSError, EOFError, zlib.error):  # a truncated gzip file
+        if not isinstance(file, gzip.GzipFile):  # the end of a plain file is enough
             file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
         while (line := file.readline(_LONGEST_LINE)).endswith(b"\n"):
             found = _START.match(line)
@@ -247,7 +247,7 @@ def _read_file(path: Path, part: Part, on_begun: OnBegun) -> Iterator[Record]:
                 if not (line := file.readline(_LONGEST_LINE)):
                     return
                 record = _parse(line, part, on_begun)
-            # A line may contain anything, also endless nesting.
+            # A line may contain anything, even nesting too deep for the parser.
             except (ValueError, RecursionError, OSError, EOFError, zlib.error) as error:
                 raise JournalError(path, number, str(error)) from error
             if record is not None:
@@ -255,7 +255,7 @@ def _read_file(path: Path, part: Part, on_begun: OnBegun) -> Iterator[Record]:
 
 
 def _parse(line: bytes, part: Part, on_begun: OnBegun) -> Record | None:
-    """Return a line's record; None for a file's first line and for lines outside of `part`."""
+    """Return a line's record, or None for a file's first line and for lines outside of `part`."""
     found = _START.match(line)
     if found is not None and found[2] != BEGUN.encode() and not part.since <= float(found[1]) <= part.until:
         return None
@@ -264,7 +264,7 @@ def _parse(line: bytes, part: Part, on_begun: OnBegun) -> Record | None:
         raise ValueError(
             "the line is longer than any" if long else "the line is cut off: its writer stopped in the middle"
         )
-    try:  # msgspec refuses lone surrogates, which paths that are not UTF-8 contain
+    try:  # msgspec would refuse lone surrogates, which stand for bytes of a path that are not UTF-8
         values = json.loads(line, parse_constant=_finite, parse_float=_finite)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from error
@@ -287,11 +287,11 @@ def _finite(text: str) -> float:
 
 
 def _of_request(records: Iterator[Record], request: str) -> Iterator[Record]:
-    """Yield the lines of a request and of its loads, renumbered without gaps."""
+    """Yield the lines of a request and its loads, renumbered without gaps."""
     jobs: set[object] = set()
     before = number = 0
     for record in records:
-        if record.sequence <= before:  # another process writes from here on
+        if record.sequence <= before:  # another process wrote the lines from here on
             number = 0
             jobs.clear()
         before = record.sequence

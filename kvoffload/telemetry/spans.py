@@ -37,7 +37,7 @@ _FACTS = (facts.RequestSeen, facts.BlocksAllocated, facts.StepScheduled, facts.R
 
 
 class Entry(NamedTuple):
-    """A message in the feed. That of a new request has the engine's `trace_parent`."""
+    """A message in the feed. For a new request, `trace_parent` is the parent span that the engine received."""
 
     sequence: int
     time: float
@@ -49,9 +49,9 @@ class SpanObserver:
     """Sends the spans of one engine.
 
     Args:
-        exporter: sends them; it is shut down at the end.
-        about: the engine's attributes.
-        now: unix seconds.
+        exporter: sends the spans; shut down when this observer ends.
+        about: attributes that describe the engine.
+        now: the clock, in unix seconds.
     """
 
     def __init__(self, exporter: SpanExporter, about: dict[str, str | int], now: Callable[[], float]) -> None:
@@ -73,9 +73,9 @@ class SpanObserver:
         """Start to follow the engine.
 
         Args:
-            bus: of the engine.
+            bus: the engine's bus.
             on_failure: called on the executor's thread for each batch that could not be sent.
-            capacity: messages that may wait.
+            capacity: how many messages may wait; further ones are dropped.
         """
         self._on_failure = on_failure
         self._feed = bus.observe(NAME, capacity)
@@ -84,7 +84,7 @@ class SpanObserver:
             bus.count(cls, self._offer)
 
     async def run(self, executor: Executor, on_removed: Callable[[str, Exception], object]) -> None:
-        """Make and send spans until the bus is closed. An exporter that raises ends it.
+        """Make and send spans until the bus is closed. If the exporter raises, this observer stops.
 
         Args:
             executor: runs the exporter, which may block its thread.
@@ -100,7 +100,7 @@ class SpanObserver:
             call_guarded(on_removed, NAME, exc)
         finally:
             self._feed.abandon()
-            with suppress(RuntimeError):  # the portal has closed it
+            with suppress(RuntimeError):  # the portal has already shut the executor down
                 executor.submit(self._exporter.shutdown)
 
     # -- on the engine's thread -------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class SpanObserver:
         self._offered += 1
         self._feed.offer(Entry(self._offered, self._now(), message, parent))
 
-    # -- on the executor's ------------------------------------------------------------------------------------------
+    # -- on the executor's thread -----------------------------------------------------------------------------------
 
     def _draw(self, batch: Iterable[Entry]) -> None:
         for entry in batch:
@@ -141,9 +141,9 @@ class SpanObserver:
 
 
 def endpoint_of(config: OffloadConfig) -> str | None:
-    """Return the collector's URL: `otlp_endpoint`, or the environment's; None without one.
+    """Return the collector's URL from `otlp_endpoint`, or else from the environment; None if neither is set.
 
-    The environment may name a collector for other programs, so it is used only if the packages are installed.
+    The environment variable may be meant for other programs, so it is used only if the extra `otel` is installed.
     """
     if config.otlp_endpoint is not None or not (named := os.environ.get(_VARIABLE)):
         return config.otlp_endpoint
@@ -155,7 +155,7 @@ def endpoint_of(config: OffloadConfig) -> str | None:
 
 
 def make_spans(config: OffloadConfig, shape: EngineShape, now: Callable[[], float]) -> SpanObserver | None:
-    """Return the observer; None without a collector.
+    """Return the observer that sends spans; None if no collector is configured.
 
     Raises:
         ConfigError: the packages are not installed, or the environment asks for an unknown protocol.
@@ -172,9 +172,10 @@ def make_spans(config: OffloadConfig, shape: EngineShape, now: Callable[[], floa
 
 
 def make_exporter(endpoint: str) -> SpanExporter:
-    """Return an exporter to this collector, for the protocol of OTEL_EXPORTER_OTLP_TRACES_PROTOCOL; nothing is sent yet.
+    """Return an exporter to this collector; it sends nothing yet.
 
-    Headers, timeouts, compression and certificates come from the environment too.
+    The protocol comes from OTEL_EXPORTER_OTLP_TRACES_PROTOCOL or OTEL_EXPORTER_OTLP_PROTOCOL. Headers, timeouts,
+    compression and certificates come from the environment too.
 
     Raises:
         ConfigError: the packages are not installed, or the environment asks for an unknown protocol.
@@ -202,7 +203,7 @@ def make_exporter(endpoint: str) -> SpanExporter:
 
 
 def check_exporter(config: OffloadConfig) -> None:
-    """Check that spans can be sent, if there is a collector.
+    """Check that an exporter can be made, if a collector is configured.
 
     Raises:
         ConfigError: the packages are not installed, or the environment asks for an unknown protocol.

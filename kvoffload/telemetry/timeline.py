@@ -1,9 +1,9 @@
-"""Draws a journal over time: steps, requests with their lookups and loads, and the copies of each rank.
+"""Draws a journal as a timeline: steps, requests with their lookups and loads, and the copies of each rank.
 
-It draws on a canvas: a trace file, for Perfetto and chrome://tracing, or OpenTelemetry spans.
+The canvas is a trace file for Perfetto and chrome://tracing, or OpenTelemetry spans.
 
-A rank's report says how long a copy was queued and how long it ran, but not when. So the copy is drawn as if it was submitted
-when its job was scheduled; the rest of its span is the time until the report arrived.
+A rank's report says how long a copy was queued and how long it ran, but not when. So the copy is drawn as if it was
+submitted when its job was scheduled; the rest of its span is the time until the report arrived.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class What(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One line of the picture. Lines of a `group` are shown together, sorted by `order` and `row`."""
+    """One line of the picture. Lines with the same `group` are shown together, sorted by `order` and `row`."""
 
     group: str
     order: int
@@ -54,27 +54,27 @@ class Track:
 
 
 class Canvas(Protocol):
-    """A trace file, or spans that are sent to a collector. Times are unix seconds."""
+    """The output that a timeline is drawn on: a trace file, or spans for a collector. Times are unix seconds."""
 
     def begin(self, track: Track, request: str, at: float) -> None:
-        """A request begins on this line."""
+        """Begin a request on this line."""
 
     def end(self, track: Track, at: float, how: str) -> None:
-        """The request of this line has ended."""
+        """End the request on this line."""
 
     def span(self, track: Track, what: What, title: str, start: float, end: float, args: Args) -> None:
         """Draw a span. Spans inside it are drawn after it, on the same line."""
 
     def instant(self, track: Track, name: str, at: float, args: Args) -> None:
-        """Draw a moment."""
+        """Draw an event that has no duration."""
 
 
 class Trace:
-    """A `Canvas` that writes trace events while the timeline is drawn, because journals may be large.
+    """A `Canvas` that writes each trace event at once, because journals may be large.
 
     Args:
-        write: takes the file's text in pieces.
-        origin: unix seconds of the trace's time 0.
+        write: writes the next piece of the file's text.
+        origin: the trace's time 0, in unix seconds.
     """
 
     def __init__(self, write: Callable[[str], object], origin: float) -> None:
@@ -89,7 +89,7 @@ class Trace:
         self._write(f'\n],"otherData":{json.dumps(provenance, separators=(",", ":"))}}}\n')
 
     def begin(self, track: Track, request: str, at: float) -> None:
-        """Draw nothing: the spans on a request's line show it."""
+        """Draw nothing: the request's spans on this line show it."""
 
     def end(self, track: Track, at: float, how: str) -> None:
         """Draw nothing."""
@@ -100,7 +100,7 @@ class Trace:
         self._draw(track, {"ph": "X", "name": title, "dur": length}, start, args)
 
     def instant(self, track: Track, name: str, at: float, args: Args) -> None:
-        """Draw a moment."""
+        """Draw an event that has no duration."""
         self._draw(track, {"ph": "i", "name": name, "s": "t"}, at, args)
 
     def _draw(self, track: Track, event: dict[str, object], at: float, args: Args) -> None:
@@ -110,7 +110,7 @@ class Trace:
         self._emit({**event, **where, "ts": self._microseconds(at), "args": args})
 
     def _name(self, track: Track) -> None:
-        """Write a line's name and order, at its first use."""
+        """Write a line's name and order when it is first used."""
         if track.group not in self._groups:
             self._groups[track.group] = len(self._groups) + 1
             self._describe("process", track, 0, track.group, track.order)
@@ -130,7 +130,7 @@ class Trace:
         return round((at - self._origin) * 1e6, 3)
 
 
-# -- what is drawn -------------------------------------------------------------------------------------------------
+# -- the timeline --------------------------------------------------------------------------------------------------
 
 _SCHEDULER, _REQUESTS, _RANKS = 1, 2, 10  # the order of groups in the picture
 STEPS = Track("scheduler", _SCHEDULER, "steps")
@@ -157,7 +157,7 @@ _NOTED: dict[type[events.Event], Track] = {
     events.FactRejected: NOTES,
     events.OffloadingDegraded: NOTES,
 }
-_JOBS = 4096  # remembered; an older job is drawn only from its report
+_JOBS = 4096  # jobs remembered; an older one is drawn only from its report
 
 Scheduled = events.StoreScheduled | events.LoadScheduled | events.TierCopyScheduled
 Moment = events.HitPinned | events.HitDropped | events.LookupDeferred | events.FirstTokenReached
@@ -167,9 +167,9 @@ def write_trace(records: Iterable[Record], file: TextIO, provenance: Callable[[]
     """Write the trace of a journal, with a timeline for each process that wrote to the journal.
 
     Args:
-        records: at least one.
-        file: where to write it.
-        provenance: called at the end.
+        records: the journal's lines, at least one.
+        file: the file to write to.
+        provenance: returns the provenance; called at the end.
     """
     timeline = None
     for record in records:
@@ -187,7 +187,7 @@ def write_trace(records: Iterable[Record], file: TextIO, provenance: Callable[[]
 
 
 class Rows:
-    """Assigns overlapping spans of a lane to rows, because spans of one line may only nest."""
+    """Assigns overlapping spans of a lane to different rows, because spans on one line may only nest."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[str, str], list[tuple[float, int]]] = {}  # heaps of (end, row)
@@ -209,23 +209,23 @@ class _Request:
     waits_since: float | None
     runs_since: float | None = None
     loads: dict[JobId, tuple[float, int]] = field(default_factory=dict)
-    """When each load was scheduled, and its tokens."""
+    """The time at which each load was scheduled, and its tokens."""
 
 
 class Timeline:
     """The timeline of one process. Its memory is bounded, so it can follow a running engine.
 
     Args:
-        canvas: to draw on.
+        canvas: the output to draw on.
     """
 
     def __init__(self, canvas: Canvas) -> None:
         self.sequence = 0
         self._canvas = canvas
-        self._rows = Rows()  # of the ranks' copies
+        self._rows = Rows()  # for the ranks' copies
         self._time = 0.0
         self._step: tuple[float, Args] | None = None
-        self._jobs: dict[JobId, tuple[float, int, RequestId | None]] = {}  # scheduled when, blocks, request
+        self._jobs: dict[JobId, tuple[float, int, RequestId | None]] = {}  # time scheduled, blocks, request
         self._requests: dict[RequestId, _Request] = {}
         self._free_rows: list[int] = []  # a heap
         self._request_rows = 0
@@ -238,7 +238,7 @@ class Timeline:
             events.LookupAnswered: self._on_answered,
             events.FirstTokenReached: self._on_first_token,
         }
-        """The method that draws an event, by its class."""
+        """The method that draws an event, by the event's class."""
 
     def draw(self, record: Record) -> None:
         """Draw a record."""
@@ -266,7 +266,7 @@ class Timeline:
         match fact.name:
             case "RequestSeen":
                 if not self._requests:
-                    self._end_step(self._time)  # the engine was idle since
+                    self._end_step(self._time)  # the engine has been idle since then
                 self._begin(name, at)
             case "BlocksAllocated":
                 self._find(name, at).runs_since = at
@@ -281,7 +281,7 @@ class Timeline:
             self._end_step(at)
 
     def _end_step(self, at: float) -> None:
-        """Draw the open step, which ends at this time."""
+        """End the open step, if any, at this time and draw it."""
         if self._step is not None:
             start, fields = self._step
             self._canvas.span(STEPS, What.STEP, f"step {fields.get('step')}", start, at, fields)
@@ -298,7 +298,7 @@ class Timeline:
         return request
 
     def _find(self, name: RequestId, at: float) -> _Request:
-        """Return a request; if its arrival is not in the journal, it begins here."""
+        """Return a request. If the journal lacks its arrival, begin it at this time."""
         return self._requests.get(name) or self._begin(name, at)
 
     def _stop(self, name: RequestId, at: float, how: str) -> None:
@@ -328,7 +328,7 @@ class Timeline:
         self._canvas.instant(track, type(event).__name__, at, summary_of(event).fields)
 
     def _on_first_token(self, at: float, event: events.FirstTokenReached) -> None:
-        if event.request in self._requests:  # the end comes first if the answer has only one token
+        if event.request in self._requests:  # a request with an answer of one token has already ended
             self._on_instant(at, event)
 
     def _on_answered(self, at: float, event: events.LookupAnswered) -> None:
