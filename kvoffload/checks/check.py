@@ -1,4 +1,4 @@
-"""What a check gets (`Setup`), the check itself, and its finding."""
+"""The types of checks: a check, its input (`Setup`), and its finding."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvoffload.model.config import OffloadConfig
 
 
 class Verdict(StrEnum):
-    """The result of a check, the best first."""
+    """The result of a check, from best to worst."""
 
     GO = "go"
-    UNKNOWN = "not known"  # it cannot be found out here, or was not given
+    UNKNOWN = "not known"  # it cannot be determined here, or the command line lacks a value for it
     WARNING = "warning"  # the engine starts, but something costs more or gains less than it could
-    NO_GO = "no-go"  # the engine does not start, or fails requests, or offloading is of no use
+    NO_GO = "no-go"  # the engine would not start or would fail requests, or offloading would be useless
 
 
 FAILING = frozenset([Verdict.WARNING, Verdict.NO_GO])
@@ -23,13 +23,13 @@ FAILING = frozenset([Verdict.WARNING, Verdict.NO_GO])
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of an engine; None or empty where they are not known before its start.
+    """An engine's sizes; None or empty if they are not known before its start.
 
     Args:
-        ranks: workers of the engine on this machine.
-        block_bytes: one rank's bytes of one block, in all tensors together.
-        page_bytes: one rank's bytes of one block, in each tensor of the KV cache.
-        device_blocks: blocks of the device's KV cache.
+        ranks: the number of the engine's workers on this machine.
+        block_bytes: bytes of one block on one rank, in all tensors together.
+        page_bytes: bytes of one block on one rank, in each tensor of the KV cache.
+        device_blocks: the number of blocks in the device's KV cache.
     """
 
     ranks: int = 1
@@ -40,7 +40,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is known of an engine before its start.
+    """The input of a check: everything known about an engine before its start.
 
     Args:
         config: the operator's settings.
@@ -55,13 +55,13 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found.
+    """The finding of one check.
 
     Args:
         verdict: the result.
         text: the reason, in a sentence.
-        remedy: what to do about it; empty if nothing.
-        check: the name of the check, which `run_checks` fills in.
+        remedy: how to solve the problem; empty if there is none.
+        check: the check's name, which `run_checks` fills in.
     """
 
     verdict: Verdict
@@ -72,11 +72,11 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One question.
+    """One check.
 
     Args:
-        name: its subject. Scripts and logs use it, so it does not change.
-        find: answers it; an exception becomes a warning.
+        name: the subject. Scripts and logs use this name, so never change it.
+        find: returns the finding; an exception becomes a warning.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What the command line says about an engine.
+    """An adapter's reading of the command line.
 
     Args:
         settings: kvoffload's settings in the engine's own configuration; None if there are none.
@@ -99,27 +99,27 @@ class Given:
 
 
 def run_checks(checks: Iterable[Check], setup: Setup) -> list[Finding]:
-    """Return the finding of each check, also after one that raises."""
+    """Return the finding of each check. A check that raises does not stop the others."""
     return [replace(_find(check, setup), check=check.name) for check in checks]
 
 
 def go(text: str) -> Finding:
-    """Return a finding without a problem."""
+    """Return the finding of a check that found no problem."""
     return Finding(Verdict.GO, text)
 
 
 def warn(text: str, remedy: str) -> Finding:
-    """Return a finding of a problem that does not stop the engine."""
+    """Return the finding of a problem that does not stop the engine."""
     return Finding(Verdict.WARNING, text, remedy)
 
 
 def no_go(text: str, remedy: str) -> Finding:
-    """Return a finding of a problem that must be solved before the start."""
+    """Return the finding of a problem that must be solved before the start."""
     return Finding(Verdict.NO_GO, text, remedy)
 
 
 def not_known(text: str, remedy: str = "") -> Finding:
-    """Return the finding of a check that lacks input; the remedy says which."""
+    """Return the finding of a check that lacks input; the remedy names that input."""
     return Finding(Verdict.UNKNOWN, text, remedy)
 
 

@@ -1,4 +1,4 @@
-"""The GPUs that NVIDIA's driver lists. Asking it takes neither a subprocess nor torch, which loads for seconds."""
+"""Lists GPUs by calling NVIDIA's driver. This needs no subprocess and no torch, which takes seconds to import."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Gpus:
     """The GPUs that this process sees.
 
     Args:
-        names: of each.
-        cuda: the newest CUDA that the driver supports, as 1000 times major plus 10 times minor; 0 without a driver.
-        can_register: whether host memory can be registered with them.
+        names: the name of each GPU.
+        cuda: the newest CUDA version that the driver supports, as 1000 * major + 10 * minor; 0 without a driver.
+        can_register: whether the driver can register host memory.
     """
 
     names: tuple[str, ...] = ()
@@ -27,7 +27,7 @@ class Gpus:
 
 @cache
 def find_gpus() -> Gpus:
-    """Return the GPUs; none if the driver is missing or does not answer."""
+    """Return the GPUs; none if the driver is missing or cannot be initialized."""
     count = ctypes.c_int()
     cuda = ctypes.c_int()
     device = ctypes.c_int()
@@ -45,6 +45,6 @@ def find_gpus() -> Gpus:
             driver.cuDeviceGetName(name, _NAME_BYTES, device)
             names.append(name.value.decode(errors="replace"))
         driver.cuDeviceGetAttribute(ctypes.byref(answer), _HOST_REGISTER_SUPPORTED, device)
-    except (OSError, AttributeError):  # no such library, or another one
+    except (OSError, AttributeError):  # no such library, or one without these functions
         return Gpus()
     return Gpus(tuple(names), cuda.value, bool(answer.value))

@@ -1,4 +1,4 @@
-"""Options that hold settings: a JSON object, a file with one, or KEY=VALUE."""
+"""Reads options that contain settings: a JSON object, a file with a JSON object, or KEY=VALUE."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _PAIR = re.compile(r"(\w+)=(.*)", re.DOTALL)
 
 
 def read_object(text: str, option: str) -> dict[str, Any]:
-    """Return the JSON object in `text`, or in the file of that name.
+    """Return the JSON object in `text`, or in the file that `text` names.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such object or file.
     """
     source = option
     if not text.lstrip().startswith("{"):
         source = f"{option} {text}"
         try:
             with open(text, encoding="utf-8", errors="replace") as file:
-                text = file.read(_LARGEST)  # a device may never end
-        except (OSError, ValueError) as error:  # a name may hold what no file's can
+                text = file.read(_LARGEST)  # a device file may never end
+        except (OSError, ValueError) as error:  # ValueError: no file can have this name
             raise ConfigError([f"{source} is neither a JSON object nor a file that can be read"]) from error
     try:
         found = json.loads(text)
@@ -37,10 +37,10 @@ def read_object(text: str, option: str) -> dict[str, Any]:
 
 
 def read_settings(texts: Iterable[str], option: str) -> dict[str, Any]:
-    """Return the settings of an option that may be repeated, each time with an object, a file or KEY=VALUE.
+    """Return the settings of a repeatable option; each text is a JSON object, a file or KEY=VALUE.
 
     Raises:
-        ConfigError: one cannot be read, or a key is set twice.
+        ConfigError: a text cannot be read, or a key is set twice.
     """
     settings: dict[str, Any] = {}
     for text in texts:
@@ -53,7 +53,7 @@ def read_settings(texts: Iterable[str], option: str) -> dict[str, Any]:
 
 
 def _value(text: str) -> object:
-    """Return a number, true or false as JSON writes them; otherwise the text itself."""
+    """Parse a number, true or false as JSON; return any other text unchanged."""
     try:
         value = json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Checks of host memory and GPUs: what is needed and left, limits, sizes of pool and pages, and the driver."""
+"""Checks of host memory and GPUs: needed and available memory, limits, pool and page sizes, and the driver."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from kvoffload.model.config import size_text
 from kvoffload.transfer.host_memory import exceeded, memory_limits, read_file
 
 _SPARE = 10  # a tenth of the memory should stay free
-_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # since torch 2.9, and before
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # since torch 2.9; before that
 _LESS = "lower host_bytes, or free memory"
 _GOOD_PAGE = 64 * 2**10
-_BATCHED = 12080  # from this CUDA on, one call of the driver copies many blocks
+_BATCHED = 12080  # since this CUDA version, one driver call copies many blocks
 
 SPEEDS = ((2 * 2**20, 0.85), (64 * 2**10, 0.8), (4 * 2**10, 0.5))
-"""By page size, the measured speed of scattered host copies relative to one large memcpy (`tests/bench/README.md`)."""
+"""Page sizes, each with the measured speed of scattered host copies of such pages relative to one large memcpy.
+
+The measurements are in `tests/bench/README.md`.
+"""
 
 
 def needed_bytes(setup: Setup) -> int:
-    """Return the host memory of all ranks on this machine: whole blocks, if a block's size is known."""
+    """Return the bytes of host memory for all ranks on this machine, in whole blocks if a block's size is known."""
     sizes = setup.sizes
     share = setup.config.host_bytes // sizes.ranks
     if sizes.block_bytes is not None:
@@ -100,7 +103,7 @@ def _host_pool(setup: Setup) -> Finding:
 
 
 def _copy_speed(setup: Setup) -> Finding:
-    # A block needs one copy per page, so the size of most pages counts, not of most bytes.
+    # A block needs one copy per page, so take the median over pages, not over bytes.
     pages = setup.sizes.page_bytes
     page = sorted(pages)[len(pages) // 2]
     share = next((share for size, share in SPEEDS if page >= size), None)
@@ -140,6 +143,6 @@ CHECKS = (
     Check("host pool", _host_pool),
 )
 COPY_SPEED = Check("copy speed", _copy_speed)
-"""Only where the size of pages is known."""
+"""For setups whose page sizes are known."""
 GPU = Check("gpu", _gpu)
-"""Asks the driver, so an engine's start does not."""
+"""Calls the driver, so it does not run at an engine's start."""

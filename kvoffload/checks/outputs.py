@@ -1,4 +1,4 @@
-"""Checks of what the engine writes to: disk, remote tier, journal and the collector of spans."""
+"""Checks of the places that the engine writes to: disk, remote tier, journal and span collector."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _disk_folder(setup: Setup) -> Finding:
 
 
 def _try_folder(folder: Path) -> str | None:
-    """Write a file without a name as an engine does, and return why I/O would not be direct.
+    """Try direct I/O on an unnamed file in this folder. Return why it does not work; None if it works.
 
     Raises:
         OSError: the folder cannot be written.
@@ -77,7 +77,7 @@ def _try_folder(folder: Path) -> str | None:
 
 
 def _existing(path: Path) -> Path:
-    """Return the folder, or the nearest one above it that exists."""
+    """Return the folder, or its nearest parent that exists."""
     return next((one for one in (path, *path.absolute().parents) if one.is_dir()), Path("/"))
 
 
@@ -86,7 +86,7 @@ def _bytes_below(path: Path) -> int:
 
 
 def _kind_of(path: Path) -> str:
-    """Return the type of a path's file system, that of the longest mount point above it; empty if unknown."""
+    """Return the file system type of a path, found by its longest mount point; empty if unknown."""
     mounts = {}
     for line in (read_file("/proc/self/mountinfo") or "").splitlines():
         fields, _, rest = line.partition(" - ")
@@ -96,7 +96,7 @@ def _kind_of(path: Path) -> str:
 
 
 def _journal(setup: Setup) -> Finding:
-    """Open the journal as an engine does, and leave everything as it was."""
+    """Open the journal as an engine does, and undo any change to the file."""
     from kvoffload.telemetry.journal import JournalFile
 
     path = setup.config.journal_path
@@ -124,7 +124,7 @@ def _collector(setup: Setup) -> Finding:
         check_exporter(setup.config)
     except ConfigError as error:
         return no_go(str(error), "correct what is named")
-    url = urlsplit(endpoint if "//" in endpoint else f"//{endpoint}")  # gRPC needs no scheme
+    url = urlsplit(endpoint if "//" in endpoint else f"//{endpoint}")  # a gRPC endpoint needs no scheme
     port = url.port or (443 if url.scheme == "https" else 80)
     try:
         socket.create_connection((url.hostname or "", port), _TIMEOUT_S).close()
@@ -137,7 +137,7 @@ def _collector(setup: Setup) -> Finding:
 
 
 def unreachable(address: RemoteAddress) -> Finding | None:
-    """Return why this remote tier would share nothing; None if it answers."""
+    """Return a finding if this remote tier cannot be used; None if it answers."""
     match address:
         case MooncakeAddress():
             return _no_mooncake(address)

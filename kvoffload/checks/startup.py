@@ -1,4 +1,4 @@
-"""The doctor's checks at an engine's start, with the engine's own numbers. They log warnings and stop nothing."""
+"""Runs the doctor's checks at an engine's start, on the engine's real sizes. A failing check only logs a warning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = get_logger("doctor")
 
 
 def examine(checks: Iterable[Check], setup: Setup) -> list[Finding]:
-    """Return the findings of the checks that fail."""
+    """Run checks, and return the findings that are warnings or no-gos."""
     return [one for one in run_checks(checks, setup) if one.verdict in FAILING]
 
 
@@ -31,16 +31,16 @@ def examine_rank(
     local_ranks: int | None = None,
     checks: Iterable[Check] = (*memory.CHECKS, memory.COPY_SPEED),
 ) -> list[Finding]:
-    """Check the memory that a rank is about to use. The first rank of a machine checks for all of them.
+    """Check the memory that a rank is about to use. The first rank on a machine checks for all ranks there.
 
-    Reads small files of the kernel, and queries no device.
+    Reads only small kernel files, and queries no device. Other ranks return no findings.
 
     Args:
-        rank: its number.
-        ranks: of the engine.
+        rank: the rank's number.
+        ranks: the number of the engine's ranks.
         config: the operator's settings.
-        layout: the rank's KV memory.
-        local_ranks: of the engine on this machine; by default all.
+        layout: the layout of the rank's KV memory.
+        local_ranks: the number of the engine's ranks on this machine; by default all.
         checks: the checks to run.
     """
     local_ranks = local_ranks or ranks
@@ -57,7 +57,7 @@ def examine_rank(
 
 
 def log_warnings(findings: Iterable[Finding]) -> None:
-    """Log one warning for each, after the start has succeeded: a refused start has its own error."""
+    """Log a warning per finding. Call it once the start has succeeded, because a refused start has its own error."""
     for one in findings:
         verdict = one.verdict.value
         log.warning("doctor_warning", check=one.check, verdict=verdict, finding=one.text, remedy=one.remedy)

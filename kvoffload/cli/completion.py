@@ -1,4 +1,4 @@
-"""`kvoffload completion SHELL`: the script that completes commands and options in a shell."""
+"""`kvoffload completion SHELL`: prints a script that completes commands and options in a shell."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the script.
 
     Raises:
-        CommandError: the package that writes it is not installed.
+        CommandError: shtab, which generates the script, is not installed.
     """
     from kvoffload.cli.main import make_parser
 

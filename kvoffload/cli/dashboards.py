@@ -1,4 +1,7 @@
-"""`kvoffload dashboards export DIR`: the dashboards, rules and runbook of this version, also as Kubernetes objects."""
+"""`kvoffload dashboards export DIR`: writes this version's dashboards, rules and runbook.
+
+The dashboards and rules are also written as Kubernetes objects.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def files(source: Path) -> Iterator[tuple[str, str]]:
-    """Yield the name and text of every file of an export.
+    """Yield the name and text of every exported file.
 
     Args:
         source: the folder with the dashboards, rules and runbook.
@@ -67,7 +70,8 @@ def files(source: Path) -> Iterator[tuple[str, str]]:
 def config_map(name: str, board: str) -> str:
     """Return a ConfigMap with one dashboard, which the sidecar of Grafana's Helm chart loads.
 
-    `kubectl apply` keeps a copy in an annotation of at most 256 KiB, so each dashboard has an object of its own, on one line.
+    `kubectl apply` keeps a copy of each object in an annotation of at most 256 KiB. So each dashboard has its own
+    object, with its JSON on one line.
     """
     head = _object("v1", "ConfigMap", f"{_NAME}-{name}", '    grafana_dashboard: "1"\n')
     return (
@@ -76,7 +80,7 @@ def config_map(name: str, board: str) -> str:
 
 
 def prometheus_rule(name: str, rules: str) -> str:
-    """Return a rules file as an object of the Prometheus operator."""
+    """Return a rules file as a PrometheusRule, which the Prometheus operator loads."""
     head = _object("monitoring.coreos.com/v1", "PrometheusRule", name)
     return f"{head}spec:\n{textwrap.indent(rules, '  ')}"
 
@@ -88,7 +92,7 @@ def _object(version: str, kind: str, name: str, labels: str = "") -> str:
 
 
 def _source() -> Path:
-    """Return the folder in the installed package, or in the checkout that an editable install points to."""
+    """Return the dashboards folder of the installed package, or of the checkout that an editable install points to."""
     package = Path(kvoffload.__file__).parent
     for folder in (package / "dashboards", package.parent / "dashboards"):
         if (folder / _BOARDS).is_dir():

@@ -1,4 +1,7 @@
-"""`kvoffload doctor`: is this machine, with these settings, ready for an engine? It starts nothing and leaves nothing."""
+"""`kvoffload doctor`: checks whether this machine is ready for an engine with these settings.
+
+It starts no engine and leaves no files behind.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +33,14 @@ from kvoffload.model.errors import ConfigError
 HELP = "check a machine and settings before an engine starts: go, warning or no-go, with the remedy"
 
 ENTRY_POINT_GROUP = "kvoffload.doctors"
-"""Its entry points name modules that are a `Doctor` each: only adapters may name an engine."""
+"""Entry points of adapters; each names a module that implements `Doctor`. Only adapters may name an engine."""
 
 _WIDTH = 80
 _WORST_FIRST = tuple(reversed(Verdict))
 
 
 class Doctor(Protocol):
-    """What an adapter's module holds. Importing it must be cheap: every command does."""
+    """The interface of an adapter's module. Importing it must be cheap, because every command imports it."""
 
     HELP: str
 
@@ -45,15 +48,15 @@ class Doctor(Protocol):
         """Add the adapter's options to the parser."""
 
     def read_arguments(self, args: argparse.Namespace) -> Given:
-        """Return what these options say about the engine.
+        """Return the engine's settings, sizes and checks, as these options give them.
 
         Raises:
-            KVOffloadError: what was given cannot be read.
+            KVOffloadError: an option's value cannot be read.
         """
 
 
 def find_doctors() -> tuple[list[Doctor], list[Check]]:
-    """Import the adapters of this environment; return them, and a failing check for each that cannot be imported."""
+    """Import the installed adapters. Return them, and a failing check for each adapter that cannot be imported."""
     doctors: list[Doctor] = []
     lost: list[Check] = []
     for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda one: one.name):
@@ -82,10 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, print, and return 1 if something is a no-go.
+    """Run the checks and print the findings. Return 1 for a no-go, and with --strict also for an unknown result.
 
     Raises:
-        KVOffloadError: what was given cannot be read.
+        KVOffloadError: an option's value cannot be read.
     """
     findings = _findings(args)
     if args.json:
@@ -111,7 +114,7 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
     try:
         config = parse_config(settings[0], sizes.ranks) if settings else OffloadConfig()
         read_tier_key(config.tier_key_file)
-    except ConfigError as error:  # nothing is guessed from settings that cannot be used
+    except ConfigError as error:  # without usable settings, the other checks would have to guess
         return [replace(no_go(str(error), "correct what is named"), check="settings")]
     words = ", ".join(f"{name} {value}" for name, value in settings[0].items()) if settings else ""
     used = go(words or "none given: the defaults are checked")
@@ -143,12 +146,12 @@ def as_json(findings: Sequence[Finding]) -> str:
 
 
 def as_text(findings: Sequence[Finding], *, verbose: bool = False, strict: bool = False) -> str:
-    """Return the verdict in one line, a paragraph per problem, the worst first, and a line for all that is not known.
+    """Return the verdict in one line, a paragraph per problem, worst first, and a summary of unknown results.
 
     Args:
-        findings: of all checks.
-        verbose: a paragraph per check.
-        strict: a paragraph also for each check that is not known, since it fails.
+        findings: the findings of all checks.
+        verbose: whether every check gets a paragraph.
+        strict: whether unknown results get a paragraph too, because they fail the command.
     """
     by_verdict = {verdict: [one for one in findings if one.verdict is verdict] for verdict in _WORST_FIRST}
     counted = ", ".join(f"{len(found)} {verdict}" for verdict, found in by_verdict.items() if found)

@@ -1,4 +1,4 @@
-"""Exit codes, lines on standard error, and errors that end a command with one line."""
+"""Exit codes, messages on standard error, and the errors that end a command with one line."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvoffload.model.errors import KVOffloadError
 
 
 class Exit(IntEnum):
-    """Exit codes. The last three are what shells report of a process that the signal ended."""
+    """Exit codes. The last three are those that shells report for a process ended by that signal."""
 
     OK = 0
-    FAILED = 1  # the command ran, and found or did something wrong
-    USAGE = 2  # it cannot run as asked
-    MISSED = 3  # all that was checked is right, and a goal was missed
+    FAILED = 1  # the command ran, but found a problem or failed
+    USAGE = 2  # the command cannot run as asked
+    MISSED = 3  # every result is correct, but a goal was missed
     OUTPUT = 74  # output cannot be written; sysexits.h calls it EX_IOERR
     HUNG_UP = 129  # SIGHUP: the terminal was closed
     INTERRUPTED = 130  # SIGINT: Ctrl-C
@@ -23,14 +23,14 @@ class Exit(IntEnum):
 
 
 class CommandError(KVOffloadError):
-    """Raised when a command cannot do what was asked. The message is in the words of the command line."""
+    """Raised when a command cannot run as asked. The message uses the command line's terms."""
 
 
 class OutputError(CommandError):
-    """Raised when a file cannot be written; what it held before is still there.
+    """Raised when a file cannot be written. The file's earlier content is still there.
 
     Args:
-        target: its name.
+        target: the file's name.
         error: the reason.
     """
 
@@ -39,19 +39,19 @@ class OutputError(CommandError):
 
 
 def say(text: str) -> None:
-    """Print a line that is not a result, with the command's name before it."""
+    """Print a message to standard error, after the command's name."""
     print_error(f"kvoffload: {printable(text)}")
 
 
 def printable(text: str) -> str:
-    """Return text that a terminal only shows.
+    """Replace the characters that a terminal would interpret instead of showing.
 
-    Names of files, journals, models and servers may hold escapes, line ends, or bytes that are not UTF-8.
+    Names of files, journals, models and servers may contain escapes, line ends, or bytes that are not UTF-8.
     """
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def print_error(text: str, end: str = "\n") -> None:
-    """Print to standard error. Where that cannot be written, the text is lost and the command continues."""
+    """Print to standard error. If that fails, the text is lost and the command continues."""
     with suppress(OSError, ValueError):
         print(text, end=end, file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
-"""`kvoffload`: finds the subcommand, runs it, and turns what it raises into one line and an exit code.
+"""`kvoffload`: finds and runs the subcommand, and turns its exceptions into one line and an exit code.
 
-Signals are handled from the first line of `main` on, so this module imports next to nothing before that.
+`main` installs the signal handlers first, so this module imports as little as possible before that.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ COMMANDS = {
     "timeline": "kvoffload.cli.timeline",
     "top": "kvoffload.cli.top",
 }
-"""Subcommands and the module of each, which is a `Command`. Importing one must be cheap."""
+"""The module of each subcommand, which implements `Command`. Importing it must be cheap."""
 
 ENTRY_POINT_GROUP = "kvoffload.commands"
-"""Subcommands of adapters, by name; each names a module that is a `Command`."""
+"""Entry points of the adapters' subcommands; each names a module that implements `Command`."""
 
 
 _WRITE_ERRORS = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPIPE}
-"""Errors of writes to standard output, which come without a file's name."""
+"""Errors of writing to standard output; they name no file."""
 
 
 class Command(Protocol):
-    """What the module of a subcommand holds."""
+    """The interface of a subcommand's module."""
 
     HELP: str
 
@@ -48,21 +48,21 @@ class Command(Protocol):
         """Add the command's options to the parser."""
 
     def run(self, args: argparse.Namespace) -> int:
-        """Do it and return the exit code.
+        """Run the command and return the exit code.
 
         Raises:
-            KVOffloadError: it cannot be done as asked.
+            KVOffloadError: the command cannot run as asked.
         """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` and return the exit code.
 
-    Signals stay handled until the process ends. A standard output that cannot be written is reported once.
+    The signal handlers stay installed until the process ends. A failure to write standard output is reported once.
     """
     try:
         signals.handle()
-        sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # None if its descriptor is closed
+        sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # stdout is None if its descriptor is closed
         sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
         code = _command(argv)
         sys.stdout.flush()
@@ -72,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = Exit.INTERRUPTED
     except OSError as error:
         if error.filename is not None or error.errno not in _WRITE_ERRORS:
-            raise  # the command should have reported its own file
-        # Drop what is buffered, or the interpreter would try again when it ends.
+            raise  # not standard output: the command should have reported this error
+        # Drop the buffered output, or the interpreter would try again to write it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):  # the reader closed the pipe on purpose, as `head` does
             say(f"error: standard output cannot be written: {error.strerror or error}")
@@ -91,7 +91,7 @@ def _command(argv: Sequence[str] | None) -> int:
             parser.print_help()
             return Exit.USAGE
         return load(args.command).run(args)
-    except SystemExit as end:  # of argparse, after help or wrong usage
+    except SystemExit as end:  # argparse exits this way after --help or a usage error
         return int(end.code or 0)
     except OutputError as error:
         say(f"error: {error}")

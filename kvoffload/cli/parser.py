@@ -1,4 +1,4 @@
-"""Arguments: errors in one line, no abbreviations, the nearest name to a mistyped one, and defaults in the help."""
+"""An argument parser with one-line errors, no abbreviations, suggestions for typos, and defaults in the help."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import NoReturn
 
 from kvoffload.cli.exits import Exit, printable
 
-_SIMILAR = 0.7  # of difflib: a slip of the finger; with less it suggests options of another meaning
+_SIMILAR = 0.7  # difflib's cutoff; it matches typos, and a lower one would suggest unrelated options
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Leaves room for long names, and shows the defaults that matter to the reader."""
+    """Leaves room for long names, and shows defaults except for booleans, lists and None."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28)
@@ -29,12 +29,12 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: object, **settings: object) -> None:
         ours = {"allow_abbrev": False, "formatter_class": HelpFormatter, **settings}
-        super().__init__(*args, **ours)  # type: ignore[arg-type]  # handed through
+        super().__init__(*args, **ours)  # type: ignore[arg-type]  # passed through
 
-    def parse_known_args(  # type: ignore[override]  # argparse's has overloads; it calls this for subcommands too
+    def parse_known_args(  # type: ignore[override]  # argparse declares overloads; it calls this for subcommands too
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse, or exit with an error that names the options nearest to unknown ones."""
+        """Parse the arguments. For unknown options, exit with an error that names the most similar ones."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             shown = (action for action in self._actions if action.help is not argparse.SUPPRESS)
@@ -43,12 +43,12 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Print what is wrong and where the help is, in one line, and exit."""
+        """Print the error and how to get help, in one line, and exit."""
         self.exit(Exit.USAGE, f"kvoffload: error: {printable(message)} (see {self.prog} --help)\n")
 
 
 def positive(text: str) -> int:
-    """Return a number of at least 1, for `type=`."""
+    """Parse an integer of at least 1, for `type=`."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not at least 1")
@@ -56,7 +56,7 @@ def positive(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """Return a number of seconds, 0 or more, for `type=`."""
+    """Parse a number of seconds, 0 or more, for `type=`."""
     number = float(text)
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")

@@ -18,14 +18,16 @@ STDOUT = Path("-")
 
 @contextmanager
 def written(target: Path, *, is_private: bool = False) -> Iterator[TextIO]:
-    """Open a file that replaces `target` once all is written. A link there is replaced, not followed.
+    """Open a new file that replaces `target` when the `with` block succeeds.
+
+    If `target` is a link, the link itself is replaced.
 
     Args:
-        target: its name; "-" for standard output.
-        is_private: only the owner can read it; otherwise it has the usual permissions.
+        target: the path of the output; "-" for standard output.
+        is_private: whether only the owner can read the file; otherwise the umask decides.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: the file cannot be written.
     """
     if target == STDOUT:
         yield sys.stdout

@@ -1,4 +1,4 @@
-"""`kvoffload report`: shows a journal as one page for any browser. It needs no script, font or picture from elsewhere."""
+"""`kvoffload report`: writes a journal as one HTML page for any browser. The page loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HELP = "show a journal as one page with figures, for any browser; needs the extr
 
 _SUFFIX = ".html"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-# The browser's own colours, light or dark. Figures and tables that are too wide scroll inside their box.
+# Uses the browser's own light or dark colours. Figures and tables that are too wide scroll inside their box.
 _STYLE = """
 :root{color-scheme:light dark}
 body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:0 auto;padding:1rem;overflow-wrap:anywhere}
@@ -38,21 +38,21 @@ def run(args: argparse.Namespace) -> int:
     """Write the page.
 
     Raises:
-        KVOffloadError: matplotlib is not installed, the journal holds nothing that can be read, or the file cannot be written.
+        KVOffloadError: matplotlib is not installed, no line of the journal can be read, or the page cannot be written.
     """
     from kvoffload.cli.figures import add_up, check_installed
 
     check_installed()
     lines, output = opened(args, _SUFFIX)
     account = add_up(lines)
-    # The page holds counts, sizes and times, and names no request, so it need not be private.
+    # The page contains counts, sizes and times but names no request, so it need not be private.
     with written(output) as file:
         file.write(render(account, lines))
     return lines.report(output)
 
 
 def render(account: Account, lines: Lines) -> str:
-    """Return the page as HTML. Bytes that are not UTF-8, as a path may have, are written as an escape."""
+    """Return the page as HTML. Bytes of a path that are not UTF-8 are written as escapes."""
     from kvoffload.cli.figures import draw
 
     title = escape(f"KV-cache offloading: {lines.path.name}")
@@ -70,7 +70,7 @@ def render(account: Account, lines: Lines) -> str:
 
 
 def _said(account: Account, lines: Lines) -> Iterator[str]:
-    """Yield what ran, where and when, with which settings, and what the journal lacks."""
+    """Yield lines on what ran, where, when and with which settings, and on missing parts of the journal."""
     from kvoffload.telemetry.provenance import as_line
 
     provenance = lines.provenance

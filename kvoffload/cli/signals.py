@@ -1,8 +1,8 @@
 """SIGTERM and SIGHUP end a command as Ctrl-C does, each with its own exit code.
 
-The first signal raises KeyboardInterrupt, or cancels the main task of `run_async`, which can drain what it submitted.
-After that only Ctrl-C counts, and exits at once. A signal that was ignored when the command started stays ignored:
-`nohup` and background jobs of scripts rely on that.
+The first signal raises KeyboardInterrupt, or cancels the main task of `run_async`, which can then drain its copies.
+After that, Ctrl-C exits at once and other signals have no effect. A signal that was ignored when the command started
+stays ignored: `nohup` and background jobs of scripts rely on that.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-# Signal handlers belong to the process, and so do these.
+# Module globals, because signal handlers are per process too.
 _received = 0
 _cancel: Callable[[], object] | None = None
 
 
 def handle() -> None:
-    """Handle the signals from now on. Only the main thread can."""
+    """Install the signal handlers. Only the main thread can do this."""
     global _received
     _received = 0
     for number in HANDLED:
@@ -32,7 +32,7 @@ def handle() -> None:
 
 
 def exit_code() -> int:
-    """Return the exit code of a command that SIGTERM or SIGHUP ends; 0 if neither came, or after Ctrl-C."""
+    """Return the exit code if SIGTERM or SIGHUP ended the command; 0 without a signal or after Ctrl-C."""
     return 128 + _received if _received in (signal.SIGTERM, signal.SIGHUP) else 0
 
 
@@ -40,7 +40,7 @@ def run_async(coroutine: Coroutine[object, object, T]) -> T:
     """Run a coroutine as `asyncio.run` does; a signal cancels it.
 
     Raises:
-        KeyboardInterrupt: a signal cancelled it.
+        KeyboardInterrupt: a signal cancelled the coroutine.
     """
     import asyncio
 
@@ -48,7 +48,7 @@ def run_async(coroutine: Coroutine[object, object, T]) -> T:
         global _cancel
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
-        # From the handler, which may run inside `select`: only this wakes the loop.
+        # The signal handler calls this, maybe while the loop waits in `select`; only a thread-safe call wakes the loop.
         _cancel = lambda: loop.call_soon_threadsafe(task.cancel)  # noqa: E731
         try:
             return await coroutine

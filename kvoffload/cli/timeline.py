@@ -1,4 +1,4 @@
-"""`kvoffload timeline`: turns a journal into a trace that Perfetto and chrome://tracing open."""
+"""`kvoffload timeline`: turns a journal into a trace that Perfetto and chrome://tracing can open."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def run(args: argparse.Namespace) -> int:
     """Write the trace.
 
     Raises:
-        KVOffloadError: the journal holds nothing that can be read, or the file cannot be written.
+        KVOffloadError: no line of the journal can be read, or the trace cannot be written.
     """
     from kvoffload.telemetry.timeline import write_trace
 
     lines, output = opened(args, _SUFFIX)
     records = iter(lines)
-    first = next(records)  # fails before the file is created
-    # Private, as the journal is.
+    first = next(records)  # raises before the file is created
+    # Only the owner can read the trace, as with the journal.
     with written(output, is_private=True) as file:
         write_trace(chain([first], records), file, lambda: lines.provenance)
     return lines.report(output)
