@@ -13,7 +13,7 @@ class Verdict(StrEnum):
     """The result of a check, from best to worst."""
 
     GO = "go"
-    UNKNOWN = "not known"  # it cannot be determined here, or the command line lacks a value for it
+    UNKNOWN = "not known"  # the result cannot be determined here, or a needed value was not given
     WARNING = "warning"  # the engine starts, but something costs more or gains less than it could
     NO_GO = "no-go"  # the engine would not start or would fail requests, or offloading would be useless
 
@@ -85,7 +85,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """An adapter's reading of the command line.
+    """The values that an adapter read from the command line.
 
     Args:
         settings: kvoffload's settings in the engine's own configuration; None if there are none.

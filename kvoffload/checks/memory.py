@@ -11,7 +11,7 @@ from kvoffload.model.config import size_text
 from kvoffload.transfer.host_memory import exceeded, memory_limits, read_file
 
 _SPARE = 10  # a tenth of the memory should stay free
-_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # since torch 2.9; before that
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # since torch 2.9, and the older name
 _LESS = "lower host_bytes, or free memory"
 _GOOD_PAGE = 64 * 2**10
 _BATCHED = 12080  # since this CUDA version, one driver call copies many blocks

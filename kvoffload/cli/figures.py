@@ -1,4 +1,4 @@
-"""Adds up a journal's lines, and draws a report's figures with matplotlib, as SVG."""
+"""Adds up a journal's lines, and draws a report's figures as SVG with matplotlib."""
 
 from __future__ import annotations
 
@@ -23,36 +23,37 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS: dict[str, str] = {
-    # where tokens of prompts came from
+    # where a prompt's tokens were found
     "host": "#5aa64b", "disk": "#2f8f8f", "remote": "#1f6f8f", "device": "#4a86d0", "nothing": "#9a9a9a", "miss": "#9a9a9a",
-    # the host's slots, from the bottom
+    # states of host slots, from the bottom up
     "ready": "#4a86d0", "filling": "#7fb3ea",
     # directions of copies
     "load": "#5aa64b", "store": "#4a86d0",
 }  # fmt: skip
-"""The dashboards' colours; a test compares them."""
+"""The same colours as in the dashboards; a test compares them."""
 
 _SAMPLED = (events.LookupAnswered, events.FirstTokenReached, events.RankReported)
 _ENDS_FILLING = (StoreOutcome.STORED, StoreOutcome.FAILED, StoreOutcome.ABANDONED, StoreOutcome.CANCELLED)
 _COLUMNS = 48
-_MOST_DOTS = 2000  # of one colour
+_MOST_DOTS = 2000  # per colour
 _LARGEST = 1e15  # a broken journal's numbers may be larger than an axis can show
 
 AnySample = TypeVar("AnySample")
 Series = Mapping[str, Sequence[tuple[float, float]]]
-"""Samples by their colour: seconds since the first line, and a value."""
+"""Samples by colour key; a sample is the seconds since the first line, and a value."""
 
 
 @dataclass(slots=True)
 class Account:
-    """Samples of a journal, and its events as the metrics count them.
+    """A journal's samples, and its events as the metrics count them.
 
     Args:
         lines: the number of lines read.
-        dropped_lines: lines that are missing between others.
-        seconds: from the first line to the last.
-        samples: lookups, first tokens and copies, each with its seconds since the first line, by the event's class.
-        slots: the host's slots by state, counted from the first line on, each time with its seconds.
+        dropped_lines: the number of lines missing between those.
+        seconds: the time from the first line to the last.
+        samples: lookups, first tokens and copies by event class, each with the seconds since the first line.
+        slots: after each change, the seconds since the first line and the number of host slots by state. Slots filled
+            before the first line are not counted.
         counted: the metrics' counters.
     """
 
@@ -67,7 +68,7 @@ class Account:
 
 
 def add_up(records: Iterable[Record]) -> Account:
-    """Add up lines."""
+    """Add up a journal's lines."""
     account, bus, counters = Account(), Bus(), Counters()
     counters.subscribe(bus)
     begun, before, slots = 0.0, 0, Counter[str]()
@@ -85,7 +86,8 @@ def add_up(records: Iterable[Record]) -> Account:
         if (samples := account.samples.get(type(message))) is not None:
             samples.append((at, message))
         if _count_slots(slots, message):
-            account.slots.append((at, +slots))  # blocks stored before the first line are not known
+            # `+` drops negative counts, which blocks stored before the first line would cause.
+            account.slots.append((at, +slots))
     account.counted = counters.snapshot()
     return account
 
@@ -107,11 +109,11 @@ def _count_slots(slots: Counter[str], event: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure and the text around it.
+    """A figure and its text.
 
     Args:
-        title: its heading.
-        text: how to read it.
+        title: the heading.
+        text: how to read the figure.
         svg: the drawing, which needs no escaping; empty if there is nothing to draw.
     """
 
@@ -133,7 +135,7 @@ def check_installed() -> None:
 
 
 def draw(account: Account) -> list[Figure]:
-    """Return the figures; lower tiers have one each if there are copies."""
+    """Return the figures. A lower tier gets one only if blocks were copied to or from it."""
     waits = account.samples[events.FirstTokenReached]
     lookups = account.samples[events.LookupAnswered]
     causes = account.counted.by_label("kvoffload_miss_blocks_total")
@@ -217,7 +219,7 @@ def _dots(title: str, text: str, series: Series) -> Figure:
 
 
 def _columns(title: str, text: str, unit: str, series: Series) -> Figure:
-    """Draw sums over time, those of one column on each other."""
+    """Draw sums over time as stacked columns."""
     shown = {key: samples for key, samples in series.items() if any(number for _, number in samples)}
 
     def plot(axes: Axes) -> None:
@@ -246,7 +248,7 @@ def _bars(title: str, text: str, numbers: Mapping[str, int]) -> Figure:
 def _figure(
     title: str, text: str, units: tuple[str, str], plot: Callable[[Axes], None] | None, height: float = 3.0
 ) -> Figure:
-    """Return a figure; `plot` draws it, unless there is nothing to draw."""
+    """Return a figure drawn by `plot`, or one without a drawing if `plot` is None."""
     if plot is None:
         return Figure(title, text, "")
     import matplotlib as mpl
@@ -265,12 +267,12 @@ def _figure(
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         picture.savefig(file, format="svg", transparent=True, metadata=nothing)
     svg = file.getvalue()
-    # A page holds several drawings, whose ids must differ.
+    # A page contains several drawings, so their ids must be unique.
     prefix = re.sub(r"\W", "", title)
     own = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}-", svg[svg.index("<svg") :])
     return Figure(title, text, own)
 
 
 def _thinned(samples: Sequence[AnySample]) -> Sequence[AnySample]:
-    """Return evenly chosen samples, at most as many as a page can show."""
+    """Return evenly spaced samples, at most `_MOST_DOTS`."""
     return samples[:: -(-len(samples) // _MOST_DOTS) or 1]

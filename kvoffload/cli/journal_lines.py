@@ -1,4 +1,4 @@
-"""The options of commands that show a journal, and a reader of the lines that the options choose."""
+"""The options of commands that show a journal, and a reader of the lines that these options select."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?")
 
 
 def add_journal_arguments(parser: argparse.ArgumentParser, suffix: str) -> None:
-    """Add the journal, the options that choose a part of it, and where the result goes; `opened` reads them."""
+    """Add the arguments for the journal, the part of it to show, and the output file; `opened` reads them."""
     add = parser.add_argument
     add(
         "journal",
@@ -40,10 +40,10 @@ def add_journal_arguments(parser: argparse.ArgumentParser, suffix: str) -> None:
 
 
 def opened(args: argparse.Namespace, suffix: str) -> tuple[Lines, Path]:
-    """Return the lines that the options choose, and where the result goes.
+    """Return the lines that the options select, and the path of the output.
 
     Raises:
-        CommandError: `--last` and `--since` are both given, a time is not one, or the result would replace the journal.
+        CommandError: `--last` and `--since` are both given, a time is invalid, or the output would replace the journal.
         JournalError: the journal cannot be opened.
     """
     if args.last is not None and args.since is not None:
@@ -58,15 +58,15 @@ def opened(args: argparse.Namespace, suffix: str) -> tuple[Lines, Path]:
 
 @dataclass(slots=True)
 class Lines:
-    """Reads a journal up to the first line that cannot be read: a running engine's last line may be cut off.
+    """Reads a journal up to the first unreadable line, because a running engine's last line may be cut off.
 
     Args:
-        path: of the journal.
+        path: the journal's path.
         part: the lines to read; None for all.
         words: the part in words; empty for all lines.
-        count: lines that were read.
+        count: the number of lines read so far.
         problem: the error that ended the reading early, or None.
-        provenance: the last one that was read; empty if the journal has none.
+        provenance: the last provenance read; empty if the journal has none.
     """
 
     path: Path
@@ -80,7 +80,7 @@ class Lines:
         """Yield the lines.
 
         Raises:
-            KVOffloadError: none can be read.
+            KVOffloadError: no line can be read.
         """
         from kvoffload.telemetry.records import JournalError, read_journal
 
@@ -114,7 +114,7 @@ class Lines:
 
 
 def _part(args: argparse.Namespace) -> Part:
-    """Return the part that the options choose; relative times count from the journal's last line."""
+    """Return the part that the options select; relative times are counted from the journal's last line."""
     from kvoffload.telemetry.records import Part, last_time
 
     last = 0.0
@@ -126,10 +126,10 @@ def _part(args: argparse.Namespace) -> Part:
 
 
 def parse_time(text: str, last: float) -> float:
-    """Return unix seconds; a time of day is one of the day of `last`.
+    """Return a time in unix seconds; a time of day is taken on the day of `last`.
 
     Raises:
-        CommandError: it is not a time.
+        CommandError: `text` is not a time.
     """
     try:
         if clock := _CLOCK.fullmatch(text):

@@ -1,4 +1,4 @@
-"""`kvoffload top`: a row for each engine of running servers, redrawn until Ctrl-C or printed once."""
+"""`kvoffload top`: shows a row per engine of running servers, updated until Ctrl-C or printed once."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 HELP = "watch running servers by their metrics"
 
 _LEAST_INTERVAL_S = 0.1
-_TIMEOUT_S = 5.0  # of a single scrape
+_TIMEOUT_S = 5.0  # per scrape
 _LARGEST_PAGE = 64 << 20
-_SCHEMA = 2  # of the JSON output; raised when a name changes its meaning or is removed
+_SCHEMA = 2  # version of the JSON output; increased when a name is removed or changes its meaning
 _TOKENS = "kvoffload_lookup_tokens_total"
 _MISSES = "kvoffload_miss_blocks_total"
 _SAVED = "kvoffload_prefill_seconds_saved_total"
@@ -39,7 +39,7 @@ _LOST = ("kvoffload_load_wait_seconds_total", "kvoffload_interference_seconds_to
 
 
 class PageError(KVOffloadError):
-    """Raised when a page has no metrics of kvoffload."""
+    """Raised when a page has no usable kvoffload metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,38 +47,38 @@ class Reading:
     """One scrape of one engine.
 
     Args:
-        at: monotonic seconds.
-        samples: labels and value of each series, by the metric's name.
+        at: the time of the scrape, in monotonic seconds.
+        samples: the labels and value of each series, by metric name.
     """
 
     at: float
     samples: dict[str, list[tuple[Mapping[str, str], float]]] = field(default_factory=dict)
 
     def total(self, name: str, **labels: str) -> float:
-        """Return the sum over the series that have these labels; 0 without any."""
+        """Return the sum over the series that have these labels; 0 if there are none."""
         return sum(value for found, value in self.samples.get(name, ()) if labels.items() <= found.items())
 
     def values(self, name: str, label: str, **labels: str) -> list[str]:
-        """Return the values of a label in the series that are not 0, the largest series first."""
+        """Return a label's values in the nonzero series that have these labels, the largest series first."""
         series = [one for one in self.samples.get(name, ()) if one[1] and labels.items() <= one[0].items()]
         return [printable(found.get(label, "")) for found, _ in sorted(series, key=lambda one: -one[1])]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What an operator looks at. Rates are of the time between two scrapes, None if there was only one.
+    """One engine's row. Rates cover the time between two scrapes; None if there was only one.
 
     Args:
-        engine: the server, and the engine's name if the server has one.
-        off_because: causes for which offloading is off.
-        hit_rate, hit_rate_now: share of looked-up prompt tokens found on the host: since the start, between the scrapes.
+        engine: the server, and the engine's name if the server gives one.
+        off_because: the causes for which offloading is off; empty if it is on.
+        hit_rate, hit_rate_now: share of looked-up prompt tokens found on the host, since the start and between scrapes.
         saved_tokens, saved_tokens_per_s: prompt tokens found on the host.
-        net_s, net_s_per_s: seconds of prefill saved, less what waiting for loads and interference cost.
-        miss_cause: the most frequent cause of a lookup's first missing block, None without misses.
-        miss_share: its share of the lookups that missed.
-        host_bytes: wanted, reserved (pinned) and used.
+        net_s, net_s_per_s: seconds of prefill saved, minus the time lost to waiting for loads and to interference.
+        miss_cause: the most frequent cause of a lookup's first missing block; None without misses.
+        miss_share: the share of that cause among the lookups that missed.
+        host_bytes: bytes of host memory that are wanted, reserved (pinned) and used.
         disk: the tier's state; "off" without a disk.
-        disk_bytes: capacity and used.
+        disk_bytes: bytes of the disk tier: its capacity, and how many are used.
         remote: the tier's state; "off" without a remote tier. Its size is not known.
     """
 
@@ -103,9 +103,9 @@ class Server:
     """A server and its last two scrapes.
 
     Args:
-        url: of its page of metrics.
-        now, before: the last reading of each engine and the one before, by the engine's name.
-        problem: why the last scrape failed; empty if it did not.
+        url: the URL of the server's metrics page.
+        now, before: each engine's last reading and the one before it, by engine name.
+        problem: why the last scrape failed; empty if it succeeded.
     """
 
     url: str
@@ -114,7 +114,7 @@ class Server:
     problem: str = ""
 
     def scrape(self) -> None:
-        """Read the page. After a failure, the last numbers stay."""
+        """Read the page. After a failure, the last readings stay."""
         try:
             with urllib.request.urlopen(self.url, timeout=_TIMEOUT_S) as answer:
                 text = answer.read(_LARGEST_PAGE).decode("utf-8", "replace")
@@ -125,7 +125,7 @@ class Server:
             self.problem = f"it answers {error.code} {error.reason}"
         except PageError as error:
             self.problem = str(error)
-        # Not reachable, or it died during its answer, hangs, or redirects to no URL.
+        # The server is unreachable, died while it answered, hangs, or redirects to something that is no URL.
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             self.problem = f"not reachable: {str(reason) or type(error).__name__}"
@@ -144,10 +144,10 @@ class Server:
 
 
 def page_url(text: str) -> str:
-    """Return the URL of a page of metrics from a URL, HOST:PORT, or a PORT of this machine.
+    """Return the URL of a metrics page, given a URL, HOST:PORT, or a PORT of this machine.
 
     Raises:
-        CommandError: it is none of them.
+        CommandError: the text is none of these.
     """
     if text.isascii() and text.isdigit():
         text = f"127.0.0.1:{text}"
@@ -165,17 +165,17 @@ def page_url(text: str) -> str:
 
 
 def parse_page(text: str, at: float) -> dict[str, Reading]:
-    """Return a page's readings by engine; a server with one engine may not name it.
+    """Return a page's readings by engine name, which is empty if the server does not name its engine.
 
     Raises:
-        PageError: it is not a page of metrics, it has none of kvoffload's, or a number is infinite or none.
+        PageError: the text is not a metrics page, has no kvoffload metrics, or has a value that is not finite.
     """
     from prometheus_client.parser import text_string_to_metric_families
 
     engines: dict[str, Reading] = {}
     try:
         families = [one for one in text_string_to_metric_families(text) if one.name.startswith("kvoffload_")]
-    except Exception as error:  # the parser raises anything on text that is not a page of metrics
+    except Exception as error:  # the parser may raise anything if the text is not a metrics page
         raise PageError(f"it is not a page of metrics: {str(error) or type(error).__name__}") from error
     for sample in (sample for family in families for sample in family.samples):
         if not math.isfinite(sample.value):
@@ -188,7 +188,13 @@ def parse_page(text: str, at: float) -> dict[str, Reading]:
 
 
 def summarize(engine: str, now: Reading, before: Reading | None) -> Row:
-    """Return an engine's row from its last reading and the one before in the same life."""
+    """Return an engine's row.
+
+    Args:
+        engine: the engine's name in the row.
+        now: the last reading.
+        before: the reading before that; None if there is none, or the engine has restarted since.
+    """
     found, missed, net = _hits(now), now.total(_TOKENS, result="miss"), _net_s(now)
     then = before or now
     period_s = now.at - then.at
@@ -276,7 +282,7 @@ def _print_once(servers: list[Server], interval_s: float, *, as_json: bool) -> i
     if as_json:
         _print_json(servers)
     else:
-        width = None if sys.stdout.isatty() else 250  # in a pipe a row stays one line
+        width = None if sys.stdout.isatty() else 250  # in a pipe, each row stays on one line
         console = Console(highlight=False, markup=False, emoji=False, width=width)
         console.print(table(servers))
     for server in servers:

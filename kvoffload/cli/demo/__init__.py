@@ -1,6 +1,9 @@
-"""`kvoffload demo`: the same conversations without and with offloading, compared token by token.
+"""`kvoffload demo`: plays the same conversations without and with offloading, and compares them token by token.
 
-command   what is run, and the folder and the store below the host    options   the options
-play      conversations on one engine                                 engines   the two engines, and their audit
-results   numbers, comparison and table                               session   one demo, from start to exit code
+command   prepares the lower tier and runs a session
+options   the command's options
+session   one demo, from start to exit code
+engines   the two engines, and their audit
+play      plays conversations on one engine
+results   the numbers, the comparison and the table
 """

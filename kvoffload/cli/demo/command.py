@@ -1,6 +1,6 @@
-"""`kvoffload demo`: makes the disk's folder or reaches the remote tier, and runs a session.
+"""`kvoffload demo`: makes the disk's folder or connects to the remote tier, and runs a session.
 
-Heavy imports wait for `run`.
+Heavy imports are inside `run`, so that importing this module is cheap.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ HELP = "run the same conversations without and with offloading, and compare them
 add_arguments = options.add_arguments
 
 _CLEAR_LINE = "\r\x1b[K"
-# Mooncake's client writes a page of messages at each start.
+# Without this, Mooncake's client logs a page of messages at each start.
 _QUIET = {"MC_LOG_LEVEL": os.environ.get("MC_LOG_LEVEL", "ERROR")}
 
 
 class Screen:
-    """Results go to standard output, the rest to standard error; progress is shown only on a terminal.
+    """Prints results to standard output and all else to standard error. Progress is shown only on a terminal.
 
     Args:
-        quiet: show no progress.
+        quiet: whether to show no progress.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._clear = _CLEAR_LINE if sys.stderr.isatty() and not quiet else ""
 
     def progress(self, text: str) -> None:
-        """Show what is going on, in place of the last progress."""
+        """Show the current activity, in place of the previous one."""
         if self._clear:
             print_error(f"{self._clear}{text}", end="")
 
     def say(self, text: str) -> None:
-        """Print a line that is not a result."""
+        """Print a message that is not a result."""
         print_error(self._clear, end="")
         say(text)
 
@@ -66,14 +66,14 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo.
 
     Raises:
-        KVOffloadError: it cannot run as asked.
+        KVOffloadError: the demo cannot run as asked.
     """
     begins = args.until_killed is not None
     asked = DemoOptions(**json.loads(args.until_killed)) if begins else options.demo_options(args)
     screen = Screen(quiet=begins or args.json)
     screen.progress("importing torch")
-    # torch reads this when it is loaded. Threads that spin while they wait for each other take the cores from
-    # everything else: on two busy cores the demo takes several times as long.
+    # Set before torch is imported. OpenMP threads that spin while they wait for each other keep cores from all other
+    # work: on two busy cores the demo would take several times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from kvoffload.cli.demo import session
     from kvoffload.engine import ConfigError, EngineError, PluginError, RequestRefused
@@ -94,14 +94,16 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def local_store(kind: str, node_bytes: int = 2**28) -> Iterator[LocalMooncake | LocalBucket]:
-    """Run a server for a remote tier on this machine, and set the variables that reach it. Its files are temporary.
+    """Run a server for a remote tier on this machine, and set the environment variables that clients of it need.
+
+    The server's files are temporary.
 
     Args:
         kind: one of `LOCAL_STORES`.
         node_bytes: memory of Mooncake's node.
 
     Raises:
-        RemoteError: it is not installed, or does not start.
+        RemoteError: the server is not installed, or does not start.
     """
     from kvoffload.remote import local
 
@@ -113,10 +115,10 @@ def local_store(kind: str, node_bytes: int = 2**28) -> Iterator[LocalMooncake | 
 
 @contextmanager
 def _lower_tier(args: argparse.Namespace) -> Iterator[Mapping[str, object]]:
-    """Make the disk's folder or reach the remote tier, if the demo has one, and yield its setting.
+    """Make the disk's folder or connect to the remote tier, if the demo has one, and yield its setting.
 
     Raises:
-        CommandError: it cannot be made or reached.
+        CommandError: the folder cannot be made, or the remote tier cannot be reached.
     """
     with ExitStack() as opened:
         if args.disk is not None:

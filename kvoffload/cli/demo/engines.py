@@ -1,4 +1,4 @@
-"""The two engines, and their audit. They differ in one thing: one of them loads the plugin, by its entry point."""
+"""The two engines, and their audit. The only difference: one of them loads the plugin, by its entry point."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
 PLUGIN = "kvoffload"
-_CACHE_SHARE = 4  # the conversations need this many times the device's cache, unless they are few
+_CACHE_SHARE = 4  # by default the conversations need this many times the device's cache, unless there are few
 _LEAST_LENGTH = 4096  # tokens of the longest prompt and its answer
-_SPARE_LENGTH = 16  # the prompt of the warm-up is a first message too, and its answer may be the longer one
+_SPARE_LENGTH = 16  # tokens; the warm-up's prompt is as long as a first message, and its answer may be longer
 _TINY = ModelConfig(hidden_size=64, heads=4, kv_heads=2, head_dim=16, ffn_size=96)
 _WINDOW_TOKENS = {"small": 256, "tiny": 48}
 _AT_REST = {"empty", "ready", "quarantined"}
@@ -28,7 +28,7 @@ _AT_REST = {"empty", "ready", "quarantined"}
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """Both engines, running, and the scheduler's side of offloading."""
+    """Both running engines, and the scheduler's side of offloading."""
 
     plain: Engine
     offloaded: Engine
@@ -36,7 +36,7 @@ class Engines:
 
 
 def engine_config(options: DemoOptions, offload: Mapping[str, object] | None = None) -> EngineConfig:
-    """Return the engine's settings, with `offload` for its plugin.
+    """Return the engine's settings, with `offload` as the settings of its plugin.
 
     Raises:
         CommandError: the device's cache is too small for the conversations' last turns.
@@ -45,7 +45,7 @@ def engine_config(options: DemoOptions, offload: Mapping[str, object] | None = N
     tokens = options.conversation_tokens
     config = EngineConfig(
         model=_model(options),
-        num_blocks=options.device_blocks and options.device_blocks + 1,  # and the null block
+        num_blocks=options.device_blocks and options.device_blocks + 1,  # plus the null block
         max_model_len=max(tokens + _SPARE_LENGTH, _LEAST_LENGTH),
         device=options.device,
         plugin_config=offload or {},
@@ -68,33 +68,33 @@ async def open_engine(options: DemoOptions) -> AsyncIterator[tuple[Engine, Sched
     """Make an engine with offloading and run it; at the end, drain and stop it.
 
     Raises:
-        CommandError: there is no memory for it.
+        CommandError: there is not enough memory for the engine.
         KVOffloadError: the plugin refuses its settings.
         EngineError: the engine refuses its settings.
     """
     plugin = load_plugin(PLUGIN)
     async with _make(engine_config(options, options.offload), plugin) as engine:
-        yield engine, plugin.offload  # type: ignore[attr-defined]  # kvoffload's own plugin has it
+        yield engine, plugin.offload  # type: ignore[attr-defined]  # kvoffload's plugin has this attribute
 
 
 @asynccontextmanager
 async def open_engines(options: DemoOptions) -> AsyncIterator[Engines]:
-    """Make both engines and run them. The one that is more likely to fail comes first.
+    """Make both engines and run them. The engine with offloading is made first, because it is more likely to fail.
 
     Raises:
-        as `open_engine`.
+        CommandError, KVOffloadError, EngineError: as for `open_engine`.
     """
     async with open_engine(options) as (engine, offload), _make(engine_config(options), None) as plain:
         yield Engines(plain, engine, offload)
 
 
 def kv_blocks(options: DemoOptions, config: EngineConfig) -> int:
-    """Return the blocks that all conversations together need to continue from their ends, in all groups."""
+    """Return how many blocks, in all groups, the conversations together need to continue from their ends."""
     return options.conversations * _conversation_blocks(options, config)
 
 
 def audit(engines: Engines) -> list[str]:
-    """Return the invariants that idle engines break, and what they still hold."""
+    """Return the invariants that the idle engines break, and the resources they still hold."""
     return [
         *audit_engine(engines.plain, "engine without offloading"),
         *audit_engine(engines.offloaded, "engine with offloading"),
@@ -103,7 +103,7 @@ def audit(engines: Engines) -> list[str]:
 
 
 def audit_engine(engine: Engine, name: str) -> list[str]:
-    """Return the invariants that an idle engine breaks, and what it still holds."""
+    """Return the invariants that an idle engine breaks, and the resources it still holds."""
     numbers = engine.statistics()
     held = {
         "waiting requests": numbers.waiting,
@@ -131,7 +131,7 @@ def _problems(offload: SchedulerSide) -> Iterator[str]:
         if slots and state not in _AT_REST:
             yield f"{slots} slots of the {tier} are still {state}"
     for (tier, direction, state), jobs in gauges.get("kvoffload_open_jobs", {}).items():
-        if jobs and state != "abandoned":  # counted separately
+        if jobs and state != "abandoned":  # abandoned jobs are counted separately
             yield f"{jobs} {direction} jobs of the {tier} are still {state}"
 
 
@@ -144,7 +144,7 @@ def _make(config: EngineConfig, plugin: EnginePlugin | None) -> Engine:
 
 
 def _device_blocks(options: DemoOptions, config: EngineConfig, capacity: Capacity) -> int:
-    # One request is in the middle of its prompt, where windows and chunks need most; the others have passed theirs.
+    # One request is in the middle of its prompt, where windows and chunks need the most blocks; the rest are past it.
     others = min(options.concurrency, options.conversations) - 1
     least = capacity.request_blocks(options.conversation_tokens)
     least += others * _conversation_blocks(options, config)

@@ -18,32 +18,32 @@ if TYPE_CHECKING:
     from kvoffload.engine.plugin import GroupKind
 
 LOCAL_STORES = {"mooncake": "Mooncake", "s3": "SeaweedFS (S3)"}
-"""Servers of remote tiers that the demo can start, and their names."""
+"""The servers for a remote tier that the demo can start, with their display names."""
 LAYERS: dict[str, GroupKind] = {"full": "full", "window": "sliding_window", "recurrent": "recurrent"}
 """Values of --layers, and the engine's names for them."""
-_LEAST_BEFORE = 2  # turns before the kill: only blocks that were found again are written below the host
+_LEAST_BEFORE = 2  # turns before the kill: only blocks that were found again are spilled
 _HOST_BYTES, _DISK_BYTES = "256MiB", "1GiB"
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What is played, and on which engines.
+    """The conversations to play, and the engines to play them on.
 
     Args:
-        conversations: their number.
-        turns: turns of each.
-        first_tokens: the first message of each.
-        turn_tokens: each later message.
+        conversations: the number of conversations.
+        turns: turns per conversation.
+        first_tokens: tokens of each conversation's first message.
+        turn_tokens: tokens of each later message.
         answer_tokens: tokens of each answer.
         concurrency: conversations served at a time.
         model: "small" or "tiny".
         layers: one of `LAYERS`; except for "full", every sixth layer has full attention.
         device: "cpu", "cuda" or "cuda:N".
-        device_blocks: of the device's KV cache; None for about a quarter of what the conversations need.
-        seed: of the model's weights and the messages.
+        device_blocks: blocks of the device's KV cache; None for about a quarter of the conversations' need.
+        seed: the seed of the model's weights and of the messages.
         offload: kvoffload's settings.
-        killed_in: number of the turn, from 0, in which an engine that begins the conversations is killed; None
-            for no such engine.
+        killed_in: the turn, numbered from 0, during which an engine that begins the conversations is killed; None for
+            no such engine.
     """
 
     conversations: int = 10
@@ -62,12 +62,12 @@ class DemoOptions:
 
     @property
     def conversation_tokens(self) -> int:
-        """Return the tokens of a conversation's last prompt and its answer: the longest request."""
+        """Tokens of a conversation's last prompt and its answer, together the longest request."""
         return self.first_tokens + (self.turns - 1) * self.turn_tokens + self.turns * self.answer_tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the demo's options; with them the help fits a terminal of 24 lines."""
+    """Add the demo's options. The help must fit a terminal of 24 lines."""
     parser.usage = "kvoffload demo [OPTION...]"
     add, default = parser.add_argument, DemoOptions()
     add("--model", choices=("small", "tiny"), default=default.model, help="tiny: for a quick look")
@@ -95,15 +95,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object, not the table")
     add("--serve-metrics", metavar="PORT", type=_address, help="serve Prometheus metrics at [HOST:]PORT")
     add("--serve-for", metavar="SECONDS", type=seconds, help="go on serving them after the run")
-    # The options of the demo that starts this process and kills it.
+    # For internal use: a demo passes its own options to the process that it starts and kills.
     add("--until-killed", help=argparse.SUPPRESS)
 
 
 def demo_options(args: argparse.Namespace) -> DemoOptions:
-    """Return the parsed options, with a setting for the disk or a remote tier that runs already.
+    """Return the parsed options. A remote tier that the demo must start first has no setting yet.
 
     Raises:
-        KVOffloadError: they contradict each other, or a setting is wrong.
+        KVOffloadError: the options contradict each other, or a setting is wrong.
     """
     if args.serve_for and args.serve_metrics is None:
         raise CommandError("--serve-for needs --serve-metrics")
@@ -120,7 +120,7 @@ def demo_options(args: argparse.Namespace) -> DemoOptions:
     if is_continued:
         given["killed_in"] = max(args.turns // 2, _LEAST_BEFORE)
     if args.remote is not None:
-        given["concurrency"] = 1  # no time to first token contains another conversation's steps
+        given["concurrency"] = 1  # so that no time to first token includes another conversation's steps
     return DemoOptions(**given, offload=_settings(args))
 
 
@@ -128,7 +128,7 @@ def _settings(args: argparse.Namespace) -> dict[str, object]:
     """Return kvoffload's settings.
 
     Raises:
-        KVOffloadError: one is set twice, or wrong.
+        KVOffloadError: a setting is given twice, or is wrong.
     """
     given = read_settings(args.config, "--config")
     typed = {"host_bytes": args.host_bytes, "disk_path": args.disk, "remote_url": args.remote}
@@ -137,14 +137,14 @@ def _settings(args: argparse.Namespace) -> dict[str, object]:
         raise CommandError(f"{twice[0]} is set twice: by an option of its own and by --config")
     disk = {"disk_bytes": _DISK_BYTES} if args.disk is not None else {}
     if args.remote in LOCAL_STORES:
-        del typed["remote_url"]  # its URL is known when it runs
+        del typed["remote_url"]  # its URL is known only once it runs
     settings = {"host_bytes": _HOST_BYTES, **disk, **typed, **given}
     parse_config(settings)
     return settings
 
 
 def _store(text: str) -> str:
-    """Return a kind of local server or a URL, for `type=`."""
+    """Parse a kind of local server or a URL, for `type=`."""
     try:
         if text not in LOCAL_STORES:
             parse_store(text)
@@ -154,7 +154,7 @@ def _store(text: str) -> str:
 
 
 def _address(text: str) -> tuple[str, int]:
-    """Return the host, by default the loopback, and the port, for `type=`."""
+    """Parse [HOST:]PORT, for `type=`. The default host is the loopback address."""
     host, _, port = text.rpartition(":")
     is_bare_ipv6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
     if not port.isascii() or not port.isdigit() or int(port) > 65535 or is_bare_ipv6:

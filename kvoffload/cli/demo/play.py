@@ -1,6 +1,6 @@
-"""Conversations in turns, and the cost of each turn on one engine.
+"""Plays conversations turn by turn on one engine, and records the cost of each turn.
 
-The prompt of a turn is all earlier messages and answers, and a new message. Tokens are bytes.
+The prompt of a turn is all earlier messages and answers, followed by a new message. Each byte is a token.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _IDLE_POLL_S = 0.001
 _WARM_UP_ANSWER = 4
 
 Conversation = tuple[bytes, ...]
-"""The messages of one conversation's user."""
+"""The user's messages in one conversation."""
 
 
 class TurnId(NamedTuple):
-    """One turn of one conversation; both count from 0."""
+    """One turn of one conversation; both are numbered from 0."""
 
     conversation: int
     turn: int
@@ -39,9 +39,9 @@ class Turn:
     """One served turn.
 
     Args:
-        turn: its number and conversation.
+        turn: the conversation, and the turn's number in it.
         answer: the generated tokens.
-        stats: what it cost, as the engine counts.
+        stats: the engine's statistics of the turn's request.
     """
 
     turn: TurnId
@@ -50,13 +50,13 @@ class Turn:
 
     @property
     def ttft_s(self) -> float:
-        """Return the seconds from its arrival to its first token."""
+        """Seconds from the request's arrival to its first token."""
         assert self.stats.first_token_s is not None, "it was served to its end"
         return self.stats.first_token_s - self.stats.arrived_s
 
 
 def make_conversations(options: DemoOptions) -> list[Conversation]:
-    """Return conversations of random messages, drawn from the seed; no two of them begin alike."""
+    """Return conversations of random messages, drawn from the seed, so that no two share a prefix."""
     draw = random.Random(options.seed)
     later = [options.turn_tokens] * (options.turns - 1)
     return [
@@ -66,7 +66,7 @@ def make_conversations(options: DemoOptions) -> list[Conversation]:
 
 
 def prompt_of(conversation: Conversation, answers: Sequence[Sequence[int]]) -> list[int]:
-    """Return the prompt of the turn after these answers."""
+    """Return the prompt of the turn that follows these answers."""
     prompt: list[int] = []
     for message, answer in zip(conversation, answers, strict=False):
         prompt += [*message, *answer]
@@ -74,14 +74,14 @@ def prompt_of(conversation: Conversation, answers: Sequence[Sequence[int]]) -> l
 
 
 class Player:
-    """Plays conversations on one engine, round by round: in each, every conversation takes one turn.
+    """Plays conversations on one engine, round by round: in each round, every conversation takes one turn.
 
     Args:
-        engine: running.
-        conversations: all of them have the same number of turns.
+        engine: a running engine.
+        conversations: the conversations, all with the same number of turns.
         options: the length of answers, and the number of turns served at a time.
         on_turn: called after each turn.
-        script: answers to use in prompts instead of the engine's own, so that two plays have the same prompts.
+        script: answers to use in prompts instead of the engine's own, so that two players send the same prompts.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class Player:
         self.answers: dict[TurnId, Sequence[int]] = {}
         """The generated tokens by turn."""
         self.turns: list[Turn] = []
-        """What was played so far, in order."""
+        """The turns played so far, in order."""
         self.elapsed_s = 0.0
-        """Seconds in which the engine was busy."""
+        """Seconds that the rounds took, added up."""
         self._engine = engine
         self._conversations = conversations
         self._params = SamplingParams(options.answer_tokens)
@@ -106,7 +106,7 @@ class Player:
         self._script = self.answers if script is None else script
 
     async def play_round(self, number: int) -> None:
-        """Play the turn of this number of every conversation, and wait until the engine is idle."""
+        """Play turn `number` of every conversation, and wait until the engine is idle."""
         clock = asyncio.get_running_loop().time
         begun = clock()
         turns = iter([TurnId(one, number) for one in range(len(self._conversations))])

@@ -1,4 +1,4 @@
-"""The demo's result: the object that `--json` prints, and a table of 80 columns made from it, the verdict first."""
+"""The demo's result: the object that `--json` prints, and an 80-column table made from it, with the verdict first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvoffload.telemetry.counters import Snapshot
 _LOGPROB_LIMIT = 1e-3
 _SHOWN = 10  # mismatches shown one by one
 _LABEL, _NUMBER = 42, 19
-_TEXT_LABEL = 20  # of a row whose value is a text
+_TEXT_LABEL = 20  # width of the label in a row whose value is text
 _WIDTH = _LABEL + 2 * _NUMBER
 
 Numbers = dict[str, Any]
@@ -31,7 +31,7 @@ def play_numbers(player: Player, options: DemoOptions, block_tokens: int) -> Num
     stats = [turn.stats for turn in turns]
     first_round = turns[0].turn.turn
     returning = [turn.stats for turn in turns if turn.turn.turn > 0]
-    # Earlier turns computed all of a prompt but its new message and the last token of the last answer.
+    # Earlier turns computed the whole prompt except for its new message and the last token of the last answer.
     known = [each.prompt_tokens - options.turn_tokens - 1 for each in returning]
     reusable = sum(tokens // block_tokens * block_tokens for tokens in known)
     reused = sum(each.device_hit_tokens + each.external_tokens for each in returning)
@@ -49,7 +49,7 @@ def play_numbers(player: Player, options: DemoOptions, block_tokens: int) -> Num
 
 
 def quantiles(samples: Sequence[float]) -> Numbers | None:
-    """Return the median and the 99th percentile, by the nearest rank; None without samples."""
+    """Return the median, and the 99th percentile by nearest rank; None without samples."""
     if not samples:
         return None
     ordered = sorted(samples)
@@ -57,7 +57,7 @@ def quantiles(samples: Sequence[float]) -> Numbers | None:
 
 
 def offload_numbers(counted: Snapshot) -> Numbers:
-    """Return bytes copied between device and host, and blocks by the labels of the metrics."""
+    """Return the bytes copied between device and host, and block counts by outcome or cause."""
     host = Tier.HOST.value
     return {
         "stored_bytes": counted.count("kvoffload_transfer_bytes_total", host, "store"),
@@ -70,7 +70,7 @@ def offload_numbers(counted: Snapshot) -> Numbers:
 
 
 def tier_numbers(counted: Snapshot) -> Numbers:
-    """Return what was copied between the host and each lower tier that was used."""
+    """Return the blocks and bytes copied between the host and each lower tier that was used."""
     tiers = {
         tier.value: {
             "written_blocks": counted.count("kvoffload_tier_blocks_total", tier.value, "store", "done"),
@@ -96,7 +96,7 @@ def compare(plain: Sequence[Turn], offloaded: Sequence[Turn]) -> Numbers:
 
 
 def _mismatches(one: Turn, other: Turn) -> Iterator[str]:
-    """Yield mismatches up to the first token that differs: after it the two continue different texts."""
+    """Yield mismatches up to the first token that differs; after it, the engines continue different texts."""
     where = f"conversation {one.turn.conversation}, turn {one.turn.turn}"
     for place, (a, b) in enumerate(zip(one.answer, other.answer, strict=False)):
         # `not <=` counts a NaN as a mismatch.
@@ -180,7 +180,7 @@ def _offloading(result: Numbers) -> Iterator[str]:
     yield _text(
         "seconds (estimate)",
         f"{benefit['saved_s']:.1f} saved, {benefit['waited_s']:.1f} waited for loads, "
-        f"{benefit['lost_s']:.1f} lost to copies: net {round(net, 1) + 0.0:.1f}",  # without a "-0.0"
+        f"{benefit['lost_s']:.1f} lost to copies: net {round(net, 1) + 0.0:.1f}",  # avoids "-0.0"
     )
 
 

@@ -1,8 +1,8 @@
 """One demo, from its start to its exit code.
 
-a plain run       both engines play all rounds in turns, so that other load on the machine affects both alike
-a continued one   an engine in a process of its own begins the conversations and is killed (SIGKILL) in the middle of a
-                  round; the two engines play that round and the later ones, with the answers given so far
+plain run       the two engines take turns, round by round, so that other load on the machine affects both alike
+continued run   an engine in its own process begins the conversations and is killed (SIGKILL) in the middle of a round;
+                the two engines then play from that round on, with the answers of the rounds before it
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvoffload.engine import Engine
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
-_TIMEOUT_S = 30.0  # for host memory, the disk's index and the remote tier
+_TIMEOUT_S = 30.0  # until host memory, the disk's index and the remote tier are ready
 _POLL_S = 0.01
 
 
@@ -45,17 +45,17 @@ async def run_demo(options: DemoOptions, screen: Screen, args: argparse.Namespac
     """Run the demo, print its result, and return its exit code.
 
     Args:
-        options: what is played.
-        screen: for the result.
-        args: the output's options.
+        options: the conversations and engines.
+        screen: prints progress and the result.
+        args: the parsed options for JSON output and metrics.
 
     Raises:
-        KVOffloadError: something in the options is not possible; nothing has been run.
+        KVOffloadError: the demo cannot run with these options; nothing has been run.
         EngineError: as above, or the engine stopped.
     """
-    engine_config(options)  # refuses sizes and devices before a process starts
+    engine_config(options)  # refuses bad sizes and devices before a process starts
     registry = CollectorRegistry()
-    # The port is opened first, so that a bad one stops the demo at its start.
+    # Open the port first, so that a bad one stops the demo at its start.
     with serve(registry, *args.serve_metrics) if args.serve_metrics else nullcontext() as url:
         answers, before = ({}, None) if options.killed_in is None else await _begun(options, screen)
         async with _engines(options, screen) as engines:
@@ -73,10 +73,10 @@ async def run_demo(options: DemoOptions, screen: Screen, args: argparse.Namespac
 
 
 async def play_until_killed(options: DemoOptions) -> int:
-    """Begin the conversations, until this process is killed; print a line of JSON after each turn.
+    """Play the conversations until this process is killed; print a line of JSON after each turn.
 
     Raises:
-        KVOffloadError: it cannot run.
+        KVOffloadError: the engine cannot run with these options.
         EngineError: the engine stopped.
     """
     async with open_engine(options) as (engine, offload):
@@ -100,10 +100,10 @@ async def _begun(options: DemoOptions, screen: Screen) -> tuple[Answers, Numbers
     """Start this command as a process that begins the conversations, and kill it in the middle of a round.
 
     Returns:
-        Its answers in the rounds before that one, and what it had counted.
+        The process's answers in the rounds before that one, and its counts of stored and spilled blocks.
 
     Raises:
-        CommandError: it ended by itself.
+        CommandError: the process ended by itself.
     """
     assert options.killed_in is not None
     turns = options.killed_in * options.conversations + max(options.conversations // 2, 1)
@@ -112,7 +112,7 @@ async def _begun(options: DemoOptions, screen: Screen) -> tuple[Answers, Numbers
         *(sys.executable, "-m", "kvoffload", "demo", "--until-killed", json.dumps(asdict(options))),
         stdin=DEVNULL,
         stdout=PIPE,
-        start_new_session=True,  # Ctrl-C of a terminal does not reach it
+        start_new_session=True,  # so that Ctrl-C in a terminal does not reach it
     )
 
     assert child.stdout is not None
@@ -151,7 +151,7 @@ async def _engines(options: DemoOptions, screen: Screen) -> AsyncIterator[Engine
 
 
 async def _become_ready(engine: Engine, offload: SchedulerSide, options: DemoOptions) -> None:
-    """Warm up until host memory is ready and the lower tiers are open; ranks report them with steps.
+    """Serve warm-up prompts until host memory is ready and the lower tiers are open: ranks report only with steps.
 
     Raises:
         CommandError: the lower tier of a continued demo does not open in time.
