@@ -48,7 +48,7 @@ def run_async(coroutine: Coroutine[object, object, T]) -> T:
         global _cancel
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
-        # The signal handler calls this, maybe while the loop waits in `select`; only a thread-safe call wakes the loop.
+        # The signal handler calls this and may interrupt `select`; only a thread-safe call wakes the loop.
         _cancel = lambda: loop.call_soon_threadsafe(task.cancel)  # noqa: E731
         try:
             return await coroutine

@@ -61,9 +61,7 @@ class TierState(Enum):
     """The states of a tier below the host."""
 
     OFF = "off"  # not configured
-    OPENING = (
-        "opening"  # not yet done: opening every rank's file, reading the index, or reaching the remote tier
-    )
+    OPENING = "opening"  # a rank's file or the index is not open yet, or the remote tier is not reached yet
     OPEN = "open"
     FAILING = "failing"  # a call hangs or too many calls failed; nothing is copied until it works again
     CLOSED = "closed"  # the index cannot be read or written; off until the engine restarts
@@ -102,7 +100,7 @@ class Hook(StrEnum):
 
 
 class Subscriber(StrEnum):
-    """The subscribers of the bus, by label; those without a label of their own are OTHER."""
+    """Labels of the bus's subscribers; unknown subscribers are OTHER."""
 
     LOG = "log"
     JOURNAL = "journal"

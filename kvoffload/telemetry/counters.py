@@ -40,7 +40,7 @@ _FOUND_THERE, _MISSING_THERE, _NO_ANSWER = ((answer.value,) for answer in Answer
 class _LabelsOf(dict[Any, Labels]):
     """Caches label values by enum member or tuple of members, because reading an enum's `value` is a Python call."""
 
-    def __missing__(self, key: Any) -> Labels:  # noqa: ANN401  # one of any enum
+    def __missing__(self, key: Any) -> Labels:  # noqa: ANN401  # members of any enum
         members = key if isinstance(key, tuple) else (key,)
         labels = self[key] = tuple(member.value for member in members)
         return labels
@@ -68,7 +68,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A copy of all numbers at one time, by metric name and label values. A missing series is 0."""
+    """A copy of all counters and histograms, by metric name and label values. A missing series is 0."""
 
     counts: Mapping[str, Mapping[Labels, int]] = field(default_factory=dict)
     distributions: Mapping[str, Mapping[Labels, Distribution]] = field(default_factory=dict)

@@ -32,7 +32,7 @@ from kvoffload.model.causes import LoadOutcome
 from kvoffload.telemetry.timeline import Args, Track, What
 
 _SCOPE = "kvoffload"
-_REMEMBERED = 4096  # the last requests, kept because a copy may end after its request
+_REMEMBERED = 4096  # requests whose context is kept, because a copy may end after its request
 _INSIDE = (What.QUEUED, What.COPY)
 _OUTER = (What.STORE, What.LOAD, What.SPILL, What.FETCH)
 # The outcomes of a rank's copy have the same values.

@@ -202,7 +202,7 @@ def read_journal(
 
 
 def rotated(path: Path) -> Path:
-    """Return the path that the file gets when it is full and a new one begins."""
+    """Return the path to which a full file is renamed."""
     return path.with_name(f"{path.name}.1")
 
 

@@ -1,8 +1,8 @@
 """The observer that sends an engine's timeline to a collector, as OpenTelemetry spans.
 
-Messages are selected inline and offered to a feed; another thread makes and sends the spans. If the collector does not answer,
-the feed fills, and further messages are dropped and counted; the engine is not slowed. After a gap every open span ends as
-"unfinished", because the missed messages are unknown.
+Messages are selected inline and offered to a feed; another thread makes and sends the spans. If the collector does not
+answer, the feed fills, and further messages are dropped and counted; the engine is not slowed. After a gap every open
+span ends as "unfinished", because the missed messages are unknown.
 """
 
 from __future__ import annotations

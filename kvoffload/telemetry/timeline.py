@@ -266,7 +266,7 @@ class Timeline:
         match fact.name:
             case "RequestSeen":
                 if not self._requests:
-                    self._end_step(self._time)  # the engine has been idle since then
+                    self._end_step(self._time)  # the engine was idle after the last record
                 self._begin(name, at)
             case "BlocksAllocated":
                 self._find(name, at).runs_since = at

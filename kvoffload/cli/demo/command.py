@@ -1,4 +1,4 @@
-"""`kvoffload demo`: makes the disk's folder or connects to the remote tier, and runs a session.
+"""`kvoffload demo`: prepares the disk's folder or the remote tier, and runs a session.
 
 Heavy imports are inside `run`, so that importing this module is cheap.
 """
@@ -115,7 +115,7 @@ def local_store(kind: str, node_bytes: int = 2**28) -> Iterator[LocalMooncake | 
 
 @contextmanager
 def _lower_tier(args: argparse.Namespace) -> Iterator[Mapping[str, object]]:
-    """Make the disk's folder or connect to the remote tier, if the demo has one, and yield its setting.
+    """Prepare the disk's folder or the remote tier, if the demo uses one, and yield its setting.
 
     Raises:
         CommandError: the folder cannot be made, or the remote tier cannot be reached.

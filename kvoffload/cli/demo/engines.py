@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PLUGIN = "kvoffload"
 _CACHE_SHARE = 4  # by default the conversations need this many times the device's cache, unless there are few
-_LEAST_LENGTH = 4096  # tokens of the longest prompt and its answer
+_LEAST_LENGTH = 4096  # tokens; `max_model_len` is at least this
 _SPARE_LENGTH = 16  # tokens; the warm-up's prompt is as long as a first message, and its answer may be longer
 _TINY = ModelConfig(hidden_size=64, heads=4, kv_heads=2, head_dim=16, ffn_size=96)
 _WINDOW_TOKENS = {"small": 256, "tiny": 48}

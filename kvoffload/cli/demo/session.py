@@ -100,7 +100,7 @@ async def _begun(options: DemoOptions, screen: Screen) -> tuple[Answers, Numbers
     """Start this command as a process that begins the conversations, and kill it in the middle of a round.
 
     Returns:
-        The process's answers in the rounds before that one, and its counts of stored and spilled blocks.
+        The process's answers in the rounds before that one, and its counts of stores and of lower-tier copies.
 
     Raises:
         CommandError: the process ended by itself.
@@ -151,7 +151,9 @@ async def _engines(options: DemoOptions, screen: Screen) -> AsyncIterator[Engine
 
 
 async def _become_ready(engine: Engine, offload: SchedulerSide, options: DemoOptions) -> None:
-    """Serve warm-up prompts until host memory is ready and the lower tiers are open: ranks report only with steps.
+    """Serve warm-up prompts until host memory is ready and the lower tiers are open.
+
+    The prompts make the engine step, and ranks report only in steps.
 
     Raises:
         CommandError: the lower tier of a continued demo does not open in time.
