@@ -17,7 +17,7 @@ def read_object(text: str, option: str) -> dict[str, Any]:
     """Return the JSON object in `text`, or in the file that `text` names.
 
     Raises:
-        ConfigError: there is no such object or file.
+        ConfigError: the text or the file is not a JSON object, or the file cannot be read.
     """
     source = option
     if not text.lstrip().startswith("{"):

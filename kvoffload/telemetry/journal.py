@@ -32,7 +32,7 @@ from kvoffload.model.facts import DiskRestored, StepScheduled
 from kvoffload.telemetry.records import BEGUN, rotated, summary_of, to_plain
 
 _BATCH = 1024  # the most entries per write
-_AT_A_TIME = 64  # messages handed over together; one at a time, each would run with cold processor caches
+_AT_A_TIME = 64  # messages handed over together; handling them one by one would mean cold processor caches
 _OWNERS = 0o600
 
 Entry = tuple[int, float, object]
