@@ -1,7 +1,7 @@
-"""Keeps the KV cache that an LLM engine would throw away: in host memory, found again by its prefix, copied back.
+"""Keeps KV-cache blocks that an LLM engine would evict: stores them in host memory, finds them by prefix, copies them back.
 
-Where to start: `kvoffload.model` has the words, `kvoffload.core` the decisions, `ARCHITECTURE.md` beside this file the
-picture, and `tests/test_one_block_journey.py` follows one block through it.
+Where to start: `ARCHITECTURE.md` beside this file gives an overview, `kvoffload.model` defines the terms, `kvoffload.core`
+makes the decisions, and `tests/test_one_block_journey.py` follows one block through the system.
 """
 
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> str:
-    """Look the version up when it is asked for: reading metadata takes longer than all else here."""
+    """Look up the version only on demand: reading package metadata takes longer than the rest of this import."""
     if name != "__version__":
         raise AttributeError(name)
     from importlib.metadata import PackageNotFoundError, version

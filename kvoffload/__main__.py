@@ -1,4 +1,4 @@
-"""`python -m kvoffload`: the command where its script is not on the path."""
+"""Runs the `kvoffload` command as `python -m kvoffload`, for when its script is not on the path."""
 
 import sys
 

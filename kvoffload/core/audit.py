@@ -1,7 +1,7 @@
-"""The audit: totals that show what requests and jobs have left behind.
+"""The audit: checks totals, to find slots, leases and index entries that requests or jobs have left behind.
 
-It runs in a hook whenever the engine becomes idle, so its cost must not grow with the pool. `tests/core/audit.py` derives every
-count and index from the records again.
+It runs in a hook whenever the engine becomes idle, so its cost must not grow with the pool. `tests/core/audit.py` recomputes
+every count and index from the records.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _IN_USE = (SlotState.FILLING, SlotState.PINNED, SlotState.DRAINING)
 def audit(state: CoreState, stores: Stores) -> list[str]:
     """Return one line of text for each total that is wrong. Reads only.
 
-    Two totals are checked at any time, the others only while no request is known and no job is pending.
+    Two totals are always checked, the others only while no request is live and no job is pending.
     """
     totals = _totals(state, stores)
     return [
@@ -31,13 +31,13 @@ def audit(state: CoreState, stores: Stores) -> list[str]:
 
 
 def _totals(state: CoreState, stores: Stores) -> Iterator[tuple[str, int, int]]:
-    """Yield what is counted, the count, and what it must be."""
+    """Yield each total's description, counted value and expected value."""
     pool, opened = state.pool, state.jobs.open.values()
     yield "slots in all states", sum(map(pool.count, SlotState)), pool.capacity
     yield "keys of slots that can hit", len(pool.index), sum(map(pool.count, _CAN_HIT))
     if state.requests.live or state.jobs.pending:
         return
-    # Only jobs that timed out are open now. They keep their leases, their requests' records, and the pins of a spill.
+    # Only jobs that timed out are still open. They keep their leases and their requests' records; spills also keep their pins.
     spilled = [slot for job in opened if isinstance(job, Spill) for slot in job.slots]
     ended = {record for job in opened if isinstance(job, DeviceJob) for record in job.concerns}
     in_use = [slot for slot in pool.pins if pool.state(slot) in _IN_USE]

@@ -1,11 +1,12 @@
-"""Block tables, and the positions in them that went stale (R7).
+"""Requests' block tables, and the removal of stale entries from them (R7).
 
-In a window group the engine frees a block when the window has moved on, and allocates it again. A table that still names the
-block would store another request's KV under this request's key. So a reverse index lists every block of such a group, and the
-entries of newly allocated ids are zeroed in all tables. The cost grows with those ids, not with all requests times all blocks.
+In a window group the engine frees a block once the window has moved past it, and may allocate it to another request. If the
+first request's table still named the block, the other request's KV would be stored under the first request's key. So a reverse
+index maps each block of such a group to the table entries that name it, and when the engine allocates a block, these entries
+are zeroed. The cost grows with the number of allocated blocks, not with requests times blocks.
 
-Recurrent groups keep one or two blocks per request, and some engines move these within the table in place. So a table has
-only the states that were handed off, at their positions.
+Recurrent groups keep one or two blocks per request, and some engines move these within the table in place. So for these groups
+a table has only the states that the engine handed off, at their positions.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import NULL_BLOCK, DeviceBlockId
 
 TableEntry = tuple[RequestRecord, int, int]
-"""A request, a group's number and a position in its table."""
+"""A request, the number of a group, and a position in the request's table of that group."""
 
 
 class BlockTables:
@@ -28,9 +29,9 @@ class BlockTables:
         self._recycles = [group.recycles_blocks for group in groups]
         self._recurrent = [group.kind is AttentionKind.RECURRENT for group in groups]
         self.entries: dict[DeviceBlockId, TableEntry] = {}
-        """For each block of a group that recycles blocks: the one entry that names it."""
+        """For each block of a group that recycles blocks, the table entry that names it."""
         self.shared: dict[DeviceBlockId, set[TableEntry]] = {}
-        """The entries of blocks that several entries name. A block is in one of these two dicts."""
+        """The same for blocks that several entries name. A block is in only one of these two dicts."""
 
     def reallocated(self, blocks: Iterable[DeviceBlockId]) -> int:
         """Zero these newly allocated ids in every table that names them; return how many entries were zeroed."""
@@ -44,7 +45,7 @@ class BlockTables:
         return len(stale)
 
     def allocated(self, record: RequestRecord, tables: Sequence[Sequence[DeviceBlockId]]) -> None:
-        """Replace a request's table by the one that the engine gave it. Call `reallocated` first."""
+        """Set a request's table to the one that the engine allocated. Call `reallocated` first."""
         if record.table is not None and (self.entries or self.shared):
             self.forget(record)
         if not any(self._recycles):
@@ -66,7 +67,7 @@ class BlockTables:
             self._name(named)
 
     def put(self, record: RequestRecord, group: int, position: int, block: DeviceBlockId) -> None:
-        """Note the block of a state that the engine handed off. Call `reallocated` first."""
+        """Enter the block of a recurrent state that the engine handed off. Call `reallocated` first."""
         assert record.table is not None, record
         row = record.table[group]
         row += [NULL_BLOCK] * (position + 1 - len(row))
@@ -81,7 +82,7 @@ class BlockTables:
         if table is None or not (self.entries or self.shared):
             return
         recycling = [(group, row) for group, row in enumerate(table) if self._recycles[group]]
-        if not self.shared:  # then the only entry of each block is this record's
+        if not self.shared:  # then only this record names these blocks
             entries = self.entries
             for block in [block for _, row in recycling for block in row if block != NULL_BLOCK]:
                 entries.pop(block, None)
@@ -92,7 +93,7 @@ class BlockTables:
                     self._drop((record, group, position), block)
 
     def _name(self, named: dict[DeviceBlockId, TableEntry]) -> None:
-        """Index these entries by their blocks, without the null block."""
+        """Add entries to the reverse index, ignoring the null block."""
         named.pop(NULL_BLOCK, None)
         if not self.shared and self.entries.keys().isdisjoint(named):
             self.entries.update(named)

@@ -1,17 +1,17 @@
-"""Jobs: planned sets of copies. There is one kind for each way between two tiers.
+"""Jobs: planned sets of copies. There is one kind for each direction between two tiers.
 
     Store   device ─▶ host            Spill   host ─▶ lower tier
     Load    host ─▶ device            Fetch   lower tier ─▶ host
 
-The owner of a job plans it, and is called when something becomes of it:
+The owner of a job plans it, and is called as the job proceeds:
 
     plan ─▶ submit ─▶ owner.reported, once for each rank ─▶ owner.ended ─▶ close
       │       └─ overdue, drop ─▶ owner.failed ─────────────────┘
       └─ drop ─▶ owner.failed ─▶ owner.ended ─▶ cancel
 
 The *outcome* of a job is known (the job is `settled`) when every rank has copied, when one rank has failed, or when the job
-timed out or was dropped. Its *memory* is free only when every rank has ended its copy. Rules R4, R9 and R16 are about the time
-between the two.
+timed out or was dropped. Its *memory* is free only when every rank has ended its copy. Rules R4, R9 and R16 cover the time
+between these two moments.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ JobT_contra = TypeVar("JobT_contra", contravariant=True)
 class Offer(NamedTuple):
     """One computed block that may be stored.
 
-    `record` is None where the block was found in the device's free queue (lazy); the fields after it then mean nothing.
+    `record` is None when the lazy planner found the block in the device's free queue; the fields after it are then unused.
     """
 
     key: BlockKey
@@ -56,11 +56,11 @@ class Offer(NamedTuple):
 
 
 TABLE: Callable[[Offer], tuple[RequestRecord | None, int]] = itemgetter(2, 3)
-"""Return the request and the incarnation whose block table an offer was made from."""
+"""Return an offer's request and incarnation, which identify the block table it was made from."""
 
 
 def owner(offer: Offer) -> RequestRecord | None:
-    """Return the request that made an offer while it still has the same block table, else None."""
+    """Return the request that made an offer if it still has the same block table, else None."""
     record = offer.record
     if record is None or record.incarnation != offer.incarnation or not record.is_live:
         return None
@@ -68,17 +68,17 @@ def owner(offer: Offer) -> RequestRecord | None:
 
 
 class Failure(Enum):
-    """Why a job brings nothing, with the outcome of its blocks if it is a store, a load, or a copy with a lower tier."""
+    """Why a job failed, with the outcome of its blocks for a store, for a load, and for a fetch or spill."""
 
     # A rank's copy failed.
     FAILED = StoreOutcome.FAILED, LoadOutcome.FAILED, TierOutcome.FAILED
-    # A rank found wrong bytes.
+    # A rank found corrupt bytes.
     CORRUPT = StoreOutcome.FAILED, LoadOutcome.CORRUPT, TierOutcome.CORRUPT
-    # A rank did not report in time and may still copy: what it writes is leaked.
+    # A rank did not report in time and may still be copying, so the slots under its copy are quarantined.
     TIMED_OUT = StoreOutcome.ABANDONED, LoadOutcome.ABANDONED, TierOutcome.ABANDONED
-    # It was dropped before any worker knew of it.
+    # The job was dropped before it was sent to the workers.
     CANCELLED = StoreOutcome.CANCELLED, LoadOutcome.CANCELLED, TierOutcome.CANCELLED
-    # The workers finish it, but its blocks must not be found. While offloading is on, only a reset drops stores.
+    # The workers finish the job, but its blocks must not be found. While offloading is on, only a reset drops stores.
     DROPPED = StoreOutcome.BEFORE_RESET, LoadOutcome.FAILED, TierOutcome.CANCELLED
 
     def __init__(self, of_store: StoreOutcome, of_load: LoadOutcome, of_tier: TierOutcome) -> None:
@@ -88,30 +88,30 @@ class Failure(Enum):
 
 
 class Owner(Protocol[JobT_contra]):
-    """Plans jobs of one kind. Only the owner settles them and releases their memory."""
+    """The part of the core that plans jobs of one kind. Only the owner settles these jobs and releases their memory."""
 
     def reported(self, job: JobT_contra, rank: Rank, report: JobReport, /) -> None:
         """Handle the end of one rank's copy."""
 
     def failed(self, job: JobT_contra, why: Failure, /) -> None:
-        """Settle a job that will bring nothing. A job that times out may have been settled before."""
+        """Settle a job that will not succeed. A job that times out may already be settled."""
 
     def ended(self, job: JobT_contra, /) -> None:
-        """Settle a job if that was not done before, and release its memory: every rank has ended its copy."""
+        """Release a job's memory after every rank has ended its copy. If the job is not settled yet, settle it first."""
 
 
 class Job(Struct, eq=False):
-    """What all jobs have.
+    """The fields that all jobs share.
 
     Args:
-        owner: who planned it.
+        owner: the part of the core that planned it.
         slots: host slots.
-        targets: the other end of each copy, in the order of `slots`: a device block, a slot of the disk, or a block's key.
-        extra: what else the workers must know; `CopyJob` lists it.
+        targets: the other end of each copy, in the order of `slots`: a device block, a disk slot, or a key in the remote tier.
+        extra: further data for the workers; `CopyJob` lists it.
         tier: the lower of the two tiers; HOST for copies between device and host.
-        id: its number; `Jobs` gives it.
+        id: its number, assigned by `Jobs`.
         waiting: ranks whose copy has not ended.
-        failed: what the first failing rank reported.
+        failed: the outcome that the first failing rank reported; None if no rank has failed.
         settled: its outcome is known, though copies may still run.
     """
 
@@ -128,7 +128,7 @@ class Job(Struct, eq=False):
     settled: bool = False
 
     def reported(self, rank: Rank, outcome: CopyOutcome) -> bool:
-        """Note that a rank's copy has ended; return False for a duplicate report, which changes nothing."""
+        """Note that a rank's copy has ended. Return False and change nothing if the report is a duplicate."""
         if rank not in self.waiting:
             return False
         self.waiting.discard(rank)
@@ -138,7 +138,7 @@ class Job(Struct, eq=False):
 
 
 class DeviceJob(Job, eq=False):
-    """A job between device and host. The device blocks are leased until the last rank has ended.
+    """A job between device and host. Its device blocks stay leased until the last rank has ended its copy.
 
     Args:
         concerns: the requests whose blocks it copies.
@@ -148,7 +148,7 @@ class DeviceJob(Job, eq=False):
 
 
 class Store(DeviceJob, eq=False):
-    """From the device to the host.
+    """A job that copies blocks from the device to the host.
 
     Args:
         offers: the accepted offers, in the order of `slots`.
@@ -159,12 +159,12 @@ class Store(DeviceJob, eq=False):
 
 
 class Load(DeviceJob, kw_only=True, eq=False):
-    """From the host to the device, for one request, whose name is `extra`.
+    """A job that copies blocks from the host to the device for one request. `extra` is the request's id.
 
     Args:
         record: the request.
-        incarnation: its block table.
-        corrupt: positions that some rank found corrupt.
+        incarnation: the request's incarnation when the load was planned.
+        corrupt: positions in the job that a rank found corrupt.
     """
 
     direction = Direction.LOAD
@@ -177,11 +177,11 @@ class TierJob(Job, kw_only=True, eq=False):
     """A job between the host and a lower tier.
 
     Args:
-        keys: of the blocks, in the order of `slots`, heads first.
-        tier_slots: their slots in the tier's pool, in the same order.
-        missing: positions whose blocks the remote tier does not have.
-        stuck: positions that a hanging call may still write: slots of the disk in a spill, host slots in a fetch.
-        copy_s: seconds of the slowest rank that has reported.
+        keys: the blocks' keys, in the order of `slots`, heads first.
+        tier_slots: the blocks' slots in the tier's pool, in the same order.
+        missing: positions in the job whose blocks the remote tier does not have.
+        stuck: positions in the job that a hanging call may still write: disk slots in a spill, host slots in a fetch.
+        copy_s: how long the slowest rank so far copied, in seconds.
     """
 
     keys: list[BlockKey]
@@ -202,11 +202,11 @@ class TierJob(Job, kw_only=True, eq=False):
 
 
 class Fetch(TierJob, eq=False):
-    """From a lower tier to the host.
+    """A job that copies blocks from a lower tier to the host.
 
     Args:
         wanted: the requests that wait for it.
-        corrupt: positions that some rank found corrupt.
+        corrupt: positions in the job that a rank found corrupt.
     """
 
     direction = Direction.LOAD
@@ -215,10 +215,10 @@ class Fetch(TierJob, eq=False):
 
 
 class Spill(TierJob, eq=False):
-    """From the host to a lower tier.
+    """A job that copies blocks from the host to a lower tier.
 
     Args:
-        sums: the checksums of each rank that has reported.
+        sums: for each rank that has reported, its checksums of the blocks.
     """
 
     direction = Direction.STORE
@@ -231,25 +231,25 @@ class Jobs:
     def __init__(self, ranks: int) -> None:
         self._ranks = frozenset(map(Rank, range(ranks)))
         self.last = JobId(-1)
-        """The number of the job that was planned last."""
+        """The number of the most recently planned job; -1 before the first."""
         self.by_state = {
             (tier, direction): [0] * len(JobState) for tier in (Tier.HOST, *_LOWER) for direction in Direction
         }
-        """By tier and direction, how many open jobs are in each state."""
+        """For each tier and direction, how many open jobs are in each state."""
         self.open: dict[JobId, Job] = {}
-        """By number, the oldest first."""
+        """The open jobs by number, the oldest first."""
         self.planned: list[Job] = []
         """The jobs of the step's plan, in the order in which they were planned."""
         self.cancelled: list[JobId] = []
-        """Submitted fetches that no request waits for any more. The next plan tells the workers to start no more of their copies."""
+        """Submitted fetches that no request waits for any more. The next plan tells the workers to skip their remaining copies."""
         self.open_on_tiers = 0
-        """Open jobs between the host and a lower tier."""
+        """The number of open jobs between the host and a lower tier."""
         self.pending = 0
-        """Jobs that are planned or submitted. Jobs that timed out are not counted."""
+        """The number of jobs that are planned or submitted. Jobs that timed out are not counted."""
 
     def plan(self, job: Job) -> None:
         """Open a job and give it the next number."""
-        job.id = self.last = self.last + 1  # type: ignore[assignment]  # a `JobId` would be a call
+        job.id = self.last = self.last + 1  # type: ignore[assignment]  # calling `JobId` would take time
         job.waiting = set(self._ranks)
         self.open[job.id] = job
         self.planned.append(job)
@@ -258,11 +258,11 @@ class Jobs:
         self.by_state[job.tier, job.direction][job.state] += 1
 
     def count(self, direction: Direction, state: JobState, tier: Tier = Tier.HOST) -> int:
-        """Return how many open jobs of a tier and a direction are in a state."""
+        """Return how many open jobs of this tier and direction are in a state."""
         return self.by_state[tier, direction][state]
 
     def on_tiers(self) -> list[JobId]:
-        """Return the open jobs between the host and a lower tier."""
+        """Return the numbers of the open jobs between the host and a lower tier."""
         return [job.id for job in self.open.values() if job.tier is not Tier.HOST]
 
     @property
@@ -273,14 +273,14 @@ class Jobs:
 
     @property
     def pending_on_tiers(self) -> int:
-        """Pending jobs between the host and a lower tier."""
+        """The number of pending jobs between the host and a lower tier."""
         counts = [self.by_state[tier, direction] for tier in _LOWER for direction in Direction]
         return sum([each[_PLANNED] + each[_SUBMITTED] for each in counts])
 
     def submit(self) -> TransferPlan:
-        """Return the plan of the step. Its jobs count as submitted from now on.
+        """Return the step's plan, and mark its jobs as submitted.
 
-        The plan is complete before any job changes its state, and nothing can raise after that (R12).
+        The plan is complete before any job changes its state, and nothing after that can raise (R12).
         """
         ways = defaultdict[Direction | Tier, list[AnyJob]](list)
         for job in self.planned:
@@ -315,7 +315,7 @@ class Jobs:
         self.pending -= 1
 
     def drop(self, job: Job) -> None:
-        """Discard what a job brings. A planned job is cancelled; the copies of a submitted one run to their end."""
+        """Discard a job's result. A planned job is cancelled; the copies of a submitted job still run to their end."""
         if job.state is _PLANNED:
             job.owner.failed(job, Failure.CANCELLED)
             job.owner.ended(job)
@@ -325,17 +325,17 @@ class Jobs:
             job.owner.failed(job, Failure.DROPPED)
 
     def cancel(self, job: Fetch) -> None:
-        """Drop a fetch, and tell the workers to start no more of its copies."""
+        """Drop a fetch, and tell the workers to skip its remaining copies."""
         self.drop(job)
         if job.state is _SUBMITTED:
             self.cancelled.append(job.id)
 
     def cancel_nothing(self) -> None:
-        """Tell the workers nothing more about cancelled fetches."""
+        """Discard the cancellations that no plan has carried yet."""
         self.cancelled.clear()
 
     def close(self, job: Job, event: JobEvent = _FINISH) -> None:
-        """Remove a job that is cancelled or whose last rank has ended."""
+        """Remove a job that was cancelled, or whose last rank has ended its copy."""
         was = job.state
         job.state = JOB.steps[event if job.failed is None else _FAIL][was]
         self.by_state[job.tier, job.direction][was] -= 1
@@ -347,18 +347,18 @@ class Jobs:
 class InFlight:
     """Keys on their way to a tier, and the offers that wait for them. The only writer of both.
 
-    A key is removed when the outcome of its job is known, because another block with the key may be stored after a failure. The
-    first block stays leased until its last copy has ended.
+    A key is removed as soon as its job has an outcome, so that after a failure another block with this key can be stored. The
+    failed job's block stays leased until its last copy has ended.
     """
 
     def __init__(self) -> None:
         self.keys: dict[BlockKey, Job] = {}
-        """Keys that a store or a fetch brings to the host, or a spill to a lower tier."""
+        """For each key on its way, the job that brings it: a store or fetch to the host, a spill to a lower tier."""
         self.duplicates: dict[BlockKey, list[Offer]] = {}
-        """By key, the offers of other blocks with that key."""
+        """For each key, the waiting offers of other device blocks with that key."""
 
     def began(self, keys: Iterable[BlockKey], job: Job) -> None:
-        """A job brings these keys to the tier."""
+        """Note that a job is bringing these keys to the tier."""
         self.keys.update(dict.fromkeys(keys, job))
 
     def wait(self, duplicate: Offer) -> None:
@@ -376,12 +376,15 @@ class InFlight:
 
 
 class Leases:
-    """Device blocks that the engine must not allocate while open jobs copy them (R5). The only caller of `lease` and `release`."""
+    """Device blocks that the engine must not reuse while open jobs copy them (R5).
+
+    The only caller of the block pool's `lease` and `release`.
+    """
 
     def __init__(self, device: BlockPool) -> None:
         self._device = device
         self.counts: dict[DeviceBlockId, int] = {}
-        """How often each block is leased."""
+        """How many leases each block has."""
 
     def take(self, blocks: Sequence[DeviceBlockId]) -> None:
         """Lease blocks. Changes the engine's reference counts."""
@@ -389,7 +392,7 @@ class Leases:
         self._device.lease(blocks)
 
     def release(self, blocks: Sequence[DeviceBlockId]) -> None:
-        """Release blocks, the deepest first. Changes the engine's reference counts.
+        """Release blocks in reverse order, the deepest first. Changes the engine's reference counts.
 
         Raises:
             KeyError: one of them is not leased; nothing has changed.
@@ -402,36 +405,36 @@ _MOST_IN_A_ROW = 2
 
 
 class Stall:
-    """Counts jobs that timed out, and stops new copies before such jobs take the whole device pool (R5, R16).
+    """Counts jobs that timed out, and stops new copies before such jobs lease the whole device pool (R5, R16).
 
     Args:
-        limit: device blocks that such jobs may touch. A single job may exceed it.
+        limit: how many device blocks such jobs may lease together. A single job may exceed it.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._largest = 0
         self.blocks = 0
-        """Device blocks under copies that timed out."""
+        """The number of device blocks that timed-out jobs still lease."""
         self.jobs_in_a_row = 0
-        """Jobs that timed out since one last ended."""
+        """How many jobs have timed out since a job last ended."""
         self.is_on = False
-        """Whether no new copy may start."""
+        """Whether copies are stalled: no new copy may start."""
 
     @property
     def limit(self) -> int:
-        """Device blocks that jobs which timed out may touch, at least as many as the largest of them has."""
+        """How many device blocks timed-out jobs may lease: at least as many as the largest of them has."""
         return max(self._limit, self._largest)
 
     def timed_out(self, job: DeviceJob) -> list[Event]:
-        """Count a job that timed out; return the event that reports it if `is_on` has changed."""
+        """Count a job that timed out. If this changes `is_on`, return the event that reports the change."""
         self.blocks += len(job.slots)
         self._largest = max(self._largest, len(job.slots))
         self.jobs_in_a_row += 1
         return self._turned()
 
     def ended(self, job: DeviceJob) -> list[Event]:
-        """Note that the last copy of a job has ended; return the event that reports it if `is_on` has changed."""
+        """Note that a job's last copy has ended. If this changes `is_on`, return the event that reports the change."""
         if job.state is _ABANDONED:
             self.blocks -= len(job.slots)
         self.jobs_in_a_row = 0

@@ -1,13 +1,14 @@
-"""The keys that can hit, and on request a log of their changes.
+"""An index of the keys that can hit, with an optional log of its changes.
 
-A dict whose keys come and go copies itself now and then, all of it in one call: with a million keys that takes 0.2 s inside a
-hook. So the index consists of many dicts, chosen by the first byte of a key, which is part of a hash and as good as random. It
-starts as one dict; a dict that grows too long is split in two, until there is one for each byte:
+A dict with many insertions and deletions is rebuilt now and then, in a single call: with a million keys this takes 0.2 s inside
+a hook. So the index consists of several dicts, and the first byte of a key selects one. Keys are hashes, so their first bytes
+are spread evenly. The index starts as one dict. A dict that grows too long is split in two, until there is one per byte value:
 
     first byte    00 .............. 7f 80 ...... bf c0 .. ff
     parts         [a, a, a, ... a,     b, b, ... b, c, ... c]      one entry per byte, neighbours share a dict
 
-Keys with the same first byte always share a dict; if all keys do, a copy takes as long as with one dict.
+Keys with the same first byte always share a dict. If all keys began with the same byte, a rebuild would take as long as with
+a single dict.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ _Part = dict[BlockKey, SlotId]
 
 _BYTES = 256
 _MOST = 2048
-"""A longer part is split if it can be. Splitting or copying one of this length takes a fraction of a millisecond."""
+"""A part with more keys is split if possible. Splitting or rebuilding a part of this length takes a fraction of a millisecond."""
 _LOOK_AFTER = 256
-"""Keys that are added between two checks of the parts' lengths."""
+"""How many keys are added between two checks of the parts' lengths."""
 
 
 class KeyIndex(Mapping[BlockKey, SlotId]):
-    """The slot of each key that can hit. Only the pool writes it. If a key is there, it is in `parts[key[0]]`."""
+    """Maps each key that can hit to its slot. Only the pool writes it. A key can only be in `parts[key[0]]`."""
 
     __slots__ = ("_all", "_changes", "_unlooked", "parts")
 
@@ -37,16 +38,16 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
         self._changes: list[tuple[BlockKey, bool]] | None = None
         self._unlooked = 0
 
-    # -- questions, which change nothing ------------------------------------------------------------------------
+    # -- queries; they change nothing ---------------------------------------------------------------------------
 
     def __getitem__(self, key: BlockKey) -> SlotId:
         return self.parts[key[0]][key]
 
-    def get(self, key: BlockKey, default: None = None) -> SlotId | None:  # type: ignore[override]  # no other default
+    def get(self, key: BlockKey, default: None = None) -> SlotId | None:  # type: ignore[override]  # callers use no other default
         return self.parts[key[0]].get(key, default)
 
     def __contains__(self, key: object) -> bool:
-        return key in self.parts[key[0]]  # type: ignore[index]  # what is asked for is a key
+        return key in self.parts[key[0]]  # type: ignore[index]  # callers pass only keys
 
     def __iter__(self) -> Iterator[BlockKey]:
         return chain.from_iterable(self._all)
@@ -65,12 +66,12 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
     # -- changes ------------------------------------------------------------------------------------------------
 
     def watch(self) -> list[tuple[BlockKey, bool]]:
-        """Return a list to which every later change is appended: a key, and True if it was added, False if removed."""
+        """Return a list to which every later change is appended: the key, and True if it was added or False if removed."""
         self._changes = []
         return self._changes
 
     def expect(self, count: int) -> None:
-        """Split now for `count` keys to come, while there are few. Later all parts would grow too long at the same time."""
+        """Split the parts for `count` expected keys while there are few. Later all parts would grow too long at the same time."""
         width, parts = _BYTES, self.parts
         while width > 1 and count > _MOST * _BYTES // width:
             for byte in range(0, _BYTES, width):
@@ -90,7 +91,7 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
             self._changes += [(key, True) for key in keys]
 
     def remove(self, keys: Collection[BlockKey]) -> None:
-        """Remove keys. All of them must be there."""
+        """Remove keys. The index must have all of them."""
         parts = self.parts
         for key in keys:
             del parts[key[0]][key]
@@ -106,17 +107,17 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
             self._changes += [(key, False) for key in held]
         return held
 
-    # -- inside -------------------------------------------------------------------------------------------------
+    # -- internal -----------------------------------------------------------------------------------------------
 
     def _split_long(self) -> None:
         """Split every part that is too long and can be split."""
         self._unlooked = 0
-        for part in self._all:  # which grows
+        for part in self._all:  # a split appends to this list
             while len(part) > _MOST and self.parts[(byte := next(iter(part))[0]) ^ 1] is part:
                 self._split(part, byte)
 
     def _split(self, part: _Part, byte: int) -> None:
-        """Move the keys of the upper half of a part's bytes to a new part."""
+        """Move the keys in the upper half of a part's byte range to a new part."""
         width = sum(each is part for each in self.parts)
         middle = byte - byte % width + width // 2
         upper = {key: slot for key, slot in part.items() if key[0] >= middle}
