@@ -1,13 +1,13 @@
-"""Loads: a lookup pins the slots it found, an allocation turns this hit into a load job, and the request runs or recomputes.
+"""Loads: a lookup pins the slots it finds, an allocation turns this hit into a load job, and then the request runs.
 
     lookup ─▶ hit, pinned ─▶ allocated ─▶ _load ─▶ submit ─▶ reported ─▶ _arrived │ failed ─▶ _answer
                 │                           └─ nothing to load, or the host lacks some of it ─▶ _answer
                 └─ looked up again, the request ended, a reset: dropped
 
-`PendingHits.lookup` searches (`match.longest_match`), pins the slots it found and keeps the answer in the request's record (R1).
+`PendingHits.lookup` searches (`match.longest_match`), pins the slots it finds and keeps the answer in the request's record (R1).
 The matching allocation takes the answer (`take`); a repeated lookup, the request's end or a reset drops it (`drop`). Every load
-that the engine waits for is answered exactly once (`_answer`). Memory is released later, when every rank has ended its copy
-(`ended`).
+that the engine waits for is answered exactly once (`_answer`). If the answer is a failure, the engine recomputes the tokens.
+Memory is released later, when every rank has ended its copy (`ended`).
 
 Engines keep few recurrent states, and a hit needs one at its end. If a longer hit lacks only that state, the lookup notes a
 *shared-prefix boundary* in the record: the engine is asked to hand off its state after these tokens, and the next request with
@@ -55,9 +55,9 @@ class PendingHits:
     def lookup(
         self, record: RequestRecord, device_tokens: int, full_tokens: int = 0, *, may_wait: bool
     ) -> int | None:
-        """Return the tokens that the host adds to the device's hit, and pin their slots; None for "not yet".
+        """Return how many tokens the host adds to the device's hit, and pin their slots. None means "not yet".
 
-        A request may look up any number of times. Each lookup drops the hit of the last one.
+        A request may look up any number of times. Each lookup drops the previous one's hit.
         """
         state = self._state
         if record.hit is not None:
@@ -93,7 +93,7 @@ class PendingHits:
         return hit.tokens - device_tokens
 
     def _not_yet(self, record: RequestRecord, owner: RequestId | None = None) -> None:
-        """Report that a request waits: once per load, fetch or answer of the remote tier, however often the engine asks.
+        """Report that a request waits: once per load, fetch or remote query it waits for, however often the engine asks.
 
         Args:
             record: the request that waits.
@@ -112,10 +112,10 @@ class PendingHits:
         record.boundary = 0
 
     def take(self, record: RequestRecord, accepted_tokens: int) -> PendingHit | None:
-        """Return and count the answer of the last lookup, None without one; the caller unpins its slots.
+        """Take the last lookup's answer out of the record and report it; None if there is none. The caller unpins its slots.
 
-        Block positions after the device's own hit are counted, and as hits only those that the engine accepted: it may decline
-        the end of a hit, or all of it if another connector's hit came first.
+        The report counts the block positions after the device's own hit. Only those that the engine accepted count as hits: it
+        may decline the end of a hit, or all of it if another connector's hit came first.
         """
         hit, record.hit = record.hit, None
         if hit is None:
@@ -149,7 +149,7 @@ class PendingHits:
             self._state.tally.events.append(events.HitDropped(record.request, len(hit.slots), cause))
 
     def _search(self, record: RequestRecord, device_tokens: int, full_tokens: int) -> PendingHit:
-        """Return the answer to a lookup, without pins."""
+        """Return the answer to a lookup, without pinning its slots."""
         state = self._state
         if not record.reads_cache:
             return PendingHit(device_tokens, device_tokens, (), MissCause.OPTED_OUT)
@@ -173,7 +173,7 @@ class PendingHits:
         return _hit((device_tokens, tokens, slots, cause, missing))
 
     def _cause(self, record: RequestRecord, tokens: int, missing: BlockKey | None) -> MissCause | None:
-        """Return why the first block position after a match missed, None if there is no such position."""
+        """Return why the first block position after a match missed, or None if there is no such position."""
         lacking, alignment = record.prompt_tokens - tokens, self._state.shape.alignment
         if lacking <= 0:
             return None
@@ -190,9 +190,9 @@ class Loads:
     """Plans and owns loads.
 
     Args:
-        state: the core's.
-        hits: the answers of lookups.
-        planner: is called for each load that ended well.
+        state: the core's state.
+        hits: holds the answers of lookups.
+        planner: the store planner, which is called after each load that succeeded.
     """
 
     def __init__(self, state: CoreState, hits: PendingHits, planner: StorePlanner) -> None:
@@ -211,12 +211,12 @@ class Loads:
             self._load(record, fact, hit)
             return
         if hit is not None and hit.slots:
-            # The engine takes nothing from the host, as its contract allows (R2).
+            # The engine declined the whole hit, which its contract allows (R2).
             self._unpin_hit(record, hit, ())
         self._state.requests.move(record, RequestEvent.ALLOCATE)
 
     def refuse(self, request: RequestId, external_tokens: int) -> None:
-        """Fail the tokens that the engine waits for although no lookup promised them."""
+        """Report a failed load for tokens that the engine waits for although no lookup promised them."""
         if external_tokens:
             self._state.tally.rejected(RejectionCause.TOKENS_WITHOUT_PIN, request)
             self._state.results.failed.append(request)
@@ -244,7 +244,7 @@ class Loads:
             self._answer(record, record.incarnation, loaded=True)
 
     def _unpin_hit(self, record: RequestRecord, hit: PendingHit, loading: Sequence[SlotId]) -> None:
-        """Unpin a hit, and drop its slots that are not loaded. They are evicted before the blocks in front of them (R15)."""
+        """Unpin a hit, and report how many of its slots are not loaded. These are evicted before the blocks before them (R15)."""
         self._state.pool.unpin(hit.slots)
         if rest := len(set(hit.slots).difference(loading)):
             self._state.retention.used(record, record.found_tokens)
@@ -268,8 +268,8 @@ class Loads:
     def _copies(self, record: RequestRecord, fact: BlocksAllocated, length: int) -> _Copies | None:
         """Return the slots and blocks to copy for a prefix of `length` tokens, heads first; None if the host lacks any.
 
-        The blocks are looked up again by key: a pinned block may have been invalidated since, and a shorter hit can need other
-        blocks.
+        Blocks are looked up by key again, because a pinned block may have been invalidated since the lookup, and a shorter hit
+        can need different blocks.
         """
         parts = self._state.pool.index.parts
         copies: list[tuple[int, SlotId, DeviceBlockId]] = []
@@ -297,13 +297,13 @@ class Loads:
         return results
 
     def reported(self, job: Load, rank: Rank, report: JobReport) -> None:
-        """Invalidate the blocks that a rank could not load: no rank may use them. The outcome is known after the last rank (R9)."""
+        """Invalidate the blocks that a rank could not load. The job's outcome is known when every rank has reported (R9)."""
         job.corrupt.update(report.corrupt)
         if report.outcome is not CopyOutcome.DONE:
             self._distrust(job, report)
 
     def failed(self, job: Load, why: Failure) -> None:
-        """Let the engine recompute what a load was to bring. After a timeout the slots are never allocated again (R16)."""
+        """Let the engine recompute the tokens of a failed load. After a timeout the slots are never allocated again (R16)."""
         pool = self._state.pool
         if why is Failure.TIMED_OUT:
             self._note_misses(job.slots, MissCause.LOAD_FAILED)
@@ -322,10 +322,10 @@ class Loads:
         self._answer(job.record, job.incarnation, loaded=False)
 
     def ended(self, job: Load) -> None:
-        """Release the job's memory: every rank has ended its copy."""
+        """Release a job's memory after every rank has ended its copy."""
         state, record = self._state, job.record
         if not job.settled:
-            # After a broken invariant the loaded bytes are not trusted either.
+            # After a broken invariant even successfully loaded bytes are not trusted.
             if job.failed is None and state.degraded is None:
                 self._arrived(job)
             else:
@@ -336,7 +336,7 @@ class Loads:
         state.retention.release_if_over(record)
 
     def _arrived(self, job: Load) -> None:
-        """Let the request run: every rank has copied."""
+        """Let the request run after every rank has copied its blocks."""
         record, pool, shape = job.record, self._state.pool, self._state.shape
         if shape.state_key_ends and (states := shape.count_states(map(pool.key, job.slots))):
             self._state.tally.events.append(events.StatesCopied(Direction.LOAD, states))
@@ -353,7 +353,7 @@ class Loads:
     def _distrust(self, job: Load, report: JobReport) -> None:
         """Invalidate the slots of a failed copy at once, though other ranks may still read them (R4).
 
-        If checksums showed which blocks are corrupt, only these are lost, and their slots are never allocated again.
+        If checksums showed which blocks are corrupt, only these are invalidated, and their slots are never allocated again.
         """
         pool, tally = self._state.pool, self._state.tally
         if report.outcome is CopyOutcome.CORRUPT:
@@ -365,7 +365,7 @@ class Loads:
             tally.evicted(EvictionCause.LOAD_FAILED, sum(map(pool.invalidate, job.slots)))
 
     def _note_misses(self, slots: Sequence[SlotId], cause: MissCause) -> None:
-        """Note why the keys of these slots, which are about to be invalidated, will miss."""
+        """Remember why lookups of these slots' keys will miss. The slots are about to be invalidated."""
         pool = self._state.pool
         self._state.misses.note([key for slot in slots if (key := pool.indexed_key(slot)) is not None], cause)
 

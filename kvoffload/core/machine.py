@@ -1,11 +1,11 @@
-"""The three state machines: slot, job and request, each one literal table.
+"""The state machines of slots, jobs and requests, each written as a literal table.
 
 A transition that a table does not list raises `IllegalTransition` and changes nothing. There are three machines because slots,
 jobs and requests change for different reasons: a slot when its bytes become valid or invalid, a job when workers report, a request
 when the engine acts.
 
-Other modules bind the members that they compare often to module names, some as plain integers: in CPython 3.11 it is slow to
-access an enum's member through its class, and to compare members of an `IntEnum`.
+Other modules bind often compared members to module names, some as plain integers, because in CPython 3.11 it is slow to access
+an enum member through its class and to compare `IntEnum` members.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ E = TypeVar("E", bound=IntEnum)
 
 
 class Machine(Generic[S, E]):
-    """One table. `steps[event][state]` is the next state, or raises.
+    """A state machine defined by a table. `steps[event][state]` gives the next state, or raises `IllegalTransition`.
 
     Args:
-        name: of the machine, for errors.
+        name: the machine's name, for errors.
         states, events: the enums of the table; their members are numbered from 0.
         table: the legal transitions.
     """
@@ -36,11 +36,11 @@ class Machine(Generic[S, E]):
         self.table = table
         self.steps = tuple(_Steps(self, event) for event in events)
         self.only = {event: (bytes((before,)), int(after)) for (before, event), after in table.items()}
-        """For each event that is legal in only one state: that state as one byte, and the next state. To move many at a time."""
+        """For each event that is legal in only one state, that state as one byte and the next state. Moves many slots at once."""
 
 
 class _Steps(dict[int, S]):
-    """The next state by state, for one event. A dict is read without a call."""
+    """Maps each state to the next one, for one event. It is a dict because reading a dict needs no Python call."""
 
     def __init__(self, machine: Machine[S, E], event: E) -> None:
         super().__init__({before: after for (before, on), after in machine.table.items() if on is event})
@@ -97,10 +97,10 @@ SLOT = Machine(
 
 
 class JobState(IntEnum):
-    """Where a transfer job stands, all its ranks together."""
+    """The state of a transfer job over all its ranks."""
 
-    PLANNED = 0  # the workers do not know of it; it can be cancelled
-    SUBMITTED = 1  # with the workers; a started copy cannot be stopped
+    PLANNED = 0  # not sent to the workers yet; it can be cancelled
+    SUBMITTED = 1  # sent to the workers; a started copy cannot be stopped
     DONE = 2
     FAILED = 3
     CANCELLED = 4
@@ -134,11 +134,11 @@ JOB = Machine(
 
 
 class RequestState(IntEnum):
-    """What a request's block table is used for."""
+    """The state of a request and its block table."""
 
-    SEEN = 0  # no block table
-    LOADING = 1  # a block table that a load is filling
-    RUNNING = 2  # a block table that the engine computes into
+    SEEN = 0  # it has no block table
+    LOADING = 1  # a load is filling its block table
+    RUNNING = 2  # the engine computes into its block table
     FINISHING = 3  # ended, but jobs on its blocks are open
     GONE = 4
 

@@ -1,6 +1,6 @@
-"""The longest prefix that the host can continue, across groups of every attention kind.
+"""Finds the longest prefix that device and host hold together, across groups of every attention kind.
 
-A hit of L tokens is usable if every group finds the blocks that the token at L reads and that the device does not hold:
+A hit of L tokens is usable if the host has, in every group, all blocks that the token at L reads and the device lacks:
 
     device    |=========D
     full                [D ................ L)     all of them
@@ -9,7 +9,7 @@ A hit of L tokens is usable if every group finds the blocks that the token at L 
     recurrent                         [L-1, L)     the state after the last token
 
 Each block is looked up once. A missing block rules out all lengths that need it, down to the block's first token, so the search
-only moves down.
+only moves to shorter lengths.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, SlotId
 
 FoundKeys = KeyIndex | LayeredIndex
-"""Where a search looks up keys. If a key is there, it is in `parts[key[0]]`."""
+"""The index in which a search looks up keys. A key can only be in `parts[key[0]]`."""
 
 
 class Match(NamedTuple):
     """The result of a search."""
 
-    tokens: int  # how much of the prompt the device and the host hold together
+    tokens: int  # how many prompt tokens the device and the host hold together
     slots: tuple[SlotId, ...]  # the slots of the blocks to load, heads first
     missing: BlockKey | None  # the first missing key, or None if the limit ended the match
     lacks_state: bool = False  # whether the missing block is a recurrent state
-    full_tokens: int = 0  # with recurrent groups: the length that the groups of full attention allow
+    full_tokens: int = 0  # with recurrent groups: the length that the full-attention groups alone allow
 
 
 _match = from_fields(Match)
@@ -51,7 +51,7 @@ def longest_match(
     limit: int,
     device_tokens: int = 0,
 ) -> Match:
-    """Return the longest usable prefix of more than `start` and at most `limit` tokens. Reads only.
+    """Return the longest usable prefix of at most `limit` tokens, or of `start` tokens if none is longer. Reads only.
 
     Args:
         shape: the engine's groups.
@@ -59,7 +59,8 @@ def longest_match(
         index: the slots that can hit.
         start: tokens that the device holds.
         limit: the longest usable length.
-        device_tokens: tokens whose full-attention blocks the device holds; more than `start` if it lacks a state.
+        device_tokens: tokens whose full-attention blocks the device holds; more than `start` if the device lacks a recurrent
+            state.
     """
     if shape.is_one_full_group:
         return _match_in_one_full_group(shape.alignment, keys[0], index, start, limit)
@@ -78,7 +79,7 @@ def longest_match(
 def _match_in_one_full_group(
     tokens: int, keys: Sequence[BlockKey], index: FoundKeys, start: int, limit: int
 ) -> Match:
-    """Return the longest prefix of a model with one group, as most models have: the blocks before the first missing one."""
+    """Return the match in a model with one full-attention group, as most models have: all blocks before the first missing one."""
     parts, found, first = index.parts, list[SlotId](), start // tokens
     for key in islice(keys, first, limit // tokens):
         slot = parts[key[0]].get(key)
@@ -89,7 +90,7 @@ def _match_in_one_full_group(
 
 
 class _Search:
-    """One search, with the slots found so far in each group."""
+    """One search. Remembers the slots found so far in each group."""
 
     def __init__(
         self,
@@ -105,9 +106,9 @@ class _Search:
         self._start = start
         self._found: tuple[dict[int, SlotId], ...] = tuple({} for _ in shape.groups)
         self.full_length = start
-        """The length that the groups of full attention allow."""
+        """The length that the full-attention groups alone allow."""
         self.lacks_state = False
-        """Whether a recurrent group stopped the next longer length."""
+        """Whether a missing recurrent state ruled out the next longer length."""
 
     def descend(self, length: int) -> tuple[int, BlockKey | None]:
         """Return the longest usable length up to `length`, and the first missing key after it."""
@@ -128,7 +129,7 @@ class _Search:
         return max(length, self._start), blocker
 
     def descend_full(self, length: int) -> tuple[int, BlockKey | None]:
-        """Return the longest length up to `length` that groups of full attention allow, and the first missing key after it."""
+        """Return the longest length up to `length` that the full-attention groups allow, and the first missing key after it."""
         blocker: BlockKey | None = None
         for group in self._groups:
             if group.kind is AttentionKind.FULL and (cut := self._extend(group, length)) < length:
@@ -149,7 +150,7 @@ class _Search:
         return tuple([slot for _, slot in blocks])
 
     def aligned(self, length: int) -> int:
-        """Return the longest length up to this one that a hit may have."""
+        """Round a length down to one that a hit may have."""
         return length - length % self._alignment
 
     def _extend(self, group: GroupSpec, limit: int) -> int:
@@ -169,7 +170,10 @@ class _Search:
         return min(limit, self.aligned(position * tokens - self._behind(group)))
 
     def _last_hole(self, group: GroupSpec, length: int) -> int | None:
-        """Return the deepest block that a length needs and the host lacks; None if it lacks none, or the device holds as much."""
+        """Return the position of the deepest block that a length needs and the host lacks.
+
+        None if the host lacks no such block, or if the device alone holds this length.
+        """
         if length <= self._start:
             return None
         keys, found, parts = self._keys[group.group], self._found[group.group], self._parts
@@ -184,12 +188,12 @@ class _Search:
         return None
 
     def _needed(self, group: GroupSpec, length: int, end: int) -> range:
-        """Return the blocks up to `end` that the token at `length` needs and the device lacks."""
+        """Return the positions of the blocks up to `end` that the token at `length` needs and the device lacks."""
         first = max(group.first_needed_token(length), self._start)
         return range(first // group.block_tokens, end // group.block_tokens)
 
     def _key(self, group: GroupSpec, token: int) -> BlockKey | None:
-        """Return the first key from a token on that neither the device nor the host has; None after the last known key."""
+        """Return the first key at or after a token that neither device nor host has, or None if all known keys were found."""
         keys, found = self._keys[group.group], self._found[group.group]
         position = max(token, self._start) // group.block_tokens
         while position in found:
@@ -197,5 +201,5 @@ class _Search:
         return keys[position] if position < len(keys) else None
 
     def _behind(self, group: GroupSpec) -> int:
-        """Return how many tokens after the hit must be matched too: a draft's lookahead costs the last matched block."""
+        """Return how many tokens after the hit must match too: with a draft's lookahead the last matched block cannot be used."""
         return group.block_tokens if group.has_lookahead else 0

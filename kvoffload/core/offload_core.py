@@ -30,8 +30,8 @@ class OffloadCore:
     """Decides what is stored, found, loaded and evicted.
 
     Args:
-        shape: the engine's fixed facts.
-        policy: what the operator chose.
+        shape: the engine's fixed properties.
+        policy: the operator's choices.
         device: the engine's block pool.
     """
 
@@ -45,12 +45,12 @@ class OffloadCore:
         self._loads = Loads(self.state, self._hits, self._planner)
         self.take_results = self._loads.take_results
         self._least_tokens = policy.min_load_tokens
-        self._new: dict[RequestRecord, None] = {}  # given a block table since the last step
+        self._new: dict[RequestRecord, None] = {}  # requests that got a block table since the last step
 
     # -- requests -----------------------------------------------------------------------------------------------
 
     def request_seen(self, fact: facts.RequestSeen) -> None:
-        """Note a new request. If its id is in use, the live request stays."""
+        """Note a new request. If its id is already in use, the fact is rejected and the live request stays."""
         live = self.state.requests.live
         if fact.request in live:
             self.state.tally.rejected(RejectionCause.UNKNOWN_REQUEST, fact.request)
@@ -77,7 +77,7 @@ class OffloadCore:
         tokens: int = 0,
         new_keys: Sequence[Sequence[BlockKey]] = (),
     ) -> int | None:
-        """Return the tokens that the host adds to the device's hit; None for "not yet".
+        """Return how many tokens the host adds to the device's hit. None means "not yet".
 
         The slots stay pinned until the matching allocation, the next lookup, the request's end or a reset. An engine looks up only
         requests without a block table, so a lookup of a running one means that it was preempted.
@@ -86,8 +86,8 @@ class OffloadCore:
             request: the request.
             device_tokens: tokens that the device holds.
             may_wait: whether "not yet" is allowed.
-            full_tokens: tokens whose full-attention blocks the device holds, if these are more.
-            tokens: the prompt and the generated tokens of a preempted request.
+            full_tokens: tokens whose full-attention blocks the device holds, if more than `device_tokens`.
+            tokens: for a preempted request, how many prompt and generated tokens it has.
             new_keys: per group, the keys of whole blocks that were not reported before.
         """
         state = self.state
@@ -107,9 +107,9 @@ class OffloadCore:
         return self._hits.lookup(record, device_tokens, full_tokens, may_wait=can_wait)
 
     def set_least(self, tier: Tier, tokens: int) -> None:
-        """Set the least tokens of a hit (HOST), or the least that a fetch from a lower tier must add to a hit.
+        """Set how many tokens a hit must have (HOST), or how many a fetch from a lower tier must add to a hit.
 
-        A hit is never shorter than the policy allows. A request keeps the number of its first lookup.
+        A hit is never shorter than the policy's `min_load_tokens`. A request keeps the HOST minimum of its first lookup.
         """
         if tier is Tier.HOST:
             self._least_tokens = max(tokens, self.state.policy.min_load_tokens)
@@ -130,7 +130,7 @@ class OffloadCore:
             record.incarnation += 1
             record.may_store = not self.state.epoch or self._is_untainted(fact)
         elif was is _RUNNING and record.loading:
-            # Its load has ended, or was lost with its last table before a report came.
+            # The load into its previous table has ended, or was lost with that table before a report came.
             self.state.requests.load_is_over(record)
         self._new[record] = None
         if self.state.tables.entries or self.state.tables.shared or self.state.epoch:
@@ -189,7 +189,7 @@ class OffloadCore:
         record.incarnation += 1
 
     def _table_ended(self, record: RequestRecord) -> None:
-        """Forget everything that belongs to a request's block table, which is gone."""
+        """Forget everything tied to a block table that the request has lost."""
         state = self.state
         state.tables.forget(record)
         if record.watched:
@@ -198,10 +198,10 @@ class OffloadCore:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def step_scheduled(self, fact: facts.StepScheduled) -> None:
-        """Note what the engine scheduled in a step.
+        """Apply a step that the engine scheduled, and plan the copies that follow from it.
 
-        Preempted requests come first, because their blocks may be allocated again in this step. Then newly allocated ids are zeroed
-        in other tables, before any block of the step is offered.
+        Preempted requests come first, because this step may allocate their blocks again. Then newly allocated ids are zeroed in
+        other tables, before any block of the step is offered.
         """
         state = self.state
         state.steps += 1
@@ -221,7 +221,7 @@ class OffloadCore:
                     break
 
     def plan(self) -> TransferPlan:
-        """Return the copies planned since the last call. They count as submitted."""
+        """Return the copies planned since the last call. Their jobs count as submitted from now on."""
         state = self.state
         if not (state.jobs.planned or state.jobs.cancelled):
             return NOTHING
@@ -232,7 +232,7 @@ class OffloadCore:
     def _preempt_all(self, requests: Iterable[RequestId]) -> None:
         for request in requests:
             record = self.state.requests.live.get(request)
-            # A request that was preempted and got blocks again within one step is reported here too: its new blocks stay.
+            # A request that was preempted and got a new table within the same step is in this list too; it keeps the new table.
             if record is not None and record.state is _RUNNING and record not in self._new:
                 self._preempt(record)
 
@@ -240,7 +240,7 @@ class OffloadCore:
         """Apply new blocks and confirmed tokens; return the running requests that got any."""
         state, advanced = self.state, list[RequestRecord]()
         if state.tables.entries or state.tables.shared:
-            # Zero all ids in other tables before any of them is recorded.
+            # Zero all of the step's new ids in other tables before any of them is recorded.
             grown = [
                 block for progress in fact.progress for blocks in progress.new_blocks for block in blocks
             ]
@@ -285,7 +285,7 @@ class OffloadCore:
     # -- reports ------------------------------------------------------------------------------------------------
 
     def transfer_reported(self, fact: facts.TransferReported) -> None:
-        """Note which copies of a rank have ended, and how many slots it has ready. A duplicate changes nothing."""
+        """Note which of a rank's copies have ended, and how many host slots it has ready. A duplicate report changes nothing."""
         state, report = self.state, fact.report
         if state.growing or state.ready.get(report.rank) != report.ready_slots:
             self._ready(report)
@@ -314,7 +314,7 @@ class OffloadCore:
                 state.jobs.close(job)
 
     def job_overdue(self, fact: facts.JobOverdue) -> None:
-        """Stop waiting for a job that takes too long. The slots that it writes are leaked (R16)."""
+        """Stop waiting for a job that takes too long. The slots under its copies are quarantined (R16)."""
         state, job = self.state, self.state.jobs.open.get(fact.job)
         if job is None or job.state is not JobState.SUBMITTED:
             return
@@ -328,7 +328,7 @@ class OffloadCore:
         job.owner.failed(job, Failure.TIMED_OUT)
 
     def _ready(self, report: TransferReport) -> None:
-        """Grow the pool to the slots that every rank has ready."""
+        """Grow the pool to the number of slots that every rank has ready."""
         state, rank = self.state, report.rank
         if rank not in state.ready:
             state.tally.rejected(RejectionCause.UNKNOWN_JOB)
@@ -384,16 +384,16 @@ class OffloadCore:
         state.jobs.cancel_nothing()
         self.stores.stop(StoreOutcome.DEGRADED)
 
-    # -- questions that change nothing ----------------------------------------------------------------------------
+    # -- queries; they change nothing -----------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        """Whether steps are needed for something to end. Copies that timed out do not count (R16)."""
+        """Whether the engine must keep stepping for open work to end. Copies that timed out do not count (R16)."""
         return self._has_work(self.state.jobs.pending) or (bool(self.state.tiers) and self.lower_tiers.is_due)
 
     @property
     def has_host_work(self) -> bool:
-        """As `has_work`, without the jobs of lower tiers."""
+        """Like `has_work`, but without the jobs of lower tiers."""
         return self._has_work(self.state.jobs.pending - self.state.jobs.pending_on_tiers)
 
     def _has_work(self, jobs: int) -> bool:
@@ -402,23 +402,23 @@ class OffloadCore:
 
     @property
     def watches_blocks(self) -> bool:
-        """Whether a step must report all newly allocated blocks, also of requests whose progress is reported later."""
+        """Whether a step must report all newly allocated blocks, even those of requests whose progress is reported later."""
         tables = self.state.tables
         return bool(tables.entries or tables.shared or self.state.epoch)
 
     def boundary(self, request: RequestId) -> int:
-        """Return the tokens after which a looked-up request should hand off its recurrent states; 0 for none."""
+        """Return after how many tokens the engine should hand off a looked-up request's recurrent states; 0 for none."""
         record = self.state.requests.live.get(request)
         return 0 if record is None else record.boundary
 
     def audit(self) -> list[str]:
-        """Return the totals that are wrong, as text."""
+        """Return one line of text for each total that is wrong."""
         return audit(self.state, self.stores)
 
     # -- device blocks that were allocated ------------------------------------------------------------------------
 
     def _reallocated(self, fact: facts.BlocksAllocated, *, since_reset: bool) -> None:
-        """Zero the new ids of an allocation in other tables, and after a reset note what will be computed into them."""
+        """Zero an allocation's new ids in other tables. After a reset, also note whether KV computed into them may be found."""
         state, blocks = self.state, list[DeviceBlockId]()
         for group, table in zip(state.shape.groups, fact.tables, strict=True):
             blocks += table[-(-fact.device_tokens // group.block_tokens) :]

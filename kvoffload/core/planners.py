@@ -1,8 +1,8 @@
-"""Store planners: when a computed block is offered to the host.
+"""Store planners: they decide when a computed block is offered to the host.
 
-`eager` offers a block as soon as it is confirmed. `lazy` offers only blocks that the device is about to evict. Because the engine
-allocates freed blocks again without asking, lazy also looks at a request's blocks when it ends. A planner is a class with the six
-methods of `EagerPlanner` and a branch in `make_planner`.
+`eager` offers a block as soon as its tokens are confirmed. `lazy` offers only blocks that the device is about to evict. Because
+the engine reuses freed blocks without asking, lazy also looks at a request's blocks when the request ends. A new planner is a
+class with the six methods of `EagerPlanner` and a branch in `make_planner`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _offer = from_fields(Offer)
 
 
 class EagerPlanner:
-    """Offers every block once it is confirmed."""
+    """Offers every block as soon as its tokens are confirmed."""
 
     def __init__(self, state: CoreState, stores: Stores) -> None:
         self._state = state
@@ -36,16 +36,21 @@ class EagerPlanner:
         self._due: dict[RequestRecord, None] = {}
 
     def allocated(self, record: RequestRecord) -> None:
-        """Note that a request got a block table. It runs, or a load fills the table first."""
+        """Note that a request got a block table. The request is running, or waits for a load into the table."""
         if record.state is _RUNNING:
             self._due[record] = None
 
     def loaded(self, record: RequestRecord) -> None:
-        """Note that a request's load ended well: it runs, and the device holds its confirmed tokens."""
+        """Note that a request's load succeeded: the request is running, and the device holds its confirmed tokens."""
         self._due[record] = None
 
     def step(self, fact: StepScheduled, advanced: Sequence[RequestRecord]) -> None:
-        """Offer what is due in a step in which these running requests got blocks or confirmed tokens."""
+        """Offer newly confirmed blocks of requests that got a table or a load since the last step, and of those that advanced.
+
+        Args:
+            fact: the step.
+            advanced: running requests that got blocks or confirmed tokens in it.
+        """
         if not (self._due or advanced):
             return
         due = self._due | dict.fromkeys(advanced)
@@ -70,7 +75,7 @@ class EagerPlanner:
             self._stores.offer(offers, last_chance=True)
 
     def preempted(self, record: RequestRecord) -> None:
-        """Count the blocks that a running request lost before they were offered."""
+        """Count the blocks that a preempted request lost before they were offered."""
         self._due.pop(record, None)
         index = self._state.pool.index
         lost = [offer for offer in _confirmed(self._state, record) if offer.key not in index]
@@ -83,14 +88,15 @@ class LazyPlanner:
 
         allocated next                                         freed last
         |<- turnover ->|<- turnover ->|<------ 2 turnovers ----->|
-         as many as one  must be clean    a look goes this far
+         as many as one  must be clean    a look-ahead reaches to here
          step allocates  up to here
 
-    A block is clean if the host has it, cannot have it, or could never find it. A block that a look stores is leased and leaves the
-    free queue until the copy has ended; it then joins the end of the queue. The blocks after it move up, so enough clean blocks
-    must be left in front of them until the next looks have stored these too. While nothing is allocated, lazy stops after as many
-    blocks as the host holds: more would only evict what was just stored, and with a queue longer than the host it would never
-    stop, and keep an engine without requests stepping.
+    A block is clean if the host has it, has no slot for it, or could never find it. When a look-ahead stores a block, the block is
+    leased and leaves the free queue until its copy has ended; then it joins the end of the queue. The blocks after it move up, so
+    enough clean blocks must stay in front of them until later look-aheads have stored them too.
+
+    While nothing is allocated, lazy stops after storing as many blocks as the host holds. Storing more would only evict blocks just
+    stored. If the queue is longer than the host, lazy would never stop, and an engine without requests would have to keep stepping.
     """
 
     def __init__(self, state: CoreState, stores: Stores) -> None:
@@ -98,15 +104,16 @@ class LazyPlanner:
         self._stores = stores
         self._enough = 2 * state.shape.turnover_blocks
         recurrent = [group for group in state.shape.groups if group.kind is AttentionKind.RECURRENT]
-        self._for_states = 2 * len(recurrent)  # not in the table: one to continue in and one to keep
+        # Blocks of states are not in the table: one per group to continue in, and one to keep.
+        self._for_states = 2 * len(recurrent)
         self._clean = 0
-        self._stored = 0  # since blocks were last allocated
+        self._stored = 0  # blocks stored since the last allocation
 
     def allocated(self, record: RequestRecord) -> None:
         self._reallocated(sum(map(len, record.table or ())) + self._for_states)
 
     def loaded(self, record: RequestRecord) -> None:
-        """Do nothing: its blocks were counted when they were allocated."""
+        """Do nothing: the request's blocks were counted when they were allocated."""
 
     def step(self, fact: StepScheduled, advanced: Sequence[RequestRecord]) -> None:
         new = sum([len(blocks) for progress in fact.progress for blocks in progress.new_blocks])
@@ -116,17 +123,17 @@ class LazyPlanner:
             self._look_ahead()
 
     def states(self, offers: Sequence[Offer]) -> None:
-        """Do nothing: their blocks join the free queue, where the next looks find them."""
+        """Do nothing: the blocks of these states join the free queue, where a look-ahead finds them."""
 
     def ending(self, record: RequestRecord) -> None:
-        """Offer the blocks that one or two steps may evict from the end of the free queue, which they are about to join."""
+        """Offer the ending request's blocks that will be evicted within one or two steps of joining the end of the free queue."""
         reach = self._enough - self._state.device.free_blocks()
         if reach > 0:
-            # The engine frees the deepest first, so those are the next to go.
+            # The engine frees the deepest first, so those are evicted first.
             self._stores.offer(self._unknown(record)[-reach:], last_chance=True)
 
     def preempted(self, record: RequestRecord) -> None:
-        """Count the blocks that have been allocated again already: they are lost."""
+        """Count as lost the blocks of a preempted request that have already been allocated again."""
         offers = self._unknown(record)
         held = self._state.device.keys_of([offer.block for offer in offers])
         lost = [offer for offer, holds in zip(offers, held, strict=True) if holds != offer.key]
@@ -146,7 +153,8 @@ class LazyPlanner:
             if key is None or (state.epoch and block not in state.computed_since_reset):
                 continue
             if (slot := state.pool.index.get(key)) is not None:
-                # This will soon be the only copy. If it were evicted for its neighbours, they would evict each other forever.
+                # The host's copy will soon be the only one. If storing the neighbours evicted it, they would evict each other
+                # forever.
                 room -= state.pool.use((slot,), {})
             elif key not in self._stores.in_flight.keys:
                 offers.append(Offer(key, block))
@@ -155,14 +163,14 @@ class LazyPlanner:
         is_all = stored == fitting and not (no_slot and state.growing)
         self._clean = len(blocks) - len(stored) if is_all else 0
         self._stored += len(stored)
-        self._stores.offer(stored[::-1])  # the device evicts the deepest first; a job has the heads first
+        self._stores.offer(stored[::-1])  # the device evicts the deepest first; a job lists heads first
         outcome = StoreOutcome.NOT_READY if state.growing else StoreOutcome.HOST_FULL
         cause = MISS_CAUSES[outcome]
         refused = [offer for offer in no_slot if state.misses.cause(offer.key) is not cause]
         self._stores.refuse(refused, outcome)
 
     def _unknown(self, record: RequestRecord) -> list[Offer]:
-        """Return offers of the request's blocks that the host lacks, heads first."""
+        """Return offers of the request's blocks that are not on the host or on their way to it, heads first."""
         index, in_flight = self._state.pool.index, self._stores.in_flight.keys
         offers = [*_confirmed(self._state, record), *_handed_off(self._state, record)]
         if self._for_states:
@@ -176,7 +184,7 @@ StorePlanner = EagerPlanner | LazyPlanner
 def make_planner(state: CoreState, stores: Stores) -> StorePlanner:
     """Return the planner that the policy names.
 
-    A device pool that a few steps can turn over leaves lazy no time to look ahead: there it is eager.
+    If a few steps can turn over the whole device pool, lazy has no time to look ahead, so the eager planner replaces it.
     """
     if state.policy.store_policy == "lazy" and 4 * state.shape.turnover_blocks < state.shape.device_blocks:
         return LazyPlanner(state, stores)
@@ -186,7 +194,7 @@ def make_planner(state: CoreState, stores: Stores) -> StorePlanner:
 def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
     """Return offers of the blocks confirmed since the last call, heads first, and note them as offered.
 
-    Blocks that a load brought are left out because the host has them, recurrent groups because the engine hands off their states.
+    Loaded blocks are left out because the host has them, and recurrent groups because the engine hands off their states.
     """
     shape, offered, confirmed_tokens = state.shape, record.offered, record.confirmed_tokens
     offers: list[Offer] = []
@@ -207,7 +215,7 @@ def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
         if first * size < record.loaded_tokens and first < (loaded := min(record.loaded_tokens // size, end)):
             found = min(record.found_tokens // size, end)
             fields = zip(keys[first:found], blocks[first:found], *owner, repeat(number), count(first))
-            # The engine has no blocks before the window of the device's own hit.
+            # Before the window of the device's own hit, the table has only null blocks.
             offers += [_offer(each) for each in fields if each[1] != NULL_BLOCK]
             first = loaded
         offers += map(_offer, zip(keys[first:end], blocks[first:end], *owner, repeat(number), count(first)))
@@ -217,7 +225,7 @@ def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
 
 
 def _handed_off(state: CoreState, record: RequestRecord) -> Iterator[Offer]:
-    """Yield offers of the states that the engine handed off and whose blocks it has not allocated again."""
+    """Yield offers of the recurrent states that the engine handed off, unless it has allocated their blocks again."""
     assert record.table is not None, record
     for group in state.shape.groups:
         if group.kind is AttentionKind.RECURRENT:
