@@ -1,4 +1,4 @@
-"""Request records: everything that is known about a request is a field of its record."""
+"""Request records. Everything that the core knows about a request is in a field of its record."""
 
 from __future__ import annotations
 
@@ -24,60 +24,61 @@ TupleT = TypeVar("TupleT", bound=NamedTuple)
 
 
 def from_fields(kind: type[TupleT]) -> Callable[[tuple[Any, ...]], TupleT]:
-    """Return a function that turns a tuple of all fields into a named tuple.
+    """Return a function that builds a named tuple from a tuple of all its fields.
 
-    In CPython it takes a third of the time of calling the class, which matters once per lookup and per block.
+    In CPython this takes a third of the time of calling the class, which matters when done per lookup and per block.
     """
     return partial(tuple.__new__, kind)
 
 
 class PendingHit(NamedTuple):
-    """One lookup's answer."""
+    """The answer to one lookup."""
 
     device_tokens: int  #: tokens that the device held
     tokens: int  #: tokens that device and host hold together
-    slots: tuple[SlotId, ...]  #: the slots it found and pinned, heads first
-    cause: MissCause | None  #: why the first block position after `tokens` missed; None if none did
+    slots: tuple[SlotId, ...]  #: the slots that the lookup found and pinned, heads first
+    cause: MissCause | None  #: why the first block position after `tokens` missed; None if there is none
     missing: BlockKey | None = None  #: the key of that position, if it has one
 
 
 class RequestRecord(Struct, eq=False):
-    """One request. Jobs and offers name it together with its incarnation.
+    """Everything known about one request. Jobs and offers refer to it together with its incarnation.
 
     Args:
-        request: its name.
-        prompt_tokens: tokens before the first new one.
+        request: its id.
+        prompt_tokens: tokens that must be computed or found before the first new token.
         keys: per group, the keys of its whole blocks so far.
-        reads_cache: False when it asked not to read cached blocks.
-        persists: its blocks may be written to lower tiers, and found there.
-        incarnation: the number of its block tables so far. Jobs and offers of an earlier one do not change the record.
+        reads_cache: False if it asked not to read cached blocks.
+        persists: its blocks may be written to lower tiers, and looked up there.
+        incarnation: identifies its current block table. Jobs and offers made for an earlier table do not change the record.
         table: per group, the device block of each position; None without a table. `BlockTables` writes it.
-        hit: what its last lookup found, pinned until an allocation takes it. `PendingHits` writes it.
-        loading: slots that it loads, for which other requests wait. `Requests` writes it.
+        hit: the answer to its last lookup, whose slots stay pinned until an allocation takes it. `PendingHits` writes it.
+        loading: slots that it is loading and that other requests may wait for. `Requests` writes it.
         found_tokens, loaded_tokens: where the device's own hit ended, and where the load after it ended.
         confirmed_tokens: tokens that are certainly computed in this incarnation.
         offered: per group, the first position not offered yet. The planners write it.
-        waiting: positions whose offers have no outcome yet.
+        waiting: positions whose offers wait until they can be decided on.
         held: slots that it stored or hit, in the order of use; `Retention` keeps them from eviction.
-        held_to: the first token of the last block in `held`.
-        shares: `held` does not list every block it used in order, because another request stored some of them or a tail
-            arrived before its head. `Retention` writes it.
-        watched: keys that it offered while the host had them. If the host evicts one, it is offered again.
-        stored_again: keys offered again after an eviction, once each.
-        jobs: open jobs that copy its blocks. `Requests` writes it.
+        held_to: the first token of the last block that a store added to `held`.
+        shares: True if `held` does not list every block it used in order, because another request stored some of them or a
+            tail arrived before its head. `Retention` writes it.
+        watched: keys that it offered and did not have to store. If the host evicts one, it is offered again.
+        stored_again: keys that it offered again after an eviction, each only once.
+        jobs: the number of open jobs that copy its blocks. `Requests` writes it.
         has_timed_out: one of its jobs timed out and may never end.
         load_failed: one of its loads failed; from now on its lookups return 0.
         may_store: False if any of its blocks was computed before the last reset.
-        least_tokens: shorter hits are recomputed. Its first lookup sets it; 0 before.
-        boundary: tokens after which the engine is asked for a recurrent state. Without this state the last lookup could not use
-            a prefix that device and host hold; 0 for none. `PendingHits` writes it.
-        fetched_blocks: blocks that were fetched from lower tiers for it.
+        least_tokens: hits shorter than this are recomputed. Its first lookup sets it; 0 before.
+        boundary: tokens after which the engine is asked for a recurrent state, because the last lookup could not use a longer
+            prefix without this state; 0 for none. `PendingHits` writes it.
+        fetched_blocks: how many blocks were fetched from lower tiers for it.
         fetched_from: the tier of the last of these fetches.
-        asks_tiers: False after one of its fetches has failed; it gets no other.
+        asks_tiers: False after one of its fetches has failed; no other fetch is planned for it.
         awaits_answer: the remote tier was asked for its blocks and has not answered.
-        awaits_fetch: a fetch for which its lookups wait, and the tokens of the prefix with its blocks. `LowerTiers` writes it.
+        awaits_fetch: the fetch that its lookups wait for, and how many tokens the prefix will have with the fetched blocks.
+            `LowerTiers` writes it.
         waits_for: why its last lookup was answered "not yet": the request that loads, the job that fetches, or REMOTE for the
-            remote tier's answer; None if it was answered otherwise.
+            remote tier's answer; None after any other answer.
     """
 
     request: RequestId
@@ -127,23 +128,23 @@ class RequestRecord(Struct, eq=False):
 
 
 class Requests:
-    """Every record: live ones by name, and ended ones whose blocks open jobs still copy.
+    """All records: live ones by id, and ended ones whose blocks open jobs still copy.
 
     The only writer of a record's `state`, `jobs` and `loading`.
 
-    When several requests need the same prefix from the host, one loads it and the others wait (R14). They wait until it runs,
-    because the device's own prefix cache has the blocks then, or until its load fails or it is gone. Several requests may load the
-    same slot, because a request that has waited too long starts its own load.
+    When several requests need the same prefix from the host, one loads it and the others wait (R14). They wait until the loading
+    request runs, because then the device's own prefix cache has the blocks, or until its load fails or the request is gone.
+    Several requests may load the same slot, because a request that has waited too long starts its own load.
     """
 
     def __init__(self) -> None:
         self.live: dict[RequestId, RequestRecord] = {}
         self.finishing: set[RequestRecord] = set()
         self.loading: dict[SlotId, list[RequestRecord]] = {}
-        """The requests that load each slot."""
+        """For each slot being loaded, the requests that load it."""
 
     def move(self, record: RequestRecord, event: RequestEvent) -> None:
-        """Apply an event to a record. No other request waits for one that has lost its block table.
+        """Apply an event to a record. If the request loses its block table, other requests stop waiting for its load.
 
         Raises:
             IllegalTransition: the event is illegal in the record's state; nothing has changed.
@@ -159,7 +160,7 @@ class Requests:
                 record.state = REQUEST.steps[_LAST_JOB][record.state]
 
     def loads(self, record: RequestRecord, slots: Iterable[SlotId]) -> None:
-        """Note that a job copies these slots to a request's blocks, and that others wait for it."""
+        """Note that a job loads these slots for a request, so that other requests can wait for the load."""
         record.jobs += 1
         record.loading = tuple(slots)
         for slot in record.loading:
@@ -168,7 +169,12 @@ class Requests:
     def stores(
         self, concerns: dict[RequestRecord, None], tables: Iterable[tuple[RequestRecord | None, int]]
     ) -> None:
-        """Add the requests that still have these block tables, named by incarnation, to those that a store concerns."""
+        """Add the requests that still have these block tables to those that a store concerns.
+
+        Args:
+            concerns: the requests that the store concerns.
+            tables: block tables, each given by a request and an incarnation; None for the request of an ownerless offer.
+        """
         for record, incarnation in dict.fromkeys(tables):
             if record is None or record in concerns:
                 continue
@@ -186,13 +192,13 @@ class Requests:
     def loader(self, slots: Iterable[SlotId]) -> RequestId | None:
         """Return the first request that is loading one of these slots, or None. Reads only.
 
-        It is never the request that asks: only a request with a block table loads, and only one without a table looks up.
+        It is never the request that looks up: only requests with a block table load, and only requests without one look up.
         """
         loading = self.loading.get
         return next((found[0].request for slot in slots if (found := loading(slot))), None)
 
     def load_is_over(self, record: RequestRecord) -> None:
-        """Let no other request wait for this one's load any more."""
+        """Stop letting other requests wait for this request's load."""
         slots, record.loading = record.loading, ()
         for slot in slots:
             loading = self.loading[slot]

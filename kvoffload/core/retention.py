@@ -1,11 +1,11 @@
-"""Retention: slots that a request stored or hit stay out of the eviction order while the request needs them (R8, R15).
+"""Retention: keeps slots that a request stored or hit out of the eviction order while the request needs them (R8, R15).
 
-They are released together, the deepest first, when the request has lost its block table or ended and its last store has
-ended. If each store released its own slots, a prefix's head would be evicted before its tail, which is useless without the head.
-For the same reason, blocks that the request used but another request stored are marked as used at that moment.
+A request's slots are released together, the deepest first, once it has ended or lost its block table and its last job has ended.
+If each store released its own slots, a prefix's head would be evicted before its tail, which is useless without the head. For the
+same reason, blocks that the request used but another request stored are marked as used at the same moment.
 
-Only storing or loading a recurrent state counts as a use of it. A conversation reads the state of its last turn once, on the
-device, and leaves a deeper one. If that read counted, states that no turn reads again would push others out.
+Only storing or loading a recurrent state counts as a use of it. A conversation's next turn reads the state of the last turn once,
+on the device, and leaves a deeper state. If that read counted, states that no turn reads again would push others out.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Retention:
     def arrived(self, job: Store) -> None:
         """Hold a store's slots for the requests whose blocks they have. A block may arrive before the blocks in front of it.
 
-        An ended request holds no more slots if one of its jobs has timed out: that job's end may never come to release them.
+        An ended request with a timed-out job gets no more holds, because the end of that job, which would release them, may
+        never come.
         """
         sizes, held = [group.block_tokens for group in self._groups], list[SlotId]()
         first = end = 0
@@ -67,7 +68,7 @@ class Retention:
         self._pool.hold(held)
 
     def release_if_over(self, record: RequestRecord) -> None:
-        """Release a request's slots if it has no block table and none of its jobs is pending."""
+        """Release a request's slots if it has no block table and no open job. After a timeout, open jobs do not count."""
         is_waiting = record.table is not None or (record.jobs and not record.has_timed_out)
         if (record.held or record.shares or record.found_tokens) and not is_waiting:
             self.release(record)
@@ -99,7 +100,7 @@ class Retention:
         used = self._slots_deepest_first(record, record.confirmed_tokens, held)
         if held:
             reached = set(used)
-            # Invalidated since, or deeper than this incarnation has come.
+            # Slots that were invalidated since, or are deeper than this incarnation has reached.
             beyond = [slot for slot in reversed(held) if slot not in reached]
             self._pool.release([slot for slot in beyond for _ in range(held.pop(slot))])
         self._pool.use(used, held)
@@ -107,7 +108,10 @@ class Retention:
     def _slots_deepest_first(
         self, record: RequestRecord, tokens: int, held: Container[SlotId | None] = ()
     ) -> list[SlotId]:
-        """Return the slots with the whole blocks of a request's first tokens. Recurrent states count only if they are in `held`."""
+        """Return the slots of the whole blocks in a request's first `tokens` tokens, the deepest first.
+
+        Recurrent states are included only if their slots are in `held`.
+        """
         if not tokens:
             return []
         parts = self._pool.index.parts
@@ -117,9 +121,9 @@ class Retention:
     def _keys(
         self, record: RequestRecord, tokens: int, held: Container[SlotId | None] = (), state: int = 0
     ) -> Sequence[BlockKey]:
-        """Return the keys of the whole blocks of a request's first tokens, heads first.
+        """Return the keys of the whole blocks in a request's first `tokens` tokens, heads first.
 
-        Of recurrent states only those whose slots are in `held`, and the one after `state` tokens.
+        Recurrent states are included only if their slots are in `held`, or if they are the state after `state` tokens.
         """
         if len(record.keys) == 1 and self._groups[0].kind is not AttentionKind.RECURRENT:
             return record.keys[0][: tokens // self._groups[0].block_tokens]

@@ -1,8 +1,8 @@
-"""A pool of slots: each slot has one record, and the free slots, the key index and the eviction order derive from it.
+"""A pool of slots. Each slot has one record; the free slots, the key index and the eviction order are derived from the records.
 
-A slot's record is its state, key, pins and holds. A pin keeps the bytes, because a lookup found them or a job reads them. A hold
-only keeps the slot out of the eviction order while a running request that stored or hit it may need it, so that a small pool does
-not churn.
+A slot's record is its state, key, pins and holds. A pin protects the slot's bytes after a lookup has found them, and while a job
+reads them. A hold only keeps the slot out of the eviction order while a running request that stored or hit it may need it, so that
+a small pool does not churn.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _ONLY_PINNED = bytes((_PINNED,))
 class LruOrder:
     """The slots that can be evicted right now, least recently used first.
 
-    A slot that is used leaves the order and is added again later, so the order of `add` calls is the recency. Slots that were used
-    together are added deepest first.
+    A slot leaves the order while it is in use and is added again afterwards, so the slots are in the order of their last use. Slots
+    that were used together are added deepest first.
 
-    It is a ring in which each slot has the next and the previous one. The ring begins and ends at -1, which is the index of the
-    last item in Python's lists. It takes 16 bytes per slot, and a change touches a few items. An `OrderedDict` takes 100 to 160
-    bytes per slot, and now and then copies itself inside a hook.
+    The order is a ring: two lists hold each slot's next and previous slot. The ring begins and ends at -1, which in a Python list
+    is the index of the last item. It takes 16 bytes per slot, and a change touches a few items. An `OrderedDict` takes 100 to 160
+    bytes per slot, and is rebuilt now and then inside a hook.
     """
 
     __slots__ = ("_after", "_before", "count")
@@ -43,7 +43,7 @@ class LruOrder:
         """The number of slots in the order."""
 
     def grow(self, capacity: int) -> None:
-        """Make room for slots below this number. The memory is allocated here, because `add` runs in a hook."""
+        """Make room for slots numbered below `capacity`. Memory is allocated here so that `add`, in a hook, need not."""
         for links in (self._after, self._before):
             links[-1:-1] = [_ABSENT] * (capacity + 1 - len(links))
 
@@ -88,7 +88,7 @@ class LruOrder:
         """Yield the slots, the next victim first. Reads only."""
         links = self._after
         slot = links[-1]
-        for _ in range(self.count):  # ends even if the ring is broken, which an audit must report
+        for _ in range(self.count):  # bounded, so that an audit can report a broken ring
             yield slot
             slot = links[slot]
 
@@ -113,7 +113,7 @@ def count(counts: dict[Item, int], items: Sequence[Item]) -> None:
 
 
 def uncount(counts: dict[Item, int], items: Sequence[Item]) -> Sequence[Item]:
-    """Undo one use of each item; return the items that are not used any more, in the same order.
+    """Undo one use of each item; return the items that are no longer used, in the same order.
 
     Raises:
         KeyError: one of them is not used; nothing has changed.
@@ -136,15 +136,15 @@ def uncount(counts: dict[Item, int], items: Sequence[Item]) -> Sequence[Item]:
 
 
 class HostPool:
-    """The slots of one tier of an engine. The host's pool starts with 0 slots and grows as the ranks have memory ready."""
+    """The slots of one tier of an engine. The host's pool starts with 0 slots and grows as the ranks' memory gets ready."""
 
     def __init__(self) -> None:
         self._states = bytearray()
         self._keys: list[BlockKey | None] = []
         self.pins: dict[SlotId, int] = {}
-        """How often each slot is pinned."""
+        """How many pins each pinned slot has."""
         self.holds: dict[SlotId, int] = {}
-        """How often each slot is held."""
+        """How many holds each held slot has."""
         self.index = KeyIndex()
         """The slots that can hit (READY or PINNED) by key. A slot must be pinned before its bytes are used."""
         self._freed: list[SlotId] = []
@@ -152,7 +152,7 @@ class HostPool:
         self._order = LruOrder()
         self._counts = [0] * len(SlotState)
 
-    # -- questions, which change nothing ------------------------------------------------------------------------
+    # -- queries; they change nothing ---------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int:
@@ -176,18 +176,18 @@ class HostPool:
         return self._keys[slot]
 
     def indexed_key(self, slot: SlotId) -> BlockKey | None:
-        """Return the key under which a slot can hit, None for one that cannot."""
+        """Return the key under which a slot can hit, or None if it cannot hit."""
         return self._keys[slot] if self._states[slot] in _CAN_HIT else None
 
     def pinned(self, slots: Iterable[SlotId]) -> list[SlotId]:
-        """Return those of the slots that are pinned and can hit."""
+        """Return the slots among these that are pinned and can hit."""
         states = self._states
         return [slot for slot in slots if states[slot] == _PINNED]
 
     # -- changes ------------------------------------------------------------------------------------------------
 
     def grow(self, capacity: int) -> int:
-        """Make the pool at least this large; return by how many slots it grew."""
+        """Grow the pool to at least this capacity; return how many slots were added."""
         more = max(capacity - len(self._states), 0)
         self._states.extend(bytes(more))
         self._keys.extend([None] * more)
@@ -199,7 +199,7 @@ class HostPool:
         """Take over a part of the slots that an earlier process filled.
 
         Args:
-            capacity: slots in all. A slot that is in no part stays QUARANTINED.
+            capacity: the number of slots in all parts. A slot that no part names stays QUARANTINED.
             blocks: the keys of slots with blocks, the most recently used last.
             free: empty slots.
         """
@@ -221,7 +221,7 @@ class HostPool:
         self._freed += free
 
     def reserve(self, keys: Sequence[BlockKey]) -> tuple[list[SlotId], Sequence[BlockKey]]:
-        """Allocate a slot for each key, evicting where none is empty; all or nothing.
+        """Allocate a slot for each key, and evict blocks if too few slots are empty. Either all keys get a slot, or none.
 
         Returns:
             The slots, in ascending order so that copies of neighbours can be merged, and the keys that were evicted.
@@ -235,7 +235,7 @@ class HostPool:
             raise ValueError(f"{len(keys)} slots asked for, {self.room} to be had")
         # Nothing below can raise.
         evicted = self._evict(missing) if missing > 0 else ()
-        # Freed slots first: the end of host memory is touched only when it is needed.
+        # Use freed slots first, so that untouched host memory is used only when needed.
         slots, fresh = self._freed[-wanted:] if wanted else [], self._fresh
         del self._freed[len(self._freed) - len(slots) :]
         slots.sort()
@@ -244,19 +244,19 @@ class HostPool:
         if more := wanted - len(slots):
             self._fresh = end = fresh + more
             self._keys[fresh:end] = keys[-more:]
-            slots += range(fresh, end)  # type: ignore[arg-type]  # a `SlotId` of its own would be a call a slot
+            slots += range(fresh, end)  # type: ignore[arg-type]  # calling `SlotId` for each slot would take time
         self._move_all(slots, SlotEvent.RESERVE)
         return slots, evicted
 
     def fill(self, slots: Sequence[SlotId]) -> None:
-        """Let slots hit that every rank has written; the last one is the most recently used."""
+        """Let slots hit after every rank has written them; the last one is the most recently used."""
         self._move_all(slots, SlotEvent.FILL)
-        self.index.add(list(map(self._keys.__getitem__, slots)), slots)  # type: ignore[arg-type]  # it had one
+        self.index.add(list(map(self._keys.__getitem__, slots)), slots)  # type: ignore[arg-type]  # a FILLING slot has one
         if unheld := self._not_held(slots):
             self._order.add(unheld)
 
     def pin(self, slots: Sequence[SlotId]) -> None:
-        """Keep slots that can hit from eviction. The caller undoes each pin once.
+        """Protect slots that can hit from eviction. The caller must undo each pin once.
 
         Raises:
             IllegalTransition: one of them cannot hit; nothing has changed.
@@ -301,10 +301,12 @@ class HostPool:
         self._order.add(self._ready(uncount(self.holds, slots)))
 
     def use(self, slots: Sequence[SlotId], held: Mapping[SlotId, int]) -> int:
-        """Mark the slots as used in this order, and undo as many holds of each as `held` says. A slot's last use counts.
+        """Mark slots as used in this order, and undo as many holds of each slot as `held` says.
+
+        If a slot is listed twice, the last position counts.
 
         Returns:
-            How many of them can be evicted.
+            How many of the slots can now be evicted.
         """
         holds, states, order = self.holds, self._states, self._order
         moved, last = list[SlotId](), list[SlotId]()
@@ -329,7 +331,7 @@ class HostPool:
 
         A READY slot becomes EMPTY. A FILLING or PINNED one is DRAINING until its last copy and pin have ended.
         """
-        # While a slot drains, another slot may get the same key.
+        # Forget the key now: while this slot drains, another slot may get the same key.
         could_hit = self._forget_key(slot)
         if self._states[slot] == SlotState.READY:
             self._order.remove(self._not_held((slot,)))
@@ -340,7 +342,7 @@ class HostPool:
         return could_hit
 
     def drained(self, slots: Iterable[SlotId]) -> None:
-        """Free the DRAINING ones of these slots, whose last copy or pin has ended."""
+        """Free the slots among these that are DRAINING. Their last copy or pin must have ended."""
         empty = [slot for slot in slots if self._states[slot] == _DRAINING]
         if empty:
             self._move_all(empty, SlotEvent.DRAIN)
@@ -358,9 +360,9 @@ class HostPool:
         return could_hit
 
     def forget_all(self) -> Mapping[BlockKey, SlotId]:
-        """Empty the index at once (a reset) and return its keys and slots; pinned slots drain.
+        """Empty the index at once for a reset, and return its keys and slots. Pinned slots become DRAINING.
 
-        FILLING slots are not in the index: the owners of their jobs invalidate them.
+        FILLING slots are not in the index; the owners of their jobs invalidate them.
         """
         ready = [SlotId(slot) for slot, state in enumerate(self._states) if state == _READY]
         pinned = [SlotId(slot) for slot, state in enumerate(self._states) if state == _PINNED]
@@ -371,7 +373,7 @@ class HostPool:
             self._move(slot, SlotEvent.INVALIDATE)
         return self.index.take_all()
 
-    # -- inside -------------------------------------------------------------------------------------------------
+    # -- internal -----------------------------------------------------------------------------------------------
 
     def _move(self, slot: SlotId, event: SlotEvent) -> None:
         before = self._states[slot]
@@ -392,7 +394,7 @@ class HostPool:
         self._counts[after] += moved
 
     def _ready(self, slots: Sequence[SlotId]) -> Sequence[SlotId]:
-        """Return those of the slots that are READY."""
+        """Return the slots among these that are READY."""
         states = bytes(map(self._states.__getitem__, slots))
         ready = states.count(_READY)
         if ready == len(slots):
@@ -400,7 +402,7 @@ class HostPool:
         return [slot for slot, state in zip(slots, states, strict=True) if state == _READY] if ready else ()
 
     def _not_held(self, slots: Sequence[SlotId]) -> Sequence[SlotId]:
-        """Return the slots that no running request holds. Those of them that are READY are in the eviction order."""
+        """Return the slots that no running request holds. If they are READY, they are in the eviction order."""
         holds = self.holds
         if holds.keys().isdisjoint(slots):
             return slots

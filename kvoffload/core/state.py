@@ -20,14 +20,14 @@ from kvoffload.model.ids import DeviceBlockId, Rank, RequestId
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What the operator chose, as far as decisions go.
+    """The operator's choices that affect the core's decisions.
 
     Args:
         store_policy: "eager" or "lazy".
-        min_load_tokens: shorter hits are recomputed instead.
-        prefix_boundaries: ask the engine for recurrent states without which a hit was shorter.
-        disk_min_hits: how often a block is found again before it is written to the disk; None without a disk.
-        remote_min_hits: the same for the remote tier; None without one.
+        min_load_tokens: hits shorter than this are recomputed.
+        prefix_boundaries: ask the engine for a recurrent state if a hit was shorter because the state was missing.
+        disk_min_hits: how often a block must be found again before it is written to the disk; None without a disk.
+        remote_min_hits: the same for the remote tier; None without a remote tier.
     """
 
     store_policy: str = "eager"
@@ -38,18 +38,18 @@ class Policy:
 
 
 class LoadResults(Struct):
-    """Requests whose loads have ended. Each started load is named exactly once, also if its request has ended."""
+    """Requests whose loads have ended. Each started load is reported exactly once, even if its request has ended."""
 
     loaded: list[RequestId] = []
     failed: list[RequestId] = []
 
 
 class CoreState:
-    """All parts that hold state. The state of a request is in its record, that of a job in the job, that of a slot in its pool.
+    """All parts that hold state. A request's state is in its record, a job's in the job, and a slot's in its pool.
 
     Args:
-        shape: the engine's fixed facts.
-        policy: what the operator chose.
+        shape: the engine's fixed properties.
+        policy: the operator's choices.
         device: the engine's block pool.
     """
 
@@ -77,12 +77,12 @@ class CoreState:
         self.ready = dict.fromkeys(ranks, 0)
         """How many host slots each rank has ready."""
         self.growing = set(self.ready)
-        """Ranks that have not reported yet that all of their host memory is ready."""
+        """Ranks that have not yet reported that all of their host memory is ready."""
         self.steps = 0
-        """How many steps there have been."""
+        """The number of steps so far."""
         self.epoch = 0
-        """How many resets there have been."""
+        """The number of resets so far."""
         self.computed_since_reset: set[DeviceBlockId] = set()
-        """After a reset: device blocks that hold nothing computed before it."""
+        """After a reset: device blocks that hold nothing computed before the reset."""
         self.degraded: DegradeCause | None = None
-        """Why offloading is off for good, None while it is on."""
+        """Why offloading is off for good; None while it is on."""

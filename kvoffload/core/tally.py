@@ -1,4 +1,4 @@
-"""What the core reports: events in order, sums over single blocks, and why a key is not on the host."""
+"""The core's reports: events in order, sums of block counts, and the reasons why keys are not on the host."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.model.wire import Tier
 
 _PARTS = 64
-_LEAST_PART = 64  # keys
+_LEAST_PART = 64  # keys per part
 
 
 class Tally:
-    """Collects events until the runtime takes them, and adds up the counts of single blocks.
+    """Collects events until the runtime takes them, and sums up block counts, which it reports as one event each.
 
     Args:
-        planned: the jobs of the step's plan. While there are any, sums are kept back: they come after the events of these jobs.
+        planned: the jobs of the step's plan. While there are any, sums are held back, because they must follow these jobs' events.
     """
 
     def __init__(self, planned: Sized) -> None:
         self._planned = planned
         self.events: list[Event] = []
-        """About requests and jobs. Every part of the core appends its own."""
+        """Events about requests and jobs. Every part of the core appends its own events here."""
         self._outcomes: dict[StoreOutcome, int] = {}
         self._evicted: dict[EvictionCause, int] = {}
         self._offered = self._zeroed = 0
         self.open_offers = 0
-        """Offers without an outcome."""
+        """The number of offers without an outcome."""
         self.has_sums = False
-        """Whether `take` has sums to return now."""
+        """Whether anything was counted since the last `take`."""
 
     def offered(self, blocks: int) -> None:
         """Count blocks that were offered to the host."""
@@ -60,12 +60,12 @@ class Tally:
             self.has_sums = True
 
     def evicted_below(self, tier: Tier, cause: EvictionCause, blocks: int) -> None:
-        """Report blocks that left the disk. The remote tier loses only hints, which are not counted: it still has the blocks."""
+        """Report blocks that left a lower tier. For the remote tier nothing is reported: it loses only hints, not blocks."""
         if blocks and tier is Tier.DISK:
             self.events.append(DiskBlocksEvicted(blocks, cause))
 
     def rejected(self, cause: RejectionCause, request: RequestId | None = None) -> None:
-        """Report that a fact cannot be true and was ignored."""
+        """Report a fact that was ignored because it cannot be true."""
         self.events.append(FactRejected(cause, request))
 
     def zeroed(self, blocks: int) -> None:
@@ -75,7 +75,7 @@ class Tally:
             self.has_sums = True
 
     def take(self, *, everything: bool = False) -> list[Event]:
-        """Return the events since the last call, and forget them. While jobs are planned, sums come only with `everything`."""
+        """Return the events since the last call, and forget them. While jobs are planned, only `everything` includes sums."""
         events, self.events = self.events, []
         self.has_sums = False
         if self._planned and not everything:
@@ -97,8 +97,8 @@ class Tally:
 class MissMemory:
     """Remembers why keys are not on the host: about `bound` keys that left it or never reached it, and all that a reset dropped.
 
-    The keys are divided by their first byte, because an `OrderedDict` whose keys come and go copies itself now and then,
-    which takes 10 ms for 65,536 keys.
+    The first byte of a key selects one of several dicts. A single `OrderedDict` with many insertions and deletions would be
+    rebuilt now and then, which takes 10 ms for 65,536 keys.
     """
 
     def __init__(self, bound: int = 65_536) -> None:
@@ -127,7 +127,7 @@ class MissMemory:
                 part.pop(key, None)
 
     def reset(self, dropped: Mapping[BlockKey, object]) -> None:
-        """Forget all causes: the keys that were dropped are from before a reset."""
+        """Forget all causes after a reset; the keys that it dropped miss with AFTER_RESET."""
         self._causes.clear()
         self._before_reset = dropped
 
