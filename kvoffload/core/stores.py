@@ -32,10 +32,10 @@ _BLOCK: Callable[[Offer], DeviceBlockId] = itemgetter(1)
 
 
 class EvictionWatch:
-    """Which running requests offer a block again when the host evicts it (R8).
+    """Remembers which running requests offer a block again if the host evicts it (R8).
 
-    If another request has stored a block before, this request has nothing to store. If the host evicts the block while the request
-    still runs, the request offers it again, once.
+    A request does not store a block that the host already has. If the host evicts this block while the request still runs, the
+    request offers it again, once.
 
     The only writer of a record's `watched` and `stored_again`.
     """
@@ -44,7 +44,7 @@ class EvictionWatch:
         self.offers: dict[BlockKey, dict[RequestRecord, Offer]] = {}
 
     def add(self, record: RequestRecord, offer: Offer) -> None:
-        """Watch for the eviction of a key that a request offered, unless it has offered the key again before."""
+        """Watch for the eviction of a key that a request offered, unless the request has already offered it again once."""
         if offer.key not in record.stored_again:
             self.offers.setdefault(offer.key, {})[record] = offer
             record.watched.add(offer.key)
@@ -60,7 +60,7 @@ class EvictionWatch:
         return again
 
     def forget(self, record: RequestRecord) -> None:
-        """Watch no more for a request that has lost its block table."""
+        """Stop watching for a request that has lost its block table."""
         for key in record.watched:
             offers = self.offers[key]
             del offers[record]
@@ -78,37 +78,37 @@ class Stores:
         self.in_flight = InFlight()
         self.evictions = EvictionWatch()
         self.batch: Store | None = None
-        """The step's job, to which accepted offers are added; None before the first of them."""
+        """The step's job, to which accepted offers are added; None before the step's first accepted offer."""
         self.for_room: dict[RequestRecord, deque[Position]] = {}
-        """The positions of each request whose offers wait for room."""
+        """For each request, the positions whose offers wait for room."""
         self.states_for_room: dict[RequestRecord, deque[Position]] = {}
         """The same for recurrent states, which get room first: a prefix without its state is useless."""
         self.again: list[Offer] = []
         """Offers to decide on again in the next step."""
         self.leased_blocks = 0
-        """Device blocks that open stores lease."""
+        """The number of device blocks that open stores lease."""
 
     # -- offers -------------------------------------------------------------------------------------------------
 
     @property
     def room(self) -> int:
-        """Device blocks that stores may lease now."""
+        """How many more device blocks stores may lease now."""
         return 0 if self._state.stall.is_on else self._lease_limit - self.leased_blocks
 
     def offer(self, offers: Sequence[Offer], *, last_chance: bool = False) -> None:
-        """Decide on new offers. With `last_chance` their request is ending, so none of them can wait."""
+        """Decide on new offers. With `last_chance` their request is ending, so none of the offers can wait."""
         self._state.tally.offered(len(offers))
         self._decide(offers, last_chance=last_chance)
 
     def refuse(self, offers: Sequence[Offer], outcome: StoreOutcome) -> None:
-        """Count blocks that were due but cannot be stored, with their outcome."""
+        """Count blocks that cannot be stored, as offers with this outcome."""
         if offers:
             self._state.tally.offered(len(offers))
         for offer in offers:
             self._settle(offer.key, outcome)
 
     def offer_again(self, offers: Sequence[Offer]) -> None:
-        """Decide in the next step on offers that waited for a job that has failed."""
+        """Decide again in the next step on offers that waited for a failed job."""
         self.again += offers
 
     def arrived_otherwise(self, offers: Sequence[Offer]) -> None:
@@ -120,7 +120,7 @@ class Stores:
                 self.evictions.add(record, offer)
 
     def next_step(self) -> None:
-        """Decide on offers that waited for room, and on those that may be stored again."""
+        """Decide on the offers in `again`, and on as many of those that wait for room as there is room for."""
         if self.again:
             again, self.again = self.again, []
             self._decide(again, last_chance=False)
@@ -141,7 +141,7 @@ class Stores:
         self._decide([self._offer_of(record, *position) for position in positions], last_chance=True)
 
     def settle_waiting(self, record: RequestRecord, outcome: StoreOutcome) -> None:
-        """Give the waiting offers of a request this outcome."""
+        """Settle a request's waiting offers with this outcome."""
         for group, position in record.waiting:
             self._settle(record.keys[group][position], outcome)
         self._stop_waiting(record)
@@ -154,7 +154,7 @@ class Stores:
     # -- deciding -----------------------------------------------------------------------------------------------
 
     def _decide(self, offers: Sequence[Offer], *, last_chance: bool) -> None:
-        """Accept or decline each offer, or let it wait. The first offers are stored first."""
+        """Accept or decline each offer, or let it wait. If room is short, the first offers get it."""
         state = self._state
         if state.degraded is not None:
             for offer in offers:
@@ -184,7 +184,7 @@ class Stores:
             self._admit_some(offers, held, last_chance=last_chance)
 
     def _fresh(self, offers: Sequence[Offer]) -> list[Offer]:
-        """Return the offers of blocks that the host lacks. Offers of keys in flight wait for the outcome."""
+        """Return the offers of keys that are not on the host and not in flight. Offers of keys in flight wait for the outcome."""
         parts, in_flight = self._state.pool.index.parts, self.in_flight
         fresh: list[Offer] = []
         cached: list[Offer] = []
@@ -204,7 +204,7 @@ class Stores:
     def _hashed(
         self, offers: Sequence[Offer], held: Sequence[BlockKey | None]
     ) -> tuple[list[Offer], list[BlockKey | None]]:
-        """Decline the offers of blocks without a hash, such as those that a window has passed; return the others."""
+        """Decline offers of blocks without a hash, such as blocks that a window has moved past; return the other offers."""
         copied, left, unhashed = self._state.leases.counts, list[int](), list[BlockKey]()
         for number, (offer, holds) in enumerate(zip(offers, held, strict=True)):
             if holds is not None or offer.block == NULL_BLOCK or offer.block in copied:
@@ -219,10 +219,10 @@ class Stores:
     def _admit_some(
         self, offers: Sequence[Offer], held: Sequence[BlockKey | None], *, last_chance: bool
     ) -> None:
-        """Accept the offers that can be accepted, of each key only the first.
+        """Accept as many offers as possible, but only the first of each key.
 
-        A duplicate of an accepted offer waits. A duplicate of a declined offer is decided on when its turn comes, so that a head
-        comes before its tail.
+        A duplicate of an accepted offer waits for its store. A duplicate of a declined offer is decided on in its turn, so that a
+        head comes before its tail.
         """
         state = self._state
         accepted: dict[BlockKey, Offer] = {}
@@ -248,13 +248,13 @@ class Stores:
             self.in_flight.wait(duplicate)
 
     def _without_room(self, is_host_full: bool) -> StoreOutcome:
-        """Return why there is no room for an offer, on the host or under the lease limit."""
+        """Return why there is no room for an offer: the host is full, or the lease limit is reached."""
         if is_host_full:
             return StoreOutcome.NOT_READY if self._state.growing else StoreOutcome.HOST_FULL
         return StoreOutcome.STALLED if self._state.stall.is_on else StoreOutcome.LEASE_LIMIT
 
     def _by_block(self, offer: Offer, holds: BlockKey | None) -> Offer | StoreOutcome:
-        """Return the offer with a block that certainly holds its key, or why there is no such block (R3, R7, R10)."""
+        """Return the offer with a block that certainly holds its key, or the outcome if there is no such block (R3, R7, R10)."""
         state, block = self._state, offer.block
         if block == NULL_BLOCK:
             # The position was zeroed, but another block on the device may hold the key.
@@ -336,7 +336,7 @@ class Stores:
                 pool.quarantine(slot)
 
     def ended(self, job: Store) -> None:
-        """Release the job's memory: every rank has ended its copy."""
+        """Release a job's memory after every rank has ended its copy."""
         state = self._state
         if job.settled:
             state.pool.drained(job.slots)
@@ -359,7 +359,7 @@ class Stores:
             self._settle(offer.key, outcome)
 
     def _arrived(self, job: Store) -> None:
-        """Let the blocks hit, which every rank has copied. The deepest are evicted first."""
+        """Let lookups find the blocks after every rank has copied them. The deepest are evicted first."""
         state = self._state
         job.settled = True
         state.retention.arrived(job)
@@ -387,10 +387,10 @@ class Stores:
             self._state.misses.note((key,), cause)
 
     def _already_cached(self, offers: Sequence[Offer]) -> None:
-        """Settle offers of blocks that the host has; watch for their eviction (R8), and note their use.
+        """Settle offers of blocks that the host has, watch for these blocks' eviction (R8), and note their use.
 
-        A request's blocks are offered a few at a time. If each were marked as used when it is offered, a head would be the oldest
-        (R15). So they are marked together when the request releases its slots.
+        A request's blocks are offered a few at a time. If each block were marked as used when it is offered, the head would be
+        the least recently used (R15). So they are marked together, when the request releases its slots.
         """
         state = self._state
         state.tally.count_stores(_ALREADY_CACHED, len(offers))
@@ -408,7 +408,7 @@ class Stores:
         """Count blocks that were evicted for space. Running requests that still have them on the device may offer them again, once."""
         state = self._state
         state.misses.note(keys, MissCause.EVICTED)
-        # These should have been spilled before.
+        # These blocks were evicted before they could be spilled.
         lost = max([tier.evicted(keys) for tier in state.tiers], default=0)
         state.tally.evicted(EvictionCause.SPILL_BEHIND, lost)
         state.tally.evicted(EvictionCause.SPACE, len(keys) - lost)
@@ -419,7 +419,7 @@ class Stores:
     # -- waiting ------------------------------------------------------------------------------------------------
 
     def _take_for_room(self, room: int) -> list[Offer]:
-        """Return up to `room` offers that waited for room, states first, with the blocks that their tables have now."""
+        """Return up to `room` offers that waited for room, states first, with the blocks now in their tables."""
         taken: list[Offer] = []
         for queue in (self.states_for_room, self.for_room):
             while queue and len(taken) < room:
@@ -439,7 +439,7 @@ class Stores:
 
     @staticmethod
     def _offer_of(record: RequestRecord, group: GroupId, position: int) -> Offer:
-        """Return the offer of a position with the block that the table has now; it may have been zeroed."""
+        """Return the offer of a position with the block now in the table, which is the null block if it was zeroed."""
         assert record.table is not None, record
         blocks = record.table[group]
         block = blocks[position] if position < len(blocks) else NULL_BLOCK
@@ -449,16 +449,16 @@ class Stores:
 _FOR_ROOM = (
     StoreOutcome.LEASE_LIMIT,
     StoreOutcome.NOT_READY,  # the host has no room yet, but more memory is coming
-    StoreOutcome.STALLED,  # too many copies did not end, and no new one starts
+    StoreOutcome.STALLED,  # too many copies timed out, so no new copy starts
 )
-"""Offers wait for this to end. Each step decides on as many of them, in order, as there is room for."""
+"""Reasons why an offer waits for room. Each step decides on as many waiting offers, in order, as there is room for."""
 
 _WAITS = (
     *_FOR_ROOM,
-    StoreOutcome.HOST_FULL,  # of slots that running requests use
-    StoreOutcome.FAILED,  # a copy that timed out may still run on the block
+    StoreOutcome.HOST_FULL,  # running requests use all slots
+    StoreOutcome.FAILED,  # an earlier copy may still run on the block
 )
-"""An offer waits for this to end, the last two until its request ends. If it cannot wait, this is its outcome."""
+"""Reasons why an offer waits; for the last two, until its request ends. If it cannot wait, the reason is its outcome."""
 
 MISS_CAUSES = {
     StoreOutcome.HOST_FULL: MissCause.DECLINED_HOST_FULL,

@@ -75,7 +75,7 @@ class Tally:
             self.has_sums = True
 
     def take(self, *, everything: bool = False) -> list[Event]:
-        """Return the events since the last call, and forget them. While jobs are planned, only `everything` includes sums."""
+        """Return the events since the last call, and forget them. While jobs are planned, sums are included only with `everything`."""
         events, self.events = self.events, []
         self.has_sums = False
         if self._planned and not everything:

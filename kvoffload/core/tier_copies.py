@@ -1,20 +1,23 @@
 """Copies between the host and the tiers below it: which blocks are fetched and spilled, when, and how the copies end.
 
-Fetches bring blocks of lower tiers to the host, where the next lookup finds them.
+Fetches copy blocks from lower tiers to the host, where the next lookup finds them.
 
     seen, look ─▶ plan ─▶ submit ─▶ reported ─▶ _arrived │ failed
                             └─ the last request that waits for it leaves: dropped
 
-A fetch begins when its request arrives, for the blocks that neither the device nor the host has then; a lookup adds what has
-changed. A key is fetched once, whichever request asks (R14). Until it has arrived, a lookup answers "not yet"; after that the host
-has it like any other block. Fetches fill at most a quarter of the host at a time, and at most as much for one request in all; a
-longer prefix is fetched from its head, and the rest is computed. After a failed fetch its requests have waited once, and no other
-fetch is planned for them.
+When a request arrives, a fetch is planned for the blocks of its prefix that neither the device nor the host has. If the request's
+lookup finds that more blocks must be fetched, it plans another fetch. A key that several requests need is fetched once (R14).
+Until a block has arrived, lookups that need it answer "not yet"; after that it is on the host like any other block.
 
-A *warm start* fetches the most recently used blocks on the disk after a restart, before a request asks for them. They fill only
-free slots, at most a quarter of the host, a few at a time, and only while nothing else is loaded or fetched. The least recently
-used of them come first, so that both pools keep the order in which these blocks were used. A warm start leaves the prefix of an
-arriving request to this request: a deeper block that came after the prefix's head would be evicted after it (R15).
+Open fetches fill at most a quarter of the host, and the fetches for one request bring at most as many blocks in all. A longer
+prefix is fetched from its head, and the rest is computed. If a fetch fails, no other fetch is planned for the requests that
+waited for it, so a request waits for a failed fetch only once.
+
+After a restart, a *warm start* fetches the most recently used blocks from the disk before requests ask for them. It fills only
+free slots, at most a quarter of the host, a few at a time, and only while nothing else is loaded or fetched. Of these blocks, the
+least recently used are fetched first, so that both pools keep the order of use. The warm start leaves out the prefix of an
+arriving request, which fetches the prefix itself: if the warm start fetched a deeper block after the prefix's head, the block
+would be evicted after the head (R15).
 
 Spills write blocks that were found again to a lower tier, after all other copies.
 
@@ -22,10 +25,10 @@ Spills write blocks that were found again to a lower tier, after all other copie
                 └─ the host has evicted it: skipped (`spill_behind`)
 
 Candidates wait in the order in which the host evicts: least recently used first, and within a prefix the deepest first. If spills
-keep up, a block has been written before the host evicts it, and the tier, too, evicts a prefix's head last. A host slot stays
-pinned until every rank's copy has ended, also after a reset: if the slot were reused, a rank that still reads it would write the
-new block's bytes under the old key. A slot of the disk is removed from the disk's index before it is overwritten, and added after
-every rank has written it. If the removal is lost in a crash, the checksums do not match.
+keep up, a block is written before the host evicts it, and the tier also evicts a prefix's head last. A host slot stays pinned
+until every rank's copy has ended, even after a reset: if the slot were reused, a rank that still reads it would write the new
+block's bytes under the old key. A disk slot is removed from the disk's index before it is overwritten, and is added again after
+every rank has written it. If a crash loses the removal, the checksums in the index do not match the slot's bytes.
 """
 
 from __future__ import annotations
@@ -53,26 +56,26 @@ from kvoffload.model.wire import JobReport, Tier
 JobT = TypeVar("JobT", Fetch, Spill)
 
 MOST_STEPS = 64
-"""Steps for which a few candidates wait for more. A killed process loses the candidates that wait."""
+"""How many steps a few candidates wait for more. If the process is killed, waiting candidates are lost."""
 _ENOUGH = 32
-"""So many candidates do not wait for more. One more job costs the hooks as much as some 80 more blocks in a job."""
+"""This many candidates do not wait for more. In the hooks, one more job costs as much as about 80 more blocks in a job."""
 _MOST_WARM = 2**16
-"""Most blocks that a warm start remembers."""
+"""The most blocks that a warm start remembers."""
 
 # -- jobs -----------------------------------------------------------------------------------------------------------
 
 
 class _Copies(ABC, Generic[JobT]):
-    """What fetches and spills have in common.
+    """The common base of fetches and spills.
 
     A job reserves slots of one pool and pins slots of the other. Its keys are in flight until its outcome is known.
 
     Args:
-        state: the core's.
+        state: the core's state.
         tier: the lower tier.
         read: the pool whose slots the jobs read.
         written: the pool whose slots the jobs write.
-        in_flight: the keys on their way to that pool.
+        in_flight: the keys on their way to the `written` pool.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class _Copies(ABC, Generic[JobT]):
         self._in_flight = in_flight
 
     def _plan(self, job: JobT, name: RequestId | None = None, tokens: int = 0) -> None:
-        """Plan a job whose slots are reserved."""
+        """Plan a job whose slots have been reserved."""
         self._state.jobs.plan(job)
         event = TierCopyScheduled(job.id, job.direction, len(job.keys), name, tokens, job.tier)
         self._state.tally.events.append(event)
@@ -93,7 +96,7 @@ class _Copies(ABC, Generic[JobT]):
         self._in_flight.began(job.keys, job)
 
     def reported(self, job: JobT, rank: Rank, report: JobReport) -> None:
-        """Note the end of a rank's copy. One failed rank fails the job at once; its memory is released after the last rank (R4)."""
+        """Note the end of a rank's copy. The first failed rank fails the job at once (R4)."""
         job.copy_s = max(job.copy_s, report.copy_s)
         if report.stuck or report.missing:
             job.stuck.update(report.stuck)
@@ -103,7 +106,7 @@ class _Copies(ABC, Generic[JobT]):
             self.failed(job, Failure.CORRUPT if is_corrupt else Failure.FAILED)
 
     def failed(self, job: JobT, why: Failure) -> None:
-        """Settle a job that brings nothing. After a timeout the slots that it writes are never allocated again (R16)."""
+        """Settle a failed job. After a timeout the slots that it writes are never allocated again (R16)."""
         if not job.settled:
             job.settled = True
             self._lose(job, range(len(job.keys)), why.of_tier)
@@ -112,7 +115,10 @@ class _Copies(ABC, Generic[JobT]):
                 self._written.quarantine(slot)
 
     def ended(self, job: JobT) -> None:
-        """Release the job's slots. Those that a hanging call may still write are never allocated again (R16)."""
+        """Release a job's slots after every rank has ended its copy.
+
+        Slots that a hanging call may still write are never allocated again (R16).
+        """
         if not job.settled:
             job.settled = True
             self._arrived(job)
@@ -121,13 +127,13 @@ class _Copies(ABC, Generic[JobT]):
         self._written.drained(job.written)
 
     def _settle(self, job: JobT, keys: Sequence[BlockKey], outcome: TierOutcome) -> list[Offer]:
-        """Give some of a job's blocks their outcome; return the offers that waited for them."""
+        """Report the outcome of some of a job's blocks; return the offers that waited for them."""
         event = TierCopyEnded(job.id, job.direction, len(keys), outcome, job.copy_s, job.tier)
         self._state.tally.events.append(event)
         return self._in_flight.ended(keys)
 
     def _lose(self, job: JobT, positions: Sequence[int], outcome: TierOutcome) -> list[Offer]:
-        """Invalidate some of a job's blocks with this outcome; return the offers that waited for them."""
+        """Invalidate some of a job's blocks and report this outcome; return the offers that waited for them."""
         waited = self._settle(job, [job.keys[position] for position in positions], outcome)
         for position in positions:
             self._written.invalidate(job.written[position])
@@ -163,7 +169,7 @@ class Fetches(_Copies[Fetch]):
         Args:
             keys: the keys of the blocks, heads first.
             tier_slots: their slots on the tier.
-            record: the request that asks for them, None for a warm start.
+            record: the request that needs them; None for a warm start.
             tokens: how many tokens they add to the request's hit.
         """
         tier = self._tier
@@ -179,16 +185,16 @@ class Fetches(_Copies[Fetch]):
 
     @property
     def is_due(self) -> bool:
-        """Whether a warm start needs steps."""
+        """Whether the engine must keep stepping for a warm start."""
         state = self._state
         return bool(self.warm) and self._tier.is_usable and state.degraded is None and not state.stall.is_on
 
     def restored(self, keys: Iterable[BlockKey]) -> None:
-        """Fetch these blocks of an earlier process in the warm start, the most recently used of them last."""
+        """Add blocks that an earlier process wrote to the disk to the warm start, the most recently used last."""
         self.warm.extend(keys)
 
     def leave_to(self, record: RequestRecord) -> None:
-        """Leave the prefix of an arriving request out of the warm start: the request fetches the blocks it can use."""
+        """Leave an arriving request's prefix out of the warm start. The request fetches the blocks that it can use itself."""
         self._left.update(*record.keys)
 
     def stop(self) -> None:
@@ -197,7 +203,7 @@ class Fetches(_Copies[Fetch]):
         self._left.clear()
 
     def warm_up(self) -> None:
-        """Plan a fetch of the warm start, if it may fetch anything now."""
+        """Plan the warm start's next fetch if one may start now."""
         state, tier = self._state, self._tier
         if not self.is_due or state.growing or tier.fetching or state.jobs.is_loading:
             return
@@ -219,7 +225,7 @@ class Fetches(_Copies[Fetch]):
     # -- endings ------------------------------------------------------------------------------------------------
 
     def reported(self, job: Fetch, rank: Rank, report: JobReport) -> None:
-        """Note the end of a rank's copy. A block that one rank cannot read is used by no rank (R4), and removed from the tier."""
+        """Note the end of a rank's copy. If a rank cannot read a block, no rank uses it (R4), and the tier's index loses it."""
         if report.corrupt or report.missing:
             job.corrupt.update(report.corrupt)
             self._invalidate(job, report.corrupt, MissCause.CORRUPT)
@@ -232,7 +238,7 @@ class Fetches(_Copies[Fetch]):
         super().failed(job, why)
 
     def _arrived(self, job: Fetch) -> None:
-        """Let lookups find the blocks on the host, except those that some rank could not get (R4)."""
+        """Let lookups find the blocks on the host, except those that a rank could not read (R4)."""
         lost = job.corrupt | job.missing
         self._read.unpin(job.read)
         keys, slots, tier_slots = job.keys, job.slots, job.tier_slots
@@ -253,7 +259,7 @@ class Fetches(_Copies[Fetch]):
             self._tier.read(tier_slots[::-1])
 
     def _lose(self, job: Fetch, positions: Sequence[int], outcome: TierOutcome) -> list[Offer]:
-        """Invalidate these blocks. Requests that wait for them get no other fetch, unless this one was cancelled."""
+        """Invalidate these blocks. Unless the fetch was cancelled, no other is planned for the requests that wait for it."""
         waited = super()._lose(job, positions, outcome)
         self._stores.offer_again(waited)
         if outcome is not TierOutcome.CANCELLED:
@@ -262,12 +268,12 @@ class Fetches(_Copies[Fetch]):
         return waited
 
     def _invalidate(self, job: Fetch, positions: Sequence[int], cause: MissCause | None = None) -> None:
-        """Remove blocks from the tier that cannot be read there, or whose checksums do not match."""
+        """Remove blocks from the tier's index that the tier does not have, or whose checksums do not match."""
         state, tier, removed = self._state, self._tier, 0
         for position in positions:
             tier_slot, key = job.tier_slots[position], job.keys[position]
             if tier.pool.indexed_key(tier_slot) != key:
-                continue  # another rank has reported it, or a reset came
+                continue  # already removed, by another rank's report or a reset
             tier.invalidate(tier_slot)
             removed += tier.pool.invalidate(tier_slot)
             if cause is not None:
@@ -283,7 +289,7 @@ class Spills(_Copies[Spill]):
 
     @property
     def is_due(self) -> bool:
-        """Whether spills need steps."""
+        """Whether the engine must keep stepping for spills."""
         tier = self._tier
         return bool(tier.candidates and tier.is_usable and tier.pool.room) and self._state.degraded is None
 
@@ -324,14 +330,14 @@ class Spills(_Copies[Spill]):
         self._read.unpin(job.read)
 
     def reported(self, job: Spill, rank: Rank, report: JobReport) -> None:
-        """Note the end of a rank's copy. Host slots whose bytes turn out to be corrupt are lost."""
+        """Note the end of a rank's copy. Host slots whose bytes turn out to be corrupt are quarantined."""
         job.sums[rank] = report.sums
         if report.outcome is CopyOutcome.CORRUPT:
             self._quarantine(job, report.corrupt)
         super().reported(job, rank, report)
 
     def _arrived(self, job: Spill) -> None:
-        """Let lookups find the blocks on the tier, on the disk also those of the next process."""
+        """Let lookups find the blocks on the tier. Blocks on the disk can also be found by the next process."""
         tier = self._tier
         tier.spill_ended(job, self._state.jobs.last, is_load_open=self._is_load_open)
         self._settle(job, job.keys, TierOutcome.DONE)
@@ -345,9 +351,9 @@ class Spills(_Copies[Spill]):
         tier.put(job)
 
     def _quarantine(self, job: Spill, positions: tuple[int, ...]) -> None:
-        """Quarantine host slots that were found corrupt, as after a corrupt load.
+        """Quarantine host slots that a spill found corrupt, as after a corrupt load.
 
-        After the spill has failed, its slots may hold other blocks, which may be intact.
+        Slots that no longer hold the spilled block are left alone.
         """
         pool = self._state.pool
         bad = [(job.slots[position], job.keys[position]) for position in positions]
@@ -356,16 +362,16 @@ class Spills(_Copies[Spill]):
         self._state.tally.evicted(EvictionCause.CORRUPT, sum([pool.quarantine(slot) for slot, _ in corrupt]))
 
 
-# -- what is copied, and when --------------------------------------------------------------------------------------
+# -- decisions -----------------------------------------------------------------------------------------------------
 
 
 class _Found(NamedTuple):
-    """What lower tiers add to a prefix."""
+    """The blocks that lower tiers add to a prefix."""
 
-    blocks: Sequence[Block]  #: the blocks that only these tiers have, heads first
-    tokens: int  #: tokens of the prefix with these blocks
-    gain: int  #: tokens that these blocks add
-    host_slots: Sequence[SlotId]  #: the slots that the host has of the same prefix
+    blocks: Sequence[Block]  #: the blocks that only lower tiers have, heads first
+    tokens: int  #: how many tokens the prefix has with these blocks
+    gain: int  #: how many tokens these blocks add
+    host_slots: Sequence[SlotId]  #: the host's slots of the same prefix
 
 
 _NOTHING = _Found((), 0, 0, ())
@@ -377,7 +383,7 @@ class LowerTiers:
     The only writer of `RequestRecord.awaits_fetch`.
 
     Attributes:
-        queues: the blocks of which `step` plans copies. It must be called in each step in which one of the queues is not empty.
+        queues: the blocks that `step` plans copies of. Call `step` in each of the engine's steps while a queue is not empty.
     """
 
     def __init__(self, state: CoreState, stores: Stores) -> None:
@@ -390,13 +396,13 @@ class LowerTiers:
         self._fetches = list(self._of_tiers.values())
         self._owners: list[Fetches | Spills] = [*self._fetches, *self._spills]
         self.queues = [tier.candidates for tier in state.tiers] + [each.warm for each in self._fetches]
-        self._spilled_at = 0  # the number of the step
-        self._enough = 1  # at most `_ENOUGH`, and at most the blocks of a job
+        self._spilled_at = 0  # the step in which a spill was last planned
+        self._enough = 1  # blocks in a queue that do not wait for more
 
     # -- for requests -------------------------------------------------------------------------------------------
 
     def request_seen(self, record: RequestRecord) -> None:
-        """Fetch what lower tiers have of an arriving request's prefix, and ask the remote tier for the rest."""
+        """Fetch an arriving request's blocks from lower tiers, and ask the remote tier for those that no other tier has."""
         for fetches in self._fetches:
             if fetches.warm:
                 fetches.leave_to(record)
@@ -431,7 +437,7 @@ class LowerTiers:
             self._fetch(record, found, on_host.slots)
 
     def look(self, record: RequestRecord, hit: PendingHit) -> bool:
-        """Fetch the blocks that lower tiers add to a hit; return whether a fetch is open that brings any of them."""
+        """Fetch the blocks that lower tiers add to a hit; return whether an open fetch brings any of them."""
         state, tiers, missing = self._state, self._usable(), hit.missing
         if not tiers or missing is None:
             return False
@@ -444,7 +450,7 @@ class LowerTiers:
         if record.asks_tiers:
             self._fetch(record, found, hit.slots)
         on_way = self._in_flight.keys
-        # In order, unlike a set: the lookups wait for the last of these jobs.
+        # A dict keeps the order, unlike a set: the lookups wait for the last of these jobs.
         jobs = dict.fromkeys([on_way[key] for key, *_ in found.blocks if key in on_way])
         fetches = [job for job in jobs if isinstance(job, Fetch)]
         for job in fetches:
@@ -453,7 +459,10 @@ class LowerTiers:
         return bool(fetches)
 
     def is_awaited(self, record: RequestRecord, device_tokens: int) -> bool:
-        """Return whether the fetch that a request waits for is still useful, so that it need not search again; forget it if not."""
+        """Return whether a request still waits for a useful fetch, so that its lookup need not search again.
+
+        If the fetch is no longer useful, forget it.
+        """
         if record.awaits_fetch is not None:
             job = self._state.jobs.open.get(record.awaits_fetch[0])
             is_useful = record.awaits_fetch[1] > device_tokens and not record.load_failed
@@ -462,7 +471,7 @@ class LowerTiers:
         return record.awaits_fetch is not None
 
     def leaves(self, record: RequestRecord) -> None:
-        """Cancel the fetches that only this request waits for, which ends before its allocation."""
+        """Cancel the fetches that only this request waits for. The request ends before its allocation."""
         jobs = self._state.jobs
         for job in [job for job in jobs.open.values() if isinstance(job, Fetch) and record in job.wanted]:
             del job.wanted[record]
@@ -471,7 +480,7 @@ class LowerTiers:
             jobs.cancel(job)
 
     def cause(self, missing: BlockKey | None, cause: MissCause | None) -> MissCause | None:
-        """Return why a block that is not on the host misses, given the cause that the host knows."""
+        """Return why a block that is not on the host misses, given the cause that is known without the lower tiers."""
         for tier in self._state.tiers:
             if missing is not None and missing in tier.pool.index.parts[missing[0]]:
                 if self._state.shape.count_states((missing,)):
@@ -490,9 +499,10 @@ class LowerTiers:
         return [tier for tier in self._state.tiers if tier.is_usable and tier.has_blocks]
 
     def _first_missing(self, keys: Sequence[BlockKey]) -> BlockKey | None:
-        """Return the first key of a prefix that the host lacks, by binary search, because the host evicts a prefix's head last.
+        """Return the first key of a prefix that the host lacks, or None if it lacks none.
 
-        If an earlier block is missing too, the request's lookup fetches it: that looks at each block.
+        The search is binary, because the host evicts a prefix's head last. If an earlier block is missing too, the request's
+        lookup fetches it, because a lookup checks every block.
         """
         parts = self._state.pool.index.parts
         first = bisect_left(keys, True, key=lambda key: key not in parts[key[0]])
@@ -503,14 +513,14 @@ class LowerTiers:
 
         Args:
             record: the request.
-            index: all blocks that need not be computed.
+            index: finds all blocks that need not be computed.
             device_tokens: the search begins after these tokens.
-            tokens: tokens that need no fetch.
+            tokens: the length of the prefix that needs no fetch.
         """
         state = self._state
         limit, alignment = record.prompt_tokens - 1, state.shape.alignment
         room = most_fetched(state) - record.fetched_blocks
-        # With one group the host has all blocks before `tokens`. Windows of other groups may need blocks before it.
+        # With one full-attention group, all blocks before `tokens` are there. Windows of other groups may lack some of them.
         start = tokens if state.shape.is_one_full_group else device_tokens
         least = max(record.least_tokens, state.policy.min_load_tokens)
         while True:
@@ -526,9 +536,9 @@ class LowerTiers:
             limit = reached - max(surplus - surplus % alignment, alignment)
 
     def _fetch(self, record: RequestRecord, found: _Found, head: Sequence[SlotId]) -> None:
-        """Plan fetches of blocks that are not in flight, as far as the host has room besides its own blocks of the same prefix.
+        """Plan fetches of the blocks that are not in flight, as far as the host has room without evicting the same prefix.
 
-        The request's lookups wait for them, unless the device has as many tokens by then.
+        The request's lookups wait for these fetches, unless the device already has as many tokens when it looks up.
         """
         state = self._state
         on_way = self._in_flight.keys
@@ -548,18 +558,18 @@ class LowerTiers:
                 job.wanted[record] = None
                 record.awaits_fetch = job.id, found.tokens - found.gain + gain
 
-    # -- for no request -----------------------------------------------------------------------------------------
+    # -- without a request --------------------------------------------------------------------------------------
 
     @property
     def is_due(self) -> bool:
-        """Whether steps are needed to plan copies."""
+        """Whether the engine must keep stepping so that copies can be planned."""
         return any(each.is_due for each in self._owners)
 
     def step(self) -> None:
         """Plan copies that no request waits for: the warm start, then spills.
 
-        While the engine has requests, a few blocks wait until a queue has enough of them, or until the last spill was planned
-        `MOST_STEPS` steps ago.
+        While the engine has requests, blocks in the queues wait until a queue has enough of them, or until `MOST_STEPS` steps after
+        the last spill was planned.
         """
         state = self._state
         is_early = state.steps - self._spilled_at < MOST_STEPS
@@ -577,7 +587,7 @@ class LowerTiers:
     # -- facts --------------------------------------------------------------------------------------------------
 
     def disk_restored(self, fact: facts.DiskRestored) -> None:
-        """Take over a part of the disk's index. With the last part the disk opens."""
+        """Take over a part of the disk's index. The last part opens the disk."""
         disk = self._state.disk
         assert disk is not None, fact
         disk.restore(fact.slots, fact.puts, fact.free, is_last=fact.is_last)
@@ -593,7 +603,7 @@ class LowerTiers:
             self._state.tally.events.append(DiskClosed())
 
     def remote_opened(self, fact: facts.RemoteOpened) -> None:
-        """Open the remote tier. If its namespace has changed, forget the blocks found so far: they are not in the new one."""
+        """Open the remote tier. If its namespace has changed, forget the blocks found in the old one."""
         jobs, remote = self._state.jobs, self._state.remote
         assert remote is not None, fact
         if remote.namespace not in ("", fact.namespace):
@@ -603,7 +613,7 @@ class LowerTiers:
         remote.open(fact.namespace)
 
     def remote_lost(self, _: facts.RemoteLost) -> None:
-        """Close the remote tier, which does not answer, until it opens again."""
+        """Close the remote tier until it opens again, because it does not answer."""
         if self._state.remote is not None:
             self._state.remote.close()
 
@@ -630,7 +640,7 @@ class LowerTiers:
 
 
 def most_fetched(state: CoreState) -> int:
-    """Return how many host slots fetches may fill at a time, which is also how many blocks may be fetched for one request."""
+    """Return how many host slots open fetches may fill, and also how many blocks may be fetched for one request in all."""
     return max(state.pool.capacity // 4, 1)
 
 

@@ -1,10 +1,10 @@
-"""The tiers below the host: what is known about each, and the index in which a search finds the blocks of all of them.
+"""The tiers below the host: the state of each, and an index that finds blocks on all of them and on the host.
 
-The slots of a tier are in the same kind of pool as those of the host. A slot of the disk stands for the same slot in every rank's
-file. A remote tier has an index of its own, and other engines write to it and evict from it. There a slot is only a hint that the
-tier has a block, and the pool's size bounds the number of hints. A fetch that finds nothing removes its hint.
+Each tier keeps its slots in the same kind of pool as the host. A disk slot stands for the same slot in every rank's file. A remote
+tier has an index of its own, and other engines write to it and evict from it. So a slot of a remote tier is only a hint that the
+tier has a block, and the pool's size limits the number of hints. A fetch that finds nothing removes its hint.
 
-`tier_copies` decides what is copied.
+`tier_copies` decides which blocks are copied.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Ask = tuple[RequestId, tuple[BlockKey, ...]]
 
 MOST_HINTS = 2**17
 MOST_ASKED = 4096
-"""Most keys that are asked for per request: Mooncake's master takes some 9 microseconds for each."""
+"""The most keys to ask for per request: Mooncake's master takes about 9 microseconds per key."""
 _MOST_BYTES = 64 * 2**20
-"""Most bytes of open spills on a rank, since the next load or fetch waits for them: some 50 ms on a disk."""
+"""The most bytes that open spills may have on a rank. The next load or fetch waits for them, about 50 ms on a disk."""
 _EIGHTH = 1 / 8
 
 
@@ -43,21 +43,21 @@ class LowerTier:
 
     Args:
         tier: its name.
-        after_hits: a block is written to the tier after it was found again this often.
+        after_hits: how often a block must be found again before it is written to the tier.
         jobs: the open jobs.
 
     Attributes:
         takes_all: blocks are written to it even if they were never found again.
         pool: its slots.
-        is_open: its blocks are known.
-        is_closed: it cannot be used, either for now or for good.
-        failing: ranks whose calls fail or hang.
-        in_flight: keys that open spills bring to the tier.
+        is_open: True once the disk's index has been read, or the remote tier's namespace is known.
+        is_closed: True while the tier cannot be used; for the disk this is final.
+        failing: ranks whose calls to the tier fail or hang.
+        in_flight: keys that open spills are bringing to the tier.
         limit: how many blocks open spills and a warm start may have, as a share of the maximum.
-        slot_bytes: the size of a host slot on the rank where it is largest.
-        least_tokens: a shorter addition to a hit is computed instead.
+        slot_bytes: the size in bytes of a host slot, on the rank where it is largest.
+        least_tokens: how many tokens a fetch must add to a hit; fewer tokens are recomputed instead.
         candidates: keys that were found again and may be spilled, in the order in which the host evicts them.
-        namespace: the namespace of the blocks in a tier that engines share.
+        namespace: the namespace of this engine's blocks in a tier that engines share.
     """
 
     namespace = ""
@@ -76,18 +76,18 @@ class LowerTier:
         self.least_tokens = 0
         self.in_flight = InFlight()
         self.candidates: deque[BlockKey] = deque()
-        self._waiting: set[BlockKey] = set()  # the same keys
+        self._waiting: set[BlockKey] = set()  # the keys in `candidates`
         self._spills, self._fetches = [jobs.by_state[tier, way] for way in (Direction.STORE, Direction.LOAD)]
 
     @property
     def is_usable(self) -> bool:
-        """Whether a copy may begin."""
+        """Whether new copies may start."""
         has_timed_out = self._spills[_ABANDONED] or self._fetches[_ABANDONED]
         return self.is_open and not self.is_closed and not self.failing and not has_timed_out
 
     @property
     def fetching(self) -> int:
-        """The blocks of open fetches. Only these pin slots of the tier, until their outcome is known."""
+        """The number of blocks in open fetches. Only fetches pin slots of the tier, until their outcome is known."""
         return len(self.pool.pins)
 
     @property
@@ -96,11 +96,11 @@ class LowerTier:
         return bool(self.pool.count(SlotState.READY) or self.pool.count(SlotState.PINNED))
 
     def close(self) -> None:
-        """Stop using the tier, unless it opens again."""
+        """Stop using the tier. Only the remote tier can open again."""
         self.is_closed = True
 
     def rank_reported(self, report: TransferReport) -> None:
-        """Note what a rank reports of its calls to the tier."""
+        """Note whether a rank's calls to the tier work, and how large its host slots are."""
         works = report.disk_works if self.tier is Tier.DISK else report.remote_works
         if works == (report.rank in self.failing):
             self.failing ^= {report.rank}
@@ -108,7 +108,7 @@ class LowerTier:
             self.slot_bytes = report.slot_bytes
 
     def spill_slots(self, capacity: int) -> int:
-        """Return how many blocks open spills may have, with a host of this capacity: at most an eighth of it."""
+        """Return how many blocks open spills may have: at most an eighth of the host's `capacity`."""
         most = min(_MOST_BYTES // self.slot_bytes, capacity // 8)
         return max(int(most * self.limit.share), 1)
 
@@ -117,7 +117,7 @@ class LowerTier:
 
         Args:
             job: the spill.
-            last: the job that was planned last.
+            last: the number of the most recently planned job.
             is_load_open: whether a load or a fetch is open.
         """
         size = len(job.slots)
@@ -128,17 +128,17 @@ class LowerTier:
     # -- jobs ---------------------------------------------------------------------------------------------------
 
     def targets(self, keys: list[BlockKey], tier_slots: list[SlotId]) -> list[Any]:
-        """Return the other end of each of a job's copies."""
+        """Return the tier's end of each copy in a job."""
         return tier_slots
 
     def extra(self, tier_slots: Sequence[SlotId] = ()) -> object:
-        """Return what else the workers must know for a fetch from these slots, or without slots for a spill."""
+        """Return the workers' further data for a fetch from these slots, or for a spill if there are none."""
         return ()
 
     # -- blocks -------------------------------------------------------------------------------------------------
 
     def reuse(self, keys: Sequence[BlockKey]) -> None:
-        """Note that these blocks were found again. A prefix's head comes last."""
+        """Note that these blocks were found again. The keys list a prefix's head last."""
         on_tier, spilling = self.pool.index.parts, self.in_flight.keys
         for key in keys:
             if key in on_tier[key[0]] or key in self._waiting or key in spilling:
@@ -157,7 +157,7 @@ class LowerTier:
         return keys
 
     def evicted(self, keys: Sequence[BlockKey]) -> int:
-        """Note that these blocks have left the host; return how many of them waited for a spill."""
+        """Note that the host has evicted these blocks; return how many of them were waiting for a spill."""
         if self._hits:
             for key in keys:
                 self._hits.pop(key, None)
@@ -170,7 +170,7 @@ class LowerTier:
         """Note that every rank has read these slots for a request, which counts as a use."""
 
     def invalidate(self, tier_slot: SlotId) -> None:
-        """Forget the block in this slot; the pool has the slot's state."""
+        """Forget the block in this slot. The caller changes the slot's state in the pool."""
 
     def forget_all(self) -> int:
         """Forget all blocks; return how many there were."""
@@ -181,19 +181,20 @@ class LowerTier:
 
 
 class DiskTier(LowerTier):
-    """The disk. It opens when its whole index was read, and closes for good.
+    """The disk. It opens when its whole index has been read. Once closed, it stays closed.
 
-    The pool also has the slots for which there is no space on the disk; they are never allocated.
+    The pool includes slots for which the disk has no space; they are never allocated.
 
     Args:
-        after_hits, jobs: as of `LowerTier`.
+        after_hits, jobs: see `LowerTier`.
         ranks: how many ranks write each block.
 
     Attributes:
-        capacity: slots with space on the disk, in the parts of the index that were read.
-        has_block: by slot, 1 if it has a block that can hit.
-        sums: by rank and slot, the checksum of the rank's shard of the block; 0 without a block. These are arrays because a dict
-            would copy itself inside a hook now and then, and tuples need several times the memory and slow the garbage collector.
+        capacity: the number of slots with space on the disk, in the parts of the index read so far.
+        has_block: for each slot, 1 if it has a block that can hit, else 0.
+        sums: for each rank and slot, the checksum of the rank's shard of the block; 0 without a block. These are arrays because a
+            dict would be rebuilt inside a hook now and then, and tuples need several times the memory and slow the garbage
+            collector.
     """
 
     def __init__(self, after_hits: int, jobs: Jobs, ranks: int) -> None:
@@ -205,7 +206,7 @@ class DiskTier(LowerTier):
         """Changes that must be written to the index, in order."""
 
     def restore(self, slots: int, puts: Sequence[Put], free: Sequence[SlotId], *, is_last: bool) -> None:
-        """Take over a part of an earlier process's index. The disk opens with the last part."""
+        """Take over a part of an earlier process's index. The last part opens the disk."""
         known = self.pool.index.parts
         new = [put for put in puts if put.key not in known[put.key[0]]]
         blocks = {put.slot: put.key for put in new}
@@ -224,7 +225,7 @@ class DiskTier(LowerTier):
         return _take(self.records)
 
     def extra(self, tier_slots: Sequence[SlotId] = ()) -> object:
-        """Return the checksums of every rank for each slot."""
+        """Return every rank's checksums of these slots."""
         if not tier_slots:
             return ()
         return tuple(zip(*[[of_rank[slot] for slot in tier_slots] for of_rank in self.sums], strict=True))
@@ -233,10 +234,10 @@ class DiskTier(LowerTier):
         sums = zip(*[job.sums[rank] for rank in sorted(job.sums)], strict=True)
         puts = list(map(Put, job.tier_slots, job.keys, sums))
         self._add(puts)
-        self.records += reversed(puts)  # so that the next process, too, evicts a prefix's head last
+        self.records += reversed(puts)  # so that the next process also evicts a prefix's head last
 
     def read(self, tier_slots: Sequence[SlotId]) -> None:
-        # A late report of an earlier fetch may have found a slot corrupt and removed its block.
+        # A block may be gone already: a late report of an earlier fetch may have shown that it is corrupt.
         self.records += [Use(slot) for slot in tier_slots if self.has_block[slot]]
 
     def invalidate(self, tier_slot: SlotId) -> None:
@@ -261,7 +262,7 @@ class DiskTier(LowerTier):
         for put in puts:
             has_block[put.slot] = 1
         for rank, of_rank in enumerate(self.sums):
-            for put in puts:  # `zip(*...)` would make an object a block that the garbage collector counts
+            for put in puts:  # `zip(*...)` would give the garbage collector one object per block to count
                 of_rank[put.slot] = put.sums[rank]
 
 
@@ -269,8 +270,8 @@ class RemoteTier(LowerTier):
     """A remote tier. It is open once its namespace is known, and closed while it does not answer.
 
     Args:
-        after_hits, jobs: as of `LowerTier`.
-        ranks: all ranks. They count as failing until they report that they have reached the tier.
+        after_hits, jobs: see `LowerTier`.
+        ranks: all ranks. Each counts as failing until it reports that its calls to the tier work.
     """
 
     def __init__(self, after_hits: int, jobs: Jobs, ranks: Iterable[Rank]) -> None:
@@ -278,24 +279,24 @@ class RemoteTier(LowerTier):
         self.pool.grow(MOST_HINTS)
         self.failing = set(ranks)
         self.asks: list[Ask] = []
-        """Requests, each with the keys that the tier must be asked for."""
+        """Queries for the tier: a request and the keys to ask for."""
 
     def open(self, namespace: str) -> None:
-        """Use this namespace from now on."""
+        """Open the tier with this namespace."""
         self.namespace = namespace
         self.is_open = True
         self.is_closed = False
 
     def ask(self, request: RequestId, keys: Sequence[BlockKey]) -> None:
-        """Ask the tier for some of a request's blocks."""
+        """Add a query for a request's blocks, up to `MOST_ASKED` of them."""
         self.asks.append((request, tuple(keys[:MOST_ASKED])))
 
     def take_asks(self) -> list[Ask]:
-        """Return the questions for the tier since the last call, and forget them."""
+        """Return the queries for the tier since the last call, and forget them."""
         return _take(self.asks)
 
     def note(self, found: Sequence[BlockKey], missing: Sequence[BlockKey]) -> None:
-        """Note the tier's answer. If there is no room for all of `found`, keep the first of them."""
+        """Note the tier's answer. If there is no room for hints of all `found` keys, keep the first of them."""
         index, spilling = self.pool.index, self.in_flight.keys
         for key in missing:
             if (slot := index.get(key)) is not None:
@@ -313,14 +314,14 @@ class RemoteTier(LowerTier):
 
     def forget_all(self) -> int:
         """Forget all hints and the namespace; return how many hints there were."""
-        self.namespace = ""  # the next one is not known yet
+        self.namespace = ""  # the new namespace is not known yet
         self.is_open = False
         self.asks.clear()
         return super().forget_all()
 
 
 def _take(items: list[Item]) -> list[Item]:
-    """Empty a list to which others keep a reference, and return its items."""
+    """Return a list's items and empty the list in place, because others refer to it."""
     taken = items.copy()
     items.clear()
     return taken
@@ -332,20 +333,21 @@ Block = tuple[BlockKey, LowerTier, SlotId]
 """A block's key, the lower tier that has it, and its slot there."""
 
 ON_DEVICE = SlotId(sys.maxsize)
-"""In place of a slot, for a block that the device has."""
+"""Stands in for the slot of a block that is on the device."""
 
 
 class LayeredIndex:
-    """Several indexes as one. It returns host slots as they are, and for a block of a lower tier a number below zero.
+    """Searches several indexes as one. It returns a host slot, or a number below zero for a block on a lower tier.
 
     Args:
         host: the host's index.
-        tiers: the lower tiers; the first that has a key counts.
-        device: is asked after the host, for blocks that need no slot; None if the search begins after the device's own hit.
+        tiers: the lower tiers, in the order in which they are searched.
+        device: searched after the host; its blocks get `ON_DEVICE` as their slot. None if the search begins after the device's
+            own hit.
 
     Attributes:
-        get: return a key's slot, or None. A closure, because a search calls it for each block.
-        parts: the same `get` for each first byte.
+        get: returns a key's slot, or None. It is a closure for speed, because a search calls it for each block.
+        parts: for each first byte of a key, an object with the same `get`.
     """
 
     __slots__ = ("_found", "get", "parts")
@@ -365,7 +367,7 @@ class LayeredIndex:
             for tier, parts in lower:
                 if (tier_slot := parts[byte].get(key)) is not None:
                     found.append((key, tier, tier_slot))
-                    return -len(found)  # type: ignore[return-value]  # a `SlotId` of its own would be a call a block
+                    return -len(found)  # type: ignore[return-value]  # calling `SlotId` for each block would take time
             return None
 
         self.get = get
@@ -373,6 +375,6 @@ class LayeredIndex:
         self.parts = (SimpleNamespace(get=get),) * 256
 
     def on_tiers(self, slots: Iterable[SlotId]) -> list[Block]:
-        """Return the blocks of lower tiers among slots that `get` returned, in the same order."""
+        """Return the blocks on lower tiers among these results of `get`, in the same order."""
         found = self._found
         return [found[-1 - slot] for slot in slots if slot < 0]
