@@ -1,7 +1,7 @@
-"""Keeps KV-cache blocks that an LLM engine would evict: stores them in host memory, finds them by prefix, copies them back.
+"""Keeps KV-cache blocks that an LLM engine would evict: in host memory, found by prefix, and copied back.
 
-Where to start: `ARCHITECTURE.md` beside this file gives an overview, `kvoffload.model` defines the terms, `kvoffload.core`
-makes the decisions, and `tests/test_one_block_journey.py` follows one block through the system.
+Where to start: `ARCHITECTURE.md` beside this file gives an overview, `kvoffload.model` defines the terms,
+`kvoffload.core` makes the decisions, and `tests/test_one_block_journey.py` follows one block through the system.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
 """The audit: checks totals, to find slots, leases and index entries that requests or jobs have left behind.
 
-It runs in a hook whenever the engine becomes idle, so its cost must not grow with the pool. `tests/core/audit.py` recomputes
-every count and index from the records.
+It runs in a hook whenever the engine becomes idle, so its cost must not grow with the pool. `tests/core/audit.py`
+recomputes every count and index from the records.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def _totals(state: CoreState, stores: Stores) -> Iterator[tuple[str, int, int]]:
     yield "keys of slots that can hit", len(pool.index), sum(map(pool.count, _CAN_HIT))
     if state.requests.live or state.jobs.pending:
         return
-    # Only jobs that timed out are still open. They keep their leases and their requests' records; spills also keep their pins.
+    # Only jobs that timed out are still open. They keep their leases and requests' records; spills also keep their
+    # pins.
     spilled = [slot for job in opened if isinstance(job, Spill) for slot in job.slots]
     ended = {record for job in opened if isinstance(job, DeviceJob) for record in job.concerns}
     in_use = [slot for slot in pool.pins if pool.state(slot) in _IN_USE]

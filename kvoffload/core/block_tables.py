@@ -1,12 +1,12 @@
 """Requests' block tables, and the removal of stale entries from them (R7).
 
-In a window group the engine frees a block once the window has moved past it, and may allocate it to another request. If the
-first request's table still named the block, the other request's KV would be stored under the first request's key. So a reverse
-index maps each block of such a group to the table entries that name it, and when the engine allocates a block, these entries
-are zeroed. The cost grows with the number of allocated blocks, not with requests times blocks.
+In a window group the engine frees a block once the window has moved past it, and may allocate it to another request. If
+the first request's table still named the block, the other request's KV would be stored under the first request's key.
+So a reverse index maps each block of such a group to the table entries that name it, and when the engine allocates a
+block, these entries are zeroed. The cost grows with the number of allocated blocks, not with requests times blocks.
 
-Recurrent groups keep one or two blocks per request, and some engines move these within the table in place. So for these groups
-a table has only the states that the engine handed off, at their positions.
+Recurrent groups keep one or two blocks per request, and some engines move these within the table in place. So for these
+groups a table has only the states that the engine handed off, at their positions.
 """
 
 from __future__ import annotations

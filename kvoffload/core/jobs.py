@@ -9,9 +9,9 @@ The owner of a job plans it, and is called as the job proceeds:
       │       └─ overdue, drop ─▶ owner.failed ─────────────────┘
       └─ drop ─▶ owner.failed ─▶ owner.ended ─▶ cancel
 
-The *outcome* of a job is known (the job is `settled`) when every rank has copied, when one rank has failed, or when the job
-timed out or was dropped. Its *memory* is free only when every rank has ended its copy. Rules R4, R9 and R16 cover the time
-between these two moments.
+The *outcome* of a job is known (the job is `settled`) when every rank has copied, when one rank has failed, or when the
+job timed out or was dropped. Its *memory* is free only when every rank has ended its copy. Rules R4, R9 and R16 cover
+the time between these two moments.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ JobT_contra = TypeVar("JobT_contra", contravariant=True)
 class Offer(NamedTuple):
     """One computed block that may be stored.
 
-    `record` is None when the lazy planner found the block in the device's free queue; the fields after it are then unused.
+    `record` is None when the lazy planner found the block in the device's free queue. The fields after it are then
+    unused.
     """
 
     key: BlockKey
@@ -97,7 +98,7 @@ class Owner(Protocol[JobT_contra]):
         """Settle a job that will not succeed. A job that times out may already be settled."""
 
     def ended(self, job: JobT_contra, /) -> None:
-        """Release a job's memory after every rank has ended its copy. If the job is not settled yet, settle it first."""
+        """Release a job's memory after every rank has ended its copy. Settle the job first if it is not settled."""
 
 
 class Job(Struct, eq=False):
@@ -106,7 +107,8 @@ class Job(Struct, eq=False):
     Args:
         owner: the part of the core that planned it.
         slots: host slots.
-        targets: the other end of each copy, in the order of `slots`: a device block, a disk slot, or a key in the remote tier.
+        targets: the other end of each copy, in the order of `slots`: a device block, a disk slot, or a key in the
+            remote tier.
         extra: further data for the workers; `CopyJob` lists it.
         tier: the lower of the two tiers; HOST for copies between device and host.
         id: its number, assigned by `Jobs`.
@@ -241,7 +243,7 @@ class Jobs:
         self.planned: list[Job] = []
         """The jobs of the step's plan, in the order in which they were planned."""
         self.cancelled: list[JobId] = []
-        """Submitted fetches that no request waits for any more. The next plan tells the workers to skip their remaining copies."""
+        """Submitted fetches that no request waits for any more. The next plan tells workers to skip their other copies."""
         self.open_on_tiers = 0
         """The number of open jobs between the host and a lower tier."""
         self.pending = 0
@@ -347,8 +349,8 @@ class Jobs:
 class InFlight:
     """Keys on their way to a tier, and the offers that wait for them. The only writer of both.
 
-    A key is removed as soon as its job has an outcome, so that after a failure another block with this key can be stored. The
-    failed job's block stays leased until its last copy has ended.
+    A key is removed as soon as its job has an outcome, so that after a failure another block with this key can be
+    stored. The failed job's block stays leased until its last copy has ended.
     """
 
     def __init__(self) -> None:

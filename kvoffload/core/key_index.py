@@ -1,14 +1,15 @@
 """An index of the keys that can hit, with an optional log of its changes.
 
-A dict with many insertions and deletions is rebuilt now and then, in a single call: with a million keys this takes 0.2 s inside
-a hook. So the index consists of several dicts, and the first byte of a key selects one. Keys are hashes, so their first bytes
-are spread evenly. The index starts as one dict. A dict that grows too long is split in two, until there is one per byte value:
+A dict with many insertions and deletions is rebuilt now and then, in a single call: with a million keys this takes 0.2
+s inside a hook. So the index consists of several dicts, and the first byte of a key selects one. Keys are hashes, so
+their first bytes are spread evenly. The index starts as one dict. A dict that grows too long is split in two, until
+there is one per byte value:
 
     first byte    00 .............. 7f 80 ...... bf c0 .. ff
     parts         [a, a, a, ... a,     b, b, ... b, c, ... c]      one entry per byte, neighbours share a dict
 
-Keys with the same first byte always share a dict. If all keys began with the same byte, a rebuild would take as long as with
-a single dict.
+Keys with the same first byte always share a dict. If all keys began with the same byte, a rebuild would take as long as
+with a single dict.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _Part = dict[BlockKey, SlotId]
 
 _BYTES = 256
 _MOST = 2048
-"""A part with more keys is split if possible. Splitting or rebuilding a part of this length takes a fraction of a millisecond."""
+"""A part with more keys is split if possible. Splitting or rebuilding one of this length takes well under 1 ms."""
 _LOOK_AFTER = 256
 """How many keys are added between two checks of the parts' lengths."""
 
@@ -43,7 +44,7 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
     def __getitem__(self, key: BlockKey) -> SlotId:
         return self.parts[key[0]][key]
 
-    def get(self, key: BlockKey, default: None = None) -> SlotId | None:  # type: ignore[override]  # callers use no other default
+    def get(self, key: BlockKey, default: None = None) -> SlotId | None:  # type: ignore[override]  # the only default in use
         return self.parts[key[0]].get(key, default)
 
     def __contains__(self, key: object) -> bool:
@@ -66,12 +67,15 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
     # -- changes ------------------------------------------------------------------------------------------------
 
     def watch(self) -> list[tuple[BlockKey, bool]]:
-        """Return a list to which every later change is appended: the key, and True if it was added or False if removed."""
+        """Return a list that receives every later change: the key, and True if it was added or False if removed."""
         self._changes = []
         return self._changes
 
     def expect(self, count: int) -> None:
-        """Split the parts for `count` expected keys while there are few. Later all parts would grow too long at the same time."""
+        """Split the parts for `count` expected keys while there are few keys.
+
+        Later all parts would grow too long at about the same time.
+        """
         width, parts = _BYTES, self.parts
         while width > 1 and count > _MOST * _BYTES // width:
             for byte in range(0, _BYTES, width):

@@ -4,14 +4,14 @@
                 │                           └─ nothing to load, or the host lacks some of it ─▶ _answer
                 └─ looked up again, the request ended, a reset: dropped
 
-`PendingHits.lookup` searches (`match.longest_match`), pins the slots it finds and keeps the answer in the request's record (R1).
-The matching allocation takes the answer (`take`); a repeated lookup, the request's end or a reset drops it (`drop`). Every load
-that the engine waits for is answered exactly once (`_answer`). If the answer is a failure, the engine recomputes the tokens.
-Memory is released later, when every rank has ended its copy (`ended`).
+`PendingHits.lookup` searches (`match.longest_match`), pins the slots it finds and keeps the answer in the request's
+record (R1). The matching allocation takes the answer (`take`); a repeated lookup, the request's end or a reset drops it
+(`drop`). Every load that the engine waits for is answered exactly once (`_answer`). If the answer is a failure, the
+engine recomputes the tokens. Memory is released later, when every rank has ended its copy (`ended`).
 
-Engines keep few recurrent states, and a hit needs one at its end. If a longer hit lacks only that state, the lookup notes a
-*shared-prefix boundary* in the record: the engine is asked to hand off its state after these tokens, and the next request with
-this prefix finds it.
+Engines keep few recurrent states, and a hit needs one at its end. If a longer hit lacks only that state, the lookup
+notes a *shared-prefix boundary* in the record: the engine is asked to hand off its state after these tokens, and the
+next request with this prefix finds it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class PendingHits:
         return hit.tokens - device_tokens
 
     def _not_yet(self, record: RequestRecord, owner: RequestId | None = None) -> None:
-        """Report that a request waits: once per load, fetch or remote query it waits for, however often the engine asks.
+        """Report that a request waits, once per load, fetch or remote query, however often the engine asks.
 
         Args:
             record: the request that waits.
@@ -112,10 +112,11 @@ class PendingHits:
         record.boundary = 0
 
     def take(self, record: RequestRecord, accepted_tokens: int) -> PendingHit | None:
-        """Take the last lookup's answer out of the record and report it; None if there is none. The caller unpins its slots.
+        """Remove the last lookup's answer from the record, report it and return it; None if there is none.
 
-        The report counts the block positions after the device's own hit. Only those that the engine accepted count as hits: it
-        may decline the end of a hit, or all of it if another connector's hit came first.
+        The caller unpins the answer's slots. The report counts the block positions after the device's own hit. Only
+        those that the engine accepted count as hits: it may decline the end of a hit, or all of it if another
+        connector's hit came first.
         """
         hit, record.hit = record.hit, None
         if hit is None:
@@ -244,7 +245,7 @@ class Loads:
             self._answer(record, record.incarnation, loaded=True)
 
     def _unpin_hit(self, record: RequestRecord, hit: PendingHit, loading: Sequence[SlotId]) -> None:
-        """Unpin a hit, and report how many of its slots are not loaded. These are evicted before the blocks before them (R15)."""
+        """Unpin a hit and report how many of its slots are not loaded. A prefix's head is still evicted last (R15)."""
         self._state.pool.unpin(hit.slots)
         if rest := len(set(hit.slots).difference(loading)):
             self._state.retention.used(record, record.found_tokens)
@@ -268,8 +269,8 @@ class Loads:
     def _copies(self, record: RequestRecord, fact: BlocksAllocated, length: int) -> _Copies | None:
         """Return the slots and blocks to copy for a prefix of `length` tokens, heads first; None if the host lacks any.
 
-        Blocks are looked up by key again, because a pinned block may have been invalidated since the lookup, and a shorter hit
-        can need different blocks.
+        Blocks are looked up by key again, because a pinned block may have been invalidated since the lookup, and a
+        shorter hit can need different blocks.
         """
         parts = self._state.pool.index.parts
         copies: list[tuple[int, SlotId, DeviceBlockId]] = []
@@ -297,13 +298,13 @@ class Loads:
         return results
 
     def reported(self, job: Load, rank: Rank, report: JobReport) -> None:
-        """Invalidate the blocks that a rank could not load. The job's outcome is known when every rank has reported (R9)."""
+        """Invalidate the blocks that a rank could not load. Every rank must report before the outcome is known (R9)."""
         job.corrupt.update(report.corrupt)
         if report.outcome is not CopyOutcome.DONE:
             self._distrust(job, report)
 
     def failed(self, job: Load, why: Failure) -> None:
-        """Let the engine recompute the tokens of a failed load. After a timeout the slots are never allocated again (R16)."""
+        """Let the engine recompute a failed load's tokens. After a timeout the slots are never allocated again (R16)."""
         pool = self._state.pool
         if why is Failure.TIMED_OUT:
             self._note_misses(job.slots, MissCause.LOAD_FAILED)
@@ -353,7 +354,7 @@ class Loads:
     def _distrust(self, job: Load, report: JobReport) -> None:
         """Invalidate the slots of a failed copy at once, though other ranks may still read them (R4).
 
-        If checksums showed which blocks are corrupt, only these are invalidated, and their slots are never allocated again.
+        If checksums showed which blocks are corrupt, only these are lost, and their slots are never allocated again.
         """
         pool, tally = self._state.pool, self._state.tally
         if report.outcome is CopyOutcome.CORRUPT:

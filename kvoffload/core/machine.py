@@ -1,11 +1,11 @@
 """The state machines of slots, jobs and requests, each written as a literal table.
 
-A transition that a table does not list raises `IllegalTransition` and changes nothing. There are three machines because slots,
-jobs and requests change for different reasons: a slot when its bytes become valid or invalid, a job when workers report, a request
-when the engine acts.
+A transition that a table does not list raises `IllegalTransition` and changes nothing. There are three machines because
+slots, jobs and requests change for different reasons: a slot when its bytes become valid or invalid, a job when workers
+report, a request when the engine acts.
 
-Other modules bind often compared members to module names, some as plain integers, because in CPython 3.11 it is slow to access
-an enum member through its class and to compare `IntEnum` members.
+Other modules bind often compared members to module names, some as plain integers, because in CPython 3.11 it is slow to
+access an enum member through its class and to compare `IntEnum` members.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ class Machine(Generic[S, E]):
         self.table = table
         self.steps = tuple(_Steps(self, event) for event in events)
         self.only = {event: (bytes((before,)), int(after)) for (before, event), after in table.items()}
-        """For each event that is legal in only one state, that state as one byte and the next state. Moves many slots at once."""
+        """For each event that is legal in only one state, that state as one byte and the next state.
+
+        Used to move many slots at once.
+        """
 
 
 class _Steps(dict[int, S]):

@@ -8,8 +8,8 @@ A hit of L tokens is usable if the host has, in every group, all blocks that the
     chunked             [D ..)        [c .. L)     the current chunk, from its first token c
     recurrent                         [L-1, L)     the state after the last token
 
-Each block is looked up once. A missing block rules out all lengths that need it, down to the block's first token, so the search
-only moves to shorter lengths.
+Each block is looked up once. A missing block rules out all lengths that need it, down to the block's first token, so
+the search only moves to shorter lengths.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def longest_match(
         index: the slots that can hit.
         start: tokens that the device holds.
         limit: the longest usable length.
-        device_tokens: tokens whose full-attention blocks the device holds; more than `start` if the device lacks a recurrent
-            state.
+        device_tokens: tokens whose full-attention blocks the device holds; more than `start` if the device lacks a
+            recurrent state.
     """
     if shape.is_one_full_group:
         return _match_in_one_full_group(shape.alignment, keys[0], index, start, limit)
@@ -79,7 +79,7 @@ def longest_match(
 def _match_in_one_full_group(
     tokens: int, keys: Sequence[BlockKey], index: FoundKeys, start: int, limit: int
 ) -> Match:
-    """Return the match in a model with one full-attention group, as most models have: all blocks before the first missing one."""
+    """Return the match in a model with one full-attention group, the usual case: all blocks before the first missing one."""
     parts, found, first = index.parts, list[SlotId](), start // tokens
     for key in islice(keys, first, limit // tokens):
         slot = parts[key[0]].get(key)
@@ -129,7 +129,7 @@ class _Search:
         return max(length, self._start), blocker
 
     def descend_full(self, length: int) -> tuple[int, BlockKey | None]:
-        """Return the longest length up to `length` that the full-attention groups allow, and the first missing key after it."""
+        """Return the longest length that the full-attention groups allow, up to `length`, and the next missing key."""
         blocker: BlockKey | None = None
         for group in self._groups:
             if group.kind is AttentionKind.FULL and (cut := self._extend(group, length)) < length:
@@ -193,7 +193,7 @@ class _Search:
         return range(first // group.block_tokens, end // group.block_tokens)
 
     def _key(self, group: GroupSpec, token: int) -> BlockKey | None:
-        """Return the first key at or after a token that neither device nor host has, or None if all known keys were found."""
+        """Return the first key at or after a token that neither device nor host has; None if all known keys are found."""
         keys, found = self._keys[group.group], self._found[group.group]
         position = max(token, self._start) // group.block_tokens
         while position in found:
@@ -201,5 +201,5 @@ class _Search:
         return keys[position] if position < len(keys) else None
 
     def _behind(self, group: GroupSpec) -> int:
-        """Return how many tokens after the hit must match too: with a draft's lookahead the last matched block cannot be used."""
+        """Return how many tokens after the hit must match too: with a draft's lookahead, the last matched block is lost."""
         return group.block_tokens if group.has_lookahead else 0

@@ -1,7 +1,8 @@
 """The core of one engine's scheduler side: facts in, answers and events out.
 
-Pure: no torch, no clock, no thread, no logging, no randomness. The same facts in the same order give the same answers, and the
-state can be copied and compared, so tests can explore it. Each method that takes a fact is the only handler of that fact's class.
+Pure: no torch, no clock, no thread, no logging, no randomness. The same facts in the same order give the same answers,
+and the state can be copied and compared, so tests can explore it. Each method that takes a fact is the only handler of
+that fact's class.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class OffloadCore:
     ) -> int | None:
         """Return how many tokens the host adds to the device's hit. None means "not yet".
 
-        The slots stay pinned until the matching allocation, the next lookup, the request's end or a reset. An engine looks up only
-        requests without a block table, so a lookup of a running one means that it was preempted.
+        The slots stay pinned until the matching allocation, the next lookup, the request's end or a reset. An engine
+        looks up only requests without a block table, so a lookup of a running one means that it was preempted.
 
         Args:
             request: the request.
@@ -109,7 +110,7 @@ class OffloadCore:
     def set_least(self, tier: Tier, tokens: int) -> None:
         """Set how many tokens a hit must have (HOST), or how many a fetch from a lower tier must add to a hit.
 
-        A hit is never shorter than the policy's `min_load_tokens`. A request keeps the HOST minimum of its first lookup.
+        A hit is never shorter than the policy's `min_load_tokens`. A request keeps its first lookup's HOST minimum.
         """
         if tier is Tier.HOST:
             self._least_tokens = max(tokens, self.state.policy.min_load_tokens)
@@ -200,8 +201,8 @@ class OffloadCore:
     def step_scheduled(self, fact: facts.StepScheduled) -> None:
         """Apply a step that the engine scheduled, and plan the copies that follow from it.
 
-        Preempted requests come first, because this step may allocate their blocks again. Then newly allocated ids are zeroed in
-        other tables, before any block of the step is offered.
+        Preempted requests come first, because this step may allocate their blocks again. Then newly allocated ids are
+        zeroed in other tables, before any block of the step is offered.
         """
         state = self.state
         state.steps += 1
@@ -232,7 +233,8 @@ class OffloadCore:
     def _preempt_all(self, requests: Iterable[RequestId]) -> None:
         for request in requests:
             record = self.state.requests.live.get(request)
-            # A request that was preempted and got a new table within the same step is in this list too; it keeps the new table.
+            # A request that was preempted and got a new table within the same step is in this list too; it keeps the
+            # new table.
             if record is not None and record.state is _RUNNING and record not in self._new:
                 self._preempt(record)
 
@@ -285,7 +287,7 @@ class OffloadCore:
     # -- reports ------------------------------------------------------------------------------------------------
 
     def transfer_reported(self, fact: facts.TransferReported) -> None:
-        """Note which of a rank's copies have ended, and how many host slots it has ready. A duplicate report changes nothing."""
+        """Note which of a rank's copies have ended, and how many host slots it has ready. A duplicate changes nothing."""
         state, report = self.state, fact.report
         if state.growing or state.ready.get(report.rank) != report.ready_slots:
             self._ready(report)
@@ -402,12 +404,12 @@ class OffloadCore:
 
     @property
     def watches_blocks(self) -> bool:
-        """Whether a step must report all newly allocated blocks, even those of requests whose progress is reported later."""
+        """Whether a step must report all newly allocated blocks, even if their requests' progress is reported later."""
         tables = self.state.tables
         return bool(tables.entries or tables.shared or self.state.epoch)
 
     def boundary(self, request: RequestId) -> int:
-        """Return after how many tokens the engine should hand off a looked-up request's recurrent states; 0 for none."""
+        """Return the tokens after which the engine should hand off a request's recurrent states; 0 for none."""
         record = self.state.requests.live.get(request)
         return 0 if record is None else record.boundary
 
@@ -418,7 +420,7 @@ class OffloadCore:
     # -- device blocks that were allocated ------------------------------------------------------------------------
 
     def _reallocated(self, fact: facts.BlocksAllocated, *, since_reset: bool) -> None:
-        """Zero an allocation's new ids in other tables. After a reset, also note whether KV computed into them may be found."""
+        """Zero an allocation's new ids in other tables. After a reset, note whether KV computed into them may be found."""
         state, blocks = self.state, list[DeviceBlockId]()
         for group, table in zip(state.shape.groups, fact.tables, strict=True):
             blocks += table[-(-fact.device_tokens // group.block_tokens) :]

@@ -1,8 +1,8 @@
 """Store planners: they decide when a computed block is offered to the host.
 
-`eager` offers a block as soon as its tokens are confirmed. `lazy` offers only blocks that the device is about to evict. Because
-the engine reuses freed blocks without asking, lazy also looks at a request's blocks when the request ends. A new planner is a
-class with the six methods of `EagerPlanner` and a branch in `make_planner`.
+`eager` offers a block as soon as its tokens are confirmed. `lazy` offers only blocks that the device is about to evict.
+Because the engine reuses freed blocks without asking, lazy also looks at a request's blocks when the request ends. A
+new planner is a class with the six methods of `EagerPlanner` and a branch in `make_planner`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class EagerPlanner:
         self._due[record] = None
 
     def step(self, fact: StepScheduled, advanced: Sequence[RequestRecord]) -> None:
-        """Offer newly confirmed blocks of requests that got a table or a load since the last step, and of those that advanced.
+        """Offer newly confirmed blocks of requests that advanced, and of those that started to run since the last step.
 
         Args:
             fact: the step.
@@ -91,12 +91,14 @@ class LazyPlanner:
          as many as one  must be clean    a look-ahead reaches to here
          step allocates  up to here
 
-    A block is clean if the host has it, has no slot for it, or could never find it. When a look-ahead stores a block, the block is
-    leased and leaves the free queue until its copy has ended; then it joins the end of the queue. The blocks after it move up, so
-    enough clean blocks must stay in front of them until later look-aheads have stored them too.
+    A block is clean if the host has it, has no slot for it, or could never find it. When a look-ahead stores a block,
+    the block is leased and leaves the free queue until its copy has ended; then it joins the end of the queue. The
+    blocks after it move up, so enough clean blocks must stay in front of them until later look-aheads have stored them
+    too.
 
-    While nothing is allocated, lazy stops after storing as many blocks as the host holds. Storing more would only evict blocks just
-    stored. If the queue is longer than the host, lazy would never stop, and an engine without requests would have to keep stepping.
+    While nothing is allocated, lazy stops after storing as many blocks as the host holds. Storing more would only evict
+    blocks just stored. If the queue is longer than the host, lazy would never stop, and an engine without requests
+    would have to keep stepping.
     """
 
     def __init__(self, state: CoreState, stores: Stores) -> None:
@@ -126,7 +128,10 @@ class LazyPlanner:
         """Do nothing: the blocks of these states join the free queue, where a look-ahead finds them."""
 
     def ending(self, record: RequestRecord) -> None:
-        """Offer the ending request's blocks that will be evicted within one or two steps of joining the end of the free queue."""
+        """Offer the request's deepest blocks if one or two steps may evict them.
+
+        The blocks are about to join the end of the free queue, so this happens only while the queue is short.
+        """
         reach = self._enough - self._state.device.free_blocks()
         if reach > 0:
             # The engine frees the deepest first, so those are evicted first.
@@ -153,8 +158,8 @@ class LazyPlanner:
             if key is None or (state.epoch and block not in state.computed_since_reset):
                 continue
             if (slot := state.pool.index.get(key)) is not None:
-                # The host's copy will soon be the only one. If storing the neighbours evicted it, they would evict each other
-                # forever.
+                # The host's copy will soon be the only one. If storing the neighbours evicted it, they would evict each
+                # other forever.
                 room -= state.pool.use((slot,), {})
             elif key not in self._stores.in_flight.keys:
                 offers.append(Offer(key, block))
@@ -184,7 +189,7 @@ StorePlanner = EagerPlanner | LazyPlanner
 def make_planner(state: CoreState, stores: Stores) -> StorePlanner:
     """Return the planner that the policy names.
 
-    If a few steps can turn over the whole device pool, lazy has no time to look ahead, so the eager planner replaces it.
+    If a few steps can turn over the whole device pool, lazy has no time to look ahead, so eager is used instead.
     """
     if state.policy.store_policy == "lazy" and 4 * state.shape.turnover_blocks < state.shape.device_blocks:
         return LazyPlanner(state, stores)
@@ -194,7 +199,8 @@ def make_planner(state: CoreState, stores: Stores) -> StorePlanner:
 def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
     """Return offers of the blocks confirmed since the last call, heads first, and note them as offered.
 
-    Loaded blocks are left out because the host has them, and recurrent groups because the engine hands off their states.
+    Loaded blocks are left out because the host has them. Recurrent states are left out because the engine hands them
+    off.
     """
     shape, offered, confirmed_tokens = state.shape, record.offered, record.confirmed_tokens
     offers: list[Offer] = []

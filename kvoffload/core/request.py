@@ -50,9 +50,9 @@ class RequestRecord(Struct, eq=False):
         keys: per group, the keys of its whole blocks so far.
         reads_cache: False if it asked not to read cached blocks.
         persists: its blocks may be written to lower tiers, and looked up there.
-        incarnation: identifies its current block table. Jobs and offers made for an earlier table do not change the record.
+        incarnation: identifies its block table. Jobs and offers made for an earlier table do not change the record.
         table: per group, the device block of each position; None without a table. `BlockTables` writes it.
-        hit: the answer to its last lookup, whose slots stay pinned until an allocation takes it. `PendingHits` writes it.
+        hit: the answer to its last lookup, with pinned slots, until an allocation takes it. `PendingHits` writes it.
         loading: slots that it is loading and that other requests may wait for. `Requests` writes it.
         found_tokens, loaded_tokens: where the device's own hit ended, and where the load after it ended.
         confirmed_tokens: tokens that are certainly computed in this incarnation.
@@ -60,8 +60,8 @@ class RequestRecord(Struct, eq=False):
         waiting: positions whose offers wait until they can be decided on.
         held: slots that it stored or hit, in the order of use; `Retention` keeps them from eviction.
         held_to: the first token of the last block that a store added to `held`.
-        shares: True if `held` does not list every block it used in order, because another request stored some of them or a
-            tail arrived before its head. `Retention` writes it.
+        shares: True if `held` does not list every block it used in order, because another request stored some of them
+            or a tail arrived before its head. `Retention` writes it.
         watched: keys that it offered and did not have to store. If the host evicts one, it is offered again.
         stored_again: keys that it offered again after an eviction, each only once.
         jobs: the number of open jobs that copy its blocks. `Requests` writes it.
@@ -69,16 +69,16 @@ class RequestRecord(Struct, eq=False):
         load_failed: one of its loads failed; from now on its lookups return 0.
         may_store: False if any of its blocks was computed before the last reset.
         least_tokens: hits shorter than this are recomputed. Its first lookup sets it; 0 before.
-        boundary: tokens after which the engine is asked for a recurrent state, because the last lookup could not use a longer
-            prefix without this state; 0 for none. `PendingHits` writes it.
+        boundary: tokens after which the engine is asked for a recurrent state, because the last lookup could not use a
+            longer prefix without this state; 0 for none. `PendingHits` writes it.
         fetched_blocks: how many blocks were fetched from lower tiers for it.
         fetched_from: the tier of the last of these fetches.
         asks_tiers: False after one of its fetches has failed; no other fetch is planned for it.
         awaits_answer: the remote tier was asked for its blocks and has not answered.
-        awaits_fetch: the fetch that its lookups wait for, and how many tokens the prefix will have with the fetched blocks.
-            `LowerTiers` writes it.
-        waits_for: why its last lookup was answered "not yet": the request that loads, the job that fetches, or REMOTE for the
-            remote tier's answer; None after any other answer.
+        awaits_fetch: the fetch that its lookups wait for, and how many tokens the prefix will have with the fetched
+            blocks. `LowerTiers` writes it.
+        waits_for: why its last lookup was answered "not yet": the request that loads, the job that fetches, or REMOTE
+            for the remote tier's answer; None after any other answer.
     """
 
     request: RequestId
@@ -132,9 +132,10 @@ class Requests:
 
     The only writer of a record's `state`, `jobs` and `loading`.
 
-    When several requests need the same prefix from the host, one loads it and the others wait (R14). They wait until the loading
-    request runs, because then the device's own prefix cache has the blocks, or until its load fails or the request is gone.
-    Several requests may load the same slot, because a request that has waited too long starts its own load.
+    When several requests need the same prefix from the host, one loads it and the others wait (R14). They wait until
+    the loading request runs, because then the device's own prefix cache has the blocks, or until its load fails or the
+    request is gone. Several requests may load the same slot, because a request that has waited too long starts its own
+    load.
     """
 
     def __init__(self) -> None:
@@ -173,7 +174,8 @@ class Requests:
 
         Args:
             concerns: the requests that the store concerns.
-            tables: block tables, each given by a request and an incarnation; None for the request of an ownerless offer.
+            tables: block tables, each given by a request and an incarnation. The request is None for an ownerless
+                offer.
         """
         for record, incarnation in dict.fromkeys(tables):
             if record is None or record in concerns:
@@ -192,7 +194,7 @@ class Requests:
     def loader(self, slots: Iterable[SlotId]) -> RequestId | None:
         """Return the first request that is loading one of these slots, or None. Reads only.
 
-        It is never the request that looks up: only requests with a block table load, and only requests without one look up.
+        It is never the asking request: only requests with a block table load, and only requests without one look up.
         """
         loading = self.loading.get
         return next((found[0].request for slot in slots if (found := loading(slot))), None)

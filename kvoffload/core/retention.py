@@ -1,11 +1,13 @@
 """Retention: keeps slots that a request stored or hit out of the eviction order while the request needs them (R8, R15).
 
-A request's slots are released together, the deepest first, once it has ended or lost its block table and its last job has ended.
-If each store released its own slots, a prefix's head would be evicted before its tail, which is useless without the head. For the
-same reason, blocks that the request used but another request stored are marked as used at the same moment.
+A request's slots are released together, the deepest first, once it has ended or lost its block table and its last job
+has ended. If each store released its own slots, a prefix's head would be evicted before its tail, which is useless
+without the head. For the same reason, blocks that the request used but another request stored are marked as used at the
+same moment.
 
-Only storing or loading a recurrent state counts as a use of it. A conversation's next turn reads the state of the last turn once,
-on the device, and leaves a deeper state. If that read counted, states that no turn reads again would push others out.
+Only storing or loading a recurrent state counts as a use of it. A conversation's next turn reads the state of the last
+turn once, on the device, and leaves a deeper state. If that read counted, states that no turn reads again would push
+others out.
 """
 
 from __future__ import annotations
@@ -27,7 +29,11 @@ _FINISHING = RequestState.FINISHING
 
 
 class Retention:
-    """The only caller of the pool's `hold` and `release`, and the only writer of a record's `held`, `held_to` and `shares`."""
+    """Holds and releases the slots of requests.
+
+    The only caller of the pool's `hold` and `release`, and the only writer of a record's `held`, `held_to` and
+    `shares`.
+    """
 
     def __init__(
         self, pool: HostPool, groups: tuple[GroupSpec, ...], tiers: tuple[LowerTier, ...] = ()
@@ -46,10 +52,10 @@ class Retention:
         record.shares = True
 
     def arrived(self, job: Store) -> None:
-        """Hold a store's slots for the requests whose blocks they have. A block may arrive before the blocks in front of it.
+        """Hold a store's slots for the requests whose blocks they have.
 
-        An ended request with a timed-out job gets no more holds, because the end of that job, which would release them, may
-        never come.
+        A block may arrive before the blocks in front of it. An ended request with a timed-out job gets no more holds,
+        because the end of that job, which would release them, may never come.
         """
         sizes, held = [group.block_tokens for group in self._groups], list[SlotId]()
         first = end = 0
@@ -68,7 +74,7 @@ class Retention:
         self._pool.hold(held)
 
     def release_if_over(self, record: RequestRecord) -> None:
-        """Release a request's slots if it has no block table and no open job. After a timeout, open jobs do not count."""
+        """Release a request's slots if it has no block table and no open job. After a timeout, jobs do not count."""
         is_waiting = record.table is not None or (record.jobs and not record.has_timed_out)
         if (record.held or record.shares or record.found_tokens) and not is_waiting:
             self.release(record)
@@ -95,7 +101,7 @@ class Retention:
         self._pool.use(self._slots_deepest_first(record, tokens), {})
 
     def _release_and_use(self, record: RequestRecord) -> None:
-        """Release held slots and mark shared ones as used, deepest first, so that a shared head is as recent as the tail."""
+        """Release held slots and mark shared ones as used, deepest first, so that a shared head stays as recent."""
         held = Counter(record.held)
         used = self._slots_deepest_first(record, record.confirmed_tokens, held)
         if held:

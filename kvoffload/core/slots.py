@@ -1,8 +1,8 @@
-"""A pool of slots. Each slot has one record; the free slots, the key index and the eviction order are derived from the records.
+"""A pool of slots. Each slot has one record, from which the free slots, the index and the eviction order are derived.
 
-A slot's record is its state, key, pins and holds. A pin protects the slot's bytes after a lookup has found them, and while a job
-reads them. A hold only keeps the slot out of the eviction order while a running request that stored or hit it may need it, so that
-a small pool does not churn.
+A slot's record is its state, key, pins and holds. A pin protects the slot's bytes after a lookup has found them, and
+while a job reads them. A hold only keeps the slot out of the eviction order while a running request that stored or hit
+it may need it, so that a small pool does not churn.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _ONLY_PINNED = bytes((_PINNED,))
 class LruOrder:
     """The slots that can be evicted right now, least recently used first.
 
-    A slot leaves the order while it is in use and is added again afterwards, so the slots are in the order of their last use. Slots
-    that were used together are added deepest first.
+    A slot leaves the order while it is in use and is added again afterwards, so the slots are in the order of their
+    last use. Slots that were used together are added deepest first.
 
-    The order is a ring: two lists hold each slot's next and previous slot. The ring begins and ends at -1, which in a Python list
-    is the index of the last item. It takes 16 bytes per slot, and a change touches a few items. An `OrderedDict` takes 100 to 160
-    bytes per slot, and is rebuilt now and then inside a hook.
+    The order is a ring: two lists hold each slot's next and previous slot. The ring begins and ends at -1, which in a
+    Python list is the index of the last item. It takes 16 bytes per slot, and a change touches a few items. An
+    `OrderedDict` takes 100 to 160 bytes per slot, and is rebuilt now and then inside a hook.
     """
 
     __slots__ = ("_after", "_before", "count")
@@ -43,7 +43,7 @@ class LruOrder:
         """The number of slots in the order."""
 
     def grow(self, capacity: int) -> None:
-        """Make room for slots numbered below `capacity`. Memory is allocated here so that `add`, in a hook, need not."""
+        """Make room for slots numbered below `capacity`. Allocates memory here, because `add` runs in a hook."""
         for links in (self._after, self._before):
             links[-1:-1] = [_ABSENT] * (capacity + 1 - len(links))
 
@@ -136,7 +136,7 @@ def uncount(counts: dict[Item, int], items: Sequence[Item]) -> Sequence[Item]:
 
 
 class HostPool:
-    """The slots of one tier of an engine. The host's pool starts with 0 slots and grows as the ranks' memory gets ready."""
+    """The slots of one tier of an engine. The host's pool starts empty and grows as the ranks' memory gets ready."""
 
     def __init__(self) -> None:
         self._states = bytearray()
@@ -221,7 +221,7 @@ class HostPool:
         self._freed += free
 
     def reserve(self, keys: Sequence[BlockKey]) -> tuple[list[SlotId], Sequence[BlockKey]]:
-        """Allocate a slot for each key, and evict blocks if too few slots are empty. Either all keys get a slot, or none.
+        """Allocate a slot for each key, evicting blocks if too few slots are empty. All keys get a slot, or none does.
 
         Returns:
             The slots, in ascending order so that copies of neighbours can be merged, and the keys that were evicted.
@@ -251,7 +251,7 @@ class HostPool:
     def fill(self, slots: Sequence[SlotId]) -> None:
         """Let slots hit after every rank has written them; the last one is the most recently used."""
         self._move_all(slots, SlotEvent.FILL)
-        self.index.add(list(map(self._keys.__getitem__, slots)), slots)  # type: ignore[arg-type]  # a FILLING slot has one
+        self.index.add(list(map(self._keys.__getitem__, slots)), slots)  # type: ignore[arg-type]  # each has a key
         if unheld := self._not_held(slots):
             self._order.add(unheld)
 

@@ -1,12 +1,12 @@
-"""Stores: planners offer computed blocks, each offer is accepted or declined, and one job per step copies the accepted ones.
+"""Stores: planners offer computed blocks, each offer is accepted or declined, and a job per step copies accepted ones.
 
     offer ─▶ _decide ─▶ _accept ─▶ the step's job ─▶ reported ─▶ _arrived │ failed
                 │  ▲
                 │  └── waiting: for room under the lease limit, for the request's end, for the store of a duplicate
                 └─ declined (`_settle`)
 
-Every offer gets exactly one outcome. Until then it is in `RequestRecord.waiting`, among the duplicates of `InFlight`, in `again`
-for the next step, or in an open job.
+Every offer gets exactly one outcome. Until then it is in `RequestRecord.waiting`, among the duplicates of `InFlight`,
+in `again` for the next step, or in an open job.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _BLOCK: Callable[[Offer], DeviceBlockId] = itemgetter(1)
 class EvictionWatch:
     """Remembers which running requests offer a block again if the host evicts it (R8).
 
-    A request does not store a block that the host already has. If the host evicts this block while the request still runs, the
-    request offers it again, once.
+    A request does not store a block that the host already has. If the host evicts this block while the request still
+    runs, the request offers it again, once.
 
     The only writer of a record's `watched` and `stored_again`.
     """
@@ -44,7 +44,7 @@ class EvictionWatch:
         self.offers: dict[BlockKey, dict[RequestRecord, Offer]] = {}
 
     def add(self, record: RequestRecord, offer: Offer) -> None:
-        """Watch for the eviction of a key that a request offered, unless the request has already offered it again once."""
+        """Watch for the eviction of a key that a request offered, unless the request has already offered it again."""
         if offer.key not in record.stored_again:
             self.offers.setdefault(offer.key, {})[record] = offer
             record.watched.add(offer.key)
@@ -184,7 +184,7 @@ class Stores:
             self._admit_some(offers, held, last_chance=last_chance)
 
     def _fresh(self, offers: Sequence[Offer]) -> list[Offer]:
-        """Return the offers of keys that are not on the host and not in flight. Offers of keys in flight wait for the outcome."""
+        """Return the offers of keys neither on the host nor in flight. Offers of keys in flight wait for the outcome."""
         parts, in_flight = self._state.pool.index.parts, self.in_flight
         fresh: list[Offer] = []
         cached: list[Offer] = []
@@ -204,7 +204,7 @@ class Stores:
     def _hashed(
         self, offers: Sequence[Offer], held: Sequence[BlockKey | None]
     ) -> tuple[list[Offer], list[BlockKey | None]]:
-        """Decline offers of blocks without a hash, such as blocks that a window has moved past; return the other offers."""
+        """Decline offers of blocks without a hash, such as blocks that a window has moved past; return the others."""
         copied, left, unhashed = self._state.leases.counts, list[int](), list[BlockKey]()
         for number, (offer, holds) in enumerate(zip(offers, held, strict=True)):
             if holds is not None or offer.block == NULL_BLOCK or offer.block in copied:
@@ -221,8 +221,8 @@ class Stores:
     ) -> None:
         """Accept as many offers as possible, but only the first of each key.
 
-        A duplicate of an accepted offer waits for its store. A duplicate of a declined offer is decided on in its turn, so that a
-        head comes before its tail.
+        A duplicate of an accepted offer waits for its store. A duplicate of a declined offer is decided on in its turn,
+        so that a head comes before its tail.
         """
         state = self._state
         accepted: dict[BlockKey, Offer] = {}
@@ -254,7 +254,7 @@ class Stores:
         return StoreOutcome.STALLED if self._state.stall.is_on else StoreOutcome.LEASE_LIMIT
 
     def _by_block(self, offer: Offer, holds: BlockKey | None) -> Offer | StoreOutcome:
-        """Return the offer with a block that certainly holds its key, or the outcome if there is no such block (R3, R7, R10)."""
+        """Return the offer with a block that certainly holds its key, or an outcome if there is none (R3, R7, R10)."""
         state, block = self._state, offer.block
         if block == NULL_BLOCK:
             # The position was zeroed, but another block on the device may hold the key.
@@ -292,7 +292,7 @@ class Stores:
             self._state.misses.note((offer.key,), MISS_CAUSES[outcome])
 
     def _accept(self, offers: Sequence[Offer]) -> None:
-        """Reserve slots for offers, lease their blocks, and add them to the step's job. There is room for all of them."""
+        """Reserve slots for offers, lease their blocks, and add both to the step's job. There must be room for all."""
         state = self._state
         job = self.batch
         if job is None:
@@ -389,8 +389,8 @@ class Stores:
     def _already_cached(self, offers: Sequence[Offer]) -> None:
         """Settle offers of blocks that the host has, watch for these blocks' eviction (R8), and note their use.
 
-        A request's blocks are offered a few at a time. If each block were marked as used when it is offered, the head would be
-        the least recently used (R15). So they are marked together, when the request releases its slots.
+        A request's blocks are offered a few at a time. If each block were marked as used when it is offered, the head
+        would be the least recently used (R15). So they are marked together, when the request releases its slots.
         """
         state = self._state
         state.tally.count_stores(_ALREADY_CACHED, len(offers))
@@ -405,7 +405,7 @@ class Stores:
             state.pool.use(ownerless, {})
 
     def evicted(self, keys: Sequence[BlockKey]) -> None:
-        """Count blocks that were evicted for space. Running requests that still have them on the device may offer them again, once."""
+        """Count blocks that were evicted for space. Running requests that still have them may offer them again, once."""
         state = self._state
         state.misses.note(keys, MissCause.EVICTED)
         # These blocks were evicted before they could be spilled.
@@ -458,7 +458,7 @@ _WAITS = (
     StoreOutcome.HOST_FULL,  # running requests use all slots
     StoreOutcome.FAILED,  # an earlier copy may still run on the block
 )
-"""Reasons why an offer waits; for the last two, until its request ends. If it cannot wait, the reason is its outcome."""
+"""Reasons why an offer waits; with the last two, until its request ends. An offer that cannot wait is settled with it."""
 
 MISS_CAUSES = {
     StoreOutcome.HOST_FULL: MissCause.DECLINED_HOST_FULL,

@@ -26,7 +26,8 @@ class Tally:
     """Collects events until the runtime takes them, and sums up block counts, which it reports as one event each.
 
     Args:
-        planned: the jobs of the step's plan. While there are any, sums are held back, because they must follow these jobs' events.
+        planned: the jobs of the step's plan. While there are any, sums are held back, because they must follow these
+            jobs' events.
     """
 
     def __init__(self, planned: Sized) -> None:
@@ -60,7 +61,7 @@ class Tally:
             self.has_sums = True
 
     def evicted_below(self, tier: Tier, cause: EvictionCause, blocks: int) -> None:
-        """Report blocks that left a lower tier. For the remote tier nothing is reported: it loses only hints, not blocks."""
+        """Report blocks that left the disk. The remote tier loses only hints and still has the blocks: nothing to report."""
         if blocks and tier is Tier.DISK:
             self.events.append(DiskBlocksEvicted(blocks, cause))
 
@@ -75,7 +76,10 @@ class Tally:
             self.has_sums = True
 
     def take(self, *, everything: bool = False) -> list[Event]:
-        """Return the events since the last call, and forget them. While jobs are planned, sums are included only with `everything`."""
+        """Return the events since the last call, and forget them.
+
+        While jobs are planned, sums are included only with `everything`.
+        """
         events, self.events = self.events, []
         self.has_sums = False
         if self._planned and not everything:
@@ -95,10 +99,12 @@ class Tally:
 
 
 class MissMemory:
-    """Remembers why keys are not on the host: about `bound` keys that left it or never reached it, and all that a reset dropped.
+    """Remembers why keys are not on the host.
 
-    The first byte of a key selects one of several dicts. A single `OrderedDict` with many insertions and deletions would be
-    rebuilt now and then, which takes 10 ms for 65,536 keys.
+    It remembers about `bound` keys that left the host or never reached it, and all keys that the last reset dropped.
+
+    The first byte of a key selects one of several dicts. A single `OrderedDict` with many insertions and deletions
+    would be rebuilt now and then, which takes 10 ms for 65,536 keys.
     """
 
     def __init__(self, bound: int = 65_536) -> None:

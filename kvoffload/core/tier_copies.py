@@ -5,30 +5,32 @@ Fetches copy blocks from lower tiers to the host, where the next lookup finds th
     seen, look ─▶ plan ─▶ submit ─▶ reported ─▶ _arrived │ failed
                             └─ the last request that waits for it leaves: dropped
 
-When a request arrives, a fetch is planned for the blocks of its prefix that neither the device nor the host has. If the request's
-lookup finds that more blocks must be fetched, it plans another fetch. A key that several requests need is fetched once (R14).
-Until a block has arrived, lookups that need it answer "not yet"; after that it is on the host like any other block.
+When a request arrives, a fetch is planned for the blocks of its prefix that neither the device nor the host has. If the
+request's lookup finds that more blocks must be fetched, it plans another fetch. A key that several requests need is
+fetched once (R14). Until a block has arrived, lookups that need it answer "not yet"; after that it is on the host like
+any other block.
 
-Open fetches fill at most a quarter of the host, and the fetches for one request bring at most as many blocks in all. A longer
-prefix is fetched from its head, and the rest is computed. If a fetch fails, no other fetch is planned for the requests that
-waited for it, so a request waits for a failed fetch only once.
+Open fetches fill at most a quarter of the host, and the fetches for one request bring at most as many blocks in all. A
+longer prefix is fetched from its head, and the rest is computed. If a fetch fails, no other fetch is planned for the
+requests that waited for it, so a request waits for a failed fetch only once.
 
-After a restart, a *warm start* fetches the most recently used blocks from the disk before requests ask for them. It fills only
-free slots, at most a quarter of the host, a few at a time, and only while nothing else is loaded or fetched. Of these blocks, the
-least recently used are fetched first, so that both pools keep the order of use. The warm start leaves out the prefix of an
-arriving request, which fetches the prefix itself: if the warm start fetched a deeper block after the prefix's head, the block
-would be evicted after the head (R15).
+After a restart, a *warm start* fetches the most recently used blocks from the disk before requests ask for them. It
+fills only free slots, at most a quarter of the host, a few at a time, and only while nothing else is loaded or fetched.
+Of these blocks, the least recently used are fetched first, so that both pools keep the order of use. The warm start
+leaves out the prefix of an arriving request, which fetches the prefix itself: if the warm start fetched a deeper block
+after the prefix's head, the block would be evicted after the head (R15).
 
 Spills write blocks that were found again to a lower tier, after all other copies.
 
     reuse ─▶ candidates ─▶ step ─▶ submit ─▶ reported ─▶ _arrived │ failed
                 └─ the host has evicted it: skipped (`spill_behind`)
 
-Candidates wait in the order in which the host evicts: least recently used first, and within a prefix the deepest first. If spills
-keep up, a block is written before the host evicts it, and the tier also evicts a prefix's head last. A host slot stays pinned
-until every rank's copy has ended, even after a reset: if the slot were reused, a rank that still reads it would write the new
-block's bytes under the old key. A disk slot is removed from the disk's index before it is overwritten, and is added again after
-every rank has written it. If a crash loses the removal, the checksums in the index do not match the slot's bytes.
+Candidates wait in the order in which the host evicts: least recently used first, and within a prefix the deepest first.
+If spills keep up, a block is written before the host evicts it, and the tier also evicts a prefix's head last. A host
+slot stays pinned until every rank's copy has ended, even after a reset: if the slot were reused, a rank that still
+reads it would write the new block's bytes under the old key. A disk slot is removed from the disk's index before it is
+overwritten, and is added again after every rank has written it. If a crash loses the removal, the checksums in the
+index do not match the slot's bytes.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ JobT = TypeVar("JobT", Fetch, Spill)
 MOST_STEPS = 64
 """How many steps a few candidates wait for more. If the process is killed, waiting candidates are lost."""
 _ENOUGH = 32
-"""This many candidates do not wait for more. In the hooks, one more job costs as much as about 80 more blocks in a job."""
+"""This many candidates do not wait for more. One more job costs the hooks as much as about 80 more blocks in a job."""
 _MOST_WARM = 2**16
 """The most blocks that a warm start remembers."""
 
@@ -194,7 +196,7 @@ class Fetches(_Copies[Fetch]):
         self.warm.extend(keys)
 
     def leave_to(self, record: RequestRecord) -> None:
-        """Leave an arriving request's prefix out of the warm start. The request fetches the blocks that it can use itself."""
+        """Leave an arriving request's prefix out of the warm start: the request fetches the blocks that it can use."""
         self._left.update(*record.keys)
 
     def stop(self) -> None:
@@ -225,7 +227,7 @@ class Fetches(_Copies[Fetch]):
     # -- endings ------------------------------------------------------------------------------------------------
 
     def reported(self, job: Fetch, rank: Rank, report: JobReport) -> None:
-        """Note the end of a rank's copy. If a rank cannot read a block, no rank uses it (R4), and the tier's index loses it."""
+        """Note the end of a rank's copy. A block that a rank cannot read is not used (R4) and is removed from the tier."""
         if report.corrupt or report.missing:
             job.corrupt.update(report.corrupt)
             self._invalidate(job, report.corrupt, MissCause.CORRUPT)
@@ -259,7 +261,7 @@ class Fetches(_Copies[Fetch]):
             self._tier.read(tier_slots[::-1])
 
     def _lose(self, job: Fetch, positions: Sequence[int], outcome: TierOutcome) -> list[Offer]:
-        """Invalidate these blocks. Unless the fetch was cancelled, no other is planned for the requests that wait for it."""
+        """Invalidate these blocks. Requests that wait for them get no other fetch, unless this one was cancelled."""
         waited = super()._lose(job, positions, outcome)
         self._stores.offer_again(waited)
         if outcome is not TierOutcome.CANCELLED:
@@ -383,7 +385,8 @@ class LowerTiers:
     The only writer of `RequestRecord.awaits_fetch`.
 
     Attributes:
-        queues: the blocks that `step` plans copies of. Call `step` in each of the engine's steps while a queue is not empty.
+        queues: the blocks that `step` plans copies of. The core calls `step` in each step in which a queue is not
+            empty.
     """
 
     def __init__(self, state: CoreState, stores: Stores) -> None:
@@ -402,7 +405,7 @@ class LowerTiers:
     # -- for requests -------------------------------------------------------------------------------------------
 
     def request_seen(self, record: RequestRecord) -> None:
-        """Fetch an arriving request's blocks from lower tiers, and ask the remote tier for those that no other tier has."""
+        """Fetch an arriving request's blocks from lower tiers, and ask the remote tier about those not found elsewhere."""
         for fetches in self._fetches:
             if fetches.warm:
                 fetches.leave_to(record)
@@ -501,15 +504,15 @@ class LowerTiers:
     def _first_missing(self, keys: Sequence[BlockKey]) -> BlockKey | None:
         """Return the first key of a prefix that the host lacks, or None if it lacks none.
 
-        The search is binary, because the host evicts a prefix's head last. If an earlier block is missing too, the request's
-        lookup fetches it, because a lookup checks every block.
+        The search is binary, because the host evicts a prefix's head last. If an earlier block is missing too, the
+        request's lookup fetches it, because a lookup checks every block.
         """
         parts = self._state.pool.index.parts
         first = bisect_left(keys, True, key=lambda key: key not in parts[key[0]])
         return keys[first] if first < len(keys) else None
 
     def _search(self, record: RequestRecord, index: LayeredIndex, device_tokens: int, tokens: int) -> _Found:
-        """Return the blocks that lower tiers add to a prefix, cut to a usable length if they are too many for one request.
+        """Return the blocks that lower tiers add to a prefix, cut to a usable length if one request may not fetch as many.
 
         Args:
             record: the request.
@@ -520,7 +523,7 @@ class LowerTiers:
         state = self._state
         limit, alignment = record.prompt_tokens - 1, state.shape.alignment
         room = most_fetched(state) - record.fetched_blocks
-        # With one full-attention group, all blocks before `tokens` are there. Windows of other groups may lack some of them.
+        # With one full-attention group, no block before `tokens` is missing. With windows, some may be.
         start = tokens if state.shape.is_one_full_group else device_tokens
         least = max(record.least_tokens, state.policy.min_load_tokens)
         while True:
@@ -536,7 +539,7 @@ class LowerTiers:
             limit = reached - max(surplus - surplus % alignment, alignment)
 
     def _fetch(self, record: RequestRecord, found: _Found, head: Sequence[SlotId]) -> None:
-        """Plan fetches of the blocks that are not in flight, as far as the host has room without evicting the same prefix.
+        """Plan fetches of the blocks not in flight, as far as the host has room without evicting the same prefix.
 
         The request's lookups wait for these fetches, unless the device already has as many tokens when it looks up.
         """
@@ -568,8 +571,8 @@ class LowerTiers:
     def step(self) -> None:
         """Plan copies that no request waits for: the warm start, then spills.
 
-        While the engine has requests, blocks in the queues wait until a queue has enough of them, or until `MOST_STEPS` steps after
-        the last spill was planned.
+        While the engine has requests, blocks in the queues wait until a queue has enough of them, or until `MOST_STEPS`
+        steps after the last spill was planned.
         """
         state = self._state
         is_early = state.steps - self._spilled_at < MOST_STEPS
@@ -640,7 +643,7 @@ class LowerTiers:
 
 
 def most_fetched(state: CoreState) -> int:
-    """Return how many host slots open fetches may fill, and also how many blocks may be fetched for one request in all."""
+    """Return how many host slots open fetches may fill, and how many blocks may be fetched for one request in all."""
     return max(state.pool.capacity // 4, 1)
 
 

@@ -1,8 +1,9 @@
 """The tiers below the host: the state of each, and an index that finds blocks on all of them and on the host.
 
-Each tier keeps its slots in the same kind of pool as the host. A disk slot stands for the same slot in every rank's file. A remote
-tier has an index of its own, and other engines write to it and evict from it. So a slot of a remote tier is only a hint that the
-tier has a block, and the pool's size limits the number of hints. A fetch that finds nothing removes its hint.
+Each tier keeps its slots in the same kind of pool as the host. A disk slot stands for the same slot in every rank's
+file. A remote tier has an index of its own, and other engines write to it and evict from it. So a slot of a remote tier
+is only a hint that the tier has a block, and the pool's size limits the number of hints. A fetch that finds nothing
+removes its hint.
 
 `tier_copies` decides which blocks are copied.
 """
@@ -192,9 +193,9 @@ class DiskTier(LowerTier):
     Attributes:
         capacity: the number of slots with space on the disk, in the parts of the index read so far.
         has_block: for each slot, 1 if it has a block that can hit, else 0.
-        sums: for each rank and slot, the checksum of the rank's shard of the block; 0 without a block. These are arrays because a
-            dict would be rebuilt inside a hook now and then, and tuples need several times the memory and slow the garbage
-            collector.
+        sums: for each rank and slot, the checksum of the rank's shard of the block; 0 without a block. These are arrays
+            because a dict would be rebuilt inside a hook now and then, and tuples need several times the memory and
+            slow the garbage collector.
     """
 
     def __init__(self, after_hits: int, jobs: Jobs, ranks: int) -> None:
@@ -342,8 +343,8 @@ class LayeredIndex:
     Args:
         host: the host's index.
         tiers: the lower tiers, in the order in which they are searched.
-        device: searched after the host; its blocks get `ON_DEVICE` as their slot. None if the search begins after the device's
-            own hit.
+        device: searched after the host; its blocks get `ON_DEVICE` as their slot. None if the search begins after the
+            device's own hit.
 
     Attributes:
         get: returns a key's slot, or None. It is a closure for speed, because a search calls it for each block.
