@@ -44,8 +44,7 @@ JobT_contra = TypeVar("JobT_contra", contravariant=True)
 class Offer(NamedTuple):
     """One computed block that may be stored.
 
-    `record` is None when the lazy planner found the block in the device's free queue. The fields after it are then
-    unused.
+    `record` is None when the lazy planner found the block in the device's free queue; later fields are then unused.
     """
 
     key: BlockKey
@@ -243,7 +242,7 @@ class Jobs:
         self.planned: list[Job] = []
         """The jobs of the step's plan, in the order in which they were planned."""
         self.cancelled: list[JobId] = []
-        """Submitted fetches that no request waits for any more. The next plan tells workers to skip their other copies."""
+        """Submitted fetches that no request waits for. The next plan tells the workers to skip unstarted copies."""
         self.open_on_tiers = 0
         """The number of open jobs between the host and a lower tier."""
         self.pending = 0
@@ -327,7 +326,7 @@ class Jobs:
             job.owner.failed(job, Failure.DROPPED)
 
     def cancel(self, job: Fetch) -> None:
-        """Drop a fetch, and tell the workers to skip its remaining copies."""
+        """Drop a fetch, and tell the workers to skip its unstarted copies."""
         self.drop(job)
         if job.state is _SUBMITTED:
             self.cancelled.append(job.id)

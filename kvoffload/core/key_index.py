@@ -1,8 +1,8 @@
 """An index of the keys that can hit, with an optional log of its changes.
 
-A dict with many insertions and deletions is rebuilt now and then, in a single call: with a million keys this takes 0.2
-s inside a hook. So the index consists of several dicts, and the first byte of a key selects one. Keys are hashes, so
-their first bytes are spread evenly. The index starts as one dict. A dict that grows too long is split in two, until
+A dict with many insertions and deletions is rebuilt now and then, in a single call: with a million keys this takes
+200 ms inside a hook. So the index consists of several dicts, and the first byte of a key selects one. Keys are hashes,
+so their first bytes are spread evenly. The index starts as one dict. A dict that grows too long is split in two, until
 there is one per byte value:
 
     first byte    00 .............. 7f 80 ...... bf c0 .. ff
@@ -44,7 +44,7 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
     def __getitem__(self, key: BlockKey) -> SlotId:
         return self.parts[key[0]][key]
 
-    def get(self, key: BlockKey, default: None = None) -> SlotId | None:  # type: ignore[override]  # the only default in use
+    def get(self, key: BlockKey, default: None = None) -> SlotId | None:  # type: ignore[override]  # only None is used
         return self.parts[key[0]].get(key, default)
 
     def __contains__(self, key: object) -> bool:

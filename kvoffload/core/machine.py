@@ -100,7 +100,7 @@ SLOT = Machine(
 
 
 class JobState(IntEnum):
-    """The state of a transfer job over all its ranks."""
+    """The state of a transfer job, across all ranks."""
 
     PLANNED = 0  # not sent to the workers yet; it can be cancelled
     SUBMITTED = 1  # sent to the workers; a started copy cannot be stopped

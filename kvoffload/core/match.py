@@ -4,7 +4,7 @@ A hit of L tokens is usable if the host has, in every group, all blocks that the
 
     device    |=========D
     full                [D ................ L)     all of them
-    window              [D ..)     [L-w+1 .. L)    the last window, from D on at the earliest
+    window              [D ..)     [L-w+1 .. L)    the last window, as far as it lies after D
     chunked             [D ..)        [c .. L)     the current chunk, from its first token c
     recurrent                         [L-1, L)     the state after the last token
 
@@ -79,7 +79,7 @@ def longest_match(
 def _match_in_one_full_group(
     tokens: int, keys: Sequence[BlockKey], index: FoundKeys, start: int, limit: int
 ) -> Match:
-    """Return the match in a model with one full-attention group, the usual case: all blocks before the first missing one."""
+    """Return the match in a model with one full-attention group: all blocks before the first missing one."""
     parts, found, first = index.parts, list[SlotId](), start // tokens
     for key in islice(keys, first, limit // tokens):
         slot = parts[key[0]].get(key)
@@ -193,7 +193,7 @@ class _Search:
         return range(first // group.block_tokens, end // group.block_tokens)
 
     def _key(self, group: GroupSpec, token: int) -> BlockKey | None:
-        """Return the first key at or after a token that neither device nor host has; None if all known keys are found."""
+        """Return the first key at or after a token that neither device nor host has; None if all keys are found."""
         keys, found = self._keys[group.group], self._found[group.group]
         position = max(token, self._start) // group.block_tokens
         while position in found:
@@ -201,5 +201,5 @@ class _Search:
         return keys[position] if position < len(keys) else None
 
     def _behind(self, group: GroupSpec) -> int:
-        """Return how many tokens after the hit must match too: with a draft's lookahead, the last matched block is lost."""
+        """Return how many tokens after the hit must match too: one block if a draft model reads ahead, else none."""
         return group.block_tokens if group.has_lookahead else 0

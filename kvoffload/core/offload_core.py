@@ -233,8 +233,7 @@ class OffloadCore:
     def _preempt_all(self, requests: Iterable[RequestId]) -> None:
         for request in requests:
             record = self.state.requests.live.get(request)
-            # A request that was preempted and got a new table within the same step is in this list too; it keeps the
-            # new table.
+            # A request that was preempted and got a new table within one step is listed too; it keeps the new table.
             if record is not None and record.state is _RUNNING and record not in self._new:
                 self._preempt(record)
 
@@ -287,7 +286,7 @@ class OffloadCore:
     # -- reports ------------------------------------------------------------------------------------------------
 
     def transfer_reported(self, fact: facts.TransferReported) -> None:
-        """Note which of a rank's copies have ended, and how many host slots it has ready. A duplicate changes nothing."""
+        """Note a rank's ended copies and the number of its ready slots. A duplicate report changes nothing."""
         state, report = self.state, fact.report
         if state.growing or state.ready.get(report.rank) != report.ready_slots:
             self._ready(report)
@@ -420,7 +419,7 @@ class OffloadCore:
     # -- device blocks that were allocated ------------------------------------------------------------------------
 
     def _reallocated(self, fact: facts.BlocksAllocated, *, since_reset: bool) -> None:
-        """Zero an allocation's new ids in other tables. After a reset, note whether KV computed into them may be found."""
+        """Zero an allocation's new ids in other tables. After a reset, note whether KV in them may be found."""
         state, blocks = self.state, list[DeviceBlockId]()
         for group, table in zip(state.shape.groups, fact.tables, strict=True):
             blocks += table[-(-fact.device_tokens // group.block_tokens) :]

@@ -106,7 +106,7 @@ class LazyPlanner:
         self._stores = stores
         self._enough = 2 * state.shape.turnover_blocks
         recurrent = [group for group in state.shape.groups if group.kind is AttentionKind.RECURRENT]
-        # Blocks of states are not in the table: one per group to continue in, and one to keep.
+        # Each recurrent group has two blocks that are not in the table: one to continue in and one to keep.
         self._for_states = 2 * len(recurrent)
         self._clean = 0
         self._stored = 0  # blocks stored since the last allocation
@@ -199,8 +199,7 @@ def make_planner(state: CoreState, stores: Stores) -> StorePlanner:
 def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
     """Return offers of the blocks confirmed since the last call, heads first, and note them as offered.
 
-    Loaded blocks are left out because the host has them. Recurrent states are left out because the engine hands them
-    off.
+    Loaded blocks are left out because the host has them, recurrent states because the engine hands them off.
     """
     shape, offered, confirmed_tokens = state.shape, record.offered, record.confirmed_tokens
     offers: list[Offer] = []

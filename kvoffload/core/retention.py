@@ -74,7 +74,10 @@ class Retention:
         self._pool.hold(held)
 
     def release_if_over(self, record: RequestRecord) -> None:
-        """Release a request's slots if it has no block table and no open job. After a timeout, jobs do not count."""
+        """Release a request's slots if it has no block table and no open job.
+
+        If one of its jobs has timed out, its open jobs do not count.
+        """
         is_waiting = record.table is not None or (record.jobs and not record.has_timed_out)
         if (record.held or record.shares or record.found_tokens) and not is_waiting:
             self.release(record)
@@ -101,7 +104,10 @@ class Retention:
         self._pool.use(self._slots_deepest_first(record, tokens), {})
 
     def _release_and_use(self, record: RequestRecord) -> None:
-        """Release held slots and mark shared ones as used, deepest first, so that a shared head stays as recent."""
+        """Release held slots and mark shared ones as used, deepest first.
+
+        A shared head is then as recent as the request's own tail.
+        """
         held = Counter(record.held)
         used = self._slots_deepest_first(record, record.confirmed_tokens, held)
         if held:

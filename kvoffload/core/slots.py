@@ -20,7 +20,7 @@ _READY, _PINNED = map(int, _CAN_HIT)
 _EMPTY, _DRAINING, _QUARANTINED = map(int, (SlotState.EMPTY, SlotState.DRAINING, SlotState.QUARANTINED))
 _ONLY_PINNED = bytes((_PINNED,))
 
-# -- eviction -----------------------------------------------------------------------------------------------------------
+# -- eviction ----------------------------------------------------------------------------------------------------------
 
 
 class LruOrder:
@@ -97,7 +97,7 @@ _END = SlotId(-1)
 _ABSENT = SlotId(-2)
 
 
-# -- counts -------------------------------------------------------------------------------------------------------------
+# -- counts ------------------------------------------------------------------------------------------------------------
 
 Item = TypeVar("Item")
 
@@ -132,7 +132,7 @@ def uncount(counts: dict[Item, int], items: Sequence[Item]) -> Sequence[Item]:
     return unused
 
 
-# -- the pool -----------------------------------------------------------------------------------------------------------
+# -- the pool ----------------------------------------------------------------------------------------------------------
 
 
 class HostPool:
@@ -199,7 +199,7 @@ class HostPool:
         """Take over a part of the slots that an earlier process filled.
 
         Args:
-            capacity: the number of slots in all parts. A slot that no part names stays QUARANTINED.
+            capacity: the number of slots, as far as known. A slot that no part names stays QUARANTINED.
             blocks: the keys of slots with blocks, the most recently used last.
             free: empty slots.
         """
@@ -249,14 +249,14 @@ class HostPool:
         return slots, evicted
 
     def fill(self, slots: Sequence[SlotId]) -> None:
-        """Let slots hit after every rank has written them; the last one is the most recently used."""
+        """Let lookups find slots that every rank has written; the last slot is the most recently used."""
         self._move_all(slots, SlotEvent.FILL)
         self.index.add(list(map(self._keys.__getitem__, slots)), slots)  # type: ignore[arg-type]  # each has a key
         if unheld := self._not_held(slots):
             self._order.add(unheld)
 
     def pin(self, slots: Sequence[SlotId]) -> None:
-        """Protect slots that can hit from eviction. The caller must undo each pin once.
+        """Protect slots from eviction. All of them must be able to hit, and the caller must undo each pin once.
 
         Raises:
             IllegalTransition: one of them cannot hit; nothing has changed.

@@ -1,4 +1,4 @@
-"""Stores: planners offer computed blocks, each offer is accepted or declined, and a job per step copies accepted ones.
+"""Stores: planners offer computed blocks, and one job per step copies the blocks of accepted offers.
 
     offer ─▶ _decide ─▶ _accept ─▶ the step's job ─▶ reported ─▶ _arrived │ failed
                 │  ▲
@@ -120,7 +120,7 @@ class Stores:
                 self.evictions.add(record, offer)
 
     def next_step(self) -> None:
-        """Decide on the offers in `again`, and on as many of those that wait for room as there is room for."""
+        """Decide on the offers in `again`, then on offers that wait for room, as far as there is room."""
         if self.again:
             again, self.again = self.again, []
             self._decide(again, last_chance=False)
@@ -184,7 +184,10 @@ class Stores:
             self._admit_some(offers, held, last_chance=last_chance)
 
     def _fresh(self, offers: Sequence[Offer]) -> list[Offer]:
-        """Return the offers of keys neither on the host nor in flight. Offers of keys in flight wait for the outcome."""
+        """Return the offers of keys that are neither on the host nor in flight.
+
+        Offers of keys on the host are settled. Offers of keys in flight wait for the outcome of the key's job.
+        """
         parts, in_flight = self._state.pool.index.parts, self.in_flight
         fresh: list[Offer] = []
         cached: list[Offer] = []
@@ -405,7 +408,7 @@ class Stores:
             state.pool.use(ownerless, {})
 
     def evicted(self, keys: Sequence[BlockKey]) -> None:
-        """Count blocks that were evicted for space. Running requests that still have them may offer them again, once."""
+        """Count blocks that were evicted for space. Running requests that still have them may offer them once more."""
         state = self._state
         state.misses.note(keys, MissCause.EVICTED)
         # These blocks were evicted before they could be spilled.
@@ -458,7 +461,10 @@ _WAITS = (
     StoreOutcome.HOST_FULL,  # running requests use all slots
     StoreOutcome.FAILED,  # an earlier copy may still run on the block
 )
-"""Reasons why an offer waits; with the last two, until its request ends. An offer that cannot wait is settled with it."""
+"""Reasons why an offer waits. With HOST_FULL and FAILED it waits until its request ends.
+
+If an offer cannot wait, the reason is its outcome.
+"""
 
 MISS_CAUSES = {
     StoreOutcome.HOST_FULL: MissCause.DECLINED_HOST_FULL,

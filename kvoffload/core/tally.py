@@ -23,7 +23,7 @@ _LEAST_PART = 64  # keys per part
 
 
 class Tally:
-    """Collects events until the runtime takes them, and sums up block counts, which it reports as one event each.
+    """Collects events and sums of block counts until the runtime takes them.
 
     Args:
         planned: the jobs of the step's plan. While there are any, sums are held back, because they must follow these
@@ -61,7 +61,10 @@ class Tally:
             self.has_sums = True
 
     def evicted_below(self, tier: Tier, cause: EvictionCause, blocks: int) -> None:
-        """Report blocks that left the disk. The remote tier loses only hints and still has the blocks: nothing to report."""
+        """Report blocks that left the disk.
+
+        Nothing is reported for the remote tier, where only hints were lost: the tier still has the blocks.
+        """
         if blocks and tier is Tier.DISK:
             self.events.append(DiskBlocksEvicted(blocks, cause))
 
@@ -133,7 +136,7 @@ class MissMemory:
                 part.pop(key, None)
 
     def reset(self, dropped: Mapping[BlockKey, object]) -> None:
-        """Forget all causes after a reset; the keys that it dropped miss with AFTER_RESET."""
+        """Forget all causes after a reset. From now on, the keys that the reset dropped miss with AFTER_RESET."""
         self._causes.clear()
         self._before_reset = dropped
 

@@ -60,7 +60,7 @@ JobT = TypeVar("JobT", Fetch, Spill)
 MOST_STEPS = 64
 """How many steps a few candidates wait for more. If the process is killed, waiting candidates are lost."""
 _ENOUGH = 32
-"""This many candidates do not wait for more. One more job costs the hooks as much as about 80 more blocks in a job."""
+"""Candidates need not wait if there are this many. One more job costs the hooks as much as about 80 more blocks."""
 _MOST_WARM = 2**16
 """The most blocks that a warm start remembers."""
 
@@ -227,7 +227,10 @@ class Fetches(_Copies[Fetch]):
     # -- endings ------------------------------------------------------------------------------------------------
 
     def reported(self, job: Fetch, rank: Rank, report: JobReport) -> None:
-        """Note the end of a rank's copy. A block that a rank cannot read is not used (R4) and is removed from the tier."""
+        """Note the end of a rank's copy.
+
+        A block that one rank cannot read is used by no rank (R4), and is removed from the tier's index.
+        """
         if report.corrupt or report.missing:
             job.corrupt.update(report.corrupt)
             self._invalidate(job, report.corrupt, MissCause.CORRUPT)
@@ -405,7 +408,7 @@ class LowerTiers:
     # -- for requests -------------------------------------------------------------------------------------------
 
     def request_seen(self, record: RequestRecord) -> None:
-        """Fetch an arriving request's blocks from lower tiers, and ask the remote tier about those not found elsewhere."""
+        """Fetch an arriving request's blocks from lower tiers. Ask the remote tier about blocks not found elsewhere."""
         for fetches in self._fetches:
             if fetches.warm:
                 fetches.leave_to(record)
@@ -512,7 +515,9 @@ class LowerTiers:
         return keys[first] if first < len(keys) else None
 
     def _search(self, record: RequestRecord, index: LayeredIndex, device_tokens: int, tokens: int) -> _Found:
-        """Return the blocks that lower tiers add to a prefix, cut to a usable length if one request may not fetch as many.
+        """Return the blocks that lower tiers add to a prefix, at most as many as may be fetched for one request.
+
+        If there are more, the prefix is cut to a shorter usable length.
 
         Args:
             record: the request.
@@ -539,9 +544,10 @@ class LowerTiers:
             limit = reached - max(surplus - surplus % alignment, alignment)
 
     def _fetch(self, record: RequestRecord, found: _Found, head: Sequence[SlotId]) -> None:
-        """Plan fetches of the blocks not in flight, as far as the host has room without evicting the same prefix.
+        """Plan fetches of the blocks that are not in flight, as far as the host has room.
 
-        The request's lookups wait for these fetches, unless the device already has as many tokens when it looks up.
+        The host evicts no block of the same prefix to make room. The request's lookups wait for these fetches, unless
+        the device already has as many tokens when it looks up.
         """
         state = self._state
         on_way = self._in_flight.keys

@@ -133,7 +133,7 @@ class LowerTier:
         return tier_slots
 
     def extra(self, tier_slots: Sequence[SlotId] = ()) -> object:
-        """Return the workers' further data for a fetch from these slots, or for a spill if there are none."""
+        """Return a job's `extra`: for a fetch from these slots, or for a spill if there are none."""
         return ()
 
     # -- blocks -------------------------------------------------------------------------------------------------
