@@ -48,7 +48,7 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
         return self.parts[key[0]].get(key, default)
 
     def __contains__(self, key: object) -> bool:
-        return key in self.parts[key[0]]  # type: ignore[index]  # callers pass only keys
+        return key in self.parts[key[0]]  # type: ignore[index]  # callers only pass keys
 
     def __iter__(self) -> Iterator[BlockKey]:
         return chain.from_iterable(self._all)
@@ -103,7 +103,7 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
             self._changes += [(key, False) for key in keys]
 
     def take_all(self) -> Mapping[BlockKey, SlotId]:
-        """Empty the index and return what it held."""
+        """Empty the index and return the keys and slots that it had."""
         held = KeyIndex()
         held.parts, self.parts = self.parts, held.parts
         held._all, self._all = self._all, held._all

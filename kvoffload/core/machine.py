@@ -55,18 +55,18 @@ class _Steps(dict[int, S]):
 
 
 class SlotState(IntEnum):
-    """What a slot of a pool holds."""
+    """The state of a slot in a pool."""
 
-    EMPTY = 0  # nothing; it can be allocated
+    EMPTY = 0  # holds nothing; it can be allocated
     FILLING = 1  # a job is writing it
-    READY = 2  # a whole block that can hit, and can be evicted
-    PINNED = 3  # a whole block that can hit; a lookup found it, or a job reads it
+    READY = 2  # holds a whole block that can hit, and can be evicted
+    PINNED = 3  # holds a whole block that can hit; a lookup found it, or a job reads it
     DRAINING = 4  # invalid, but a copy or a pin still uses it
-    QUARANTINED = 5  # never allocated: corrupt bytes, a copy that never ended, or no space on the disk
+    QUARANTINED = 5  # never allocated again: corrupt bytes, a copy that never ended, or no space on the disk
 
 
 class SlotEvent(IntEnum):
-    """What happens to a slot."""
+    """The events that change a slot's state."""
 
     RESERVE = 0
     FILL = 1
@@ -111,7 +111,7 @@ class JobState(IntEnum):
 
 
 class JobEvent(IntEnum):
-    """What happens to a transfer job."""
+    """The events that change a transfer job's state."""
 
     SUBMIT = 0
     FINISH = 1
@@ -142,12 +142,12 @@ class RequestState(IntEnum):
     SEEN = 0  # it has no block table
     LOADING = 1  # a load is filling its block table
     RUNNING = 2  # the engine computes into its block table
-    FINISHING = 3  # ended, but jobs on its blocks are open
+    FINISHING = 3  # it has ended, but jobs on its blocks are open
     GONE = 4
 
 
 class RequestEvent(IntEnum):
-    """What happens to a request."""
+    """The events that change a request's state."""
 
     ALLOCATE_AND_LOAD = 0
     ALLOCATE = 1

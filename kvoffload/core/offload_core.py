@@ -28,7 +28,7 @@ _SEEN, _LOADING, _RUNNING = RequestState.SEEN, RequestState.LOADING, RequestStat
 
 
 class OffloadCore:
-    """Decides what is stored, found, loaded and evicted.
+    """Decides which blocks are stored, found, loaded and evicted.
 
     Args:
         shape: the engine's fixed properties.
@@ -40,7 +40,7 @@ class OffloadCore:
         self.state = CoreState(shape, policy, device)
         self.stores = Stores(self.state)
         self.lower_tiers = LowerTiers(self.state, self.stores)
-        """Handles the facts about the tiers below the host, and decides what is copied between them and the host."""
+        """Handles the facts about the tiers below the host, and decides which blocks are copied."""
         self._planner = make_planner(self.state, self.stores)
         self._hits = PendingHits(self.state, self.stores.in_flight, self.lower_tiers)
         self._loads = Loads(self.state, self._hits, self._planner)

@@ -383,7 +383,7 @@ _NOTHING = _Found((), 0, 0, ())
 
 
 class LowerTiers:
-    """Decides what is copied between the host and the tiers below it, and when; handles the facts about these tiers.
+    """Decides which blocks are copied between the host and lower tiers, and when; handles the facts about these tiers.
 
     The only writer of `RequestRecord.awaits_fetch`.
 

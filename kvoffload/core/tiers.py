@@ -238,7 +238,7 @@ class DiskTier(LowerTier):
         self.records += reversed(puts)  # so that the next process also evicts a prefix's head last
 
     def read(self, tier_slots: Sequence[SlotId]) -> None:
-        # A block may be gone already: a late report of an earlier fetch may have shown that it is corrupt.
+        # A late report of an earlier fetch may already have removed a block because it is corrupt.
         self.records += [Use(slot) for slot in tier_slots if self.has_block[slot]]
 
     def invalidate(self, tier_slot: SlotId) -> None:
