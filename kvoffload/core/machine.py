@@ -62,7 +62,7 @@ class SlotState(IntEnum):
     READY = 2  # holds a whole block that can hit, and can be evicted
     PINNED = 3  # holds a whole block that can hit; a lookup found it, or a job reads it
     DRAINING = 4  # invalid, but a copy or a pin still uses it
-    QUARANTINED = 5  # never allocated again: corrupt bytes, a copy that never ended, or no space on the disk
+    QUARANTINED = 5  # must not be allocated: corrupt bytes, a copy that never ended, or no space on the disk
 
 
 class SlotEvent(IntEnum):
