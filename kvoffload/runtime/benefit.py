@@ -1,15 +1,15 @@
 """Net benefit: prefill seconds saved, less the seconds that requests waited and that copies added to steps.
 
-    saved           loaded tokens, at the engine's measured prefill time of a token (`PrefillRate`)
-    waited          per request, for its own load, another request's load of the same prefix, or a fetch from a lower tier
-    interference    the share by which steps with copies are longer than steps without (`StepTimes`)
+    saved           loaded tokens times the engine's measured prefill time per token (`PrefillRate`)
+    waited          per request: for its own load, another's load of the same prefix, or a fetch from a lower tier
+    interference    time by which steps with copies are longer than steps without (`StepTimes`)
 
-All follow from facts and events; an adapter only reports how many tokens a step computes. They are estimates:
-`kvoffload/telemetry/README.md` names their limits.
+All three are computed from facts and events; an adapter only reports how many tokens a step computes. They are
+estimates: `kvoffload/telemetry/README.md` names their limits.
 
-A load of n tokens delays its request by `fixed + n * copy`; computing them takes `n * prefill`. The two are equal at
-`fixed / (prefill - copy)` tokens, the break-even length. Blocks fetched from a lower tier are loaded afterwards, so both delays
-add up.
+A load of n tokens delays its request by `fixed + n * copy`; computing the tokens takes `n * prefill`. The two are equal
+at `fixed / (prefill - copy)` tokens, the break-even length. Blocks fetched from a lower tier must still be loaded, so
+both delays add up.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ from kvoffload.runtime.step_times import Copies, PrefillRate, StepTimes
 from kvoffload.telemetry.catalogue import LoadWait
 
 NEVER_TOKENS = 1_000_000
-"""Longer than any prompt: copying is slower than computing at every length."""
+"""A length longer than any prompt, used when copying is slower than computing at every length."""
 
-_LOADS = 31  # the median of their fixed parts counts, so a burst of loads that wait for each other does not
+_LOADS = 31  # recent loads; the median of their fixed times ignores a burst of loads that wait for each other
 _STALE_S = 60.0
 
-_LEAST_BLOCKS = 4  # that a run of steps must prefill to measure the rate
-_LEAST_PERIOD_S = 1.0  # between two updates of the lengths from which on copies pay
-_PERIOD_S = 60.0  # over which the sign is judged
-_MATTERS = 0.01  # the share of a period that must be lost before a warning
+_LEAST_BLOCKS = 4  # blocks that a run of steps must prefill to measure the rate
+_LEAST_PERIOD_S = 1.0  # seconds between two updates of the break-even lengths
+_PERIOD_S = 60.0  # seconds over which the sign of the net benefit is judged
+_MATTERS = 0.01  # losing less than this share of a period does not turn the sign
 
 
 class BreakEven:
-    """The length from which on loads are faster than computing.
+    """The break-even length: for more tokens than this, loading is faster than computing.
 
     One thread adds loads; any thread may call `weigh` and read `tokens`.
     """
 
     def __init__(self) -> None:
-        self._loads: deque[tuple[float, float, int]] = deque(maxlen=_LOADS)  # fixed part, copy time, tokens
+        self._loads: deque[tuple[float, float, int]] = deque(maxlen=_LOADS)  # fixed time, copy time, tokens
         self._stale_at = -math.inf
         self.tokens = 0
         """The break-even length; 0 while unknown, at most `NEVER_TOKENS`."""
         self.fixed_s = self.token_s = 0.0
-        """Seconds of a load, and of each of its tokens; 0 while unknown."""
+        """Fixed seconds of a load, and further seconds for each token; 0 while unknown."""
 
     def loaded(self, now: float, tokens: int, waited_s: float, copy_s: float) -> None:
-        """Add a load that arrived.
+        """Add a load or fetch that succeeded.
 
         Args:
             now: monotonic seconds.
-            tokens: how many it loaded, at least one.
-            waited_s: from its allocation until it was reported to the engine.
-            copy_s: copy time of a rank.
+            tokens: how many it brought, at least one.
+            waited_s: seconds from its scheduling until its end was reported.
+            copy_s: seconds that one rank spent copying.
         """
         if now > self._stale_at:
             self._loads.clear()
@@ -71,8 +71,8 @@ class BreakEven:
         """Update `tokens`.
 
         Args:
-            seconds_per_token: of prefill; 0 if unknown.
-            then: for fetches, the loads that follow them.
+            seconds_per_token: prefill seconds per token; 0 if unknown.
+            then: the loads that follow, if this object measures fetches.
         """
         loads = sorted(self._loads)  # a copy, because another thread may add to them
         if not (loads and seconds_per_token):
@@ -88,7 +88,8 @@ class BreakEven:
     def least(self, now: float) -> int:
         """Return the shortest length that is worth a load now; 0 if unknown.
 
-        Measurements expire after a minute. Otherwise a bad minute would end all loads, and with them all measurements.
+        Measurements expire after a minute. Otherwise one bad minute could stop all loads, and without loads nothing
+        would be measured again.
         """
         return self.tokens if now <= self._stale_at else 0
 
@@ -102,13 +103,13 @@ class NetBenefit:
     """Adds up the seconds saved and lost, on one thread; any thread may read the public numbers.
 
     Args:
-        block_tokens: of the shortest hit.
-        ranks: how many copy a part of each job.
+        block_tokens: tokens of the shortest hit.
+        ranks: how many ranks copy a part of each job.
         copies: the table of open copies.
         hook: the current hook's time.
-        bus: source of facts and events; changes of the sign are published on it.
-        set_least: called once a second with a tier and the fewest tokens worth a load (HOST), or worth a fetch from that
-            tier and the load after it; 0 without measurements. None where the operator chose a length.
+        bus: source of facts and events; `NetBenefitTurned` is published on it.
+        set_least: called about once a second for each tier, with the fewest tokens worth a load (HOST), or worth a
+            fetch from that tier and the load after it; 0 without measurements. None if the operator chose a length.
     """
 
     def __init__(
@@ -135,11 +136,11 @@ class NetBenefit:
         self.interference_s = dict.fromkeys(Direction, 0.0)
         # The last step:
         self._last_s = 0.0  # when it was scheduled
-        self._ran = False  # it computed something
-        self._is_calm = False  # it only decoded
-        self._is_steady = False  # so did the step before it, while the same copies ran
-        self._decoded = 0  # tokens
-        self._copies: Copies = ()  # that ran
+        self._ran = False  # whether it computed anything
+        self._is_calm = False  # whether it only decoded
+        self._is_steady = False  # whether it and the step before only decoded, beside the same copies
+        self._decoded = 0  # how many tokens it decoded
+        self._copies: Copies = ()  # the copies that ran beside it
         self._period_began = self._judge_s = -math.inf
         self._period_net_s = 0.0
         self.is_negative = False
@@ -155,19 +156,19 @@ class NetBenefit:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """The prefill rate; 0 until measured."""
+        """The prefill rate in tokens per second; 0 until measured."""
         rate = self._rate.seconds_per_token
         return 1 / rate if rate else 0.0
 
     def break_even(self) -> dict[Tier, int]:
-        """Return the break-even lengths of loads (HOST) and of fetches from each lower tier; 0 until measured."""
+        """Return the break-even lengths in tokens, of loads (HOST) and of fetches by lower tier; 0 until measured."""
         self._weigh()
         return {tier: each.tokens for tier, each in self._break_even.items()}
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def idle(self) -> None:
-        """Note that the last request has ended: the time until the next step does not count."""
+        """Note that no request is left, so that the time until the next step is not measured."""
         if self._ran:
             now = self._hook.now
             self._rate.idle(now)
@@ -178,7 +179,7 @@ class NetBenefit:
         now = self._hook.now
         prefill, decode = fact.prefill_tokens, fact.decode_tokens
         copies = self._copying() if self._open.oldest is not None else ()
-        # Inline, because every step runs this. A decode-only step after another one makes two calls.
+        # Every step runs this, so it is inline: a decode-only step after another one makes only two calls.
         is_calm = decode > 0 and not prefill
         if self._is_steady or (self._ran and self._copies):
             self._stepped(now)
@@ -197,7 +198,7 @@ class NetBenefit:
             self._judge(now)
 
     def _push_least(self, now: float) -> None:
-        """Update the break-even lengths and pass them on."""
+        """Update the break-even lengths and pass them to `set_least`."""
         assert self._set_least is not None
         self._least_due_s = now + _LEAST_PERIOD_S
         self._weigh()
@@ -205,7 +206,7 @@ class NetBenefit:
             self._set_least(tier, each.least(now))
 
     def _stepped(self, now: float) -> None:
-        """Account for the last step, which has ended."""
+        """Account for the last step, which ends now."""
         seconds, copies = now - self._last_s, self._copies
         if self._is_steady:
             self._times.observe(seconds, self._decoded, copies)
@@ -217,13 +218,13 @@ class NetBenefit:
     # -- loads ------------------------------------------------------------------------------------------------------
 
     def waited(self, request: RequestId, seconds: float) -> None:
-        """Add the time for which a request's lookups were answered "not yet"."""
+        """Add the seconds for which a request's lookups were answered "not yet"."""
         reason = LoadWait.FETCH if request in self._await_fetch else LoadWait.OTHERS_LOAD
         self._await_fetch.discard(request)
         self.waited_s[reason] += seconds
 
     def ended(self, request: RequestId) -> None:
-        """End the wait of a request that ends while its load is open."""
+        """Add the wait of a request that ends while its load is open."""
         load = self._open.by_request[request]
         if load.planned is not None:
             self.waited_s[LoadWait.OWN_LOAD] += self._hook.now - load.planned
@@ -245,7 +246,7 @@ class NetBenefit:
             self._unpriced_tokens += copy.tokens
             tier, copy_s = Tier.HOST, copy.copy_s / self._ranks
         elif event.outcome is TierOutcome.DONE:
-            # Parallel threads' copy times may add up to more than the wait.
+            # Threads copy in parallel, so their times may add up to more than the wait.
             tier, copy_s = event.tier, min(event.copy_s, waited_s)
         else:
             return
@@ -253,7 +254,7 @@ class NetBenefit:
         self._price()
 
     def _price(self) -> None:
-        """Price loaded tokens, also those from before the first measurement."""
+        """Price loaded tokens, including those loaded before the first measurement."""
         rate = self._rate.seconds_per_token
         self.saved_s += self._unpriced_tokens * rate
         if rate:
@@ -272,10 +273,10 @@ class NetBenefit:
         stores = _STORING if self._open.count(Direction.STORE, is_overdue=False) else ()
         return stores + (_LOADING if self._open.count(Direction.LOAD, is_overdue=False) else ())
 
-    # -- the sign ---------------------------------------------------------------------------------------------------
+    # -- sign changes -----------------------------------------------------------------------------------------------
 
     def _judge(self, now: float) -> None:
-        """End a period, and publish if the sign has changed. A period without gain or loss changes nothing."""
+        """End a period and publish a change of the sign. A period without gain or loss changes nothing."""
         self._price()
         net = self.net_s
         gained = net - self._period_net_s

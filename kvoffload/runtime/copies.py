@@ -1,7 +1,8 @@
 """The open copies: one record for each, from its pin or its plan to its last report.
 
-Hooks enter what the engine waits for and what workers may still touch by calls, not by events, so that it is complete even
-when the core breaks (R12). Events only add what operators and `NetBenefit` read.
+Hooks record directly which loads the engine waits for and which memory workers may still touch. These records do not
+depend on the core's events, so they are complete even after the core has raised (R12). Events only add data for
+operators and `NetBenefit`.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from kvoffload.telemetry.catalogue import Hook
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """The times that the scheduler's side reads, and what its coroutines sleep on.
+    """The clocks of the scheduler's side, and the sleep of its coroutines.
 
     Args:
-        monotonic: seconds, for time limits and durations. A hook reads it as it begins and as it ends.
-        unix: seconds since 1970, for people.
-        sleep: waits for seconds.
+        monotonic: returns seconds, for time limits and durations. A hook reads it at its start and at its end.
+        unix: returns seconds since 1970, for output that people read.
+        sleep: waits for a number of seconds.
     """
 
     monotonic: Callable[[], float] = time.monotonic
@@ -43,11 +44,11 @@ class Clocks:
 
 
 class HookTime(Struct):
-    """The time of the current hook. The hook sets it, so that nothing inside the hook reads a clock.
+    """The time of the current hook. Each hook sets it once, so that nothing inside the hook reads a clock.
 
     Args:
-        now: when it began, in monotonic seconds.
-        spent: seconds that each hook took in this step.
+        now: when the hook began, in monotonic seconds.
+        spent: seconds that each hook has taken since the last step.
     """
 
     now: float = -math.inf
@@ -58,20 +59,20 @@ CopyEnded: TypeAlias = events.LoadEnded | events.TierCopyEnded
 
 
 class OpenCopy(Struct, eq=False):
-    """A load, a store, or a fetch for a request. Times are monotonic seconds, None where there is none.
+    """A load, a store, or a fetch for a request. Times are monotonic seconds.
 
     Args:
-        request: whose load or fetch; None for a store.
-        pinned: since when the host's blocks are pinned for it.
-        job: its number, once planned.
-        tokens: that a load or fetch brings.
-        planned: when a load or fetch was planned, until its wait was added up.
-        copy_s: copy time of the ranks together.
-        given: the job as the workers got it.
-        submitted: when they got it.
-        running: ranks that still copy.
-        is_overdue: whether its time is up.
-        has_ended: whether the core expects nothing more of it.
+        request: the request that loads or fetches; None for a store.
+        pinned: when host slots were pinned for it.
+        job: the job's number, once planned.
+        tokens: how many tokens a load or fetch brings.
+        planned: when a load or fetch was planned; None again once its wait has been counted.
+        copy_s: copy time, summed over the ranks.
+        given: the job as sent to the workers.
+        submitted: when it was sent to them.
+        running: ranks that are still copying.
+        is_overdue: whether its time limit has passed.
+        has_ended: whether no event will report its end any more.
     """
 
     request: RequestId | None = None
@@ -88,12 +89,12 @@ class OpenCopy(Struct, eq=False):
 
 
 class LoadAnswers(Struct):
-    """Loads that ended, each started load once, also of requests that are gone.
+    """Ended loads that the engine must be told about. Each is listed once, even if its request is gone.
 
     Args:
-        loaded, failed: their requests.
-        without_copy: those among them whose load no worker was given, so that no worker reports it.
-        abandoned: jobs of answered loads that workers still copy.
+        loaded, failed: requests whose load succeeded or failed.
+        without_copy: requests among them whose load was never sent to a worker, so that no worker reports it.
+        abandoned: jobs of these loads that some worker is still copying.
     """
 
     loaded: list[RequestId] = []
@@ -103,21 +104,21 @@ class LoadAnswers(Struct):
 
 
 NO_ANSWERS = LoadAnswers()
-"""The answers in most steps. It stays empty."""
+"""The answers in most steps; never modified."""
 
 
 class OpenCopies:
-    """The table of open copies: by job, and by request while a pin is held for it or the engine waits for it.
+    """The table of open copies, by job. Copies with a pin or an engine that waits are also listed by request.
 
     Args:
-        ranks: how many copy each job.
+        ranks: how many ranks copy each job.
         timeout_s: seconds from submission after which a job is overdue.
-        jobs: the core's, to see which are left from before a reset.
+        jobs: the core's jobs, to see which are left from before a reset.
         hook: the current hook's time.
-        bus: source of events; ends of resets are published on it.
+        bus: source of events; `ResetEnded` is published on it.
 
     Attributes:
-        on_end: called with each load or fetch that ends, and the event of its end.
+        on_end: called with each load or fetch that ends, and the event that reports its end.
     """
 
     def __init__(self, ranks: int, timeout_s: float, jobs: Jobs, hook: HookTime, bus: Bus) -> None:
@@ -132,13 +133,13 @@ class OpenCopies:
         self._counts = {(direction, is_overdue): 0 for direction in Direction for is_overdue in (False, True)}
         self.awaited: dict[RequestId, None] = {}
         """The requests whose loads the engine waits for."""
-        # Other threads read these three, which are replaced and never changed.
+        # Other threads read the next three attributes, which are assigned and never modified in place.
         self.oldest: float | None = None
-        """When the oldest job was submitted, None without one; overdue jobs do not count."""
+        """When the oldest running job was submitted, None if none runs; overdue jobs do not count."""
         self.oldest_pin: float | None = None
-        """When the oldest pin began, None without one."""
+        """When the oldest pin began, None without pins."""
         self.draining = 0
-        """How many jobs from before the last reset have not ended. Their results are dropped."""
+        """How many jobs from before the last reset are open and not abandoned. Their results are dropped."""
         self._epoch = 0
         self._from_before_reset: set[JobId] = set()
         bus.count(events.HitPinned, self._hit_pinned)
@@ -149,21 +150,21 @@ class OpenCopies:
         bus.count(events.TierCopyEnded, self._fetch_ended)
         bus.count(events.ResetStarted, self._reset_started)
 
-    # -- what hooks say -----------------------------------------------------------------------------------------
+    # -- calls from hooks ---------------------------------------------------------------------------------------
 
     def awaits(self, request: RequestId) -> None:
-        """Note that the engine waits for a load."""
+        """Note that the engine waits for this request's load."""
         copy = self.by_request.get(request)
         if copy is None or copy.job is not None:
             self.by_request[request] = OpenCopy(request)
         self.awaited[request] = None
 
     def submitted(self, jobs: Iterable[DeviceJob]) -> None:
-        """Note that the workers get these jobs."""
+        """Note that these jobs are sent to the workers."""
         now = self._hook.now
         for job in jobs:
             copy = self.by_job.get(job.id)
-            if copy is None:  # a store, or a load whose event was lost: no event tells its end
+            if copy is None:  # a store, or a load whose event was lost: no event will report its end
                 load = None if job.extra is None else self.by_request.get(job.extra)
                 copy = self.by_job[job.id] = load or OpenCopy()
                 copy.job = job.id
@@ -191,7 +192,7 @@ class OpenCopies:
         self._look()
 
     def overdue(self) -> list[JobId]:
-        """Return the jobs whose time is up, each once."""
+        """Return the jobs whose time limit has passed since the last call."""
         jobs = []
         for copy in self.by_job.values():
             job = copy.given
@@ -206,7 +207,7 @@ class OpenCopies:
         return jobs
 
     def answer(self, results: LoadResults) -> LoadAnswers:
-        """Return the ended loads that the engine still waits for."""
+        """Return those of the ended loads that the engine was still waiting for."""
         answers = LoadAnswers()
         for requests, ended in ((results.loaded, answers.loaded), (results.failed, answers.failed)):
             for request in requests:
@@ -224,7 +225,7 @@ class OpenCopies:
         return answers
 
     def look_at_reset(self) -> None:
-        """Publish the end of the last reset once no job from before it is waited for. Abandoned jobs are not."""
+        """Publish the end of the last reset once all jobs from before it have ended or were abandoned."""
         states = [job.state for number, job in self._jobs.open.items() if number in self._from_before_reset]
         abandoned = states.count(JobState.ABANDONED)
         self.draining = len(states) - abandoned
@@ -232,7 +233,7 @@ class OpenCopies:
             self._bus.publish(events.ResetEnded(self._epoch, abandoned))
 
     def forget_events(self) -> None:
-        """Keep only what workers copy and what the engine waits for: no more events will come."""
+        """Keep only running copies and the loads that the engine waits for, because no more events will come."""
         self.by_job = {
             job: copy for job, copy in self.by_job.items() if copy.running and copy.given is not None
         }
@@ -243,11 +244,11 @@ class OpenCopies:
         self.oldest_pin = None
         self.draining = 0
 
-    # -- questions ----------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------
 
     @property
     def running(self) -> list[DeviceJob]:
-        """The jobs that some rank still copies, including overdue ones."""
+        """The jobs that at least one rank is still copying, including overdue ones."""
         return [copy.given for copy in self.by_job.values() if copy.running and copy.given is not None]
 
     def blocks(self) -> Counter[DeviceBlockId]:
@@ -255,10 +256,10 @@ class OpenCopies:
         return Counter(block for job in self.running for block in job.targets)
 
     def count(self, direction: Direction, *, is_overdue: bool) -> int:
-        """Return how many jobs are under way, or overdue. Callable from any thread."""
+        """Return how many running jobs are past their time limit, or within it. Any thread may call this."""
         return self._counts[direction, is_overdue]
 
-    # -- what events add ----------------------------------------------------------------------------------------
+    # -- event handlers -----------------------------------------------------------------------------------------
 
     def _hit_pinned(self, event: events.HitPinned) -> None:
         self._pin(self.by_request.get(event.request) or OpenCopy(event.request))
@@ -307,10 +308,10 @@ class OpenCopies:
         self._from_before_reset = set(self._jobs.open)
         self.look_at_reset()
 
-    # -- inside -------------------------------------------------------------------------------------------------
+    # -- helpers ------------------------------------------------------------------------------------------------
 
     def _pin(self, copy: OpenCopy) -> None:
-        """Keep the table by request in the order of the pins."""
+        """Note the time of a new pin. `by_request` stays in the order of the pins."""
         assert copy.request is not None
         if copy.pinned is None:
             copy.pinned = self._hook.now
@@ -331,7 +332,7 @@ class OpenCopies:
         self.oldest_pin = None
 
     def _look(self) -> None:
-        """Update `oldest`. The table by job is in the order of submission."""
+        """Update `oldest`; `by_job` is in the order of submission."""
         for copy in self.by_job.values():
             if copy.given is not None and copy.running and not copy.is_overdue:
                 self.oldest = copy.submitted

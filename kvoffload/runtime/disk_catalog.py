@@ -1,14 +1,14 @@
-"""The disk's index on the scheduler's side: read, appended to and removed on a thread of its own.
+"""The disk's index on the scheduler's side. A thread of its own reads it, appends to it and removes it.
 
-    start ─▶ the KV's identity ─▶ its folder, locked
-    every rank's file is open ─▶ index ─▶ parts for the core, a few thousand blocks a step
-    what the core records ─▶ written ten times a second, invalidations at once; synced once a second
-    reset ─▶ the index is removed, before the reset is answered; this process finds its own blocks without one
+    start ─▶ identify the KV ─▶ lock its folder
+    every rank's file is open ─▶ read the index ─▶ facts for the core, a few thousand blocks per step
+    records from the core ─▶ written ten times a second, invalidations at once; synced once a second
+    reset ─▶ the index is removed before the reset is answered; this process finds its own blocks without an index
 
-No hook waits for this thread, except a reset, and that for at most `RESET_S`. If the disk fails, the index stays as it is:
-its checksums are compared with the bytes anyway. A reset must remove it, and is incomplete if it cannot. After a reset
-nothing is recorded: the engine may have other weights in memory than on disk, and both the folder's name and the next
-process come from those on disk.
+Only one hook waits for this thread: a reset, for at most `RESET_S`. If the disk fails, the index stays as it is,
+because a block that is read must match its checksum anyway. A reset must remove the index, and is incomplete if it
+cannot. After a reset nothing is recorded: the weights in memory may differ from those on disk, but the folder is named
+after the weights on disk, and the next process loads those.
 """
 
 from __future__ import annotations
@@ -47,29 +47,32 @@ from kvoffload.runtime.portal import Portal
 
 RESET_S = 5.0
 WRITE_PERIOD_S = 0.1
-"""Waking the thread for each report takes the hooks 40 to 80 us. A crash costs the blocks whose records are unwritten."""
+"""Seconds between two writes. Waking the thread for each report would cost the hooks 40 to 80 us.
+
+A crash loses the blocks whose records are not written yet.
+"""
 _WRITES_A_SYNC = 10
-_PART = 2048  # blocks or slots that the core takes over in a step, which takes some milliseconds
-_GROWTH = 2**16  # slots that the core adds in a step
+_PART = 2048  # blocks or slots that the core takes in one step; this takes some milliseconds
+_GROWTH = 2**16  # slots that the core adds in one step
 
 log = get_logger("disk")
 
 
 class DiskCatalog:
-    """What one engine's scheduler knows of its disk: the slots, and the index of the blocks in them.
+    """The scheduler's view of one engine's disk: the slots, and the index of the blocks in them.
 
     Args:
-        place: of the folder.
-        ranks: how many write slot files.
-        portal: gives the thread that may wait for the disk.
-        sleep: waits for seconds, between two writes.
-        closes_in_s: seconds that `close` waits for the disk at most.
-        key: authenticates the index; None for checksums.
+        place: the location of the folder.
+        ranks: how many ranks write slot files.
+        portal: provides the thread that may wait for the disk.
+        sleep: waits for a number of seconds between two writes.
+        closes_in_s: the most seconds that `close` waits for the disk.
+        key: authenticates the index; None to use only checksums.
 
     Attributes:
-        identity: of the KV in the folder that this process has locked; None before it is.
-        due: functions that make facts for the core; `take_facts` calls one at a time.
-        opening: the stage of opening; None once the whole index is due, or the disk failed.
+        identity: the identity of the KV in the folder; None until this process has locked the folder.
+        due: functions that each make one fact for the core; `take_facts` calls one at a time.
+        opening: the current stage of opening; None once the whole index is in `due`, or the disk has failed.
     """
 
     def __init__(
@@ -96,21 +99,21 @@ class DiskCatalog:
         self._is_closed = self._was_reset = self._has_failed = False
         self._files: dict[Rank, DiskFile] = {}
         self._folder: OpenFolder | None = None
-        self._index: IndexLog | None = None  # before it is open, and after a reset
-        self._entries = 0  # that it has
+        self._index: IndexLog | None = None  # None before it is open, and after a reset
+        self._entries = 0  # how many blocks the index has
         self._is_dirty = False
         self._writing: Future[None] | None = None
-        self._waiting: Future[None] | None = None  # for the folder's lock
+        self._waiting: Future[None] | None = None  # the wait before the next try to lock the folder
         self._lock_tries = 0
         self._do(self._lock)
 
-    # -- the engine's thread ------------------------------------------------------------------------------------
+    # -- on the engine's thread ---------------------------------------------------------------------------------
 
     def ranks_reported(self, reports: Iterable[TransferReport]) -> bool:
-        """Note which ranks have opened their slot files, or failed to. When all have, the index is read.
+        """Note which ranks have opened their slot files or failed to. Once all have opened theirs, read the index.
 
         Returns:
-            Whether other ranks' files are waited for.
+            Whether reports of more files are expected.
         """
         for report in reports:
             if report.disk_file is None and not report.disk_works:
@@ -126,7 +129,7 @@ class DiskCatalog:
         return True
 
     def take_facts(self) -> list[facts.Fact]:
-        """Return the next fact for the core, if there is one. After a reset all slots are free, whatever they held."""
+        """Return the next fact for the core, if there is one. After a reset it reports every slot as free."""
         if not self.due:
             return []
         fact = self.due.popleft()()
@@ -140,7 +143,7 @@ class DiskCatalog:
         return self.opening is not None or bool(self.due)
 
     def append(self, records: Sequence[DiskRecord]) -> None:
-        """Queue records for the index. An invalidation is written at once, because its slot may be overwritten next."""
+        """Queue records for the index. Write invalidations at once, because their slots may be overwritten next."""
         if self._was_reset:
             return
         self._unwritten += records
@@ -148,10 +151,10 @@ class DiskCatalog:
             self._do(self._write)
 
     def reset(self) -> bool:
-        """Remove the index; return whether that is done.
+        """Remove the index; return whether the reset is complete.
 
-        Before the folder is locked, the removal is not waited for: this process has written nothing, and what others have
-        written belongs to the weights on disk.
+        Before the folder is locked, this does not wait for the removal: this process has written nothing, and blocks
+        that other processes wrote belong to the weights on disk.
         """
         self._was_reset = True
         if self._is_closed:
@@ -164,20 +167,20 @@ class DiskCatalog:
         return False
 
     def close(self) -> None:
-        """Write queued records, sync and close, within `closes_in_s` if the disk hangs."""
+        """Write queued records, sync and close. If the disk hangs, return after `closes_in_s`."""
         self._is_closed = True
         for waiting in (self._writing, self._waiting):
             if waiting is not None:
                 waiting.cancel()
         self._do(self._write)
         closed = self._do(self._close)
-        if self._folder is not None:  # otherwise the weights may still be read
+        if self._folder is not None:  # without a folder, the thread may still be reading the weights
             with suppress(TimeoutError):
                 closed.result(self._closes_in_s)
         self._executor.shutdown(wait=False)
 
     async def _write_now_and_then(self) -> None:
-        """Have records written and synced, until cancelled."""
+        """Have queued records written and synced periodically, until cancelled."""
         for number in count(1):
             await self._sleep(WRITE_PERIOD_S)
             has_more = bool(self._unwritten)
@@ -186,17 +189,17 @@ class DiskCatalog:
             if number % _WRITES_A_SYNC == 0 and (has_more or self._is_dirty):
                 self._do(self._sync)
 
-    # -- its own thread -----------------------------------------------------------------------------------------
+    # -- on the catalog's thread --------------------------------------------------------------------------------
 
     def _do(self, work: Callable[[], object]) -> Future[object]:
-        """Run work on the thread. If it raises, the disk is closed for this process, and the result is None."""
+        """Run `work` on the thread. If it raises, this process stops using the disk, and the result is None."""
 
         def careful() -> object:
             try:
                 return work()
-            except CancelledError:  # the engine stops before its KV is identified
+            except CancelledError:  # the engine stopped before its KV was identified
                 pass
-            except Exception as error:  # otherwise the tier would open forever, without a line in the log
+            except Exception as error:  # otherwise the tier would stay opening, without a line in the log
                 self._fail(reason_of(error))
             return None
 
@@ -301,7 +304,7 @@ class DiskCatalog:
 def _find_index(
     folder: OpenFolder, files: tuple[bytes, ...], slots: int, key: TierKey | None
 ) -> IndexContents | None:
-    """Return the folder's index of these slot files; None if there is none, or if it cannot be used, which is logged."""
+    """Return the folder's index of these slot files. If there is none, or an unusable one (logged), return None."""
     try:
         found = load_index(folder, slots, key)
         if found is not None and found.header.files != files:
@@ -314,9 +317,9 @@ def _find_index(
 
 
 def _parts(entries: Entries, free: Sequence[SlotId], slots: int) -> Iterator[Callable[[], facts.Fact]]:
-    """Yield functions that make the facts for the core: slots, blocks, free slots, and the end.
+    """Yield functions that make the facts for the core: numbers of slots, blocks, free slots, and the end of the index.
 
-    They are made one by one, because a million live records would make the garbage collector's pauses longer.
+    The facts are made one by one, because a million live records would lengthen the garbage collector's pauses.
     """
     for some in range(_GROWTH, slots, _GROWTH):
         yield partial(facts.DiskRestored, some)

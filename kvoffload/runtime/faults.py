@@ -1,7 +1,7 @@
-"""Audits of the core, and the end of offloading when it raises (R12).
+"""Audits of the core, and how offloading ends when the core raises (R12).
 
-A core that raised may have stopped half-way through anything, so it gets no more facts and no more questions. The engine
-only needs to know which blocks are leased and which jobs the workers have.
+A core that raised may have stopped halfway through an update, so it gets no more facts and no more questions. From then
+on the engine only needs to know which blocks are leased and which jobs the workers have.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ log = get_logger("scheduler")
 
 
 class Faults:
-    """Audits the core, and takes its place once it has raised.
+    """Audits the core, and stands in for it once it has raised.
 
     Args:
         core: the core.
-        bus: dispatches facts to it.
-        copies: what the workers may still touch.
+        bus: dispatches facts to the core.
+        copies: the open copies, with the blocks that workers may still touch.
         device: the engine's block pool.
-        observation: counts the audits.
+        observation: counts audits, and records whether `OffloadingDegraded` was published.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Faults:
         self.cause: DegradeCause | None = None
         """Why offloading is off, None while it is on."""
         self.error: str | None = None
-        """What the core was doing when it raised, and what it raised; None for a core that works."""
+        """What the core was doing when it raised, and the exception; None while the core works."""
         self.pending_error: tuple[Exception, str] | None = None
-        """An exception that another thread got from the core. The engine's thread cuts the core off in its next step."""
+        """An exception that the core raised on another thread. The engine's thread handles it in its next step."""
         bus.handle(InvariantBroken, self._invariant_broken)
         bus.on_state_error = lambda error, fact: self.raised(error, type(fact).__name__)
 
@@ -70,7 +70,7 @@ class Faults:
         return otherwise
 
     def raised(self, error: Exception, doing: str) -> None:
-        """Cut the core off after the current batch. Only the first exception counts, because it explains the others."""
+        """Cut the core off after the current batch. Only the first exception counts: it explains later ones."""
         if self.error is None:
             log.error("core_raised", error=repr(error), doing=doing, exc_info=error)
             self.error = f"{doing}: {error!r}"
@@ -84,13 +84,13 @@ class Faults:
             _try(lambda: leases.release([*loose.elements()]))
 
     def _invariant_broken(self, fact: InvariantBroken) -> None:
-        """Keep the cause, which must not depend on an observer, and switch the core off."""
+        """Record the cause without relying on an observer, and switch the core off."""
         if self.cause is None:
             self.cause = fact.cause
         self._core.invariant_broken(fact)
 
     def _cut_off(self) -> None:
-        """Let the core end what it still can, then remove it from the bus and release what no worker copies."""
+        """Let the core end what it still can, then remove it from the bus and release blocks that no worker copies."""
         cause, detail = DegradeCause.HANDLER_RAISED, self.error or ""
         self._bus.publish(InvariantBroken(cause, detail))
         self._bus.drop_handlers()
@@ -104,7 +104,7 @@ class Faults:
     # -- audits -------------------------------------------------------------------------------------------------
 
     def audit(self) -> list[str]:
-        """Return what is wrong in the totals, at any time between two hooks. Costs no time in the size of the pool."""
+        """Return the problems found in the totals. Call it between hooks. The cost does not grow with the pool."""
         problems: list[str] = self.ask("audit", lambda: [*self._core.audit(), *self._engine_problems()], [])
         if self.error is not None:
             return self._problems_of_a_broken_core()

@@ -1,4 +1,4 @@
-"""What watches one engine: inline counters and measures, and observers behind bounded feeds on the portal's loop."""
+"""Observes one engine: counters and measurements run inline, observers on the portal's loop behind bounded feeds."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from kvoffload.telemetry.spans import NAME, SpanObserver, make_spans
 
 log = get_logger("scheduler")
 
-_PATIENCE_S = 5.0  # for observers to write what waits when the engine stops
-_TAIL = 20  # lines of the journal that the log carries
+_PATIENCE_S = 5.0  # seconds for observers to write pending output when the engine stops
+_TAIL = 20  # lines of the journal that are logged when offloading goes off
 
 
 class Observation:
-    """Everything that only watches: without it, the engine would be served the same.
+    """Everything that only watches: without it, offloading would decide and copy the same.
 
     Args:
-        bus: what is watched.
+        bus: the bus to observe.
         shape: the engine's fixed facts.
         config: the operator's settings.
-        identity: of the engine.
+        identity: the engine's identity.
         hook: the current hook's time.
-        clocks: monotonic time to space repeated warnings, and wall time for people.
+        clocks: monotonic time to space repeated warnings, and wall time for the journal and spans.
 
     Raises:
-        ConfigError: the journal's file cannot be written, or what spans need is not installed.
+        ConfigError: the journal's file cannot be written, or a package that spans need is not installed.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class Observation:
         self.counters = Counters()
         self.counters.subscribe(bus)
         self.reports = {rank: TransferReport(rank, (), 0) for rank in map(Rank, range(shape.ranks))}
-        """Each rank's last report. Any thread may read it."""
+        """Each rank's last report. Any thread may read this."""
         bus.count(TransferReported, self._reported)
         self.journal.subscribe(bus)
         self.first_tokens = FirstTokens(hook, bus)
         self._portal: Portal | None = None
         self._running: list[Future[None]] = []
         self.saw_degradation = False
-        """Whether an event said that offloading went off."""
+        """Whether `OffloadingDegraded` was published."""
         bus.count(OffloadingDegraded, self._degraded)
         bus.on_removed = self._removed
 
@@ -92,14 +92,14 @@ class Observation:
             self._start_spans(portal, self.spans)
 
     def wait(self) -> None:
-        """Give the observers a moment to finish; the bus must be closed."""
+        """Give each observer a few seconds to finish; the bus must be closed already."""
         if self._portal is not None and self._portal.is_alive:
             for running in self._running:
-                with suppress(Exception):  # an observer that failed was logged when it did
+                with suppress(Exception):  # an observer's failure was logged when it happened
                     running.result(_PATIENCE_S)
 
     def _start_spans(self, portal: Portal, spans: SpanObserver) -> None:
-        """Run the spans on their own thread, because a collector that does not answer blocks it."""
+        """Export spans on a thread of their own, because a collector that does not answer blocks it."""
         warnings = AtMostEvery(QUIET_S, self._now)
 
         def failed() -> None:
@@ -118,7 +118,7 @@ class Observation:
 
     def _degraded(self, event: OffloadingDegraded) -> None:
         self.saw_degradation = True
-        self._bus.afterwards(partial(self._log_degradation, event))  # the journal then has what led to it
+        self._bus.afterwards(partial(self._log_degradation, event))  # by then the journal has its causes
 
     def _log_degradation(self, event: OffloadingDegraded) -> None:
         journal = self.journal.tail(_TAIL)

@@ -1,11 +1,11 @@
-"""The one module that owns threads.
+"""The threads that kvoffload starts in an engine's process.
 
-A portal is a background thread with an event loop, and a few more threads for copies that block. All are daemons: a copy
-that never ends must not keep the process from ending. Everything starts at its first use, so an unused
+A portal is a background thread with an event loop, and a few more threads for copies that block. All are daemon
+threads, so that a copy that never ends cannot keep the process from exiting. Each starts at its first use, so an unused
 portal costs nothing and a fork before the first use is harmless.
 
-A fork copies the memory of the threads but not the threads. In the child a portal forgets its threads and starts new ones
-at its next use; the parent's loop is kept, untouched, because closing it would unregister the parent's descriptors.
+A fork copies the memory of the threads but not the threads. In the child a portal starts new ones at its next use. It
+keeps the parent's loop open and untouched, because closing it would unregister the parent's descriptors.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _COPY_THREADS = 2
-_FROM_PARENT: list[object] = []  # what a fork left behind, kept so that nothing closes it
+_FROM_PARENT: list[object] = []  # after a fork, the parent's loops and executors: nothing may close them
 
 
 class PortalClosed(KVOffloadError):
-    """Raised when a portal is used after `close`; it is our own bug."""
+    """Raised when a portal is used after `close`, which is a bug in this package."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"portal {name!r} is closed")
 
 
 class DaemonExecutor(Executor):
-    """A few daemon threads that run submitted calls in order. Unlike the standard pool, exit does not join them.
+    """A few daemon threads that run submitted calls in order. Exit does not join them, unlike those of the standard pool.
 
     Args:
         name: prefix of the threads' names.
-        threads: how many; each of the first calls starts one.
+        threads: the most threads; each submitted call starts one until there are this many.
     """
 
     def __init__(self, name: str, threads: int) -> None:
@@ -65,7 +65,7 @@ class DaemonExecutor(Executor):
                 return
             try:
                 result = fn(*args, **kwargs)
-            except BaseException as error:  # raised to the caller
+            except BaseException as error:  # the future raises it to its reader
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -79,7 +79,7 @@ class DaemonExecutor(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more work and let the threads end when the queue is empty. Never waits, whatever `wait` says."""
+        """Refuse new calls and let the threads end when the queue is empty. Never waits, even if `wait` is true."""
         with self._lock:
             if not self._is_shut:
                 self._is_shut = True
@@ -103,7 +103,7 @@ class Portal:
     """A background thread with an event loop, started at first use.
 
     Args:
-        name: of the threads.
+        name: prefix of the threads' names.
     """
 
     _loop_thread: tuple[asyncio.AbstractEventLoop, threading.Thread] | None
@@ -115,16 +115,16 @@ class Portal:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the loop's thread was started, in this process, and runs."""
+        """Whether the loop's thread was started in this process and is running."""
         started = self._loop_thread
         return started is not None and self._pid == os.getpid() and started[1].is_alive()
 
     @property
     def executor(self) -> Executor:
-        """Threads for calls that block.
+        """The threads for calls that block.
 
         Raises:
-            PortalClosed: after `close`.
+            PortalClosed: the portal is closed.
         """
         self._leave_parent()
         with self._lock:
@@ -132,30 +132,30 @@ class Portal:
             return self._executor
 
     def new_executor(self, purpose: str, threads: int = 1) -> Executor:
-        """Return more threads, for calls that may block for long. The caller shuts them down."""
+        """Return an executor with its own threads, for calls that may block for long. The caller shuts it down."""
         return DaemonExecutor(f"{self.name}-{purpose}", threads)
 
     def spawn(
         self, async_fn: Callable[P, Coroutine[object, object, T]], *args: P.args, **kwargs: P.kwargs
     ) -> Future[T]:
-        """Run a coroutine on the loop; cancelling the future cancels it.
+        """Run a coroutine on the loop; cancelling the future cancels the coroutine.
 
         Raises:
-            PortalClosed: after `close`.
+            PortalClosed: the portal is closed.
         """
         self._leave_parent()
-        with self._lock:  # so that `close` sees, and cancels, every coroutine begun before it
+        with self._lock:  # so that `close` sees and cancels every coroutine that began before it
             self._check_open()
             return self._begin(async_fn(*args, **kwargs), self._started_loop())
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Cancel what runs on the loop, wait for its end, and stop. Closing again only waits.
+        """Cancel all coroutines, wait for them to end, and stop the loop. Closing again only waits.
 
         Args:
-            timeout: seconds to wait, all in all.
+            timeout: seconds to wait in total.
 
         Returns:
-            Whether everything ended in time. What did not is left behind on its daemon thread.
+            Whether everything ended in time. Coroutines that did not are left behind on the daemon thread.
         """
         self._leave_parent()
         with self._lock:
@@ -165,7 +165,7 @@ class Portal:
         ended = True
         if started is not None:
             loop, thread = started
-            if is_first and thread.is_alive():  # a second time would cancel the cleanup of the first
+            if is_first and thread.is_alive():  # a second time would interrupt the cleanup of the first
                 cancelled = self._begin(_cancel_all(), loop)
                 cancelled.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
             if thread is not threading.current_thread():
@@ -193,7 +193,7 @@ class Portal:
             raise PortalClosed(self.name)
 
     def _leave_parent(self) -> None:
-        """In a forked child, forget the parent's threads, and its lock, which may have been held at the fork."""
+        """In a forked child, drop the parent's threads and its lock, which may have been held at the fork."""
         if self._pid != os.getpid():
             _FROM_PARENT.append((self._loop_thread, self._executor, self._running))
             self._begin_in_this_process()
@@ -203,7 +203,7 @@ class Portal:
         self._lock = threading.Lock()
         self._loop_thread = None
         self._executor = DaemonExecutor(f"{self.name}-copy", _COPY_THREADS)
-        # A loop knows its tasks only weakly: one that sleeps could be collected.
+        # A loop references its tasks only weakly, so without this a sleeping task could be garbage-collected.
         self._running: set[Future[Any]] = set()
 
 
@@ -216,7 +216,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _cancel_all() -> None:
-    """Cancel every other task and wait until all have ended; a task may take its time to clean up."""
+    """Cancel every other task and wait until all have ended, however long their cleanup takes."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
