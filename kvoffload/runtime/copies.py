@@ -108,7 +108,7 @@ NO_ANSWERS = LoadAnswers()
 
 
 class OpenCopies:
-    """The table of open copies, by job. Copies with a pin or an engine that waits are also listed by request.
+    """The table of open copies, by job. Those with a pin, or with an engine that waits, are also listed by request.
 
     Args:
         ranks: how many ranks copy each job.

@@ -37,7 +37,7 @@ class PortalClosed(KVOffloadError):
 
 
 class DaemonExecutor(Executor):
-    """A few daemon threads that run submitted calls in order. Exit does not join them, unlike those of the standard pool.
+    """A few daemon threads that run submitted calls in order. Unlike with the standard pool, exit does not join them.
 
     Args:
         name: prefix of the threads' names.

@@ -1,24 +1,26 @@
-"""The remote tier on the scheduler's side: which generation engines share, and which of a request's blocks it has.
+"""The remote tier on the scheduler's side: the generation that engines share, and which blocks the tier has.
 
-    connected ─▶ generation: read, or made by the first engine ─▶ RemoteOpened
-    a request arrives ─▶ its keys are asked for ─▶ RemoteAnswered
-    every 30 s ─▶ generation read again ─▶ RemoteOpened, if the tier had lost it and another engine has made one
-    reset ─▶ a private generation at once ─▶ RemoteOpened; the tier gets another one for engines that start later
+    connected ─▶ the generation is read, or made by the first engine ─▶ RemoteOpened
+    a request arrives ─▶ the tier is asked for its keys ─▶ RemoteAnswered
+    every 30 s ─▶ the generation is read again ─▶ RemoteOpened, if the tier lost it and another engine made a new one
+    reset ─▶ a private generation at once ─▶ RemoteOpened; the tier gets a new one for engines that start later
 
-Engines of equal fingerprints share a generation, a random value in the tier. After a reset an engine may have other weights
-than its fingerprint says, so it uses a private generation until its process ends. The next engine to start may be its own
-next process, which must find nothing from before the reset. So the reset replaces the value in the tier, and marks it.
+Engines with equal fingerprints share a generation, which is a random value in the tier. After a reset an engine may
+have other weights than its fingerprint says, so it uses a private generation until its process ends. The next engine to
+start may be a restart of this one, which must find nothing from before the reset. So the reset also replaces the value
+in the tier, and marks the new value.
 
-A running engine that sees the mark keeps its generation. It keeps its hits, and brings no block from before the reset into
-the generation of engines that start later. If the tier has lost the value, the next engine that looks makes a new one and
-the others follow, except those that have seen a reset.
+A running engine that sees the mark keeps the generation it has. So it keeps its hits, and brings no block from before
+the reset into the generation of engines that start later. If the tier has lost the value, the next engine that looks
+makes a new one and the others follow, except those that have seen a reset.
 
-With a key, the value also has the time at which it was made, and a MAC. Another writer can put an older value back but
-cannot make a new one, so an engine that finds an older one keeps its generation.
+With a key, the value also contains the time at which it was made, and a MAC. Another writer can put an older value back
+but cannot make a new one, so an engine that finds a value older than its own keeps its generation.
 
-No hook waits for the tier, except a reset, for no longer than a call may take. If the tier does not take the value, the reset
-is incomplete. The value is replaced when the tier is back, and later resets are then complete at once. So is the reset of an
-engine that has not shared anything yet.
+Only one hook waits for the tier: a reset, for no longer than one call may take. If the tier does not take the new
+value, the reset is incomplete. The value is replaced when the tier is back, and later resets are then complete at once.
+An engine that has not used a shared generation yet has written nothing that later engines can find, so its reset is
+always complete.
 """
 
 from __future__ import annotations
@@ -42,21 +44,21 @@ from kvoffload.transfer.blocking_calls import Call
 from kvoffload.transfer.remote import remote_calls
 
 LOOK_PERIOD_S = 30.0
-"""Between two reads of the shared generation."""
+"""Seconds between two reads of the shared generation."""
 
 log = get_logger("remote")
 
 
 class RemoteCatalog:
-    """What one engine's scheduler knows of the remote tier.
+    """The scheduler's view of the remote tier.
 
     Args:
-        place: where it is, and whose blocks they are.
-        ranks: of the engine.
-        portal: gives the threads that may wait for the tier.
-        monotonic: time in seconds.
-        timeout_s: of a call.
-        key: authenticates the generation; None where writers are trusted.
+        place: the tier's address, and how to identify this engine's KV.
+        ranks: the engine's number of ranks.
+        portal: provides the threads that may wait for the tier.
+        monotonic: returns time in seconds.
+        timeout_s: seconds that a call may take.
+        key: authenticates the generation; None if all writers are trusted.
     """
 
     def __init__(
@@ -77,22 +79,22 @@ class RemoteCatalog:
         self._calls = remote_calls(connect, executor, monotonic, timeout_s, side="scheduler")
         self._due: list[facts.Fact] = []
         self.ended = self._calls.ended
-        """While this is not empty, `take_facts` is due."""
+        """Calls that have ended. While there are any, `take_facts` must be called."""
         self._fingerprint: str | None = None
         self._generation: str | None = None
         self._made_ms = 0  # when the generation last read from the tier was made
-        self._is_fixed = False  # it is private, or other engines were reset since it was read
-        self._has_shared = False  # what it wrote may be in the generation that the tier names
+        self._is_fixed = False  # it no longer follows the tier's: it is private, or the tier's was refused
+        self._has_shared = False  # this engine's blocks may be in the generation that the tier names
         self._looks_at = float("-inf")
         self._must_replace = self._is_replacing = False
-        self._opened: str | None = None  # the core can use this namespace
-        self._identified = executor.submit(place.identify)  # may read all weights
-        self._is_refused = False  # there is no identity
+        self._opened: str | None = None  # the namespace that the core may use
+        self._identified = executor.submit(place.identify)  # may have to read all weights
+        self._is_refused = False  # the weights could not be identified
         if place.address.caution:
             log.warning("remote_not_protected", note=place.address.caution)
 
     def take_facts(self) -> list[facts.Fact]:
-        """Do what is due, and return what the core must learn since the last call. Never waits."""
+        """Run the work that is due, and return the new facts for the core since the last call. Never waits."""
         self._calls.poll()
         if self._fingerprint is None and self._identified.done() and not self._is_refused:
             self._take_identity()
@@ -107,7 +109,7 @@ class RemoteCatalog:
         usable = self._namespace if works else None
         if usable != self._opened:
             self._opened = usable
-            self._looks_at = float("-inf")  # a tier that was lost may have lost the generation
+            self._looks_at = float("-inf")  # a tier that did not answer may have lost the generation
             self._due.append(facts.RemoteLost() if usable is None else facts.RemoteOpened(usable))
         due, self._due = self._due, []
         return due
@@ -120,7 +122,10 @@ class RemoteCatalog:
         return "identity of the weights" if self._fingerprint is None else "connection"
 
     def ask(self, request: RequestId, keys: tuple[BlockKey, ...]) -> None:
-        """Ask for a request's blocks. Only the last rank's shards are asked for; a read shows whether the others are there."""
+        """Ask which of a request's blocks the tier has.
+
+        It is asked only for the last rank's shards; if another rank's shard is missing, the fetch finds out.
+        """
         namespace = self._namespace or ""
         shard = Shard(namespace, self._ranks - 1, self._ranks)
 
@@ -134,9 +139,10 @@ class RemoteCatalog:
         self._calls.submit(lambda _, store: store.ask(shard, keys), answered)
 
     def reset(self) -> bool:
-        """Find nothing from before again in this process; return whether that holds for later processes too.
+        """Invalidate all older blocks for this process; return whether later processes cannot find them either.
 
-        Waits for the tier no longer than a call may take. If it does not hold yet, `take_facts` tries again.
+        Waits for the tier no longer than one call may take. If later processes can still find them, `take_facts` tries
+        again.
         """
         self._generation = secrets.token_hex(16)
         self._is_fixed = True
@@ -152,7 +158,7 @@ class RemoteCatalog:
         return not self._has_shared
 
     def close(self) -> None:
-        """End the connection, without waiting for a call that hangs."""
+        """Close the connection without waiting for a call that hangs."""
         self._calls.close()
 
     @property
@@ -164,7 +170,7 @@ class RemoteCatalog:
     def _take_identity(self) -> None:
         try:
             self._fingerprint = self._identified.result()
-        except Exception as error:  # on the engine's thread
+        except Exception as error:  # identifying weights may raise anything, and this is the engine's thread
             reason, note = reason_of(error), "the engine goes on without the remote tier"
             log.error("remote_not_opened", reason=reason, note=note)
             self._is_refused = True
@@ -191,7 +197,7 @@ class RemoteCatalog:
             log.info("remote_opened", namespace=self._namespace)
 
     def _replace(self) -> Future[bool] | None:
-        """Give the tier another generation for engines that start later."""
+        """Start to give the tier a new generation for engines that start later; the future says whether it took it."""
         if self._fingerprint is None:
             return None
         name, done = generation_name(self._fingerprint), Future[bool]()

@@ -1,8 +1,8 @@
-"""The scheduler's side of offloading: an adapter's hooks call in here, and the parts are wired behind it.
+"""The scheduler's side of offloading: an adapter's hooks call it, and it wires the parts together.
 
-Each hook dispatches one fact on the bus, where its one state handler, a method of the core, reacts inline; the fact and the
-core's events then reach counters, the journal and every other observer in one batch. Questions (a lookup, a step's plan)
-are calls on the core.
+Each hook dispatches one fact on the bus. The fact's state handler, a method of the core, runs inline. The fact and the
+core's events then reach counters, the journal and every other observer in one batch. Questions (a lookup, a step's
+plan) are calls to the core.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvoffload.telemetry.catalogue import Hook, Series, read_all
 
 _UNKNOWN = EngineIdentity()
 
-# CPython 3.11 takes ten times as long to reach an enum's member through its class.
+# Module globals: in CPython 3.11, `Hook.SEEN` takes ten times as long.
 _SEEN, _LOOKUP, _ALLOCATED = Hook.SEEN, Hook.LOOKUP, Hook.ALLOCATED
 _STEP, _ENDED, _REPORT, _RESET = Hook.STEP, Hook.ENDED, Hook.REPORT, Hook.RESET
 
@@ -46,16 +46,16 @@ class SchedulerSide:
         shape: the engine's fixed facts.
         config: the operator's settings.
         device: the engine's block pool.
-        portal: the thread for observers; None runs without any (the journal's ring and the counters are inline).
-        clocks: where time comes from.
-        identity: of the engine; journals and metrics carry it.
-        disk: where the disk's files belong, None without a disk; needs a portal.
-        remote: where blocks belong in the remote tier, None without one; needs a portal.
-        tier_key: authenticates the contents of lower tiers; None where their writers are trusted.
+        portal: runs the observers; without it there are only the counters and the journal's ring, which are inline.
+        clocks: the clocks to read.
+        identity: the engine's identity, for journals and metrics.
+        disk: the location of the disk's files, None without a disk; needs a portal.
+        remote: the address of the remote tier and how to identify this engine's KV, None without one; needs a portal.
+        tier_key: authenticates the contents of lower tiers; None if all their writers are trusted.
 
     Raises:
-        ConfigError: the engine promises too little for the settings, the journal's file cannot be written, or what spans
-            need is not installed.
+        ConfigError: the engine promises too little for the settings, the journal's file cannot be written, or a
+            package that spans need is not installed.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class SchedulerSide:
     ) -> None:
         self._clocks = clocks or Clocks()
         self._hook = HookTime()
-        # Requests that were answered "not yet" and have not been admitted: since the first such answer, and since when they
-        # have been waiting without another answer. After the time limit they are answered without waiting.
+        # Requests that were answered "not yet" and are not admitted: when each first got this answer, and since when it
+        # has got no other answer. After the time limit a request is answered without waiting.
         self._deferred: dict[RequestId, float] = {}
         self._waiting: dict[RequestId, float] = {}
         self.shape = shape
@@ -116,7 +116,7 @@ class SchedulerSide:
             bus.handle(facts.RemoteAnswered, tiers.remote_answered)
 
     def unix(self, since: float | None) -> float:
-        """Return a monotonic time as seconds since 1970, to a tenth: the same each time for the same moment. 0 for None."""
+        """Return a monotonic time as seconds since 1970, 0 for None. Rounding makes repeated calls agree."""
         return 0 if since is None else round(self._clocks.unix() - (self._clocks.monotonic() - since), 1)
 
     # -- requests -----------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class SchedulerSide:
     def seen(
         self, fact: facts.RequestSeen, has_token: HasToken | None = None, trace_parent: str | None = None
     ) -> None:
-        """Note a new request; `has_token` tells whether it has its first token, `trace_parent` is W3C's."""
+        """Note a new request. `has_token` tells whether it has its first token; `trace_parent` is a W3C traceparent."""
         began = self._hook.now = self._clocks.monotonic()
         watch = self.observation
         if has_token is not None:
@@ -144,14 +144,14 @@ class SchedulerSide:
         new_keys: Sequence[Sequence[BlockKey]] = (),
         full_tokens: int = 0,
     ) -> int | None:
-        """Return the tokens that the host adds to `device_tokens`, or None for "not yet". Any number of times.
+        """Return how many tokens the host adds to `device_tokens`, or None for "not yet". May be called repeatedly.
 
         Args:
-            request: whose prefix.
+            request: the request whose prefix is looked up.
             device_tokens: tokens that the device holds.
-            tokens: what the request must hold before its next new token, where that is more than its prompt.
-            new_keys: per group, keys of its whole blocks that were not given before.
-            full_tokens: tokens whose blocks of full attention the device holds, where it lacks a recurrent state.
+            tokens: tokens that the request must hold before its next new token, if more than its prompt.
+            new_keys: per group, keys of the request's whole blocks that were not passed before.
+            full_tokens: tokens whose full-attention blocks the device holds, if it lacks their recurrent state.
         """
         began = self._hook.now = self._clocks.monotonic()
         answer: int | None = 0
@@ -189,7 +189,7 @@ class SchedulerSide:
             self._stop_waiting(request)
 
     def prefix_boundary(self, request: RequestId) -> int:
-        """Return after how many tokens the engine should end a chunk to store a recurrent state; 0 for nowhere."""
+        """Return after how many tokens the engine should end a chunk to keep a recurrent state; 0 if it need not."""
         return self.faults.ask("boundary", lambda: self.core.boundary(request), 0)
 
     def allocated(self, fact: facts.BlocksAllocated) -> None:
@@ -225,7 +225,7 @@ class SchedulerSide:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def step(self, fact: facts.StepScheduled) -> TransferPlan:
-        """Return what the workers must copy in a step that the engine has scheduled. Call it once a step."""
+        """Return the copies that the workers must start in a scheduled step. Call it exactly once per step."""
         began = self._hook.now = self._clocks.monotonic()
         copies, faults, watch = self.copies, self.faults, self.observation
         if faults.pending_error is not None:
@@ -258,7 +258,7 @@ class SchedulerSide:
         return plan
 
     def _plan(self, began: float) -> TransferPlan:
-        """Return the step's plan, and note its jobs as being with the workers."""
+        """Return the step's plan, and note that its jobs go to the workers."""
         events: list[Event] = []
         tally = self.core.state.tally
         try:
@@ -278,7 +278,7 @@ class SchedulerSide:
     # -- reports ------------------------------------------------------------------------------------------------
 
     def reported(self, reports: Sequence[TransferReport]) -> LoadAnswers:
-        """Take the ranks' reports; return the ended loads of which the engine must learn."""
+        """Take the ranks' reports; return the ended loads that the engine must be told about."""
         began = self._hook.now = self._clocks.monotonic()
         open_before = self._jobs.open_on_tiers
         for report in reports:
@@ -297,7 +297,7 @@ class SchedulerSide:
         return answers
 
     def take_answers(self) -> LoadAnswers:
-        """Return the loads that ended since the last call; some end without a report."""
+        """Return the loads that ended since the last call, including those that end without a report."""
         ended = self.core.state.results
         if not (ended.loaded or ended.failed or self.faults.cause):
             return NO_ANSWERS
@@ -308,7 +308,7 @@ class SchedulerSide:
 
     @property
     def has_work(self) -> bool:
-        """Whether the engine must keep stepping for something to end."""
+        """Whether the engine must keep stepping so that open copies can end."""
         if self.copies.awaited:
             return True
         if self.faults.error is not None:
@@ -321,7 +321,7 @@ class SchedulerSide:
 
     @property
     def watches_blocks(self) -> bool:
-        """Whether a step must report all allocated blocks, also of requests whose progress is reported later."""
+        """Whether a step must report all allocated blocks, including those of requests that report progress later."""
         return self.faults.ask("watches_blocks", lambda: self.core.watches_blocks, False)
 
     @property
@@ -335,15 +335,15 @@ class SchedulerSide:
         tiers = self._tiers_side
         return tiers.disk.identity if tiers is not None and tiers.disk is not None else None
 
-    # -- what operators ask -------------------------------------------------------------------------------------
+    # -- calls from operators -----------------------------------------------------------------------------------
 
     def reset(self) -> bool:
         """Invalidate everything that was computed so far; return whether the reset is complete.
 
-        Nothing from before is found from now on. The reset is incomplete while a copy from before runs:
-        `kvoffload_reset_draining_jobs` counts those jobs, and `reset_ended` is logged when the last has ended. It is also
-        incomplete, with a warning in the log, while a later process could find older blocks on the disk or in the remote
-        tier. Calling it again is harmless, and tries again.
+        From now on no lookup finds older blocks. The reset is incomplete while a copy from before runs:
+        `kvoffload_reset_draining_jobs` counts those jobs, and `reset_ended` is logged when the last has ended. It is
+        also incomplete, with a warning in the log, while a later process could find older blocks on the disk or in the
+        remote tier. Another call is harmless and tries again.
         """
         began = self._hook.now = self._clocks.monotonic()
         self.bus.dispatch([facts.CacheReset()])
@@ -353,17 +353,17 @@ class SchedulerSide:
         return has_ended and is_forgotten
 
     def audit(self) -> list[str]:
-        """Return what is wrong in the totals; anything wrong switches offloading off (R12).
+        """Return the problems found in the totals; any problem switches offloading off (R12).
 
-        Call it on the engine's thread, between two hooks. It runs by itself whenever the engine becomes idle; while requests run
-        it can compare little.
+        Call it on the engine's thread, between two hooks. It also runs whenever the engine becomes idle; while requests
+        run it can check little.
         """
         return self.faults.audit()
 
     def gauges(self) -> Mapping[str, Series]:
-        """Return the series of each metric that is read, by name; if a reader raises, only `kvoffload_degraded`.
+        """Return the series of each metric that has a reader, by name; only `kvoffload_degraded` if a reader raises.
 
-        Any thread may ask.
+        Any thread may call it.
         """
         try:
             return read_all(self)
@@ -372,16 +372,16 @@ class SchedulerSide:
             return {"kvoffload_degraded": {(DegradeCause.HANDLER_RAISED.value,): 1}}
 
     def close(self) -> None:
-        """Stop the observers and close the lower tiers. The workers drain open jobs."""
+        """Stop the observers and close the lower tiers. The workers drain open jobs when they close."""
         self.bus.close()
         self.observation.wait()
         if self._tiers_side is not None:
             self._tiers_side.close()
 
-    # -- inside -------------------------------------------------------------------------------------------------
+    # -- helpers ------------------------------------------------------------------------------------------------
 
     def _look_after_reports(self) -> None:
-        """Check what ended copies may have changed."""
+        """Release leases, end a reset and audit, if the ended copies make that possible."""
         if self.faults.error is not None:
             self.faults.release_loose()
         if self.copies.draining:
@@ -396,7 +396,7 @@ def _policy(
     """Return the settings that the core follows.
 
     Raises:
-        ConfigError: the engine promises too little for it.
+        ConfigError: the engine promises too little for the settings.
     """
     check_promises(config, shape.promises)
     return Policy(

@@ -1,6 +1,6 @@
-"""What steps take: how copies slow them, what prefilling adds, and when requests have their first token.
+"""Durations of steps: how much copies slow them, how much prefilling adds, and when requests have their first token.
 
-No engine reports the end of a step or a sampled token, so all of it follows from the times at which steps are scheduled.
+Engines report neither the end of a step nor a sampled token, so all of this is derived from when steps are scheduled.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from kvoffload.runtime.copies import HookTime
 
 _QUIET_WEIGHT = 1 / 16
 _SLOWDOWN_WEIGHT = 1 / 64
-_FIRST = 8  # steps of a size; the shortest is the first mean, because others may have compiled something
-_OUTLIER = 4.0  # times the usual length, which is all that a longer step counts
+_FIRST = 8  # steps per size; the mean starts at the shortest, because others may have compiled something
+_OUTLIER = 4.0  # a longer step counts as this many times the usual length
 
-_RUNS = 33  # their median counts, weighted by tokens, so a stall such as a compilation does not
-_LONGEST_RUN = 32  # steps after which a run is a sample even if it continues
-# At least this share of a run's time counts as prefilling, even if decode-only steps usually take as long.
+_RUNS = 33  # recent runs; their median, weighted by tokens, ignores a stall such as a compilation
+_LONGEST_RUN = 32  # steps after which a run becomes a sample even if it continues
+# At least this share of a run's time counts as prefill, even if decode-only steps usually take as long as the run.
 _LEAST_SHARE = 0.1
 
 HasToken = Callable[[], object]
-"""Returns something true once the request has its first token."""
+"""Returns a true value once the request has its first token."""
 
 _FOUND = {Tier.DISK: Found.DISK, Tier.REMOTE: Found.REMOTE}
 
@@ -36,24 +36,25 @@ Copies = tuple[Direction, ...]
 
 
 class StepTimes:
-    """Running means of decode-only steps with and without running copies: a measure of how copies slow the engine.
+    """Running means of decode-only steps with and without copies, to measure how much copies slow the engine.
 
-    Steps are compared with others that decode about as many tokens, to a power of two. The time from one step to the next counts
-    only if the step before was of the same kind, because an engine with two steps in flight schedules one while another runs.
-    Steps that prefill differ too much to be compared; the same slowdown is assumed for them. One thread reports the steps in order.
+    A step is compared with steps that decode about as many tokens (as many bits). The time from one step to the next
+    counts only if the step before was of the same kind, because an engine with two steps in flight schedules one while
+    another runs. Steps that prefill differ too much to be compared; they are assumed to slow down by the same share.
+    One thread reports the steps in order.
     """
 
     def __init__(self) -> None:
-        self._quiet_s = defaultdict[int, float](float)  # by the bits of the number of decoded tokens
+        self._quiet_s = defaultdict[int, float](float)  # by the bit length of the number of decoded tokens
         self._seen = defaultdict[int, int](int)
         self._slowdown = defaultdict[Copies, float](float)
 
     def usual_s(self, tokens: int) -> float:
-        """Return the seconds of a step that decodes this many tokens without copies; 0 while unknown."""
+        """Return the usual seconds of a step that decodes this many tokens without copies; 0 while unknown."""
         return self._quiet_s[max(tokens, 1).bit_length()]
 
     def slowdown(self, copies: Copies) -> float:
-        """Return the share by which copies of this kind lengthen a step; 0 while unknown, never negative."""
+        """Return the share by which these copies lengthen a step; 0 while unknown, never negative."""
         return max(self._slowdown[copies], 0.0)
 
     def observe(self, seconds: float, tokens: int, copies: Copies) -> None:
@@ -77,18 +78,18 @@ class StepTimes:
 class PrefillRate:
     """Estimates the seconds that prefilling adds per token, from the times and contents of steps.
 
-    An engine may schedule the next step before this one ends. So a run is timed: consecutive steps that prefill, and the one
-    step after them:
+    An engine may schedule the next step before the current one ends, so a single step cannot be timed. Instead a run is
+    timed: consecutive steps that prefill, and the one step after them.
 
         steps       D   P   P   D   D          D decodes only, P prefills
-        counted         |-----------|          from the run's first step to the second step behind it
-        subtracted      d   d   d              for each, the time of a step that only decodes as many tokens
+        counted         |-----------|          from the run's first step to the second step after it
+        subtracted      d   d   d              for each step, the usual time if it only decoded
 
-    With one step in flight the three intervals are the durations of P, P and D; with two in flight, of D, P and P. Either
-    way the rest is the time that prefilling adds.
+    With one step in flight the three intervals are the durations of P, P and D; with two in flight, of D, P and P.
+    Either way, the time left after the subtraction is what prefilling adds.
 
     Args:
-        least_tokens: shorter runs mostly measure a step's fixed cost; they count only while there is no other run.
+        least_tokens: shorter runs mostly measure a step's fixed cost; they count only until there is a longer run.
     """
 
     def __init__(self, least_tokens: int) -> None:
@@ -101,13 +102,13 @@ class PrefillRate:
         self._is_over = False
         self.is_timing = False
         """Whether a run is open, so that steps without prefill must be reported too."""
-        self._rate: float | None = 0.0  # None: to be computed again
+        self._rate: float | None = 0.0  # None: must be computed again
 
     @property
     def seconds_per_token(self) -> float:
-        """Seconds that prefilling adds per token; 0 until something was measured. Any thread may ask.
+        """Seconds that prefilling adds per token; 0 until measured. Any thread may read it.
 
-        Computed when it is read, because a median takes too long for a hook.
+        It is computed when it is read, because a median takes too long for a hook.
         """
         rate = self._rate
         if rate is None:
@@ -119,8 +120,9 @@ class PrefillRate:
 
         Args:
             now: monotonic seconds.
-            tokens: how many it prefills.
-            usual_s: of a step that only decodes as many tokens; 0 if this step computes nothing.
+            tokens: how many tokens it prefills.
+            usual_s: the usual seconds of a step that decodes as many tokens and prefills none; 0 if this step computes
+                nothing.
         """
         if self.is_timing and (self._is_over or self._steps == _LONGEST_RUN):
             self._end(now)
@@ -169,22 +171,22 @@ def _median(runs: Sequence[tuple[float, int]]) -> float:
 
 
 class FirstTokens:
-    """Measures times to first token, by what the lookup found. On the engine's thread.
+    """Measures times to first token, by what the lookup found. Runs on the engine's thread.
 
-    Each step checks the admitted requests that have no token yet: the time is that of the first step after the token, or of the
-    request's end. A step without such requests costs one comparison.
+    Each step checks the admitted requests that have no token yet. The measured time ends at the first step after the
+    token, or at the request's end. A step without such requests costs one comparison.
 
     Args:
         hook: the current hook's time.
-        bus: source of admissions.
+        bus: source of `LookupAnswered`, which reports admissions.
     """
 
     def __init__(self, hook: HookTime, bus: Bus) -> None:
         self._hook = hook
         self.waiting: dict[RequestId, tuple[float, HasToken]] = {}
-        """Of requests without a token: when they arrived, and what tells whether they have one. The caller adds to it."""
+        """For each request without a token: when it arrived, and whether it has one now. The caller adds requests."""
         self.admitted: dict[RequestId, Found] = {}
-        """Admitted requests without a token, and what their last lookup found."""
+        """Admitted requests without a token, with the result of their last lookup."""
         bus.count(LookupAnswered, self._settled)
 
     def look(self) -> list[FirstTokenReached]:

@@ -1,13 +1,14 @@
 """The tiers below the host on the scheduler's side: their catalogs, and the steps that an idle engine makes for them.
 
     step ─▶ facts for the core: blocks of the index, the remote tier's answers, overdue jobs ─▶ records for the index
-    report ─▶ slot files that were opened, records
-    last request ended ─▶ steps for spills and a warm start, for `disk_drain_s` at most
+    report ─▶ newly opened slot files, records for the index
+    last request ended ─▶ steps for spills and a warm start, for at most `disk_drain_s`
 
-Engines do not announce a shutdown: they end their requests, step while anything has work, and stop. So a shutdown spills what
-it can within `disk_drain_s`. In the same time an engine that just started reads the disk's index before its first request.
+Engines do not announce a shutdown: they end their requests, keep stepping while anything has work, and stop. So an
+engine without requests keeps stepping for up to `disk_drain_s`: before it stops, to spill blocks; after its start, to
+read the disk's index before the first request.
 
-Hooks read the attributes before they call a method.
+To save calls, hooks check the public attributes before they call a method.
 """
 
 from __future__ import annotations
@@ -33,41 +34,44 @@ from kvoffload.runtime.remote_catalog import RemoteCatalog
 log = get_logger("tiers")
 
 _PATIENCE = 10
-"""Times `transfer_timeout_s`, within which some job must begin or end. Workers end hanging calls after one."""
+"""Open jobs are overdue if none begins or ends for this many times `transfer_timeout_s`.
+
+Workers report a call that hangs much earlier, after its own time limit.
+"""
 
 _POLL_S = 0.02
-"""Seconds between two polls of the remote tier while no call has ended: they only find calls that take too long."""
+"""Seconds between two polls of the remote tier while no call has ended; these only find calls that take too long."""
 
 OPENING_S = 60.0
 _LONGEST_STEP_S = 1.0
-"""A longer pause counts as this: an engine without requests makes no steps, and no tier opens meanwhile."""
+"""A longer pause between steps counts as this: without requests there are no steps, and no tier opens meanwhile."""
 
 _LATE_STEPS = 4
-"""Steps after a pause in which the ends of jobs are reported, also where an engine schedules ahead of reports."""
+"""After a pause, jobs are not overdue for this many steps: engines that schedule ahead report their ends late."""
 
 
 class TiersSide:
-    """What `SchedulerSide` knows of the tiers below the host.
+    """The part of `SchedulerSide` for the tiers below the host.
 
     Args:
-        core: the core, which has such tiers.
-        faults: asks a core that may raise.
+        core: the core, which has at least one such tier.
+        faults: calls the core and catches what it raises.
         config: the operator's settings.
-        portal: gives threads that may wait for a tier.
-        clocks: where time comes from.
-        disk: where the disk's files belong, None without a disk.
-        remote: where blocks belong in the remote tier, None without one.
-        key: authenticates the contents of both; None where their writers are trusted.
+        portal: provides threads that may wait for a tier.
+        clocks: the clocks to read.
+        disk: the location of the disk's files, None without a disk.
+        remote: the address of the remote tier and how to identify this engine's KV, None without one.
+        key: authenticates the contents of both tiers; None if all their writers are trusted.
 
     Attributes:
-        due: parts of the disk's index for the core.
-        ended: the remote tier's calls that have ended; the next step asks for facts.
-        polls_at: when a step asks for facts although no call has ended.
-        asks: questions for the remote tier.
-        records: for the disk's index.
-        overdue_at: when the open jobs are overdue, if none begins or ends before.
-        awaits_files: whether ranks have not opened their slot files yet.
-        is_opening: whether a step must check on a tier that opens; False after the warning that one takes long.
+        due: facts about the disk's index that are ready for the core; while there are any, a step takes facts.
+        ended: ended calls to the remote tier; while there are any, a step takes facts.
+        polls_at: when a step takes facts although no call has ended.
+        asks: the core's questions for the remote tier.
+        records: the core's records for the disk's index.
+        overdue_at: when the open jobs become overdue, if none begins or ends before.
+        awaits_files: whether some rank has not opened its slot file yet.
+        is_opening: whether steps must check a tier that is opening; False after the warning that one takes long.
     """
 
     def __init__(
@@ -121,7 +125,7 @@ class TiersSide:
                 self._remote.ask(request, keys)
 
     def take_facts(self, now: float) -> list[facts.Fact]:
-        """Return the facts for the core; if no job begins or ends in time, that the open ones are overdue (R16)."""
+        """Return new facts for the core. If no job has begun or ended in time, the open jobs are overdue (R16)."""
         found = list[facts.Fact]()
         if self.is_opening:
             self._look_at_opening(now)
@@ -137,7 +141,7 @@ class TiersSide:
         return found
 
     def _look_at_opening(self, now: float) -> None:
-        """Warn once if a tier opens for longer than a minute in which the engine makes steps."""
+        """Warn once if a tier is still opening after a minute of the engine's steps."""
         self._opening_s += min(now - self._stepped_at, _LONGEST_STEP_S)
         self._stepped_at = now
         stages = {name: catalog.opening for name, catalog in self._catalogs.items() if catalog.opening}
@@ -148,11 +152,11 @@ class TiersSide:
                 log.warning("tier_still_opening", tier=name, stage=stage, after_s=OPENING_S, note=note)
 
     def moved(self, now: float) -> None:
-        """Note that jobs on these tiers began or ended: the time limit of the others starts again."""
+        """Note that jobs on these tiers began or ended, which restarts the time limit of the others."""
         self.overdue_at = now + self._patience_s
 
     def reported(self, reports: Sequence[TransferReport], now: float, *, has_moved: bool) -> None:
-        """Take ranks' reports; `has_moved` says whether jobs on these tiers ended."""
+        """Take the ranks' reports; `has_moved` says whether jobs on these tiers ended."""
         if has_moved:
             self.moved(now)
         if self.disk is not None and self.awaits_files:
@@ -173,13 +177,13 @@ class TiersSide:
 
     @property
     def has_work(self) -> bool:
-        """Whether an engine without requests must keep stepping for these tiers. Without steps no end of a copy is noticed."""
+        """Whether an engine without requests must keep stepping. Ended copies are noticed only in steps."""
         is_opening = self.disk is not None and self.disk.is_opening
         is_busy = is_opening or self._jobs.pending
         if not (is_busy or self._faults.ask("has_work", lambda: self._tiers.is_due, False)):
             return False
         now = self._now()
-        if self._idle_since is None:  # the engine begins to serve
+        if self._idle_since is None:  # the engine has just started
             self._idle_since = now
         if now - self._idle_since < self._drain_s:
             return True
@@ -187,12 +191,11 @@ class TiersSide:
         return False
 
     def reset(self) -> bool:
-        """Invalidate what these tiers have; return whether that holds for later processes too."""
+        """Invalidate all blocks on these tiers; return whether later processes cannot find them either."""
         if self._remote is not None:
             self.polls_at = -inf
-        are_done = [
-            catalog.reset() for catalog in self._catalogs.values()
-        ]  # the second also if the first is not done
+        # A list, so that the second catalog is reset even if the first is not done.
+        are_done = [catalog.reset() for catalog in self._catalogs.values()]
         return all(are_done)
 
     def close(self) -> None:

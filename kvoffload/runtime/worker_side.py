@@ -36,25 +36,25 @@ if TYPE_CHECKING:
 
 log = get_logger("worker")
 
-_STORE_BYTES_IN_FLIGHT = 64 * 2**20  # a few milliseconds of copying, for which a load may wait
-REMOTE_THREADS = 2  # a client splits batches itself
-_DRAIN_S = 5.0  # beyond the transfer time-out
-_PINNING_S = 10.0  # that an engine's start waits for pinned memory
+_STORE_BYTES_IN_FLIGHT = 64 * 2**20  # a few milliseconds of copying, which a load may have to wait for
+REMOTE_THREADS = 2  # few, because a client splits batches itself
+_DRAIN_S = 5.0  # seconds to wait beyond `transfer_timeout_s`
+_PINNING_S = 10.0  # seconds for which an engine's start waits for pinned memory
 
 
 class WorkerSide:
     """The copies of one rank.
 
     Args:
-        rank, ranks: which of how many.
-        local_ranks: how many of them are on this machine, by default all; those of one machine follow each other.
+        rank, ranks: this rank, and the number of ranks.
+        local_ranks: how many ranks are on this machine, by default all; ranks of one machine have consecutive numbers.
         config: the operator's settings.
-        portal: the thread of the transfer coroutine.
-        clock: time, for the coroutine.
+        portal: runs the transfer coroutine.
+        clock: the coroutine's clock.
         copier: moves the bytes; by default the one for the tensors' device.
-        disk: where the disk's files belong, None without a disk.
+        disk: the location of the disk's files, None without a disk.
         remote: the remote tier's address, None without one.
-        tier_key: authenticates the contents of lower tiers; None where their writers are trusted.
+        tier_key: authenticates the contents of lower tiers; None if all their writers are trusted.
     """
 
     def __init__(
@@ -85,21 +85,22 @@ class WorkerSide:
         self._remote: TierJobs | None = None
         self._pump: TransferPump | None = None
         self._tasks: list[Future[None]] = []
-        self._unprepared: tuple[Arena, float] | None = None  # waits for the first step, since when
+        # Until the first step: the arena whose memory is not all pinned, and when pinning began.
+        self._unprepared: tuple[Arena, float] | None = None
         self._load_fence: Fence = None
 
     def register(self, layout: DeviceLayout) -> int:
-        """Take the rank's KV memory; host memory is made ready in the background. Return the slots there will be.
+        """Take the rank's KV memory and start to prepare host memory. Return how many slots there will be.
 
-        Pinned memory is made ready here for some seconds. The engine then captures graphs, which pinning on any thread may
-        spoil, so the rest follows from the first step on.
+        With CUDA this call pins memory for some seconds. The engine then captures graphs, which pinning on any thread
+        may spoil, so the rest is pinned from the first step on.
 
         Raises:
-            ConfigError: `host_bytes` is below one block or above what the machine has left, or the engine does not keep
-                each block in one piece although `layout` asks for it.
+            ConfigError: `host_bytes` is less than one block or more than the machine has left, or the setting
+                `layout` asks for each block in one piece and the engine does not keep blocks that way.
         """
         check_pieces(self._config.layout, layout)
-        # The machine's first rank checks for all: later ones would find the memory gone that earlier ones have taken.
+        # The machine's first rank checks for all: later ranks would see less, because earlier ones have taken theirs.
         ranks = self._local_ranks if self._rank % self._local_ranks == 0 else 1
         slots = slots_for(self._config.host_bytes // self._ranks, layout, ranks=ranks)
         executor = self._portal.executor
@@ -141,23 +142,26 @@ class WorkerSide:
         return slots
 
     def begin_step(self, plan: TransferPlan) -> None:
-        """Note that a step begins: its loads wait for what the calling thread has enqueued on the device so far (R13).
+        """Note that a step begins. Its loads wait for all device work that this thread has enqueued so far (R13).
 
-        The step's own forward pass does not touch their blocks, so an engine may launch it before `start_loads`.
+        The step's own forward pass does not touch the loads' blocks, so an engine may launch it before `start_loads`.
         """
         unprepared, self._unprepared = self._unprepared, None
-        if unprepared is not None and self._portal.is_alive:  # without it the arena stays as it is
+        if unprepared is not None and self._portal.is_alive:  # without the portal the arena stays as it is
             self._tasks.append(self._portal.spawn(self._prepare, *unprepared))
         self._load_fence = self.pump.fence() if plan.loads else None
 
     def start_loads(self, plan: TransferPlan) -> None:
-        """Submit the plan's loads, after the work that the device had when the step began."""
+        """Submit the plan's loads. They wait for the device work enqueued before the step began."""
         if plan.loads:
             fence, self._load_fence = self._load_fence, None
             self.pump.submit_loads(plan.loads, fence)
 
     def start_stores(self, plan: TransferPlan) -> None:
-        """Queue the plan's stores, after what the calling thread has enqueued on the device so far (R13)."""
+        """Queue the plan's stores, and hand jobs and cancellations to the lower tiers.
+
+        Stores wait for all work that the calling thread has enqueued on the device so far (R13).
+        """
         if plan.stores:
             self.pump.submit_stores(plan.stores)
         if plan.disk and self._disk is not None:
@@ -169,7 +173,7 @@ class WorkerSide:
                 tier.cancel(plan.cancelled)
 
     def take_report(self) -> TransferReport | None:
-        """Return what ended since the last call, or None. Never waits."""
+        """Return a report of the copies that ended since the last call, or None if nothing is new. Never waits."""
         pump = self.pump
         if not self._portal.is_alive:
             pump.coroutine_lost("the portal's thread is gone")
@@ -181,7 +185,7 @@ class WorkerSide:
         return report if report is None or not tiers else _merged(report, disk, remote)
 
     def close(self) -> None:
-        """Drain the copies that were started and give the memory back."""
+        """Drain the copies that have started, and free the memory."""
         if self._pump is None:
             return
         pump, self._pump = self._pump, None
@@ -190,7 +194,7 @@ class WorkerSide:
                 tier.close()
         for task in self._tasks:
             task.cancel()
-        # If the portal is gone, copies may still run on our memory: another portal waits for their end.
+        # If the portal is gone, copies may still run on our memory, so another portal waits for them to end.
         portal = self._portal if self._portal.is_alive else Portal("kvoffload-drain")
         try:
             portal.spawn(pump.close).result(self._config.transfer_timeout_s + _DRAIN_S)
@@ -221,7 +225,7 @@ class WorkerSide:
         return TierJobs(calls, mover, arena.layout.slot_bytes, monotonic)
 
     async def _prepare(self, arena: Arena, began: float) -> None:
-        """Make host memory ready and log one line; the arena logs a refusal."""
+        """Prepare host memory and log when it is ready. If memory is refused, the arena logs it."""
         await arena.prepare(with_pauses=arena.layout.is_cuda)
         if arena.refusal is None:
             log.info(
@@ -233,21 +237,22 @@ class WorkerSide:
             )
 
     def _coroutine_ended(self, pump: TransferPump) -> None:
-        """Let the pump go on without its coroutine, unless this side is closing."""
+        """Let the pump continue without its coroutine, unless this side is closing."""
         if self._pump is pump:
             pump.coroutine_lost("the transfer coroutine ended")
 
     @property
     def pump(self) -> TransferPump:
-        """The rank's copies."""
+        """The pump that runs this rank's copies."""
         assert self._pump is not None, "register() comes first"
         return self._pump
 
 
 def _merged(report: TransferReport, disk: TierReport | None, remote: TierReport | None) -> TransferReport:
-    """Add what the tiers report to the device's copies.
+    """Add the tiers' reports to the report of the device's copies.
 
-    Spills come before the loads that they ran beside, so that the scheduler's side can tell (`AdaptiveLimit`).
+    Spills come first, so that a load that ran beside a spill still counts as open when the spill ends
+    (`AdaptiveLimit`).
     """
     jobs = [job for tier in (disk, remote) if tier is not None for job in tier.jobs]
     return replace(
