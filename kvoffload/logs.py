@@ -1,8 +1,8 @@
 """Structured logs through the standard library's logging: one event name per line, with stable keys.
 
-The host sets logging up, not a library. So every logger here is a `logging.getLogger("kvoffload...")` without handlers, and
-structlog's global configuration, which the host may use, is not changed. Keys are in the text of the line, for hosts that only
-print text, and in `record.kvoffload` for formatters that know it.
+The host configures logging; a library must not. So every logger here is a `logging.getLogger("kvoffload...")` without
+handlers, and structlog's global configuration, which the host may use, is not changed. The keys are in the text of the
+line, for hosts that only print text, and in `record.kvoffload`, for formatters that read it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping
 
 ROOT = "kvoffload"
-_STACK_LEVEL = 4  # frames of structlog between the caller and the standard logger, so that hosts print the caller's file and line
+_STACK_LEVEL = 4  # frames of structlog to skip, so that hosts print the caller's file and line
 
 
 def get_logger(name: str = "", under: str | None = None) -> structlog.stdlib.BoundLogger:
     """Return the logger `kvoffload.<name>`.
 
     Args:
-        name: the part of kvoffload.
-        under: a logger of the host whose handlers and level to use; by default the root logger.
+        name: the part of kvoffload that logs.
+        under: a logger of the host whose handlers and level apply; by default the root logger.
     """
     full = ".".join(part for part in (under, ROOT, name) if part)
     logger = structlog.wrap_logger(

@@ -1,10 +1,11 @@
 """The bus: each message reaches its inline handlers, which fill the feeds of observers.
 
-A hook dispatches one fact. The first handler of the fact's class owns the state that the fact changes. Its events follow the
-fact in the same batch, then whatever the other handlers publish. Every subscriber sees the messages in that order, and no
-handler runs inside another. One subscriber, the journal, gets whole batches, many at a time.
+A hook dispatches one fact. The first handler of the fact's class owns the state that the fact changes. The events it
+causes follow the fact in the same batch, then the messages that other handlers publish. Every subscriber sees the
+messages in that order, and no handler runs inside another. One subscriber, the journal, gets whole batches, many at a
+time.
 
-One thread dispatches and subscribes: the engine's. Feeds carry messages to others.
+Only the engine's thread dispatches and subscribes. Feeds carry messages to other threads.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ M = TypeVar("M")
 
 Handler = Callable[[Any], object]
 Batch = tuple[int, float, list[object]]
-"""How many messages were published before it, its time, and its messages."""
+"""A batch: how many messages were published before it, its time, and its messages."""
 Keeper = Callable[[list[Batch]], object]
 StateErrorCallback = Callable[[Exception, object], object]
 RemovedCallback = Callable[[str, Exception], object]
@@ -31,34 +32,34 @@ class Bus:
     """Synchronous publish and subscribe, dispatched by class.
 
     Args:
-        tally: has the events that state handlers leave to report.
+        tally: collects the events that state handlers cause.
     """
 
     def __init__(self, tally: Tally | None = None) -> None:
         self.feeds: dict[str, Feed[Any]] = {}
-        """By name, including closed ones."""
+        """All feeds by name, including closed ones."""
         self.published = 0
-        """Messages dispatched."""
+        """How many messages were dispatched."""
         self._tally = tally or Tally(())
         self._handlers: dict[type, Handler] = {}
         self._routes: defaultdict[type, list[Handler]] = defaultdict(list)
-        """By class, who reacts to it, first the handler that owns state."""
+        """By message class: the handlers to call, starting with the one that owns state."""
         self._keeper: Keeper | None = None
-        self._now: Callable[[], float] = float  # the keeper's
+        self._now: Callable[[], float] = float  # the keeper's clock
         self._kept: list[Batch] = []
         self._at_a_time = 0
         self._batch: list[object] | None = None
         self._after: list[Callable[[], object]] = []
         self.on_state_error: StateErrorCallback | None = None
-        """Takes what a state handler raised, and the message. Without it, `publish` raises."""
+        """Called with a state handler's exception and the message. If it is None, `dispatch` raises the exception."""
         self.on_removed: RemovedCallback | None = None
-        """Takes the name of a subscriber that raised and was removed, and the exception."""
+        """Called with the name of a subscriber that raised and was removed, and the exception."""
 
     def handle(self, cls: type[M], handler: Callable[[M], object]) -> None:
-        """Let `handler`, which owns state, react to the messages of exactly this class.
+        """Register the state handler for messages of exactly this class.
 
         Raises:
-            ValueError: the class has a handler.
+            ValueError: the class already has a state handler.
         """
         if cls in self._handlers:
             raise ValueError(f"{cls.__name__} has a handler already: {self._handlers[cls]}")
@@ -66,28 +67,28 @@ class Bus:
         self._routes[cls].insert(0, handler)
 
     def drop_handlers(self) -> None:
-        """Remove all state handlers and their tally; the other subscribers stay."""
+        """Remove all state handlers and their tally. The other subscribers stay."""
         for cls, handler in self._handlers.items():
             self._routes[cls].remove(handler)
         self._handlers.clear()
         self._tally = Tally(())
 
     def count(self, cls: type[M], counter: Callable[[M], object]) -> None:
-        """Let `counter` react to the messages of exactly this class, after the state handler; if it raises, it is removed."""
+        """Call `counter` for messages of exactly this class, after the state handler. If it raises, it is removed."""
         self._routes[cls].append(counter)
 
     def keep(self, keeper: Keeper, now: Callable[[], float], at_a_time: int = 1) -> list[Batch]:
-        """Call `keeper` with all batches from now on; if it raises, it is removed.
+        """Pass all batches to `keeper` from now on. If it raises, it is removed.
 
-        Keeping a batch makes no Python call, and a keeper of many batches runs with warm caches.
+        Collecting a batch makes no Python call, and a keeper that gets many batches at once runs with warm caches.
 
         Args:
-            keeper: takes a list of batches, which it must not keep.
+            keeper: takes a list of batches, which is cleared afterwards.
             now: the clock that gives each batch its time.
-            at_a_time: messages that wait until they are handed over.
+            at_a_time: how many messages to collect before `keeper` is called.
 
         Returns:
-            The batches not yet handed over, which other threads may copy.
+            The list of collected batches, which other threads may copy.
         """
         self._keeper = keeper
         self._now = now
@@ -95,18 +96,18 @@ class Bus:
         return self._kept
 
     def observe(self, name: str, capacity: int) -> Feed[Any]:
-        """Return a new feed that handlers fill. It is closed with the bus."""
+        """Return a new feed for handlers to fill. Closing the bus closes it."""
         feed = self.feeds[name] = Feed(name, capacity)
         return feed
 
     def afterwards(self, callback: Callable[[], object]) -> None:
-        """Call `callback` once, after the current batch was delivered, or at once if there is none."""
+        """Call `callback` once: after the current batch is delivered, or immediately if there is none."""
         self._after.append(callback)
         if self._batch is None:
             self._run_after()
 
     def publish(self, message: object) -> None:
-        """Dispatch a message, after the current batch if a subscriber publishes it. Never waits."""
+        """Dispatch a message. From a subscriber, add it to the end of the current batch instead. Never waits."""
         if self._batch is not None:
             self._batch.append(message)
         else:
@@ -118,7 +119,7 @@ class Bus:
         routes = self._routes
         tally = self._tally
         try:
-            for message in batch:  # which grows
+            for message in batch:  # the batch grows meanwhile
                 for react in routes[type(message)]:
                     try:
                         react(message)

@@ -9,7 +9,7 @@ once for nothing.
     append the event             announce sleep
     asleep? -> wake              anything waiting? -> do not sleep
 
-While the consumer is awake an event costs the producer one append, however fast events come. Without events
+While the consumer is awake, an event costs the producer one append, however fast events come. Without events
 neither thread runs.
 """
 
@@ -24,15 +24,15 @@ from kvoffload.bus.guard import call_guarded
 
 T = TypeVar("T")
 
-_TURN = 64  # events after which a consumer that takes one at a time lets the loop's other tasks run
+_TURN = 64  # a consumer that takes single events lets the loop's other tasks run after this many
 
 
 class Feed(Generic[T]):
     """Events from one producer's thread to one consumer's task. When it is full, new events are dropped and counted.
 
     Args:
-        name: of the observer.
-        capacity: events that may wait.
+        name: the observer's name.
+        capacity: the most events that may wait.
     """
 
     def __init__(self, name: str, capacity: int) -> None:
@@ -44,7 +44,7 @@ class Feed(Generic[T]):
         self._bell = asyncio.Event()  # belongs to the consumer's loop from the first sleep on
         self._loop: asyncio.AbstractEventLoop | None = None
         self._overflowed = 0  # written by the producer
-        self._taken = 0  # these two by the consumer
+        self._taken = 0  # this and the next are written by the consumer
         self._left = 0
 
     def offer(self, event: T) -> bool:
@@ -60,11 +60,11 @@ class Feed(Generic[T]):
         return True
 
     async def take(self, most: int = 1) -> list[T]:
-        """Wait for events and return the oldest, at most `most`; none once the feed has ended and all were taken."""
-        if self._taken % _TURN == _TURN - 1:  # one that takes many awaits what it does with them
+        """Wait for events and return up to `most` of the oldest. Return [] once the feed is closed and empty."""
+        if self._taken % _TURN == _TURN - 1:  # a consumer that takes many at a time awaits elsewhere
             await asyncio.sleep(0)
         while True:
-            closed = self._closed  # read first: an event may come with the end
+            closed = self._closed  # read this first: an event may arrive just before the feed is closed
             if self._waiting:
                 count = min(len(self._waiting), most)
                 self._taken += count
@@ -74,20 +74,20 @@ class Feed(Generic[T]):
             await self._sleep()
 
     def close(self) -> None:
-        """Take no more events; queued ones are still delivered. The producer calls it."""
+        """Accept no more events; queued ones are still delivered. The producer calls this."""
         self._closed = True
         if self._asleep:
             self._wake()
 
     def abandon(self) -> None:
-        """Take no more events and drop queued ones. The consumer calls it when it stops reading."""
+        """Accept no more events and drop queued ones. The consumer calls this when it stops reading."""
         self._closed = True
         self._left += len(self._waiting)
         self._waiting.clear()
 
     @property
     def dropped(self) -> int:
-        """Events that found the feed full, or that its consumer left behind."""
+        """How many events were dropped, because the feed was full or its consumer stopped reading."""
         return self._overflowed + self._left
 
     async def _sleep(self) -> None:
@@ -101,29 +101,29 @@ class Feed(Generic[T]):
             self._asleep = False
 
     def _wake(self) -> None:
-        # First, so that later events find the consumer awake. If it fell asleep in between, it is woken once
-        # for nothing.
+        # Clear this first, so that later events find the consumer awake. If it falls asleep again in between, it is
+        # woken once for nothing.
         self._asleep = False
         assert self._loop is not None, "asleep without a loop"
         try:
             self._loop.call_soon_threadsafe(self._bell.set)
-        except RuntimeError:  # the loop is closed: the feed has no reader any more
+        except RuntimeError:  # the loop is closed, so the feed has no reader any more
             self.abandon()
 
 
 async def run_observer(
     feed: Feed[T], observer: Callable[[T], Awaitable[object]], on_removed: Callable[[str, Exception], object]
 ) -> None:
-    """Hand every event of `feed` to `observer` until the feed is closed and empty.
+    """Pass every event of `feed` to `observer` until the feed is closed and empty.
 
     An observer that raises is removed: its feed closes, queued events count as dropped, and `on_removed` gets its
-    name and the exception. While it waits, events queue up in its feed; once the feed is full they are dropped.
+    name and the exception. While `observer` runs, new events wait in the feed; when it is full, they are dropped.
     """
     try:
         try:
             while events := await feed.take():
                 await observer(events[0])
         finally:
-            feed.abandon()  # also when cancelled: the feed has no reader any more
+            feed.abandon()  # also when cancelled, because the feed has no reader any more
     except Exception as exc:
         call_guarded(on_removed, feed.name, exc)

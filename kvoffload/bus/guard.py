@@ -1,4 +1,4 @@
-"""Calls that must not fail: a callback's exception is logged and not raised."""
+"""Callbacks whose exceptions are logged instead of raised."""
 
 from __future__ import annotations
 

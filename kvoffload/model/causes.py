@@ -6,7 +6,10 @@ from enum import Enum
 
 
 class Cause(Enum):
-    """Base of all causes. Members are dict keys on hot paths, so they hash by identity: `Enum.__hash__` is a Python call."""
+    """Base of all causes.
+
+    Members are dict keys on hot paths, so they hash by identity: `Enum.__hash__` would be a Python call.
+    """
 
     __hash__ = object.__hash__
 
@@ -14,9 +17,9 @@ class Cause(Enum):
 class MissCause(Cause):
     """Why a block of a lookup missed. Each missed block has exactly one cause."""
 
-    NO_STATE = "no_state"  # only a recurrent state is not on the host: never offered, or not fetched in time
-    NEVER_SEEN = "never_seen"  # no block with this key was offered, or it was too long ago to be remembered
-    EVICTED = "evicted"  # it was on the host and was evicted for space
+    NO_STATE = "no_state"  # the host lacks only a recurrent state, never offered or not fetched in time
+    NEVER_SEEN = "never_seen"  # no block with this key was offered, or too long ago to be remembered
+    EVICTED = "evicted"  # it was on the host but was evicted for space
     STORING = "storing"  # its store is still open
     DECLINED_HOST_FULL = "declined_host_full"  # offered, but every slot was in use
     DECLINED_NOT_READY = "declined_not_ready"  # offered before host memory was ready
@@ -30,7 +33,7 @@ class MissCause(Cause):
     LOAD_FAILED = "load_failed"  # a load of this request failed, or the last load of this block did
     CORRUPT = "corrupt"  # its checksum did not match when it was last checked
     LOAD_DECLINED = "load_declined"  # the hit was shorter than min_load_tokens
-    NOT_ACCEPTED = "not_accepted"  # it was found, and the engine accepted a shorter hit
+    NOT_ACCEPTED = "not_accepted"  # it was found, but the engine accepted a shorter hit
     LAST_TOKEN = "last_token"  # one token of a prompt must always be computed
     LOOKAHEAD = "lookahead"  # a speculative draft needs the last matched block for lookahead
     PARTIAL_BLOCK = "partial_block"  # the tokens after the last whole block
@@ -39,7 +42,7 @@ class MissCause(Cause):
     STALLED = "stalled"  # copies were stalled, so no load was started
     ON_DISK = "on_disk"  # on the disk, but the request could not wait for it
     IN_REMOTE = "in_remote"  # in the remote tier, but the request could not wait for it
-    TIER_OPENING = "tier_opening"  # the disk's index was not read yet
+    TIER_OPENING = "tier_opening"  # the disk's index had not been read yet
     DEGRADED = "degraded"  # offloading is off because an invariant was broken
 
 
@@ -81,7 +84,7 @@ class TierOutcome(Cause):
     FAILED = "failed"
     CORRUPT = "corrupt"  # bytes differ from those written: in the tier or, with `verify`, on the host
     ABANDONED = "abandoned"
-    CANCELLED = "cancelled"  # a reset came, its requests ended, or offloading was switched off
+    CANCELLED = "cancelled"  # by a reset, by the end of its requests, or because offloading was switched off
 
 
 class CopyOutcome(Cause):
@@ -96,7 +99,7 @@ class EvictionCause(Cause):
     """Why a block left the host."""
 
     SPACE = "space"
-    SPILL_BEHIND = "spill_behind"  # for space, before it could be written to the disk
+    SPILL_BEHIND = "spill_behind"  # evicted for space before it could be written to a lower tier
     RESET = "reset"
     LOAD_FAILED = "load_failed"
     CORRUPT = "corrupt"
@@ -106,9 +109,9 @@ class EvictionCause(Cause):
 class Found(Cause):
     """What the last lookup before a request's first token found."""
 
-    DISK = "disk"  # some of it was fetched from the disk for this request
-    REMOTE = "remote"  # some of it was fetched from the remote tier for this request
-    HOST = "host"  # whether or not the device held some of it too
+    DISK = "disk"  # part of the hit was fetched from the disk for this request
+    REMOTE = "remote"  # part of the hit was fetched from the remote tier for this request
+    HOST = "host"  # the device may have held some of it too
     DEVICE = "device"
     NOTHING = "nothing"
 
@@ -123,7 +126,7 @@ class PinDropCause(Cause):
 
 
 class RejectionCause(Cause):
-    """Why an engine's report was ignored. Every one is counted; the first of each cause is logged."""
+    """Why an engine's report was ignored. Each ignored report is counted; the first of each cause is logged."""
 
     TOKENS_WITHOUT_PIN = "tokens_without_pin"
     UNKNOWN_REQUEST = "unknown_request"

@@ -1,4 +1,4 @@
-"""The settings, all checked before anything starts."""
+"""The settings. All are checked before anything starts."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
-_MOST = 2**63 - 1  # bytes or tokens
-_LONGEST_TIMEOUT_S = 10**9  # thirty years; the standard library refuses several hundred
-_LONGEST_SHOWN = 200  # characters of a bad value
+_MOST = 2**63 - 1  # bytes, hits or tokens
+_LONGEST_TIMEOUT_S = 10**9  # thirty years; the standard library rejects several hundred years
+_LONGEST_SHOWN = 200  # characters of a name, or of a bad value in an error message
 
 AUTO: Final = "auto"
 """`min_load_tokens`: use the measured break-even length."""
 
 PER_RANK: Final = "cpu_bytes_to_use_per_rank"
-"""A key of vLLM's own connector; it counts the bytes of one rank."""
+"""The key of vLLM's own connector that gives the bytes of one rank."""
 
 ALIASES = {
     "cpu_bytes_to_use": "host_bytes",
     PER_RANK: "host_bytes",
     "lazy_offload": "store_policy",
 }
-"""Keys of vLLM's own connector, and the setting that each of them sets."""
+"""Keys of vLLM's own connector, with the setting that each of them sets."""
 
 _BACKEND = "kv_offload_backend"
 _NO_DISK = "belongs to another disk backend; kvoffload's own has disk_path and disk_bytes"
@@ -54,7 +54,7 @@ def parse_bytes(value: object) -> int:
     A float with a whole value is allowed: vLLM derives `cpu_bytes_to_use` from the float of `--kv-offloading-size`.
 
     Raises:
-        ValueError: the value is neither, or not positive.
+        ValueError: the value is neither, or it is not between 1 and 2**63 - 1.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         number = value
@@ -76,7 +76,7 @@ def _one_of(*allowed: str) -> Meta:
     return Meta(pattern=rf"^({'|'.join(allowed)})\Z", description=f"one of {', '.join(allowed)}")
 
 
-# What a setting may be. An error repeats the description.
+# The allowed values of each setting; error messages quote the description.
 Bytes = Annotated[int, Meta(description='a positive number of bytes, such as 8589934592 or "8GiB"')]
 Hits = Annotated[int, Meta(ge=0, le=_MOST, description="a number of hits, 0 or more")]
 Seconds = Annotated[float, Meta(gt=0, le=_LONGEST_TIMEOUT_S, description="a positive number of seconds")]
@@ -99,7 +99,7 @@ RemoteUrl = Annotated[
 ]
 HttpUrl = Annotated[
     str,
-    Meta(  # exporters log the URL that they send to
+    Meta(  # without secrets, because exporters log the URL
         pattern=r"^https?://[^\s/@?#][^\s@?#]*\Z",
         description='a URL such as "http://localhost:4318/v1/traces", without "@", "?" and "#"; '
         "give secrets in the environment variable OTEL_EXPORTER_OTLP_HEADERS",
@@ -112,27 +112,31 @@ class OffloadConfig:
     """The settings of one engine.
 
     Args:
-        host_bytes: host memory of one engine, all its ranks together.
-        store_policy: "eager" stores what is computed, "lazy" what the device is about to evict.
+        host_bytes: bytes of host memory for all ranks of the engine together.
+        store_policy: "eager" stores blocks once they are computed, "lazy" when the device is about to evict them.
         min_load_tokens: shorter hits are recomputed; None means one block, "auto" the measured break-even length.
         verify: how much of a block is checksummed when it is stored and compared when it is loaded: nothing ("off"), a
             part ("sample") or all of it ("full"). Needs an engine that recomputes failed loads.
         transfer_timeout_s: seconds after submission at which a copy is abandoned.
-        layout: how the device stores the KV cache: as the engine does ("engine"), or each block in one piece ("blocks").
-        recurrent_prefix_boundaries: if only a recurrent state is missing for a longer hit, ask the engine to keep that state.
-        batch_copies: on CUDA, enqueue copies in batches where the driver can ("auto") or one by one ("off").
-        journal_path: file for the events, None for a ring in memory.
-        journal_max_bytes: bound on that file and the rotated one before it, together.
+        layout: how the device stores the KV cache: as the engine does ("engine"), or each block in one piece
+            ("blocks").
+        recurrent_prefix_boundaries: if a longer hit lacks only a recurrent state, ask the engine to keep that state.
+        batch_copies: on CUDA, enqueue copies in batches if the driver supports it ("auto"), or one by one ("off").
+        journal_path: file for the events; None for a ring in memory.
+        journal_max_bytes: the most bytes of that file and the rotated one before it, together.
         disk_path: folder for the disk below host memory; None for none.
-        disk_bytes: space on disk of one engine, all its ranks together.
-        disk_min_hits: how often a block is found again before it is written to the disk.
-        disk_drain_s: seconds for which the disk may keep an engine without requests stepping, at its start and before it stops.
-        weights_id: a name that you change with the weights, for weights whose files cannot be read.
+        disk_bytes: bytes of disk space for all ranks of the engine together.
+        disk_min_hits: how often a block must be found again before it is written to the disk.
+        disk_drain_s: the most seconds that an engine without requests keeps stepping for the disk, at its start and
+            before it stops.
+        weights_id: a name that you change whenever the weights change, for weights whose files cannot be read.
         remote_url: URL of the remote tier, which engines share below host and disk; None for none.
-        remote_min_hits: how often a block is found again before it is written to the remote tier.
+        remote_min_hits: how often a block must be found again before it is written to the remote tier.
         remote_timeout_s: seconds after which a call to the remote tier fails.
-        tier_key_file: file with the secret key that authenticates blocks on the disk and in the remote tier; None if all writers are trusted.
-        otlp_endpoint: URL of a collector that gets OpenTelemetry spans; None for the environment's, if it names one.
+        tier_key_file: file with the secret key that authenticates blocks on the disk and in the remote tier; None if
+            all writers are trusted.
+        otlp_endpoint: URL of a collector for OpenTelemetry spans; None to use the one that the environment names, if
+            any.
     """
 
     host_bytes: Bytes = 8 * 2**30
@@ -166,20 +170,21 @@ def size_text(number: float) -> str:
 
 
 def parse_config(raw: Mapping[str, object], ranks: int = 1) -> OffloadConfig:
-    """Return the settings in `raw`; missing keys have their defaults.
+    """Return the settings in `raw`; missing keys get their defaults.
 
     Args:
-        raw: as the operator wrote them.
-        ranks: of the engine; `cpu_bytes_to_use_per_rank` is multiplied by them.
+        raw: the settings as the operator wrote them.
+        ranks: the engine's number of ranks; `cpu_bytes_to_use_per_rank` is multiplied by it.
 
     Raises:
-        ConfigError: lists every unknown key with the nearest valid one, and every bad value with what is allowed.
+        ConfigError: a key is unknown, or a value is not allowed. The message lists all such keys, each with the nearest
+            valid one, and all such values, each with what is allowed.
     """
     if not isinstance(raw, Mapping):
         raise ConfigError([f"settings are {_shown(raw)}; they must be keys with values"])
     problems: list[str] = []
     values: dict[str, Any] = {}
-    typed: dict[str, str] = {}  # by the key that it sets
+    typed: dict[str, str] = {}  # the operator's key, by the setting that it sets
     for name, value in raw.items():
         key = ALIASES.get(name, name)
         if (kind := _KINDS_OF_VLLM.get(name) or _KINDS.get(key)) is None:
@@ -200,8 +205,8 @@ def parse_config(raw: Mapping[str, object], ranks: int = 1) -> OffloadConfig:
 
 
 def _translated(raw: Mapping[str, object], values: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Return the values with those of vLLM's own keys converted."""
-    values.pop(_BACKEND, None)  # its one value changes nothing
+    """Return the values, with those of vLLM's own keys converted."""
+    values.pop(_BACKEND, None)  # its only allowed value changes nothing
     if "lazy_offload" in raw:
         values["store_policy"] = "lazy" if values["store_policy"] else "eager"
     if PER_RANK in raw:
@@ -230,7 +235,7 @@ def _shown(value: object) -> str:
     """Return a value as shown in an error, at most `_LONGEST_SHOWN` characters long."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # more digits than Python writes, or nested deeper than it reads
+    except (ValueError, RecursionError):  # more digits than Python prints, or nested too deep
         return f"a {type(value).__name__} that is too large to show"
     text = re.sub(r"//.*@", "//...@", text)  # credentials in a URL
     text = re.sub(r"(//.*?[?#]).*", r"\1...", text)
@@ -261,4 +266,4 @@ _KINDS_OF_VLLM: dict[str, Any] = {
     "lazy_offload": Switch,
     _BACKEND: Annotated[Literal["cpu"], Meta(description='"cpu": kvoffload keeps blocks in host memory')],
 }
-"""Keys of vLLM's own connector whose values are not those of the setting."""
+"""Keys of vLLM's own connector that take other values than the setting they set, or set none."""

@@ -1,4 +1,4 @@
-"""What the core knows about an engine: its shape and its promises."""
+"""What the core knows about an engine: its shape, its promises and its block pool."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvoffload.model.ids import BlockKey, DeviceBlockId
 
 @dataclass(frozen=True, slots=True)
 class Promises:
-    """What the engine promises (the adapter contract's flags).
+    """What the engine promises (the flags of the adapter contract).
 
     Args:
-        can_wait: a lookup may answer "not yet".
-        recovers_loads: the engine recomputes the tokens of a failed load.
-        hands_off_states: each step reports the recurrent states that it completes.
+        can_wait: it accepts the answer "not yet" to a lookup, and asks again later.
+        recovers_loads: it recomputes the tokens of a failed load.
+        hands_off_states: it reports in each step the recurrent states that the step completes.
     """
 
     can_wait: bool = True
@@ -30,13 +30,13 @@ class Promises:
 
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:
-    """Which engine this is, for people; nothing depends on it.
+    """Which engine this is, for people to read; no decision depends on it.
 
     Args:
-        name: of the engine.
-        version: of the engine.
-        model: its path or name, as passed to the engine.
-        index: of this engine in its data-parallel server.
+        name: the engine's name.
+        version: the engine's version.
+        model: the model's path or name, as passed to the engine.
+        index: this engine's number in its data-parallel server.
     """
 
     name: str = "unknown"
@@ -51,11 +51,11 @@ class EngineShape:
 
     Args:
         groups: the KV cache groups, in the order of every per-group tuple.
-        ranks: workers, each with its shard of every block.
-        device_blocks: blocks in the device's pool.
-        step_tokens: tokens that one step may compute.
-        match_tokens: hits must be a multiple of this many tokens; by default the least common multiple of the
-            groups' block sizes.
+        ranks: the number of workers; each has its own shard of every block.
+        device_blocks: the number of blocks in the device's pool.
+        step_tokens: the most tokens that one step computes.
+        match_tokens: the length of a hit must be a multiple of this many tokens; 0 means the least common multiple of
+            the groups' block sizes.
         promises: what the engine promises.
     """
 
@@ -81,7 +81,7 @@ class EngineShape:
 
     @cached_property
     def alignment(self) -> int:
-        """A hit's length is a multiple of this many tokens."""
+        """Every hit's length is a multiple of this many tokens."""
         return self.match_tokens or math.lcm(*(group.block_tokens for group in self.groups))
 
     @cached_property
@@ -93,23 +93,23 @@ class EngineShape:
 
     @cached_property
     def block_tokens(self) -> int:
-        """Tokens of a block if all groups have the same number and none is recurrent, else 0."""
+        """Tokens per block if all groups have the same number and none is recurrent, else 0."""
         sizes = {group.block_tokens for group in self.groups}
         return 0 if self.state_key_ends or len(sizes) > 1 else min(sizes)
 
     @cached_property
     def state_key_ends(self) -> frozenset[bytes]:
-        """The last bytes of the keys of recurrent states; empty where the engine has none."""
+        """The last bytes of the keys of recurrent states; empty if the engine has none."""
         return frozenset(group.key_end for group in self.groups if group.kind is AttentionKind.RECURRENT)
 
     @property
     def lease_limit(self) -> int:
-        """Device blocks that stores may lease at once: a quarter of the pool, so that allocation never starves."""
+        """The most device blocks that stores may lease at once: a quarter of the pool, so allocation never starves."""
         return max(self.device_blocks // 4, 1)
 
     @property
     def stall_limit(self) -> int:
-        """Device blocks that several abandoned copies may hold together: an eighth of the pool."""
+        """The most device blocks that several abandoned copies may hold together: an eighth of the pool."""
         return self.device_blocks // 8
 
     @property
@@ -123,7 +123,7 @@ class EngineShape:
         return min(blocks, 2) if group.kind is AttentionKind.RECURRENT else blocks
 
     def count_states(self, keys: Iterable[BlockKey | None]) -> int:
-        """Return how many of these keys are recurrent states'."""
+        """Return how many of these keys belong to recurrent states."""
         ends = self.state_key_ends
         return sum([key is not None and key[-4:] in ends for key in keys]) if ends else 0
 
@@ -133,17 +133,17 @@ class AuditsLeases(Protocol):
     """An optional ability of a block pool: compare leases with the engine's reference counts."""
 
     def lease_problems(self, leases: Mapping[DeviceBlockId, int]) -> list[str]:
-        """Return one line for each block whose engine count contradicts `leases` (leases by block). Reads only."""
+        """Return one line for each block whose reference count contradicts its number of `leases`. Reads only."""
 
 
 class BlockPool(Protocol):
-    """The engine's pool of device blocks. Every call is answered at once and never blocks."""
+    """The engine's pool of device blocks. No call waits."""
 
     def lease(self, blocks: Sequence[DeviceBlockId]) -> None:
-        """Keep these blocks from being reused. Changes the engine's reference counts."""
+        """Keep the engine from reusing these blocks. Changes its reference counts."""
 
     def release(self, blocks: Sequence[DeviceBlockId]) -> None:
-        """Return leased blocks, in the order in which they may be reused. Changes reference counts."""
+        """Give leased blocks back, in the order in which they may be reused. Changes reference counts."""
 
     def next_evictable(self, count: int) -> Iterable[DeviceBlockId]:
         """Return up to `count` free blocks in the order in which they will be reused. Reads only."""
@@ -152,7 +152,7 @@ class BlockPool(Protocol):
         """Return the number of free blocks. Reads only."""
 
     def keys_of(self, blocks: Sequence[DeviceBlockId]) -> Sequence[BlockKey | None]:
-        """Return the key of each block's contents, None where the engine does not know it. Reads only."""
+        """Return the key of each block's contents, None if the engine does not know it. Reads only."""
 
     def block_of(self, key: BlockKey) -> DeviceBlockId | None:
         """Return the block in the device's own index for this key, or None. Reads only."""

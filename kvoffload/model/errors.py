@@ -1,4 +1,4 @@
-"""Errors, split by who must act."""
+"""Errors, grouped by who must act."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class ConfigError(KVOffloadError):
     """Raised when settings cannot be used; the operator must change them.
 
     Args:
-        problems: one sentence a problem; all problems are reported at once.
+        problems: one sentence for each problem; all are reported at once.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
@@ -55,7 +55,7 @@ class DeviceLost(CopyError):
 
 
 class DiskError(KVOffloadError):
-    """Raised when files of the disk tier cannot be used; the operator must act, and the engine continues without the tier."""
+    """Raised when the disk tier's files cannot be used; the operator must act. The engine runs on without the tier."""
 
 
 class RemoteError(KVOffloadError):
@@ -67,5 +67,5 @@ class RemoteGone(RemoteError):
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error's text, with its class unless it is the system's or ours."""
+    """Return an error's text, preceded by its class unless it is an `OSError` or a `KVOffloadError`."""
     return str(error) if isinstance(error, (OSError, KVOffloadError)) else f"{type(error).__name__}: {error}"

@@ -1,6 +1,6 @@
 """Events: what the core decided or learned, in the past tense; one per job, request or step, never one per block.
 
-They hold ids, counts and enums, but no token, no prompt text and no key. Counters, the journal and every observer read them.
+They hold ids, counts and enums, but no tokens, prompt text or keys. Counters, the journal and every observer read them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvoffload.model.wire import Direction, Tier
 
 
 class Event(Message, frozen=True, forbid_unknown_fields=True):
-    """Base of all events. A line of a journal must have exactly an event's fields."""
+    """Base of all events. A journal line must have exactly the fields of its event."""
 
 
 class HitPinned(Event, frozen=True):
@@ -49,7 +49,7 @@ class LookupDeferred(Event, frozen=True):
     """A lookup answered "not yet": the prefix is being copied to the device or to the host. Each wait is reported once.
 
     Args:
-        request: which.
+        request: the request that must wait.
         owner: the other request that loads the prefix; None if it is fetched from a lower tier.
     """
 
@@ -68,8 +68,9 @@ class LookupAnswered(Event, frozen=True):
         hit_tokens: tokens in the hit positions.
         miss_tokens: tokens in the missed positions.
         cause: why the first missing position missed; None when nothing missed.
-        fetched_tokens: tokens of the hit that were fetched from a lower tier for this request; with several groups, their blocks' share.
-        fetched_from: the tier; of several, the last one that brought blocks.
+        fetched_tokens: tokens of the hit that were fetched from a lower tier for this request; computed from the share
+            of the hit's blocks that were fetched.
+        fetched_from: the tier; if there were several, the last one that brought blocks.
     """
 
     request: RequestId
@@ -84,28 +85,28 @@ class LookupAnswered(Event, frozen=True):
 
 
 class BoundaryAsked(Event, frozen=True):
-    """A request was admitted, and only the recurrent state after `tokens` is missing: the engine is asked to keep it."""
+    """An admitted request lacks only the recurrent state after `tokens` tokens; the engine is asked to keep it."""
 
     request: RequestId
     tokens: int
 
 
 class BoundaryMade(Event, frozen=True):
-    """The engine handed off the recurrent state that it was asked to keep."""
+    """The engine handed off the recurrent state after `tokens` tokens, as it was asked to."""
 
     request: RequestId
     tokens: int
 
 
 class StatesCopied(Event, frozen=True):
-    """A job ended well; `blocks` of its blocks are recurrent states."""
+    """A job succeeded, and `blocks` of its blocks are recurrent states."""
 
     direction: Direction
     blocks: int
 
 
 class LoadScheduled(Event, frozen=True):
-    """A load was scheduled from `slots`. They stay pinned, and its device blocks leased, until every rank has ended it."""
+    """A load was scheduled. `slots` stay pinned and its device blocks leased until every rank has ended the copy."""
 
     job: JobId
     request: RequestId
@@ -117,7 +118,8 @@ class LoadScheduled(Event, frozen=True):
 class LoadEnded(Event, frozen=True):
     """A load has ended: the request continues with its blocks, or recomputes them.
 
-    `blocks` have this `outcome`. The intact blocks of a corrupt load follow in a second event, as failed.
+    `blocks` is how many blocks had this `outcome`. The intact blocks of a corrupt load follow in a second event, as
+    failed.
     """
 
     job: JobId
@@ -140,14 +142,14 @@ class StoreScheduled(Event, frozen=True):
 
 
 class StoreEnded(Event, frozen=True):
-    """Offers got their final outcome."""
+    """`blocks` offers got their final outcome."""
 
     outcome: StoreOutcome
     blocks: int
 
 
 class RankReported(Event, frozen=True):
-    """One rank ended its part of a job: between device and host, or between host and a tier below it."""
+    """One rank ended its part of a job, between device and host or between host and a lower tier."""
 
     job: JobId
     rank: Rank
@@ -164,11 +166,11 @@ class TierCopyScheduled(Event, frozen=True):
 
     Args:
         job: the job.
-        direction: STORE to the tier, LOAD from it.
-        blocks: how many.
-        request: of a fetch, the request that needs the blocks; None for a warm start.
-        tokens: of a fetch, the tokens that it adds to the request's hit.
-        tier: which.
+        direction: STORE to the lower tier, LOAD from it.
+        blocks: how many blocks.
+        request: for a fetch, the request that needs the blocks; None for a warm start.
+        tokens: for a fetch, the tokens that it adds to the request's hit.
+        tier: the lower tier.
     """
 
     job: JobId
@@ -203,7 +205,7 @@ class CopiesStalled(Event, frozen=True):
 
     Args:
         blocks: device blocks that abandoned copies still hold.
-        limit_blocks: the most allowed.
+        limit_blocks: the most device blocks that they may hold.
         jobs_in_a_row: jobs abandoned since a job last ended.
     """
 
@@ -235,13 +237,13 @@ class DiskBlocksEvicted(Event, frozen=True):
 
 
 class BlocksZeroed(Event, frozen=True):
-    """Positions were cleared in requests' records because the engine reused their blocks."""
+    """Block-table entries in requests' records were cleared, because the engine reused their blocks."""
 
     blocks: int
 
 
 class CapacityGrown(Event, frozen=True):
-    """All ranks have this many slots ready."""
+    """Every rank has `slots` host slots ready."""
 
     slots: int
 
@@ -250,8 +252,8 @@ class DiskOpened(Event, frozen=True):
     """The disk's whole index was read, and the disk can be used.
 
     Args:
-        slots: slots of every rank's file.
-        blocks: blocks that can be found in them.
+        slots: slots in each rank's file.
+        blocks: how many of them hold a block that can be found.
     """
 
     slots: int
@@ -282,7 +284,7 @@ class ResetEnded(Event, frozen=True):
     """All jobs that were running at a reset have ended or were abandoned. Resets in quick succession share one event.
 
     Args:
-        epoch: that of the last reset.
+        epoch: the number of the last reset.
         abandoned_jobs: jobs whose copies did not end in time; their memory stays quarantined.
     """
 
@@ -305,11 +307,11 @@ class OffloadingDegraded(Event, frozen=True):
 
 
 class FirstTokenReached(Event, frozen=True):
-    """A request's first token was computed, seen at the engine's next step.
+    """A request's first token was computed; this is noticed at the engine's next step.
 
     Args:
         request: the request.
-        found: what its last lookup found.
+        found: where its last lookup found blocks.
         seconds: time since the engine reported the request.
     """
 

@@ -33,7 +33,7 @@ class RequestSeen(Fact, frozen=True):
 
 
 class BlocksAllocated(Fact, frozen=True):
-    """The engine gave a request a new block table; the matching lookup is consumed.
+    """The engine gave a request a new block table; this consumes the answer of its last lookup.
 
     Args:
         request: the request.
@@ -51,8 +51,8 @@ class BlocksAllocated(Fact, frozen=True):
 class Progress(NamedTuple):
     """What one request gained since its last report. Requests that gained nothing are left out.
 
-    A report may come late, but before the request has computed as many tokens as its smallest block has. Its blocks are then
-    stored later, and the step in which the request got them has them in `reallocated`.
+    A report may be delayed for several steps, as long as they compute fewer tokens than the smallest block has. Blocks
+    that are reported late are stored late, and are in `reallocated` of the step that allocated them.
 
     Args:
         request: the request.
@@ -71,10 +71,10 @@ class StateHandedOff(NamedTuple):
     """A recurrent state that the step's forward pass completes and that no later pass rewrites.
 
     Args:
-        request: whose.
-        group: its group.
-        position: of the block that holds the state; the state covers all tokens up to the block's end.
-        key: the block's.
+        request: the request.
+        group: the state's group.
+        position: position of the block that holds the state, which covers all tokens up to the block's end.
+        key: the block's key.
         block: the device block that holds it.
     """
 
@@ -86,18 +86,19 @@ class StateHandedOff(NamedTuple):
 
 
 class StepScheduled(Fact, frozen=True):
-    """The engine scheduled a step. Reported exactly once a step, empty steps included.
+    """The engine scheduled a step. Reported exactly once per step, including empty steps.
 
     Args:
         step: its number.
-        progress: requests that gained something, and those that run for the first time since a load without a new allocation.
+        progress: requests that gained something, and requests that run for the first time since a load without a new
+            allocation.
         preempted: requests that lost their blocks since the last step.
-        reallocated: allocated blocks that `progress` does not have: those in no table, such as copy-on-write targets, and those
-            of requests that are reported later.
-        prefill_tokens: tokens that the step computes for requests that compute several in it.
-        decode_tokens: tokens computed for the others, one each.
-        states: recurrent states that the step completes, each reported once (`Promises.hands_off_states`). `progress` has
-            the new keys of their requests.
+        reallocated: allocated blocks that are not in `progress`: blocks in no table, such as copy-on-write targets, and
+            blocks of requests whose progress is reported later.
+        prefill_tokens: tokens computed for requests that compute more than one token in the step.
+        decode_tokens: tokens computed for the other requests, one for each.
+        states: recurrent states that the step completes, each reported once (`Promises.hands_off_states`). The new keys
+            of their requests are in `progress`.
     """
 
     step: int
@@ -148,9 +149,9 @@ class DiskRestored(Fact, frozen=True):
     """A part of the disk's index was read. All parts together name each slot once.
 
     Args:
-        slots: slots of each rank's file, as far as known.
-        puts: blocks that slots hold, the least recently used first.
-        free: slots that hold nothing.
+        slots: the number of slots in each rank's file, as far as it is reported yet.
+        puts: blocks in slots, the least recently used first.
+        free: empty slots.
         is_last: the index is complete, and the tier can be used.
     """
 
@@ -165,10 +166,10 @@ class DiskClosed(Fact, frozen=True):
 
 
 class RemoteOpened(Fact, frozen=True):
-    """The remote tier can be asked.
+    """The remote tier can be used.
 
     Args:
-        namespace: under which this engine's blocks are found there and written from now on.
+        namespace: where this engine finds and writes blocks from now on.
     """
 
     namespace: str
@@ -182,12 +183,12 @@ class RemoteAnswered(Fact, frozen=True):
     """The remote tier was asked for a request's blocks, or could not be asked.
 
     Args:
-        request: which.
-        namespace: in which they were asked for.
-        found: blocks that the remote tier says it has: a hint.
-        missing: blocks that it says it does not have.
-        unanswered: blocks without an answer, because the call failed or was not made.
-        seconds: time of the call.
+        request: the request.
+        namespace: the namespace in which its blocks were looked up.
+        found: blocks that the remote tier claims to have. This is a hint; a read may still fail.
+        missing: blocks that it claims not to have.
+        unanswered: how many blocks have no answer, because the call failed or was not made.
+        seconds: how long the call took.
     """
 
     request: RequestId

@@ -20,15 +20,15 @@ class AttentionKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """One group.
+    """One KV cache group.
 
     Args:
         group: its number, which is also its index in every per-group tuple.
         kind: its attention kind.
         block_tokens: tokens in one of its blocks.
-        reach_tokens: the window or the chunk in tokens (the token itself counted), None for full and recurrent.
+        reach_tokens: the window or the chunk in tokens, including the token itself; None for full and recurrent.
         has_lookahead: a speculative draft model reads one block ahead, so the last matched block cannot be used.
-        key_number: the number at the end of its keys, if not `group`.
+        key_number: the number at the end of its keys; by default `group`.
     """
 
     group: GroupId
@@ -54,7 +54,7 @@ class GroupSpec:
 
     @property
     def key_end(self) -> bytes:
-        """The last bytes of its keys."""
+        """The last bytes of the group's keys."""
         return (self.group if self.key_number is None else self.key_number).to_bytes(4, "big")
 
     @property

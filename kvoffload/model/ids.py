@@ -1,4 +1,4 @@
-"""Identifiers. No bare int or bytes crosses a boundary."""
+"""Identifiers. Packages exchange these types, never a bare int or bytes."""
 
 from __future__ import annotations
 

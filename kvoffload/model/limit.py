@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from math import inf
 
-_SLOW = 2.0  # times the best: undisturbed copies vary by less
-_FORGET = 0.98  # of the best speed with each copy, so that one fast outlier does not count forever
+_SLOW = 2.0  # a copy is slow if it takes this many times as long as the best; undisturbed copies vary less
+_FORGET = 0.98  # decay of the best speed with each copy, so that one fast outlier does not count forever
 
 
 class AdaptiveLimit:
     """The limit on stores between device and host, or on spills to a tier.
 
     No request waits for these copies, but they take bandwidth from loads on the same bus or tier, and from the forward
-    pass on the same memory. Two observations show it:
+    pass on the same memory. Two observations show that they do:
 
-    * a load was pending when a copy ended: they ran at the same time;
-    * a copy took twice as long as the best of its kind: other work uses the same link, perhaps in another process.
+    * a load was pending when a copy ended, so they ran at the same time;
+    * a copy took twice as long as the best of its kind, so other work uses the same link, perhaps in another process.
 
-    Either one halves the limit, once for all copies that began earlier. A copy that ends undisturbed raises it by one step. So
-    an occasional load costs nothing, and under continuous loads a few copies at a time still run.
+    Either one halves the limit, once for all copies that began earlier. A copy that ends undisturbed raises it by one
+    step. So an occasional load hardly matters, and under continuous loads a few copies at a time still run.
 
         most   ────╮          ╭──────        while the limit is low, a queued store starts only after the previous one
                    ╰─╮     ╭──╯              was seen to end, so the link is free in between
@@ -27,9 +27,9 @@ class AdaptiveLimit:
     Callers must serialize calls; any thread may read `value`.
 
     Args:
-        most: the highest value, and the first one.
+        most: the highest value, with which the limit starts.
         least: the lowest value.
-        step: added by an undisturbed copy.
+        step: how much an undisturbed copy adds.
     """
 
     def __init__(self, most: float, least: float, step: float) -> None:
@@ -38,7 +38,7 @@ class AdaptiveLimit:
         self._least = least
         self._step = step
         self._cut_at = -inf
-        self._best: dict[int, float] = {}  # size a second, by kind
+        self._best: dict[int, float] = {}  # size per second, by kind
 
     @property
     def share(self) -> float:
@@ -56,15 +56,15 @@ class AdaptiveLimit:
         beside_load: bool,
         noise_s: float = 0.0,
     ) -> None:
-        """Learn from a copy that ended well.
+        """Adapt the limit to a copy that succeeded.
 
         Args:
             size: how much was copied.
             seconds: how long it took; 0 if that is unknown.
-            kind: copies of one kind are compared with each other.
+            kind: only copies of the same kind are compared with each other.
             began: when the copy began, by any clock.
             now: when its end was noticed, by the same clock.
-            beside_load: whether a load was pending when it ended.
+            beside_load: whether a load was pending when the copy ended.
             noise_s: time other than copying that `seconds` may include.
         """
         if not self._is_slow(size, seconds, kind, noise_s) and not beside_load:

@@ -1,4 +1,4 @@
-"""The messages between the scheduler's process and the workers, small and picklable, and the records of the disk tier's index."""
+"""Messages between the scheduler's process and the workers, small and picklable, and records of the disk's index."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class Direction(Enum):
     STORE = "store"  # away from the device
     LOAD = "load"  # towards it
 
-    __hash__ = object.__hash__  # as that of a cause
+    __hash__ = object.__hash__  # for speed, as in `Cause`
 
 
 class Tier(Enum):
-    """Where one end of a job's copies lies; a label of the metrics."""
+    """A kind of memory that holds blocks, at one end of a job's copies; also a label of metrics."""
 
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
     REMOTE = "remote"
 
-    __hash__ = object.__hash__  # as that of a cause
+    __hash__ = object.__hash__  # for speed, as in `Cause`
 
 
 TargetT = TypeVar("TargetT")
@@ -35,7 +35,7 @@ ExtraT = TypeVar("ExtraT")
 
 
 class CopyJob(Message, Generic[TargetT, ExtraT], frozen=True):
-    """One job: once every rank has succeeded, host slot `slots[i]` and `targets[i]` hold the same block.
+    """One job. Once every rank has succeeded, host slot `slots[i]` and `targets[i]` hold the same block.
 
     Every rank copies its own shard of every block. `slots` and `targets` have the same length, at least 1.
 
@@ -45,12 +45,12 @@ class CopyJob(Message, Generic[TargetT, ExtraT], frozen=True):
         REMOTE   the blocks' keys               the blocks' namespace in the remote tier
 
     Args:
-        id: its number.
+        id: the job's number.
         direction: STORE away from the device, LOAD towards it.
-        tier: the lower end of its copies; HOST for those between device and host.
+        tier: the lower end of its copies; HOST for copies between device and host.
         slots: host slots.
         targets: the other ends of the copies.
-        extra: what else a worker must know.
+        extra: further data for the workers; see the table.
     """
 
     id: JobId
@@ -71,10 +71,10 @@ class TransferPlan(Message, frozen=True):
     """The copies decided in one step. Workers submit loads before stores.
 
     Args:
-        loads, stores: between device and host.
-        disk: between host and disk.
-        cancelled: fetches of earlier plans; their reads that have not begun are skipped.
-        remote: between host and remote tier.
+        loads, stores: jobs between device and host.
+        disk: jobs between host and disk.
+        cancelled: fetches of earlier plans; workers skip their reads that have not begun.
+        remote: jobs between host and remote tier.
     """
 
     loads: tuple[DeviceJob, ...] = ()
@@ -89,7 +89,7 @@ class TransferPlan(Message, frozen=True):
 
 
 NOTHING = TransferPlan()
-"""The plan of most steps."""
+"""The empty plan, which most steps have."""
 
 
 class JobReport(Message, frozen=True):
@@ -98,16 +98,17 @@ class JobReport(Message, frozen=True):
     Args:
         job: the job.
         direction: its direction.
-        outcome: how it ended. After this report the rank touches none of the job's slots and blocks, except those in `stuck`.
-        copied_bytes: bytes copied by this rank (0 if it failed).
-        queue_s: seconds between submission and report in which nothing was copied, including the detection of the end
-            and the checksums.
+        outcome: how it ended. After this report the rank touches none of the job's slots and blocks, except those in
+            `stuck`.
+        copied_bytes: bytes that this rank copied; 0 if it failed.
+        queue_s: seconds between submission and report in which nothing was copied, including the time for checksums and
+            until the end was noticed.
         copy_s: seconds spent copying.
-        corrupt: positions in the job whose bytes were found corrupt (empty otherwise).
-        sums: of a successful spill: a checksum of this rank's shard of each block.
-        stuck: positions that a disk call that has not returned may still write: file slots of a spill, host slots of a fetch.
-        missing: positions for which the remote tier has no value, after a fetch or a spill. The other positions of a successful
-            job are done.
+        corrupt: positions in the job whose bytes were found corrupt.
+        sums: after a successful spill, a checksum of this rank's shard of each block.
+        stuck: positions that a hung disk call may still write: file slots for a spill, host slots for a fetch.
+        missing: positions for which the remote tier has no value after a fetch or a spill. The other positions of a
+            successful job are done.
     """
 
     job: JobId
@@ -127,7 +128,7 @@ class DiskFile(Message, frozen=True):
 
     Args:
         file_id: random bytes that identify the file, whatever its name is.
-        slots: how many it has.
+        slots: how many slots the file has.
     """
 
     file_id: bytes
@@ -140,12 +141,12 @@ class TransferReport(Message, frozen=True):
     Args:
         rank: the reporting rank.
         jobs: the jobs that ended on this rank since its last report.
-        ready_slots: host slots that this rank has ready; never decreases.
-        store_share: the rank's current limit on bytes of stores in flight, as a share of its highest limit; in (0, 1].
+        ready_slots: how many host slots this rank has ready; never decreases.
+        store_share: the rank's current limit on store bytes in flight, as a share of its highest limit; in (0, 1].
         is_growing: whether the rank is still preparing slots.
         slot_bytes: bytes of one host slot on this rank.
-        wanted_slots: host slots that this rank will have once all are ready.
-        lost: why the rank's device no longer works for this process; None while it works.
+        wanted_slots: how many host slots this rank will have once all are ready.
+        lost: why the device no longer works for this rank's process; None while it works.
         disk_works: False if this rank's slot file cannot be opened, a call on it hangs, or too many calls have failed.
         disk_file: this rank's slot file, once it is open.
         remote_works: whether the remote tier answers this rank's calls.
@@ -168,11 +169,11 @@ class TransferReport(Message, frozen=True):
 
 
 class Put(Message, frozen=True):
-    """Every rank has written a block into a slot of its file.
+    """Every rank has written a block into this slot of its file.
 
     Args:
-        slot: its number.
-        key: the block's.
+        slot: the slot's number.
+        key: the block's key.
         sums: a checksum of each rank's shard.
     """
 

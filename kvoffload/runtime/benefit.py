@@ -261,7 +261,7 @@ class NetBenefit:
             self._unpriced_tokens = 0
 
     def _weigh(self) -> None:
-        """Compute the break-even lengths from all loads and fetches that have ended."""
+        """Compute the break-even lengths from recent loads and fetches."""
         rate = self._rate.seconds_per_token
         load = self._break_even[Tier.HOST]
         load.weigh(rate)
