@@ -114,7 +114,7 @@ class Bus:
             self.dispatch([message])
 
     def dispatch(self, batch: list[Any]) -> None:
-        """Dispatch messages and the events they cause, in this order. Must not be called by a subscriber."""
+        """Dispatch messages and the events they cause, in this order. Subscribers must not call it."""
         self._batch = batch
         routes = self._routes
         tally = self._tally

@@ -1,9 +1,9 @@
 """A bounded feed: from the engine's thread to an observer's event loop, without ever blocking the engine.
 
 Two threads share a feed, without a lock. The producer appends and wakes the consumer only if it sleeps; the consumer
-announces that it is about to sleep, *then* looks once more. Whatever the order in which the two run, either the
-producer sees the announcement or the consumer sees the event, so no event waits unseen; at worst the consumer wakes
-once for nothing.
+announces that it is about to sleep, *then* looks once more. In whatever order the two run, either the
+producer sees the announcement or the consumer sees the event, so no event waits unseen; at worst the consumer is
+woken once for nothing.
 
     producer                     consumer
     append the event             announce sleep
@@ -41,7 +41,7 @@ class Feed(Generic[T]):
         self._waiting: deque[T] = deque()
         self._closed = False
         self._asleep = False
-        self._bell = asyncio.Event()  # belongs to the consumer's loop from the first sleep on
+        self._bell = asyncio.Event()  # bound to the consumer's loop at its first sleep
         self._loop: asyncio.AbstractEventLoop | None = None
         self._overflowed = 0  # written by the producer
         self._taken = 0  # this and the next are written by the consumer

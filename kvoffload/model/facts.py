@@ -149,7 +149,7 @@ class DiskRestored(Fact, frozen=True):
     """A part of the disk's index was read. All parts together name each slot once.
 
     Args:
-        slots: the number of slots in each rank's file, as far as it is reported yet.
+        slots: how many slots of each rank's file have been announced so far.
         puts: blocks in slots, the least recently used first.
         free: empty slots.
         is_last: the index is complete, and the tier can be used.

@@ -59,7 +59,7 @@ class AdaptiveLimit:
         """Adapt the limit to a copy that succeeded.
 
         Args:
-            size: how much was copied.
+            size: how much was copied, in any unit.
             seconds: how long it took; 0 if that is unknown.
             kind: only copies of the same kind are compared with each other.
             began: when the copy began, by any clock.

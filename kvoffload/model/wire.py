@@ -20,7 +20,7 @@ class Direction(Enum):
 
 
 class Tier(Enum):
-    """A kind of memory that holds blocks, at one end of a job's copies; also a label of metrics."""
+    """A memory or tier that holds blocks, at one end of a job's copies; also a label of metrics."""
 
     DEVICE = "device"
     HOST = "host"

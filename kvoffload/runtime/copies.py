@@ -63,16 +63,16 @@ class OpenCopy(Struct, eq=False):
 
     Args:
         request: the request that loads or fetches; None for a store.
-        pinned: when host slots were pinned for it.
+        pinned: when host slots were pinned for it; None if none are.
         job: the job's number, once planned.
         tokens: how many tokens a load or fetch brings.
         planned: when a load or fetch was planned; None again once its wait has been counted.
         copy_s: copy time, summed over the ranks.
-        given: the job as sent to the workers.
+        given: the job as sent to the workers; None before.
         submitted: when it was sent to them.
         running: ranks that are still copying.
         is_overdue: whether its time limit has passed.
-        has_ended: whether no event will report its end any more.
+        has_ended: whether the event of its end has come, or will never come.
     """
 
     request: RequestId | None = None
@@ -89,7 +89,7 @@ class OpenCopy(Struct, eq=False):
 
 
 class LoadAnswers(Struct):
-    """Ended loads that the engine must be told about. Each is listed once, even if its request is gone.
+    """Ended loads to report to the engine. Each is listed once, even if its request is gone.
 
     Args:
         loaded, failed: requests whose load succeeded or failed.
@@ -108,7 +108,9 @@ NO_ANSWERS = LoadAnswers()
 
 
 class OpenCopies:
-    """The table of open copies, by job. Those with a pin, or with an engine that waits, are also listed by request.
+    """The table of open copies, by job.
+
+    A copy is also listed by request while host slots are pinned for it or the engine waits for it.
 
     Args:
         ranks: how many ranks copy each job.

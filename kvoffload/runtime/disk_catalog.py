@@ -199,7 +199,7 @@ class DiskCatalog:
                 return work()
             except CancelledError:  # the engine stopped before its KV was identified
                 pass
-            except Exception as error:  # otherwise the tier would stay opening, without a line in the log
+            except Exception as error:  # otherwise the tier would open forever, with nothing in the log
                 self._fail(reason_of(error))
             return None
 
@@ -304,7 +304,7 @@ class DiskCatalog:
 def _find_index(
     folder: OpenFolder, files: tuple[bytes, ...], slots: int, key: TierKey | None
 ) -> IndexContents | None:
-    """Return the folder's index of these slot files. If there is none, or an unusable one (logged), return None."""
+    """Return the folder's index of these slot files, or None if there is none or it is unusable, which is logged."""
     try:
         found = load_index(folder, slots, key)
         if found is not None and found.header.files != files:

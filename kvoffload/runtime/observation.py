@@ -32,7 +32,7 @@ _TAIL = 20  # lines of the journal that are logged when offloading goes off
 
 
 class Observation:
-    """Everything that only watches: without it, offloading would decide and copy the same.
+    """The observers of one engine. They only watch: without them, offloading decides and copies the same.
 
     Args:
         bus: the bus to observe.

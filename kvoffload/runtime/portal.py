@@ -65,7 +65,7 @@ class DaemonExecutor(Executor):
                 return
             try:
                 result = fn(*args, **kwargs)
-            except BaseException as error:  # the future raises it to its reader
+            except BaseException as error:  # the future passes it to the caller
                 future.set_exception(error)
             else:
                 future.set_result(result)

@@ -197,7 +197,7 @@ class RemoteCatalog:
             log.info("remote_opened", namespace=self._namespace)
 
     def _replace(self) -> Future[bool] | None:
-        """Start to give the tier a new generation for engines that start later; the future says whether it took it."""
+        """Start to give the tier a new generation for engines that start later; the result says if it did."""
         if self._fingerprint is None:
             return None
         name, done = generation_name(self._fingerprint), Future[bool]()

@@ -278,7 +278,7 @@ class SchedulerSide:
     # -- reports ------------------------------------------------------------------------------------------------
 
     def reported(self, reports: Sequence[TransferReport]) -> LoadAnswers:
-        """Take the ranks' reports; return the ended loads that the engine must be told about."""
+        """Take the ranks' reports; return the ended loads to report to the engine."""
         began = self._hook.now = self._clocks.monotonic()
         open_before = self._jobs.open_on_tiers
         for report in reports:
@@ -303,7 +303,7 @@ class SchedulerSide:
             return NO_ANSWERS
         results = self.faults.ask("take_results", self.core.take_results, LoadResults())
         if self.faults.cause is not None:
-            results.failed += self.copies.awaited  # a broken core's plans cannot be trusted
+            results.failed += self.copies.awaited  # the core's plans cannot be trusted any more
         return self.copies.answer(results)
 
     @property

@@ -100,7 +100,7 @@ class WorkerSide:
                 `layout` asks for each block in one piece and the engine does not keep blocks that way.
         """
         check_pieces(self._config.layout, layout)
-        # The machine's first rank checks for all: later ranks would see less, because earlier ones have taken theirs.
+        # The machine's first rank checks for all: later ranks see less free memory, because earlier ones took theirs.
         ranks = self._local_ranks if self._rank % self._local_ranks == 0 else 1
         slots = slots_for(self._config.host_bytes // self._ranks, layout, ranks=ranks)
         executor = self._portal.executor
