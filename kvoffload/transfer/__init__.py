@@ -1,5 +1,6 @@
-"""Copies between the device and host memory: layouts, the arena, copiers, and the pump that drives them.
+"""The copies of one rank: between device and host memory, and between host memory and the lower tiers.
 
-Reading order: `ports` (what is handed in), `layout` and `arena` (where bytes lie), `runs` (what to copy), the copiers
-(`host_copier`, `cuda`), and `pump` (when). Nothing here imports torch or CUDA before a CUDA device is asked for.
+Reading order: `ports` (interfaces), `layout` and `arena` (where bytes are), `runs` (what to copy), the copiers
+(`host_copier`, `cuda`), and `pump` (when to copy). For the lower tiers: `blocking_calls`, `tier_jobs`, `disk` and `remote`.
+Nothing here imports torch or CUDA before a CUDA device is used.
 """

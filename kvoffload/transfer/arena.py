@@ -1,12 +1,12 @@
 """Host memory for the slots of one rank.
 
-The arena is made in chunks, so that a large one can be used before all of it is touched and pinned. Within a chunk
-memory is region-major: all slots' pages of region 0, then all of region 1, so that neighbouring slots are neighbours in
-memory.
+The arena grows in chunks, so that its first slots can be used before all of its memory is touched and pinned. A chunk is
+region-major: first the pages of all its slots in region 0, then those in region 1, and so on. So in each region the pages of
+neighbouring slots are adjacent in memory.
 
     chunk 0: slots 0..k-1      | region 0: s0 s1 .. | region 1: s0 s1 .. |      chunk 1: slots k..2k-1   ...
 
-No size is rounded to a power of two; a region starts on a cache line.
+Sizes are not rounded to powers of two; each region starts on a cache line.
 """
 
 from __future__ import annotations
@@ -32,30 +32,32 @@ if TYPE_CHECKING:
     from kvoffload.transfer.layout import DeviceLayout
     from kvoffload.transfer.ports import Clock
 
-    Pages: TypeAlias = NDArray[np.uint8]  # [regions, slots, page]: regions whose pages have one size
+    # Pages of regions with one page size: [regions, slots, page] for a chunk, [regions, page] for a slot.
+    Pages: TypeAlias = NDArray[np.uint8]
 
 _LINE = 64
 CHUNK_BYTES = 64 * 2**20
-"""Takes about 6 ms to pin, during which the driver may block other calls: short beside a step, long beside a call."""
+"""Pinning this much takes about 6 ms, in which the driver may block other calls: a short time compared with a step, but long
+compared with a call."""
 
-_RETRY_S = 1.0  # after memory that could not be pinned now; doubles
+_RETRY_S = 1.0  # the first wait after memory could not be pinned; each further wait is twice as long
 _LONGEST_RETRY_S = 30.0
 
 log = get_logger("transfer")
 
 
 class Arena:
-    """Slots 0 to `ready_slots - 1` can be used; `prepare` makes the others.
+    """The host memory of one rank. Slots 0 to `ready_slots - 1` can be used; `prepare` adds the others.
 
     Args:
-        layout: of this rank.
-        slots: how many to make; 0 is legal.
-        allocator: where memory comes from.
-        chunk_bytes: about how much is made ready at a time, at least one slot.
+        layout: the rank's device layout.
+        slots: how many slots to prepare; 0 is allowed.
+        allocator: allocates the chunks.
+        chunk_bytes: approximate size of a chunk; a chunk has at least one slot.
         clock: time, for pauses.
 
     Attributes:
-        ready_slots: slots that can be used; never shrinks before `close`. Readable from any thread.
+        ready_slots: number of slots that can be used; never decreases before `close`. Readable from any thread.
         geometry: addresses of all ready slots; a new object each time the arena has grown.
         refusal: why growth stopped early; None if it did not.
     """
@@ -76,32 +78,32 @@ class Arena:
         self._clock = clock or SystemClock()
         self._chunk_slots = max(1, chunk_bytes // layout.slot_bytes)
         self._chunks: list[HostChunk] = []
-        self._pages: list[list[Pages]] = []  # of each chunk, regions in order
+        self._pages: list[list[Pages]] = []  # for each chunk, in the order of regions
         self.geometry = geometry_of(layout, self._chunk_slots)
         self.ready_slots = 0
         self._closed = False
         self._lock = threading.Lock()
-        self._holders = 1  # itself, until it is closed
+        self._holders = 1  # the arena itself, until it is closed
 
     @property
     def is_growing(self) -> bool:
-        """Whether more slots will be ready. Readable from any thread."""
+        """Whether more slots will become ready. Readable from any thread."""
         return self.ready_slots < self.slots and self.refusal is None and not self._closed
 
     async def prepare_for(self, seconds: float) -> None:
-        """Make slots ready, and begin no chunk after `seconds`; `prepare` retries memory that cannot be pinned now."""
+        """Prepare slots, starting no chunk after `seconds`. Stop if memory cannot be pinned now; `prepare` retries."""
         deadline = self._clock.monotonic() + seconds
         with suppress(HostMemoryBusy):
             while self.is_growing and self._clock.monotonic() < deadline:
                 await self._grow()
 
     async def prepare(self, *, with_pauses: bool = False) -> None:
-        """Make all slots ready, chunk by chunk, in the background. Retry memory that cannot be pinned now.
+        """Prepare all slots, chunk by chunk. If memory cannot be pinned now, wait and retry.
 
-        A refused chunk ends growth: what is ready stays, `refusal` holds the reason, and the log has it.
+        A refused chunk ends growth: slots that are ready stay usable, and the reason is logged and kept in `refusal`.
 
         Args:
-            with_pauses: after each chunk, rest for as long as it took: pinning keeps others out of the device's driver.
+            with_pauses: after each chunk, rest for as long as it took, because pinning blocks other calls of the driver.
         """
         retry_s = _RETRY_S
         while self.is_growing:
@@ -118,11 +120,11 @@ class Arena:
                 await self._clock.sleep(self._clock.monotonic() - begun)
 
     def pages(self, slot: int) -> list[memoryview]:
-        """Return the bytes of one slot, region by region; writable, valid until `close`."""
+        """Return a slot's pages, one for each region; they are writable, and valid until `close`."""
         return [page.data for pages in self._pages_of(slot) for page in pages]
 
     def views(self, memory: memoryview) -> list[Pages]:
-        """Return the beginning of `memory` in the form that `read` and `write` take: a slot, region by region."""
+        """Return views of one slot's pages at the start of `memory`, in the form that `read` and `write` take."""
         flat, start, found = np.frombuffer(memory, np.uint8), 0, list["Pages"]()
         for size, group in groupby(self.layout.page_bytes):
             end = start + size * len(list(group))
@@ -131,21 +133,21 @@ class Arena:
         return found
 
     def read(self, slot: int, target: Sequence[Pages]) -> None:
-        """Copy a slot's bytes to `views` of some memory."""
+        """Copy a slot's bytes to `target`, which `views` has returned."""
         for pages, part in zip(self._pages_of(slot), target, strict=True):
-            part[:] = pages  # numpy copies without the interpreter's lock, which it takes once for all pages
+            part[:] = pages  # one numpy call copies many pages, without the GIL
 
     def write(self, slot: int, source: Sequence[Pages]) -> None:
-        """Copy `views` of some memory to a slot."""
+        """Copy `source`, which `views` has returned, to a slot."""
         for pages, part in zip(self._pages_of(slot), source, strict=True):
             pages[:] = part
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep the memory within the context, even if `close` is called. For any thread.
+        """Keep the memory allocated within the context, even if `close` is called. Callable from any thread.
 
         Raises:
-            HostMemoryError: `close` was called before.
+            HostMemoryError: the arena is already closed.
         """
         with self._lock:
             if self._closed:
@@ -157,7 +159,7 @@ class Arena:
             self._let_go()
 
     def close(self) -> None:
-        """Release all memory, or leave that to its last holder. None of the caller's copies may be running.
+        """Release all memory, now or when its last holder leaves `held`. No copy of the caller may be running.
 
         Closing twice does nothing.
         """
@@ -167,14 +169,14 @@ class Arena:
             self._let_go()
 
     def _pages_of(self, slot: int) -> list[Pages]:
-        """Return a slot's pages, [regions, page]."""
+        """Return a slot's pages as arrays of [regions, page], one array for each page size in a row."""
         if not 0 <= slot < self.ready_slots:
             raise IndexError(f"slot {slot} is not among the {self.ready_slots} ready slots")
         chunk, place = divmod(slot, self._chunk_slots)
         return [pages[:, place] for pages in self._pages[chunk]]
 
     def _let_go(self) -> None:
-        """Release the memory if nothing else holds it."""
+        """Drop one hold, and release the memory if it was the last."""
         with self._lock:
             self._holders -= 1
             if self._holders:
@@ -186,10 +188,10 @@ class Arena:
             self._chunks.pop().release()
 
     async def _grow(self) -> None:
-        """Make one more chunk ready.
+        """Prepare one more chunk.
 
         Raises:
-            HostMemoryBusy: not now.
+            HostMemoryBusy: the memory cannot be pinned now; a later call may succeed.
         """
         count = min(self._chunk_slots, self.slots - self.ready_slots)
         try:
@@ -198,7 +200,9 @@ class Arena:
             raise
         except HostMemoryError as error:
             self.refusal = str(error)
-            say = log.warning if self.ready_slots else log.error  # without any slot nothing is offloaded
+            say = (
+                log.warning if self.ready_slots else log.error
+            )  # without a single slot, nothing is offloaded
             say(
                 "host_memory_refused",
                 ready_slots=self.ready_slots,
@@ -206,7 +210,7 @@ class Arena:
                 reason=self.refusal,
             )
             return
-        if self._closed:  # while the chunk was made
+        if self._closed:  # while the chunk was being allocated
             chunk.release()
             return
         self._chunks.append(chunk)
@@ -214,16 +218,16 @@ class Arena:
         starts = [chunk.address + offset for offset in region_offsets(sizes, count)[:-1]]
         self.geometry = self.geometry.with_chunk(starts)
         self._pages.append(_pages_at(starts, sizes, count))
-        self.ready_slots += count  # last: readers of it use the addresses
+        self.ready_slots += count  # last, because other threads read it and then use the addresses
 
 
 def region_offsets(page_bytes: Sequence[int], count: int) -> list[int]:
-    """Return where each region of a chunk of `count` slots starts, and behind them the size of the chunk."""
+    """Return the offset of each region in a chunk of `count` slots, followed by the chunk's size."""
     return list(accumulate((-(-size * count // _LINE) * _LINE for size in page_bytes), initial=0))
 
 
 def _pages_at(starts: Sequence[int], sizes: Sequence[int], count: int) -> list[Pages]:
-    """Return a chunk's memory as arrays, each of regions that follow each other and have pages of one size."""
+    """Return a chunk's memory as arrays, one for each row of regions with the same page size."""
     found: list[Pages] = []
     for size, group in groupby(zip(starts, sizes, strict=True), key=lambda region: region[1]):
         first, *others = [start for start, _ in group]

@@ -1,4 +1,4 @@
-"""Where the blocks of the engine's KV cache lie in device memory."""
+"""Where the blocks of the engine's KV cache are in device memory."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRegion:
-    """One tensor's placement: the page of block `b` is the `page_bytes` bytes from `address + b * block_stride`.
+    """The location of one tensor: the page of block `b` is the `page_bytes` bytes at `address + b * block_stride`.
 
     Args:
-        address: of block 0's page.
-        block_stride: bytes from one block's page to the next; at least `page_bytes`, more where pages are padded.
+        address: address of block 0's page.
+        block_stride: bytes from one block's page to the next; at least `page_bytes`, more if pages are padded.
         page_bytes: bytes of one block in this tensor.
         blocks: number of blocks.
         device: torch's name of the device, such as "cpu" or "cuda:0".
-        owner: what must stay alive for the address to be valid.
+        owner: the object that must stay alive for the address to be valid.
 
     Raises:
         EngineContractError: the numbers do not describe a tensor of separate pages.
@@ -50,12 +50,12 @@ class DeviceLayout:
     """All regions of one rank; a block's bytes are its pages in all of them, in this order.
 
     Args:
-        regions: each address once.
-        meaning: what the bytes of a page mean beyond the engine's own identity, such as the attention backends and the order
-            of a cache's dimensions. Other processes use a block only if theirs is equal.
+        regions: the regions; no address appears twice.
+        meaning: text that says how to interpret the bytes of a page, as far as the engine's identity does not: for example
+            the attention backends and the order of a cache's dimensions. Processes share blocks only if it is equal.
 
     Raises:
-        EngineContractError: there is no region, or they differ in their number of blocks or in their device.
+        EngineContractError: there is no region, or the regions differ in their number of blocks or in their device.
     """
 
     regions: tuple[DeviceRegion, ...]
@@ -73,7 +73,7 @@ class DeviceLayout:
 
     @classmethod
     def of(cls, regions: Iterable[DeviceRegion]) -> DeviceLayout:
-        """Return the layout of `regions`, each address once: layers may share a tensor.
+        """Return the layout of `regions`, keeping each address once because layers may share a tensor.
 
         Raises:
             EngineContractError: two regions share an address but not a shape, or the layout is not valid.
@@ -94,17 +94,17 @@ class DeviceLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one block on this rank, and so of one host slot."""
+        """Bytes of one block on this rank, which is also the size of a host slot."""
         return sum(self.page_bytes)
 
     @property
     def blocks(self) -> int:
-        """Device blocks; ids run from 0 to one less."""
+        """Number of device blocks; their ids start at 0."""
         return self.regions[0].blocks
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the tensors lie on a CUDA device, which wants host memory pinned."""
+        """Whether the tensors are on a CUDA device, which needs pinned host memory."""
         return self.device.partition(":")[0] == "cuda"
 
     @property
@@ -114,14 +114,14 @@ class DeviceLayout:
 
 
 def check_pieces(wanted: str, layout: DeviceLayout) -> None:
-    """Refuse a layout that is not the one the operator set.
+    """Check that the engine's layout is the one that the operator's setting asks for.
 
     Args:
         wanted: the setting `layout`.
-        layout: what the engine allocated.
+        layout: the layout of the tensors that the engine allocated.
 
     Raises:
-        ConfigError: each block was to be in one piece, and is not.
+        ConfigError: the setting asks for each block in one piece, but the engine keeps blocks in several.
     """
     pieces = len(layout.regions)
     if wanted == "blocks" and pieces > 1:
@@ -133,13 +133,13 @@ def check_pieces(wanted: str, layout: DeviceLayout) -> None:
 
 
 def digest_of(layout: DeviceLayout) -> bytes:
-    """Return 16 bytes that are equal for layouts whose blocks have equal pages, of equal meaning, in equal order."""
+    """Return 16 bytes that are equal for layouts with the same page sizes, in the same order, and the same `meaning`."""
     pages = ",".join(map(str, layout.page_bytes))
     return xxh3_128(f"{pages} {layout.meaning}".encode()).digest()
 
 
 def layout_of(tensors: Sequence[torch.Tensor]) -> DeviceLayout:
-    """Return the layout of `tensors`, each shaped [blocks, ...] in any strides that keep a block's page in one piece.
+    """Return the layout of `tensors`, each shaped [blocks, ...], with any strides that keep a block's page in one piece.
 
     Raises:
         EngineContractError: a tensor is empty, its pages are scattered or overlap, or the layout is not valid.
@@ -162,7 +162,7 @@ def _region(tensor: torch.Tensor) -> DeviceRegion:
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements fill one piece of memory, in whatever order of dimensions."""
+    """Return whether the elements fill one piece of memory, whatever the order of the dimensions."""
     expected = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1 and stride != expected:

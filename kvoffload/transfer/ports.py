@@ -1,4 +1,4 @@
-"""Interfaces of what the transfer side is given: a clock, a copier, a reader of the machine's files."""
+"""Interfaces of the objects that are passed to the transfer side: clock, copier, and reader of the machine's files."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from kvoffload.transfer.runs import CopyRuns
 
 HELD_COPIES = 256
-"""A copier keeps the interpreter's lock while it enqueues a batch of up to so many copies, unless much is pending."""
+"""A copier keeps the GIL while it enqueues a batch of up to this many copies, unless many are pending on the stream."""
 
 Fence: TypeAlias = object
-"""Recorded by a copier on the hook's thread; a copy waits for it. Only the copier looks inside."""
+"""Recorded by a copier on the hook's thread; copies wait for it. Only the copier knows what it is."""
 
 ReadText: TypeAlias = Callable[[str], str | None]
-"""Returns a file's text, None where it cannot be read."""
+"""Returns a file's text, or None if it cannot be read."""
 
 
 class Clock(Protocol):
-    """Time; tests pass a clock of their own."""
+    """Time in seconds; tests pass their own clock."""
 
     def monotonic(self) -> float:
-        """Return seconds from an arbitrary start; never goes back. Callable from any thread."""
+        """Return the seconds since an arbitrary start; never decreases. Callable from any thread."""
         ...
 
     async def sleep(self, seconds: float) -> None:
@@ -37,7 +37,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's time, the clock of everything but tests."""
+    """The machine's clock, used everywhere except in tests."""
 
     def monotonic(self) -> float:
         return time.monotonic()
@@ -47,51 +47,52 @@ class SystemClock:
 
 
 class TicketState(Enum):
-    """Where a submitted batch stands."""
+    """The state of a submitted batch."""
 
     PENDING = "pending"  # it may still touch memory on both sides
-    READING = "reading"  # its copies have ended, the checksums of its host slots are being read
-    DONE = "done"  # every byte has arrived; it touches nothing any more
-    FAILED = "failed"  # it touches nothing any more; what the destination holds is undefined
+    READING = "reading"  # its copies have ended; the checksums of its host slots are being computed
+    DONE = "done"  # every byte has arrived; the batch touches no memory any more
+    FAILED = "failed"  # the batch touches no memory any more; the destination's bytes are undefined
 
 
 class Ticket(Protocol):
     """One submitted batch."""
 
     def query(self) -> TicketState:
-        """Return where the batch stands, without blocking. Not called again once it has ended.
+        """Return the batch's state, without blocking. Not called again once the batch has ended.
 
         A batch whose query raises counts as failed, so a copier may raise only when nothing of the batch runs any more.
-        `DeviceLost` says that of all its batches.
+        `DeviceLost` means that nothing of any of its batches runs any more.
         """
         ...
 
     @property
     def copy_seconds(self) -> float | None:
-        """Seconds that the copies of an ended batch took, waiting excluded; None where the copier does not know."""
+        """Seconds that the copies of an ended batch took, without waiting; None if the copier does not know."""
         ...
 
 
 class Copier(Protocol):
     """Moves bytes. Batches of one direction end in the order in which they were submitted.
 
-    `submit` is called from two threads at once, but never by two for the same direction.
+    Two threads may call `submit` at once, but never for the same direction.
 
     Attributes:
-        slices: parts of batches that queries have started so far; 0 where `submit` starts all of a batch.
+        slices: how many parts of batches queries have started so far; stays 0 if `submit` always starts whole batches.
     """
 
     slices: int
 
     def fence(self) -> Fence:
-        """Record what copies must wait for: everything enqueued so far by the calling thread, which is the hook's."""
+        """Return a fence behind everything that the calling thread, which is the hook's, has enqueued so far."""
         ...
 
     def submit(self, direction: Direction, runs: CopyRuns, fences: Sequence[Fence]) -> Ticket:
         """Start a batch behind all of `fences`, without waiting for it.
 
         Raises:
-            Exception: nothing was started. If a part was, `submit` returns a ticket that fails once that part has ended.
+            Exception: nothing was started. If some copies were started, `submit` returns a ticket that fails once they
+                have ended.
         """
         ...
 

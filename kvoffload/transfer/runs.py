@@ -1,14 +1,14 @@
-"""From slots and blocks to the fewest contiguous copies.
+"""Turns pairs of slots and blocks into the fewest contiguous copies.
 
-A block has a page in each region, and so has a slot. Host memory is region-major within a chunk, so
-slots that follow each other do so in every region:
+A block has a page in each region, and so has a slot. A chunk of host memory is region-major, so the pages of consecutive
+slots are adjacent in every region:
 
     device, region 0   | b4 | b5 | b6 | b7 |          host chunk   | region 0: s0 s1 s2 s3 | region 1: s0 s1 s2 s3 |
     job  b5->s1, b6->s2, b4->s0   becomes one copy of three pages in each region
 
-Two pairs join when both block and slot follow each other, both slots are in one chunk (chunks are separate pieces of
-memory, each pinned on its own), and the region's pages touch on the device. Pairs are sorted by block first: if no
-block is named twice, every pair that can join then stands beside its partner.
+Two pairs can be joined if their blocks are consecutive, their slots are consecutive and in one chunk (each chunk is a separate
+piece of memory, pinned separately), and the region's pages are adjacent on the device. Pairs are first sorted by block: if
+no block appears twice, pairs that can be joined are then next to each other.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Geometry:
-    """Addresses of everything, as arrays.
+    """The addresses of all regions on the device and of all chunks on the host, as arrays.
 
     Args:
-        page: [regions] bytes of a page, which is also the distance of slots on the host.
+        page: [regions] bytes of a page, which is also the distance between consecutive slots on the host.
         device_base: [regions] address of block 0.
-        device_stride: [regions] bytes from block to block.
+        device_stride: [regions] bytes from one block to the next.
         host_base: [chunks, regions] address of the chunk's first slot.
         chunk_slots: slots in each chunk (the last may have fewer).
     """
@@ -62,7 +62,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyRuns:
-    """Contiguous copies: `size[i]` bytes from address `source[i]` to `target[i]`. No two targets overlap."""
+    """Contiguous copies: `size[i]` bytes from address `source[i]` to address `target[i]`. No two targets overlap."""
 
     source: Numbers
     target: Numbers
@@ -81,7 +81,7 @@ class CopyRuns:
 
     @classmethod
     def between(cls, direction: Direction, host: Numbers, device: Numbers, size: Numbers) -> CopyRuns:
-        """Return the copies of a direction between addresses on both sides."""
+        """Return the copies between host and device addresses in the given direction."""
         if direction is Direction.STORE:
             return cls(source=device, target=host, size=size)
         return cls(source=host, target=device, size=size)
@@ -90,25 +90,25 @@ class CopyRuns:
 def array_at(
     address: int, shape: tuple[int, ...], strides: tuple[int, ...], kind: str = "|u1"
 ) -> NDArray[Any]:
-    """Return memory of this process as an array, without a copy.
+    """Return memory of this process as an array, without copying it.
 
     Args:
-        address: of the first element.
-        shape: elements in each dimension.
+        address: address of the first element.
+        shape: number of elements in each dimension.
         strides: bytes from one element to the next in each dimension.
-        kind: of an element, bytes by default; as in numpy's array interface.
+        kind: type of an element, as in numpy's array interface; bytes by default.
     """
     memory = {"version": 3, "data": (address, False), "shape": shape, "typestr": kind, "strides": strides}
     return np.asarray(SimpleNamespace(__array_interface__=memory))
 
 
 def pieces_at(address: int, count: int, width: int) -> NDArray[np.void]:
-    """Return the array whose element `i` is the `width` bytes from `address + i`; elements overlap."""
+    """Return an array whose element `i` is the `width` bytes at `address + i`; elements overlap."""
     return array_at(address, (count,), (1,), f"|V{width}")
 
 
 def geometry_of(layout: DeviceLayout, chunk_slots: int) -> Geometry:
-    """Return the geometry of `layout` with no chunk yet."""
+    """Return the geometry of `layout`, without chunks."""
     regions = layout.regions
     return Geometry(
         page=np.array(layout.page_bytes, np.int64),
@@ -120,10 +120,10 @@ def geometry_of(layout: DeviceLayout, chunk_slots: int) -> Geometry:
 
 
 def merge_runs(geometry: Geometry, direction: Direction, slots: Numbers, blocks: Numbers) -> CopyRuns:
-    """Return the copies of a job in which block `blocks[i]` and slot `slots[i]` are a pair; all must be in range."""
+    """Return the copies between `slots[i]` and `blocks[i]` for every `i`; all must be in range."""
     slots, blocks = _sorted_by_block(slots, blocks)
     chunks = slots // geometry.chunk_slots
-    places = slots - chunks * geometry.chunk_slots  # `divmod` takes five times as long as both lines
+    places = slots - chunks * geometry.chunk_slots  # `np.divmod` takes five times as long as these two lines
     first = _run_starts(slots, blocks, chunks)
     lengths = np.diff(first, append=len(slots))
     touching = geometry.device_stride == geometry.page
@@ -156,7 +156,7 @@ def _addresses(
     blocks: Numbers,
     lengths: Numbers,
 ) -> tuple[Numbers, Numbers, Numbers]:
-    """Return host address, device address and bytes of each run in each chosen region, region by region."""
+    """Return the host address, device address and bytes of each run, for each chosen region in turn."""
     page = geometry.page[chosen, None]
     host = geometry.host_base[chunks][:, chosen].T + places * page
     device = geometry.device_base[chosen, None] + blocks * geometry.device_stride[chosen, None]
