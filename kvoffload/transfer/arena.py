@@ -169,7 +169,7 @@ class Arena:
             self._let_go()
 
     def _pages_of(self, slot: int) -> list[Pages]:
-        """Return a slot's pages as arrays of [regions, page], one array for each page size in a row."""
+        """Return a slot's pages as arrays, [regions, page]; consecutive regions with one page size share an array."""
         if not 0 <= slot < self.ready_slots:
             raise IndexError(f"slot {slot} is not among the {self.ready_slots} ready slots")
         chunk, place = divmod(slot, self._chunk_slots)
@@ -227,7 +227,7 @@ def region_offsets(page_bytes: Sequence[int], count: int) -> list[int]:
 
 
 def _pages_at(starts: Sequence[int], sizes: Sequence[int], count: int) -> list[Pages]:
-    """Return a chunk's memory as arrays, one for each row of regions with the same page size."""
+    """Return a chunk's memory as arrays; consecutive regions with one page size share an array."""
     found: list[Pages] = []
     for size, group in groupby(zip(starts, sizes, strict=True), key=lambda region: region[1]):
         first, *others = [start for start, _ in group]

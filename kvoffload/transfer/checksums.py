@@ -1,28 +1,27 @@
-"""Checksums of a rank's host slots: taken when a store or a fetch has filled a slot, compared when a load or a spill has read it.
+"""Checksums of a rank's host slots: computed when a store or fetch has filled a slot, compared when a load or spill has read it.
 
-A load is compared after its copy, not before, so no byte can change unnoticed in between: what the host holds after the
-copy it held during the copy (unless it was wrong and has become right again). The hook still starts loads at once. By
-then a bad block's bytes lie on the device, which does no harm: its load is not reported yet, its blocks are leased
-until it is, and a copy that failed leaves no better bytes.
+A load's slots are compared after the copy, not before, so a byte that changes in between is detected: if the slot is correct
+after the copy, it was correct during the copy (unless wrong bytes became right again). The hook still starts loads at once.
+When a corrupt block is found, its bytes are already on the device. This does no harm: the load has not been reported, its
+device blocks are leased until it is, and any failed copy leaves undefined bytes.
 
-Not noticed: bytes that were wrong when the store arrived, and bytes that change on their way to the device.
+Not detected: bytes that were already wrong when the store ended, and bytes that change on the way to the device.
 
-Reading must not make the engine's thread wait. A slot's bytes lie in as many pages as there are regions, and most pages are
-small. The hash library keeps the interpreter's lock for pieces of up to 64 KiB, which it reads in microseconds from a cache
-but not from memory. So:
+Reading must not make the engine's thread wait. A slot has one page for each region, and most pages are small. The hash library
+keeps the GIL for pieces of up to 64 KiB; such a piece takes microseconds if it is in a cache, but longer if it is not. So:
 
-    whole slots, long pages     hashed where they lie; the library releases the lock
-    whole slots, small pages    gathered by the copier's own call, which needs no lock, and hashed in the cache
+    whole slots, long pages     hashed in place; the library releases the GIL
+    whole slots, small pages    gathered by the host copier's function, which releases the GIL, and hashed in the cache
     samples                     one cache line of every 4 KiB of every page, gathered by numpy
 
-A reader returns the pieces to be hashed; `digests_of` hashes them.
+A reader returns the pieces to hash; `digests_of` hashes them.
 
-Which line of its 4 KiB is read differs from slot to slot, page to page and stretch to stretch, so that over many slots no
-place is left out; in one slot it is always the same.
+The position of the sampled line in its 4 KiB differs between slots, pages and stretches of 4 KiB, so that over many slots every
+position is covered. For one slot it never changes.
 
     page of 8 KiB    | . . # . . . . . | . . . . . # . . |      two stretches, one line of each
 
-So a sample always detects that a page, or any 8 KiB of one, holds other bytes; it detects a single changed byte in one case of 64.
+So a sample always detects that a page, or any 8 KiB of it, was overwritten. It detects a single changed byte in one case of 64.
 """
 
 from __future__ import annotations
@@ -52,25 +51,25 @@ if TYPE_CHECKING:
     Positions = tuple[int, ...]
 
 SlotReader: TypeAlias = "Callable[[Numbers], Iterable[Iterable[memoryview]]]"
-"""Returns the bytes of each slot; each is valid until the next one is asked for. Several threads may call it at once."""
+"""Returns the pieces of each slot; they are valid until the next slot's are requested. Several threads may call it at once."""
 
 
-_LONG = 2**16  # bytes of a piece from which on the library releases the interpreter's lock
-_SCRATCH = 2**20  # gathered bytes: what a core's cache holds, and many pages in a call
+_LONG = 2**16  # bytes; for longer pieces the hash library releases the GIL
+_SCRATCH = 2**20  # bytes gathered at a time: they fit a core's cache, and one call copies many pages
 _LINE = 64
-_STRETCH = 4096  # less than a page of memory is seldom lost or overwritten as a whole
-_LINES = 4096  # gathered at once: some 100 us, during which numpy may keep the interpreter's lock
+_STRETCH = 4096  # memory is seldom lost or overwritten in units smaller than this
+_LINES = 4096  # lines gathered at a time: about 100 us, during which numpy may keep the GIL
 
 
 class CheckedTicket:
-    """One batch that ends when its copies have ended and then its slots have been read.
+    """One batch that ends when its copies have ended and its slots have been read for the checksums.
 
     Args:
         copies: the copier's ticket.
-        read: begins to read the slots.
+        read: starts reading the slots; the result is the positions of corrupt ones.
 
     Attributes:
-        corrupt: of an ended load, positions of slots whose bytes are not those that were stored.
+        corrupt: after a load has ended, the positions of slots whose bytes differ from the stored ones.
     """
 
     def __init__(self, copies: Ticket, read: Callable[[], Future[Positions]]) -> None:
@@ -81,14 +80,14 @@ class CheckedTicket:
 
     @property
     def copy_seconds(self) -> float | None:
-        """The copier's; the time of reading counts as waiting."""
+        """The copier's measurement; the time spent on checksums counts as waiting."""
         return self._copies.copy_seconds
 
     def query(self) -> TicketState:
-        """Return where the batch stands, and begin to read the slots once the copies have ended well.
+        """Return the batch's state. Once its copies have succeeded, start reading the slots.
 
         Raises:
-            Exception: what the copier or reading the slots raised; nothing runs any more.
+            Exception: the copier or the reader raised it; nothing of the batch runs any more.
         """
         if self._work is None:
             state = self._copies.query()
@@ -102,14 +101,14 @@ class CheckedTicket:
 
 
 class Checksums:
-    """The checksums of one rank's slots, and the only writer of them.
+    """The checksums of one rank's slots; no other class writes them.
 
-    A slot's checksum is written before its store or fetch is reported and read after that, so two threads never access it at once.
+    A slot's checksum is written before its store or fetch is reported and read only later, so two threads never access it at once.
 
     Args:
         reader: reads slots.
-        slots: how many there will be.
-        executor: its threads read; the caller never does.
+        slots: number of slots in the arena.
+        executor: `start` reads slots on its threads.
     """
 
     def __init__(self, reader: SlotReader, slots: int, executor: Executor) -> None:
@@ -118,7 +117,10 @@ class Checksums:
         self._known = np.zeros(slots, np.uint64)
 
     def start(self, direction: Direction, slots: Numbers) -> Future[Positions]:
-        """Begin to take the checksums of slots that stores have filled, or to compare those of slots that loads read.
+        """Start to compute the checksums of slots that stores have filled, or to compare those of slots that loads have read.
+
+        Returns:
+            The positions in `slots` whose bytes have changed; none for a store.
 
         Raises:
             Exception: nothing was started.
@@ -127,11 +129,11 @@ class Checksums:
         return self._executor.submit(work, slots)
 
     def take(self, *slots: int) -> None:
-        """Take the checksums of slots that a fetch has filled. The calling thread reads them."""
+        """Compute the checksums of slots that a fetch has filled. Reads them on the calling thread."""
         self._take(np.array(slots))
 
     def changed(self, slots: Sequence[int]) -> Positions:
-        """Return the positions in `slots` whose bytes are not those that arrived. The calling thread reads them."""
+        """Return the positions in `slots` whose bytes have changed since a copy filled them. Reads on the calling thread."""
         return self._compare(np.array(slots))
 
     def _take(self, slots: Numbers) -> Positions:
@@ -139,7 +141,7 @@ class Checksums:
         return ()
 
     def _compare(self, slots: Numbers) -> Positions:
-        """A slot that was never seen to be filled compares as unequal."""
+        """Return the positions of slots that have changed, including slots without a checksum."""
         return tuple(np.flatnonzero(digests_of(self._reader, slots) != self._known[slots]).tolist())
 
 
@@ -156,25 +158,25 @@ def _digest(pieces: Iterable[memoryview]) -> int:
 
 
 def whole_slots(arena: Arena) -> SlotReader:
-    """Return a reader of every byte of a slot, the one that suits the size of the pages."""
+    """Return a reader of every byte of a slot, chosen by the size of the pages."""
     is_long = arena.layout.slot_bytes > _LONG * len(arena.layout.regions)
     return slots_in_place(arena) if is_long else GatheredSlots(arena)
 
 
 def slots_in_place(arena: Arena) -> SlotReader:
-    """Return a reader of every byte where it lies."""
+    """Return a reader that returns a slot's pages in place, without copying them."""
     return lambda slots: map(arena.pages, slots.tolist())
 
 
 class _Scratch(threading.local):
-    """Memory of each thread. New memory for each call would take as long to touch as to fill."""
+    """A buffer for each thread. In a new buffer for each call, touching the memory would take as long as filling it."""
 
     def __init__(self, size: int) -> None:
         self.memory = np.empty(size, np.uint8)
 
 
 class GatheredSlots:
-    """Copies slots beside each other and reads every byte there."""
+    """Copies whole slots into a buffer, several at a time, and returns them from there."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -185,7 +187,7 @@ class GatheredSlots:
     def __call__(self, slots: Numbers) -> Iterator[tuple[memoryview]]:
         geometry, memory = self._arena.geometry, self._scratch.memory
         gathered = memory.reshape(self._at_once, -1)
-        places = np.cumsum(geometry.page) - geometry.page  # of the pages in a gathered slot
+        places = np.cumsum(geometry.page) - geometry.page  # offset of each page in a gathered slot
         for start in range(0, len(slots), self._at_once):
             sources = geometry.page_addresses(slots[start : start + self._at_once])
             rows = gathered[: len(sources)]
@@ -195,9 +197,9 @@ class GatheredSlots:
 
 
 class SampledSlots:
-    """Reads one line of every stretch of every page; a page that is shorter than a line is one.
+    """Reads one line of every stretch of every page; a page shorter than a line is read whole.
 
-    Its arrays are [lines of a slot].
+    The arrays in its attributes have one element for each line that is read in a slot.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -208,7 +210,9 @@ class SampledSlots:
         stretch = np.arange(len(region)) - np.repeat(np.cumsum(stretches) - stretches, stretches)
         self._width = np.minimum(page, _LINE)[region]
         self._start = stretch * _STRETCH
-        self._places = np.minimum(_STRETCH, page[region] - self._start) // self._width  # of the line
+        self._places = (
+            np.minimum(_STRETCH, page[region] - self._start) // self._width
+        )  # possible positions of the line
         self._turn = 29 * region + 11 * stretch
         self._at_once = max(_LINES // len(region), 1)
 
@@ -224,7 +228,7 @@ class SampledSlots:
 
 
 def _gathered(addresses: Numbers, width: int) -> NDArray[np.uint8]:
-    """Return the bytes of the lines at `addresses`, [slots, lines], as [slots, bytes]."""
+    """Return the bytes of the lines at `addresses`, [slots, lines], as an array [slots, bytes]."""
     low = int(addresses.min())
     lines = pieces_at(low, int(addresses.max()) - low + 1, width)
     return lines[addresses.ravel() - low].view(np.uint8).reshape(len(addresses), -1)

@@ -1,4 +1,4 @@
-"""Chooses copier, host memory and checksums by the device that the engine's tensors lie on and by the settings."""
+"""Chooses the copier, the host memory and the checksums by the device of the engine's tensors and by the settings."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 def make_copier(
     layout: DeviceLayout, *, executor: Executor, clock: Clock, batch_copies: str = "auto"
 ) -> Copier:
-    """Return the copier for the layout's device. Called on the engine's thread, with the device in use.
+    """Return the copier for the layout's device. Call this on the engine's thread, after the engine has allocated its KV cache.
 
-    On CUDA this measures which copies a kernel does: before the engine warms up, captures graphs and serves, as each
-    would disturb the other.
+    On CUDA this measures which copies the kernel should do. Call it before the engine warms up, captures graphs and serves,
+    because these and the measurement would disturb each other.
 
     Args:
-        layout: what will be copied.
-        executor: its threads do the copies where the device is the CPU.
-        clock: time.
-        batch_copies: the setting.
+        layout: the layout of the tensors to copy.
+        executor: its threads do the copies if the device is the CPU.
+        clock: measures copies if the device is the CPU.
+        batch_copies: the setting `batch_copies`.
 
     Raises:
         EngineContractError: there is no copier for this kind of device.
@@ -50,11 +50,11 @@ def make_copier(
 
 
 def make_allocator(layout: DeviceLayout, *, executor: Executor) -> HostAllocator:
-    """Return the allocator of the arena's memory, which pins it if the device is a CUDA device.
+    """Return the allocator of the arena's memory, which also pins the memory if the device is a CUDA device.
 
     Args:
-        layout: of the tensors that are copied.
-        executor: its threads touch and pin.
+        layout: the layout of the tensors to copy.
+        executor: its threads touch and pin the memory.
 
     Raises:
         EngineContractError: there is no copier for this kind of device.
@@ -68,7 +68,7 @@ def make_allocator(layout: DeviceLayout, *, executor: Executor) -> HostAllocator
 
 
 def current_stream(device: str) -> Callable[[], int]:
-    """Return a function that asks torch for the handle of the calling thread's current stream on a device."""
+    """Return a function that asks torch for the handle of the calling thread's current stream on the device."""
     import torch
 
     place = torch.device(device)
@@ -76,12 +76,12 @@ def current_stream(device: str) -> Callable[[], int]:
 
 
 def make_checksums(verify: str, arena: Arena, *, executor: Executor) -> Checksums | None:
-    """Return the checksums of the arena's slots, None for "off".
+    """Return the checksums of the arena's slots, or None if `verify` is "off".
 
     Args:
-        verify: the setting.
-        arena: whose slots.
-        executor: its threads read them.
+        verify: the setting `verify`.
+        arena: the host memory that has the slots.
+        executor: its threads read the slots.
     """
     if verify == "off":
         return None

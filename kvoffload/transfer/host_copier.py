@@ -1,24 +1,25 @@
 """Copies from host memory to host memory, for engines whose device is the CPU.
 
-The cost is not only the copy but the interpreter's lock. A thread that releases it for each page may wait 5 ms to get it
-back while the engine's thread runs Python, and holds that thread up in between. So there are two ways:
+Copies compete with the engine's thread for the GIL. A thread that releases the GIL for each page may wait 5 ms to get it back
+while the engine's thread runs Python, and delays that thread each time it has it. So there are two ways to copy:
 
-* The patient way calls the kernel with up to 1,024 pieces at a time (`process_vm_readv` on this process); the lock is free
-  during each call. The kernel copies page by page, which is slower.
-* The quick way takes the lock more often: `memmove` for long pieces; numpy's indexing for short ones, 512 at a time, through a
-  buffer that stays in the cache (for a short piece the kernel's lookup takes longer than the copy).
+* The patient way calls the kernel for up to 1,024 pieces at a time (`process_vm_readv` or `process_vm_writev` on this process);
+  the GIL is free during each call. It is slower, because the kernel copies page by page.
+* The quick way takes the GIL more often. It calls `memmove` for each long piece. Short pieces it copies by numpy's indexing,
+  512 at a time, through a buffer that stays in the cache: for a short piece, the kernel's lookup takes longer than the copy.
 
-The quick way is used while no other thread wants the lock, which shows in its speed. Pieces of a megabyte lose little, so
-`memmove` always copies them. It copies everything if the kernel or a sandbox refuses the call.
+The quick way is used while no other thread wants the GIL; when one does, the quick way becomes much slower. Pieces of a megabyte
+lose little by waiting for the GIL, so `memmove` always copies them. It copies everything if the kernel or a sandbox refuses
+the patient way's call.
 
-Batches are cut into pieces, which threads take in turns. A request waits for a load, none waits for a store. So every free
+Batches are cut into pieces, which several threads copy. A request waits for each load, but none waits for a store. So every free
 thread takes loads before stores, and only one thread at a time copies stores; it looks for loads after each piece. A load that
-arrives while stores are queued starts at once on another thread, and behind at most one piece on this one.
+arrives while stores are queued starts at once on another thread, and after at most one piece on the thread that copies stores.
 
     queue of loads    | a1 a2 a3 | b1 |        ◀── any thread
     queue of stores   | c1 c2 c3 c4 .. |       ◀── one thread, when there is no load
 
-Nothing here blocks: the queues are changed by single operations that are atomic in Python.
+Nothing here blocks: the queues are changed only by single operations, which are atomic in Python.
 """
 
 from __future__ import annotations
@@ -49,30 +50,32 @@ if TYPE_CHECKING:
     from kvoffload.transfer.ports import Clock, Fence
 
 PIECE_BYTES = 4 * 2**20
-"""About 1 ms of copying: long beside what a piece costs, short beside a load. With twice as much a load is 4 % faster
-on an idle copier, and 5 % slower behind stores."""
+"""Copying this much takes about 1 ms: long compared with the overhead of a piece, short compared with a load. With twice as
+much, a load is 4 % faster on an idle copier, and 5 % slower behind stores."""
 
-_LOAD_THREADS = 2  # that copy one batch of loads; stores are copied by one
+_LOAD_THREADS = 2  # threads that copy one batch of loads; a single thread copies stores
 
 Copy = Callable[[CopyRuns], None]
 
 _PIECES = 1024  # the kernel's limit for one call
-_LONG = 2**20  # mean bytes of a piece from which memmove wins also while the engine is busy
-_MIDDLE = 48 * 2**10  # from which memmove wins while the lock is free
-_SHORT = 2**13  # mean bytes of a piece up to which indexing wins
-_UNIT = 2**12  # most bytes of what indexing copies at a time
+_LONG = 2**20  # mean bytes of a piece from which memmove is faster even while the engine is busy
+_MIDDLE = 48 * 2**10  # mean bytes of a piece from which memmove is faster while the GIL is free
+_SHORT = 2**13  # mean bytes of a piece up to which indexing is faster
+_UNIT = 2**12  # most bytes of the units that indexing copies
 _LEAST_UNIT = 2**9
-_ROWS = 512  # that indexing copies in one call; up to 500 numpy keeps the interpreter's lock
-_MEASURABLE = 2**21  # bytes of a copy from which its speed counts: a smaller one may lie in a cache
-_SLOWER = 2.5  # times slower means that another thread wants the lock: one wait takes as long as two copies
-_FORGET = 0.98  # of the best speed, with each copy: one copy out of a cache must not count forever
+_ROWS = 512  # units that indexing copies in one call; for up to 500, numpy keeps the GIL
+_MEASURABLE = 2**21  # bytes of a copy from which its speed counts: a smaller copy may come from a cache
+_SLOWER = 2.5  # a copy this many times slower than the best has waited for the GIL, which takes as long as two copies
+_FORGET = (
+    0.98  # factor on the best speed after each copy, so that one copy from a cache does not count forever
+)
 
 
 class HostTicket:
-    """One batch; it has ended when all of its pieces have, well or not.
+    """One batch. It has ended when all of its pieces have ended, successfully or not.
 
     Attributes:
-        pieces: how many there are; set by the thread that cuts it, before it copies any, and 0 until then.
+        pieces: the number of pieces; 0 until a thread has cut the batch, which happens before the first piece is copied.
     """
 
     def __init__(self) -> None:
@@ -82,17 +85,17 @@ class HostTicket:
         self._ended: list[float] = []
 
     def end(self, begun: float, now: float, error: Exception | None = None) -> None:
-        """Note that a piece no longer touches memory, and when its copy began."""
+        """Note that the copy of a piece, which began at `begun`, has ended."""
         if error is not None:
             self._error = error
         self._begun.append(begun)
-        self._ended.append(now)  # last, because `query` counts these
+        self._ended.append(now)  # last, because `query` counts these entries
 
     def query(self) -> TicketState:
-        """Return where the batch stands.
+        """Return the batch's state.
 
         Raises:
-            Exception: what a copy raised; nothing runs any more.
+            Exception: a copy raised it; nothing of the batch runs any more.
         """
         if not self._has_ended:
             return TicketState.PENDING
@@ -102,7 +105,7 @@ class HostTicket:
 
     @property
     def copy_seconds(self) -> float | None:
-        """From the first piece's start to the last one's end; None while pieces are left."""
+        """Seconds from the start of the first piece to the end of the last one; None until all have ended."""
         return max(self._ended) - min(self._begun) if self._has_ended else None
 
     @property
@@ -119,10 +122,10 @@ class HostCopier:
     """Copies on the threads of `executor`, loads first.
 
     Args:
-        executor: runs calls in order, on as many threads as it likes.
-        clock: time.
-        copy: copies in both directions; by default the fastest way for each.
-        piece_bytes: about how much is copied at a time.
+        executor: runs calls in order, on any number of threads.
+        clock: measures the copies.
+        copy: copies in both directions; by default the fastest way for each direction.
+        piece_bytes: approximate bytes of a piece.
     """
 
     slices = 0
@@ -139,7 +142,7 @@ class HostCopier:
         self._storing = Lock()
 
     def fence(self) -> Fence:
-        """Return nothing to wait for: on a CPU the forward pass has ended when the engine's hook runs."""
+        """Return None: on a CPU, the forward pass has ended when the engine's hook runs."""
         return None
 
     def submit(self, direction: Direction, runs: CopyRuns, fences: Sequence[Fence]) -> HostTicket:
@@ -150,11 +153,11 @@ class HostCopier:
         """
         piece = _Piece(runs, HostTicket())
         queue = self._loads if direction is Direction.LOAD else self._stores
-        queue.append(piece)  # first: each call on the executor looks at the queue after this
+        queue.append(piece)  # before `_serve` is submitted, so that it finds the batch
         try:
             self._executor.submit(self._serve)
         except RuntimeError:
-            with suppress(ValueError):  # a thread has taken it, and copies all of it
+            with suppress(ValueError):  # a running thread has taken the batch, and copies all of it
                 queue.remove(piece)
                 raise
         return piece.ticket
@@ -163,7 +166,7 @@ class HostCopier:
         """Do nothing: the executor belongs to the caller."""
 
     def _serve(self) -> None:
-        """Copy until nothing is left that this thread may take."""
+        """Copy pieces until none is left that this thread may take."""
         while True:
             if piece := self._take(self._loads):
                 self._copy(Direction.LOAD, piece)
@@ -179,36 +182,36 @@ class HostCopier:
                 self._copy(Direction.STORE, piece)
         finally:
             self._storing.release()
-        return True  # look again: a thread that found the lock taken has left
+        return True  # look again: a thread that found the lock taken has left its store to this one
 
     def _copy(self, direction: Direction, piece: _Piece) -> None:
         error, begun = None, self._clock.monotonic()
         try:
             self._copies[direction](piece.runs)
-        except Exception as raised:  # raised to the ticket's reader
+        except Exception as raised:  # the ticket's `query` raises it
             error = raised
         piece.ticket.end(begun, self._clock.monotonic(), error)
 
     def _take(self, queue: deque[_Piece]) -> _Piece | None:
-        """Take the first piece. A batch that is not cut yet is cut, and its other pieces go back for other threads."""
+        """Take the first piece. If it is a whole batch, cut it, and put the other pieces back for other threads."""
         try:
             piece = queue.popleft()
         except IndexError:
             return None
-        if piece.ticket.pieces:  # it was cut
+        if piece.ticket.pieces:  # already cut
             return piece
         parts = [_Piece(part, piece.ticket) for part in cut(piece.runs, self._piece_bytes)]
         piece.ticket.pieces = len(parts)
         queue.extendleft(reversed(parts[1:]))
         if queue is self._loads:
-            with suppress(RuntimeError):  # shut down: this thread copies everything
+            with suppress(RuntimeError):  # the executor was shut down: this thread copies everything
                 for _ in range(min(len(parts), _LOAD_THREADS) - 1):
                     self._executor.submit(self._serve)
         return parts[0]
 
 
 def choose_copy(*, arena_is_target: bool = False) -> Copy:
-    """Return the fastest copy that this system allows, tried out on a few bytes.
+    """Return the fastest copy function that this system allows, found by copying a few bytes.
 
     Args:
         arena_is_target: whether it copies into the arena, which has huge pages, or out of it.
@@ -236,16 +239,16 @@ def choose_copy(*, arena_is_target: bool = False) -> Copy:
 
 @dataclass
 class WatchfulCopy:
-    """Copies the quick way while that is quick, else the patient way.
+    """Copies the quick way as long as that is quick, otherwise the patient way.
 
-    A thread that waits for the interpreter's lock is several times slower than before; a slower machine is
-    not. A wrong guess costs a few percent of a copy's time.
+    Waiting for the GIL makes a thread suddenly several times slower; other load on the machine does not. A wrong guess costs
+    a few percent of a copy's time.
 
     Args:
         quick, patient: two ways to copy.
-        now: seconds.
-        best: bytes a second.
-        is_contended: whether another thread seems to want the lock.
+        now: returns the time in seconds.
+        best: the best speed so far in bytes per second, slowly decaying.
+        is_contended: whether another thread seems to want the GIL.
     """
 
     quick: Copy
@@ -267,11 +270,11 @@ class WatchfulCopy:
 def copy_by_memmove(runs: CopyRuns) -> None:
     """Copy piece by piece; works everywhere."""
     moves = map(ctypes.memmove, runs.target.tolist(), runs.source.tolist(), runs.size.tolist())
-    deque(moves, 0)  # runs it, and keeps nothing
+    deque(moves, 0)  # makes the calls without keeping their results
 
 
 def copy_by_index(runs: CopyRuns, rest: Copy) -> None:
-    """Copy units of one size, `_ROWS` at a time; `rest` copies what remains, or all of it where the units are too small."""
+    """Copy units of one size, `_ROWS` at a time. `rest` copies the remainder, or everything if the units would be too small."""
     unit = math.gcd(_UNIT, int(np.gcd.reduce(runs.size)))
     if unit < _LEAST_UNIT:
         rest(runs)
@@ -290,10 +293,10 @@ def copy_by_index(runs: CopyRuns, rest: Copy) -> None:
 
 
 def _vector_copy(*, far_is_target: bool) -> Copy | None:
-    """Return the kernel's scattered copy within one process, None where the system refuses it.
+    """Return the kernel's scattered copy within one process, or None if the system refuses it.
 
-    The kernel reaches one side, the far one, through its own page tables, page by page. That is the arena: it has huge
-    pages where there are any, and an engine's tensors mostly do not. It moves no more than 2 GiB in one call.
+    The kernel looks up one side, the far one, page by page. The arena should be that side: it has huge pages if the system
+    has them, and an engine's tensors mostly do not. One call moves at most 2 GiB.
     """
     try:
         library = ctypes.CDLL(None, use_errno=True)
@@ -306,7 +309,7 @@ def _vector_copy(*, far_is_target: bool) -> Copy | None:
 
     def copy(runs: CopyRuns) -> None:
         near, far = (runs.source, runs.target) if far_is_target else (runs.target, runs.source)
-        near_rows = np.column_stack((near, runs.size))  # of C's struct iovec
+        near_rows = np.column_stack((near, runs.size))  # each row is a C struct iovec
         far_rows = np.column_stack((far, runs.size))
         for start in range(0, len(runs), _PIECES):
             rows = slice(start, start + _PIECES)
@@ -330,19 +333,19 @@ def _works(copy: Copy) -> bool:
 
 
 def cut(runs: CopyRuns, limit: int) -> Iterator[CopyRuns]:
-    """Cut copies into parts of about `limit` bytes, in order; less than twice that each."""
+    """Cut copies into parts of about `limit` bytes each, always less than twice that, in order."""
     if runs.total_bytes <= limit:
         yield runs
         return
     runs = no_longer_than(runs, limit)
-    part = (np.cumsum(runs.size) - 1) // limit  # the one in which a run's last byte would lie
+    part = (np.cumsum(runs.size) - 1) // limit  # the part that a run's last byte belongs to
     starts = np.flatnonzero(np.diff(part, prepend=-1)).tolist()
     for start, end in pairwise([*starts, len(runs)]):
         yield runs[start:end]
 
 
 def no_longer_than(runs: CopyRuns, limit: int) -> CopyRuns:
-    """Cut every copy of over `limit` bytes."""
+    """Split every copy of more than `limit` bytes."""
     counts = -(-runs.size // limit)
     if int(counts.max()) == 1:
         return runs
