@@ -66,9 +66,7 @@ _LEAST_UNIT = 2**9
 _ROWS = 512  # units that indexing copies in one call; for up to 500, numpy keeps the GIL
 _MEASURABLE = 2**21  # bytes of a copy from which its speed counts: a smaller copy may come from a cache
 _SLOWER = 2.5  # a copy this many times slower than the best has waited for the GIL, which takes as long as two copies
-_FORGET = (
-    0.98  # factor on the best speed after each copy, so that one copy from a cache does not count forever
-)
+_FORGET = 0.98  # factor on the best speed per copy: one copy from a cache must not count forever
 
 
 class HostTicket:

@@ -1,7 +1,8 @@
 """How much host memory this process may use, how it is allocated, and on which NUMA node.
 
-Copies from another node than the GPU's cross a second, slower bus. So the thread that first touches the memory runs on the
-node's processors while it does so, where they are among the process's. Unlike `mbind`, Docker's default profile allows that.
+Copies between the GPU and another NUMA node cross a second, slower bus. So the thread that first touches the memory runs on
+processors of the GPU's node while it does so, if the process may use any of them. Docker's default profile allows this, but
+not `mbind`.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ if TYPE_CHECKING:
 
 log = get_logger("transfer")
 
-_KEPT: list[object] = []  # memory that a device may still reach
+_KEPT: list[object] = []  # memory that a device may still access, so it is never released
 _RESERVE = 256 * 2**20
-"""Bytes left free while an arena grows: some chunks, since several ranks may check at the same time."""
-_NO_LIMIT = 2**60  # version 1 writes no limit as a number that no machine has, version 2 as "max"
+"""Bytes left free while an arena grows: several chunks, because several ranks may check at the same time."""
+_NO_LIMIT = 2**60  # cgroup version 1 reports "no limit" as a number above this, version 2 as "max"
 
 
 def read_file(path: str) -> str | None:
-    """Return a file's text, None where it cannot be read."""
+    """Return a file's text, or None if it cannot be read."""
     try:
         return Path(path).read_text()
     except OSError:
@@ -49,9 +50,9 @@ class HostChunk:
     """One piece of host memory.
 
     Args:
-        address: its first byte.
-        size: its bytes.
-        release: gives it back; called once, and not while a copy may touch it.
+        address: address of the first byte.
+        size: number of bytes.
+        release: frees the memory; called once, when no copy can touch the memory any more.
     """
 
     address: int
@@ -63,44 +64,45 @@ class HostAllocator(Protocol):
     """Allocates host memory that is ready for copies at full speed."""
 
     async def allocate(self, size: int) -> HostChunk:
-        """Return `size` bytes, every page of them present (and pinned, where the device wants that).
+        """Return `size` bytes with every page present (and pinned, if the device needs that).
 
         Raises:
-            HostMemoryBusy: not now; a later call may succeed.
-            HostMemoryError: they cannot be allocated.
+            HostMemoryBusy: the memory cannot be pinned now; a later call may succeed.
+            HostMemoryError: the allocation fails.
         """
         ...
 
 
 class Pin(Protocol):
-    """Makes memory known to a device."""
+    """Pins host memory for a device."""
 
     def register(self, address: int, size: int) -> None:
         """Pin the memory.
 
         Raises:
-            HostMemoryBusy: the device's driver refuses for now.
-            HostMemoryError: it refuses.
+            HostMemoryBusy: the device's driver cannot pin memory now; a later call may succeed.
+            HostMemoryError: the driver refuses.
         """
         ...
 
     def unregister(self, address: int) -> bool:
-        """Undo `register`; False where the driver refuses, so that the device may still reach the memory."""
+        """Undo `register`. Return False if the driver refuses, so that the device may still access the memory."""
         ...
 
 
 @dataclass(frozen=True)
 class MmapAllocator:
-    """Anonymous memory, touched and pinned on `executor`'s threads so that no loop waits for the kernel.
+    """Allocates anonymous memory, touched and pinned on `executor`'s threads so that no event loop waits for the kernel.
 
-    Pinned memory is released there too, chunk by chunk: an engine that ends waits a few seconds for its workers, and what is
-    pinned by then goes with the process. A forked child does not get the memory, and core dumps leave it out.
+    These threads also release pinned memory, chunk by chunk. An engine that stops waits only a few seconds for its workers;
+    memory that is still pinned after that is freed with the process. Forked children do not get the memory, and core dumps
+    leave it out.
 
     Args:
         executor: its threads do the work.
-        pin: registers the memory with a device; None where the device is the CPU.
-        node: where the memory should lie; None leaves that to the kernel.
-        read: reads the kernel's files; tests hand in their own.
+        pin: pins the memory for a device; None if the device is the CPU.
+        node: the NUMA node to allocate from; None leaves that to the kernel.
+        read: reads the kernel's files; tests pass their own.
     """
 
     executor: Executor
@@ -113,12 +115,12 @@ class MmapAllocator:
         try:
             return await asyncio.wrap_future(work)
         except asyncio.CancelledError:
-            # The thread cannot be stopped, so what it allocates is released when it ends.
+            # The thread cannot be stopped, so the chunk that it allocates is released when it has finished.
             work.add_done_callback(_release_result)
             raise
 
     def _allocate(self, size: int) -> HostChunk:
-        # Ranks and engines that start together each see the same memory as free; the kernel would end one of them.
+        # Ranks and engines that start together all see the same memory as free. Without this check the kernel could kill one.
         left = available_bytes(self.read)
         if left is not None and left < size + _RESERVE:
             raise HostMemoryError(
@@ -131,14 +133,14 @@ class MmapAllocator:
             raise HostMemoryError(f"the system refused {size} bytes of host memory: {error}") from error
         _advise(memory)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        # Touches every page, outside the interpreter's lock.
+        # Touches every page, without the GIL.
         with nullcontext() if self.node is None else self.node.processors():
             ctypes.memset(address, 0, size)
         if self.pin is not None:
             try:
                 self.pin.register(address, size)
             except BaseException:
-                memory.close()  # at once: the traceback would keep it for as long as someone holds the error
+                memory.close()  # at once: otherwise the error's traceback would keep the memory alive
                 raise
         return HostChunk(address, size, lambda: self._release(address, memory))
 
@@ -155,16 +157,16 @@ class MmapAllocator:
 def _unpin(pin: Pin, address: int, memory: mmap.mmap) -> None:
     if pin.unregister(address):
         memory.close()
-    else:  # the device may write here: the addresses must not become someone else's
+    else:  # the device may still write here, so the addresses must not be reused
         _KEPT.append(memory)
 
 
 def preferred_node(pci_address: str, read: ReadText = read_file) -> PreferredNode | None:
-    """Return the NUMA node that a PCI device sits at; None where there is only one, or the kernel does not say.
+    """Return the NUMA node of a PCI device, or None if the kernel names none, as on a machine with only one node.
 
     Args:
-        pci_address: as in "0000:3b:00.0".
-        read: reads the kernel's files; tests hand in their own.
+        pci_address: the device's address, such as "0000:3b:00.0".
+        read: reads the kernel's files; tests pass their own.
     """
     path = f"/sys/bus/pci/devices/{pci_address.lower()}/numa_node"
     node = _number(read(path))
@@ -173,12 +175,12 @@ def preferred_node(pci_address: str, read: ReadText = read_file) -> PreferredNod
 
 @dataclass
 class PreferredNode:
-    """Takes memory from one node. A page lies on the node of the thread that first touches it, unless that is full.
+    """Moves threads to a NUMA node, so that the memory they touch first is allocated there unless the node is full.
 
     Args:
-        node: its number.
-        read: reads the kernel's files; tests hand in their own.
-        was_logged: whether the first outcome was.
+        node: the node's number.
+        read: reads the kernel's files; tests pass their own.
+        was_logged: whether the first outcome was logged.
     """
 
     node: int
@@ -187,7 +189,7 @@ class PreferredNode:
 
     @contextmanager
     def processors(self) -> Iterator[None]:
-        """Run the calling thread on the node's processors within the context, unless that is refused.
+        """Run the calling thread on the node's processors within the context, unless the system refuses.
 
         The first outcome is logged.
         """
@@ -203,12 +205,12 @@ class PreferredNode:
                     os.sched_setaffinity(0, before)
 
     def _move_here(self) -> set[int] | None:
-        """Return where the thread ran before, None if moving it is refused."""
+        """Move the thread to the node's processors. Return its former processors, or None if the system refuses."""
         try:
             text = self.read(f"/sys/devices/system/node/node{self.node}/cpulist") or ""
             before = os.sched_getaffinity(0)
             os.sched_setaffinity(0, before & _processors(text))
-        except (OSError, ValueError, AttributeError):  # also where none of them may be used
+        except (OSError, ValueError, AttributeError):  # OSError also if the process may use none of them
             return None
         return before
 
@@ -216,13 +218,13 @@ class PreferredNode:
 def slots_for(
     bytes_per_rank: int, layout: DeviceLayout, *, ranks: int = 1, read: ReadText = read_file
 ) -> int:
-    """Return how many host slots fit `bytes_per_rank`.
+    """Return how many host slots fit into `bytes_per_rank`.
 
     Args:
-        bytes_per_rank: host memory that this rank may use.
-        layout: of this rank.
-        ranks: how many ranks of this machine take as much each from what is left now.
-        read: reads the kernel's files; tests hand in their own.
+        bytes_per_rank: bytes of host memory that this rank may use.
+        layout: the rank's device layout.
+        ranks: how many ranks on this machine will each take as much of the memory that is free now.
+        read: reads the kernel's files; tests pass their own.
 
     Raises:
         ConfigError: less than one block fits, or the ranks need more than this machine or this process's cgroup has left.
@@ -242,11 +244,11 @@ def slots_for(
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """How much memory a process can still get from the machine, or within one of its memory cgroups.
+    """How much memory a process can still allocate on the machine or within one of its memory cgroups.
 
     Args:
-        place: the machine or the cgroup.
-        left: bytes, file cache counted as free.
+        place: the machine or the cgroup, as error messages name it.
+        left: bytes left; file cache counts as free.
     """
 
     place: str
@@ -257,9 +259,9 @@ class MemoryLimit:
 
 
 def exceeded(needed: int, limits: Iterable[MemoryLimit]) -> MemoryLimit | None:
-    """Return the tightest of the limits that so many bytes exceed; None where they fit all of them.
+    """Return the tightest limit that `needed` bytes exceed, or None if they fit within all limits.
 
-    The start and the doctor decide by it.
+    The start and the doctor both use this.
     """
     above = [limit for limit in limits if limit.left < needed]
     return min(above, key=lambda limit: limit.left, default=None)
@@ -273,15 +275,16 @@ def memory_limits(read: ReadText) -> list[MemoryLimit]:
 
 
 def available_bytes(read: ReadText) -> int | None:
-    """Return the bytes that this process can still get without swapping, None where the kernel does not say.
+    """Return how many bytes this process can still allocate without swapping, or None if the kernel does not report it.
 
-    The least of MemAvailable and what every enclosing cgroup (version 1 or 2) has left, file cache counted as free.
+    That is the minimum of MemAvailable and of the bytes left in each enclosing cgroup (version 1 or 2). File cache counts as
+    free.
     """
     return min([limit.left for limit in memory_limits(read)], default=None)
 
 
 def _cgroup_limits(read: ReadText) -> Iterator[MemoryLimit]:
-    """Yield the limits of this process's memory cgroups (version 1 or 2), the parents too, as far as they can be read."""
+    """Yield the limits of this process's memory cgroups (version 1 or 2) and their parents, as far as they can be read."""
     for line in (read("/proc/self/cgroup") or "").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         if not path.startswith("/"):
@@ -294,7 +297,7 @@ def _cgroup_limits(read: ReadText) -> Iterator[MemoryLimit]:
 
 
 def _chain(read: ReadText, root: str, path: str, limit: str, usage: str) -> Iterator[MemoryLimit]:
-    """Yield the limits of the cgroup and each of its parents. A container may see its own group as the root."""
+    """Yield the limits of the cgroup and each of its parents. A container may see its own cgroup as the root."""
     group = PurePosixPath(path)
     for parent in (group, *group.parents):
         folder = root + str(parent).rstrip("/")
@@ -312,19 +315,20 @@ def _number(text: str | None) -> int | None:
 
 
 def _fields(text: str | None) -> dict[str, str]:
-    """Return the second word of each line, by the first."""
+    """Return the second word of each line, keyed by the first."""
     lines = [line.split() for line in (text or "").splitlines()]
     return {words[0]: words[1] for words in lines if len(words) > 1}
 
 
 def _advise(memory: mmap.mmap) -> None:
-    """Ask for huge pages, and keep the memory out of forks and core dumps.
+    """Ask for huge pages, and exclude the memory from forks and core dumps. A refusal does no harm.
 
-    Huge pages need fewer address translations for scattered copies. Pinned pages would be copied at each fork. A refusal
-    does no harm.
+    With huge pages, scattered copies need fewer address translations. Without `MADV_DONTFORK`, each fork would copy the
+    pinned pages.
 
-    khugepaged scans memory so marked under the lock of the process's mappings. `MADV_COLLAPSE` would avoid the scans, but holds
-    that lock while it waits for a kernel thread on every processor, which took up to 6 s beside vLLM's spinning threads.
+    khugepaged scans memory that is marked for huge pages, and holds the lock of the process's memory map meanwhile.
+    `MADV_COLLAPSE` would avoid the scans, but holds that lock while it waits for a kernel thread on every processor, which
+    took up to 6 s beside vLLM's spinning threads.
     """
     for name in ("MADV_HUGEPAGE", "MADV_DONTFORK", "MADV_DONTDUMP"):
         with contextlib.suppress(OSError, AttributeError):
@@ -337,6 +341,6 @@ def _release_result(work: Future[HostChunk]) -> None:
 
 
 def _processors(text: str) -> set[int]:
-    """Return the numbers in a list such as "0-3,8"."""
+    """Return the processor numbers in a list such as "0-3,8"."""
     spans = [part.partition("-")[::2] for part in text.strip().split(",")]
     return {number for first, last in spans for number in range(int(first), int(last or first) + 1)}

@@ -1,4 +1,4 @@
-"""A pump's jobs, from acceptance to the report."""
+"""The jobs of a pump, from acceptance to the report."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class OpenJob:
-    """One accepted job. A load is one part; a store is cut into parts as the budget allows.
+    """One accepted job. A load is submitted as one part; a store is cut into parts as the limit on its bytes allows.
 
     Args:
         job: the job.
-        accepted_at: time of acceptance on the pump's clock.
-        fence: what its copies wait for.
-        slots, blocks: of the job, as arrays; set by `resolve`.
-        started: pairs handed to the copier so far.
-        open_parts: open batches that contain a part of it.
-        copy_s: seconds of the copies that have ended.
-        failed: a part failed, so no further part starts.
+        accepted_at: when the job was accepted, in seconds on the pump's clock.
+        fence: the fence that its copies wait for.
+        slots, blocks: the job's slots and blocks as arrays; set by `resolve`.
+        started: how many of its pairs of slot and block are in submitted parts.
+        open_parts: how many submitted batches that have not ended contain a part of the job.
+        copy_s: seconds spent in copies that have ended.
+        failed: whether the job failed; then no further part starts.
         corrupt: positions of blocks whose host bytes differ from the stored ones.
     """
 
@@ -51,21 +51,21 @@ class OpenJob:
 
     @property
     def outcome(self) -> CopyOutcome:
-        """How it ended, once it is over."""
+        """How the job ended; valid once the job is over."""
         if self.corrupt:
             return CopyOutcome.CORRUPT
         return CopyOutcome.FAILED if self.failed else CopyOutcome.DONE
 
     @property
     def is_over(self) -> bool:
-        """Whether no copy of it runs or will be started."""
+        """Whether none of its copies runs or will be started."""
         return self.open_parts == 0 and (self.failed or self.started == len(self.job.slots))
 
     def resolve(self, ready_slots: int, blocks: int) -> None:
-        """Fill in the arrays.
+        """Set `slots` and `blocks`.
 
         Raises:
-            CopyError: the job is empty, uneven, or names a slot or a block that is not there.
+            CopyError: the job is empty, its slots and blocks differ in number, or a slot or block does not exist.
         """
         job = self.job
         if len(job.targets) != len(job.slots) or not job.slots:
@@ -78,7 +78,7 @@ class OpenJob:
 
 
 class Part(NamedTuple):
-    """Pairs `start` to `end - 1` of a job."""
+    """The pairs of slot and block from `start` to `end - 1` of a job."""
 
     job: OpenJob
     start: int
@@ -86,15 +86,15 @@ class Part(NamedTuple):
 
 
 def _numbers(ids: Sequence[int]) -> Numbers:
-    """Return ids as a read-only array. Hooks call it, and it takes half as long as `np.fromiter`."""
+    """Return ids as a read-only array. This runs in hooks, and takes half as long as `np.fromiter`."""
     return np.ndarray((len(ids),), np.int64, struct.pack(f"{len(ids)}q", *ids))
 
 
 class JobLedger:
     """Accepts jobs and returns reports; each accepted job is reported exactly once.
 
-    The hook's thread accepts and reports; either thread may end a job. Each access to a container is one operation that is
-    atomic in Python.
+    The hook's thread accepts jobs and takes reports. That thread and the coroutine's may end jobs. Containers are accessed
+    only by single operations, which are atomic in Python.
     """
 
     def __init__(self) -> None:
@@ -103,14 +103,14 @@ class JobLedger:
         self._newest = dict.fromkeys(Direction, -1)
 
     def __len__(self) -> int:
-        """Jobs that have not ended."""
+        """Return the number of jobs that have not ended."""
         return len(self._open)
 
     def accept(self, jobs: Sequence[DeviceJob], now: float) -> list[OpenJob]:
-        """Accept all of `jobs`, which have one direction, or none. A plan that is received twice must not copy twice.
+        """Accept all of `jobs`, which have one direction, or none. A plan received twice must not be copied twice.
 
         Raises:
-            IllegalTransition: a job was accepted before, or one with a higher number was; nothing changed.
+            IllegalTransition: a job with this id or a higher one was already accepted; nothing changed.
         """
         direction = jobs[0].direction
         newest = self._newest[direction]
@@ -126,7 +126,7 @@ class JobLedger:
     def end(self, open_job: OpenJob, now: float, slot_bytes: int) -> None:
         """Report a job that is over.
 
-        `queue_s` is all time without copies: the wait for the limit, the fence and the checksums, and until the end was
+        `queue_s` is all time without copies: waiting for the limit, the fence and the checksums, and until the end is
         noticed.
         """
         job = open_job.job
@@ -145,7 +145,7 @@ class JobLedger:
         )
 
     def take_reports(self) -> tuple[JobReport, ...]:
-        """Return the jobs that ended since the last call, in the order in which they did."""
+        """Return the reports of jobs that ended since the last call, in the order in which they ended."""
         return tuple(self._ended.popleft() for _ in range(len(self._ended)))
 
 

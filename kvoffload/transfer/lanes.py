@@ -27,13 +27,13 @@ class Batch:
     """One submission.
 
     Args:
-        ticket: the copier's, or one that reads checksums after it.
-        parts: of the jobs in it.
-        size: its bytes.
-        copies: contiguous copies in it.
-        submitted_at: when, on the pump's clock.
-        copy_s: seconds that its copies took, once it has ended.
-        failed: whether it ended badly.
+        ticket: the copier's ticket, or one that also handles checksums.
+        parts: the job parts in this batch.
+        size: bytes in this batch.
+        copies: number of contiguous copies in this batch.
+        submitted_at: when the batch was submitted, in seconds on the pump's clock.
+        copy_s: seconds that its copies took; set when it ends.
+        failed: whether it failed; set when it ends.
     """
 
     ticket: Ticket
@@ -45,7 +45,7 @@ class Batch:
     failed: bool = False
 
     def end(self, state: TicketState, now: float) -> Batch:
-        """Note how it ended; return it."""
+        """Note how the batch ended, and return the batch."""
         measured = self.ticket.copy_seconds
         self.copy_s = now - self.submitted_at if measured is None else measured
         self.failed = state is TicketState.FAILED
@@ -53,16 +53,16 @@ class Batch:
 
 
 class Lane:
-    """The batches of one direction.
+    """The batches of one direction that have not ended.
 
-    A stream runs in order, so no batch is queried whose predecessor is still being copied. A batch that has not ended after
-    `timeout_s` is set aside: it is no longer work, nothing waits behind it, and `reap_late` queries it seldom. Its memory
-    stays out of use until it has ended, because no report says that it has.
+    A stream runs its batches in order, so a batch is queried only when its predecessor is no longer being copied. A batch
+    that has not ended after `timeout_s` is set aside: it is no longer pending, later batches no longer wait for it, and only
+    `reap_late` queries it, rarely. Its memory is not reused until it has ended, because its jobs are not reported before.
 
-    `add` may run beside the other methods, which must exclude each other.
+    `add` may run at the same time as any other method; the other methods must exclude each other.
 
     Attributes:
-        lost: why the device runs nothing more of this process, None while it does.
+        lost: why the device no longer works for this process; None while it works.
     """
 
     def __init__(self, direction: Direction, timeout_s: float) -> None:
@@ -73,7 +73,7 @@ class Lane:
         self.lost: str | None = None
 
     def __len__(self) -> int:
-        """Pending batches, without those that timed out."""
+        """Return the number of pending batches, without those that timed out."""
         return len(self._pending)
 
     @property
@@ -83,14 +83,14 @@ class Lane:
 
     @property
     def abandoned(self) -> int:
-        """Batches that timed out and have not ended."""
+        """Number of batches that timed out and have not ended."""
         return len(self._abandoned)
 
     def add(self, batch: Batch) -> None:
         self._pending.append(batch)
 
     def reap(self, now: float) -> Iterator[Batch]:
-        """Remove and yield the batches that have ended, oldest first, up to the first that is still being copied."""
+        """Remove and yield the batches that have ended, oldest first, up to the first one that is still being copied."""
         for batch in tuple(self._pending):
             state = self._query(batch)
             is_open = state in _OPEN
@@ -106,7 +106,7 @@ class Lane:
                 yield batch.end(state, now)
 
     def reap_late(self, now: float) -> Iterator[Batch]:
-        """Remove and yield the batches that timed out and have ended since."""
+        """Remove and yield the batches that have ended after they timed out."""
         for batch in tuple(self._abandoned):
             state = self._query(batch)
             if state not in _OPEN:
@@ -117,7 +117,7 @@ class Lane:
     def _query(self, batch: Batch) -> TicketState:
         try:
             state = batch.ticket.query()
-        except Exception as error:  # the job must end, whatever a copier raises
+        except Exception as error:  # the batch's jobs must end, whatever the copier raises
             if isinstance(error, DeviceLost):
                 self.lost = str(error)
             self._say(log.error, "failed", batch, reason=repr(error))

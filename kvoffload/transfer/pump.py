@@ -1,29 +1,31 @@
 """Drives the copies of one rank.
 
-Two threads share it. The hook's thread (the engine's) submits jobs, polls without waiting, and takes reports. The transfer
-coroutine runs on another thread, starts stores and notices ends. The hook's thread submits loads at once, because a request
-waits for them. Stores wait in a queue for the coroutine, because no request waits for them and cutting them takes time.
+Two threads share the pump. The hook's thread (the engine's) submits jobs, polls without waiting, and takes reports. The
+transfer coroutine runs on another thread; it starts stores and notices when batches have ended. The hook's thread submits loads
+at once, because requests wait for them. Stores wait in a queue for the coroutine, because no request waits for them and cutting
+them into batches takes time.
 
     hook's thread     fence ─ submit_loads ─ one batch ─────────▶ load lane  ─┐
                       submit_stores ─ fence ─▶ store queue                    ├─ reap ─▶ ledger ─▶ take_report
     coroutine         store queue ─ within the byte budget ─────▶ store lane ─┘
 
-* A job is in the ledger from acceptance to its report. Submitted batches are in a lane. A job ends whatever a copier
-  raises. The last part of this file follows one job; the parts before it decide which thread may do what when.
-* `_admission` is held while jobs are submitted, and once by the drain that ends submission.
-* `_reaping` guards the lanes' heads and every part count of a store. The hook only tries to take it: while the
-  coroutine holds it, ends are being noticed anyway. The coroutine waits for the hook, which holds it for a few queries.
-* Stores in flight stay under a limit that adapts below `store_bytes_in_flight` (`AdaptiveLimit`), in batches of at most
-  half of it: the copier always has a next batch while an end is being noticed, and a load waits for at most that many
-  bytes where both share a resource.
-* With nothing pending the coroutine sleeps until a job comes; it is not woken while it is awake. With copies pending it
-  polls each lane, at intervals that double while nothing ends, and at once while a large batch is being
-  started in slices.
-* Where checksums are kept, a batch's ticket has an executor's threads read them when the copies have ended. Copies and
-  reading together have `timeout_s`; time-outs, drain and death treat a batch that is being read as a running copy.
-* A started copy cannot be cancelled. On cancellation, jobs that were not started fail at once; the coroutine stays, even if
-  cancelled again, until started copies have ended or timed out.
-* If the coroutine dies, the hook's `poll` notices ends in its place and fails jobs that were not started.
+* The ledger has each job from acceptance to its report; a lane has each submitted batch. Every job ends, whatever the copier
+  raises. The last section of this file follows one job; the sections before it decide which thread may do what, and when.
+* `_admission` is held while jobs are submitted, and once by `drain`, which ends submission.
+* `_reaping` guards the heads of the lanes and the number of open parts of each store. The hook only tries to take it: while
+  the coroutine holds it, ends are being noticed anyway. The coroutine waits for it; the hook holds it only for a few queries.
+* The bytes of stores in flight stay under a limit that adapts below `store_bytes_in_flight` (`AdaptiveLimit`). A batch has at
+  most half of the limit, so the copier has another batch while the end of one is being noticed. If loads and stores share a
+  resource, a load waits for at most the limit's number of bytes.
+* When nothing is pending, the coroutine sleeps until a job arrives; a job that arrives while it is awake makes no system call.
+  While copies are pending, the coroutine polls each lane. Its pauses double as long as nothing ends, and it makes none while a
+  large batch is being started in slices.
+* If checksums are kept, a batch's ticket has an executor's threads read the host slots after the copies have ended. Copying and
+  reading together may take `timeout_s`. Timeouts, the drain and a coroutine's death treat a batch that is being read as a
+  running copy.
+* A started copy cannot be cancelled. When the coroutine is cancelled, jobs that were not started fail at once. The coroutine
+  goes on, even if cancelled again, until started copies have ended or timed out.
+* If the coroutine dies, the hook's `poll` notices ends instead, and fails jobs that were not started.
 """
 
 from __future__ import annotations
@@ -60,16 +62,16 @@ if TYPE_CHECKING:
 log = get_logger("transfer")
 
 _CLOSING = "the pump is closing"
-_FIRST_PAUSE_S = 0.0002  # shorter than a job of a few blocks takes
+_FIRST_PAUSE_S = 0.0002  # shorter than copying a few blocks takes
 LONGEST_PAUSE_S = 0.005
-"""The interpreter's own switch interval: asking more often gains nothing while the engine computes."""
+"""Python's thread switch interval: polling more often gains nothing while the engine's thread computes."""
 
 
 class Wakeup:
     """A flag that a coroutine waits for. While the coroutine is awake, `set` makes no system call.
 
-    No wake-up is lost: `set` raises the flag before it checks whether the coroutine sleeps, and the coroutine notes that it
-    sleeps before it checks the flag.
+    No wake-up is lost: `set` raises the flag before it checks whether the coroutine sleeps, and `wait` notes that the
+    coroutine sleeps before it checks the flag.
     """
 
     def __init__(self) -> None:
@@ -89,11 +91,11 @@ class Wakeup:
             loop.call_soon_threadsafe(sleeper.set)
 
     def clear(self) -> None:
-        """Lower the flag. Call this before looking for work, so that later work raises it again."""
+        """Lower the flag. Call this before looking for work, so that work which arrives later raises the flag again."""
         self._is_set = False
 
     async def wait(self) -> None:
-        """Return once the flag is up."""
+        """Return once the flag is raised."""
         self._loop = asyncio.get_running_loop()
         sleeper = asyncio.Event()
         self._sleeper = sleeper
@@ -108,13 +110,13 @@ class TransferPump:
     """The copies of one rank, from jobs to reports.
 
     Args:
-        rank: whose.
-        arena: host memory; `close` closes it.
+        rank: the rank.
+        arena: the rank's host memory; `close` closes it.
         copier: moves the bytes; `close` closes it.
-        clock: time.
-        store_bytes_in_flight: most bytes of submitted stores; a single block may exceed it.
+        clock: time, for pauses, timeouts and reports.
+        store_bytes_in_flight: the highest limit on the bytes of submitted stores; a single block may exceed it.
         timeout_s: seconds after which a submitted batch counts as hanging.
-        checksums: of the arena's slots, None where none are kept.
+        checksums: the checksums of the arena's slots; None if none are kept.
     """
 
     def __init__(
@@ -140,7 +142,7 @@ class TransferPump:
         self._stores = Lane(Direction.STORE, timeout_s)
         self._lanes = self._loads, self._stores
         self._late_look_at = 0.0
-        self._lost: str | None = None  # why the device runs nothing more of this process
+        self._lost: str | None = None  # why the device no longer works for this process
         self._admission = Lock()
         self._reaping = Lock()
         self._wakeup = Wakeup()
@@ -152,24 +154,24 @@ class TransferPump:
     # --- the hook's thread ---
 
     def fence(self) -> Fence:
-        """Return a fence behind all that the calling thread has enqueued on the device so far, or None after an error."""
+        """Return a fence behind everything that the calling thread has enqueued on the device so far, or None after an error."""
         try:
             return self._copier.fence()
-        except Exception as error:  # a later fence serves as well
+        except Exception as error:  # `submit_loads` then records a later fence, which is as safe
             log.warning("fence_refused", rank=self._rank, reason=repr(error))
             return None
 
     def submit_loads(self, jobs: Sequence[DeviceJob], fence: Fence = None) -> None:
-        """Start loads, all in one batch, behind what the calling thread has enqueued on the device so far.
+        """Start loads in one batch, behind everything that the calling thread has enqueued on the device so far.
 
         A job that cannot be started is reported as failed.
 
         Args:
             jobs: the loads.
-            fence: taken before by the same thread; the loads then wait only for what was enqueued before it.
+            fence: a fence that the same thread has recorded; the loads then wait only for work enqueued before it.
 
         Raises:
-            IllegalTransition: a job was submitted before; nothing changed.
+            IllegalTransition: a job was already submitted; nothing changed.
         """
         if not jobs:
             return
@@ -182,12 +184,12 @@ class TransferPump:
         self._wakeup.set()
 
     def submit_stores(self, jobs: Sequence[DeviceJob]) -> None:
-        """Queue stores for the coroutine, behind what the calling thread has enqueued on the device so far.
+        """Queue stores for the coroutine, behind everything that the calling thread has enqueued on the device so far.
 
-        A job that will not be started is reported as failed.
+        A job that cannot be started is reported as failed.
 
         Raises:
-            IllegalTransition: a job was submitted before; nothing changed.
+            IllegalTransition: a job was already submitted; nothing changed.
         """
         if not jobs:
             return
@@ -200,7 +202,7 @@ class TransferPump:
         self._wakeup.set()
 
     def poll(self) -> None:
-        """Handle the batches that have ended, without waiting for anything."""
+        """Handle the batches that have ended. Never waits."""
         is_stranded = self._gone is not None and bool(self._queue)
         if not (any(self._lanes) or self._abandoned or is_stranded):
             return
@@ -214,13 +216,13 @@ class TransferPump:
             self._reaping.release()
 
     def take_report(self, *, is_due: bool = False) -> TransferReport | None:
-        """Return what ended since the last call and the slots that are ready, None when there is nothing new.
+        """Return the jobs that ended since the last call and the number of ready slots, or None if nothing has changed.
 
         Args:
-            is_due: there is something else to report, so return a report in any case.
+            is_due: whether to return a report in any case, because the caller has something to add.
         """
         reports = self._ledger.take_reports()
-        # Read in this order: once the arena has stopped growing, `ready_slots` is final.
+        # `is_growing` must be read first: once it is False, `ready_slots` is final.
         is_growing = self._arena.is_growing
         ready_slots = max(self._arena.ready_slots, self._reported[0])
         lost = self._lost or self._loads.lost or self._stores.lost
@@ -240,9 +242,9 @@ class TransferPump:
         )
 
     def coroutine_lost(self, reason: str) -> None:
-        """Take over from `run`, whose loop or thread is gone.
+        """Take over from `run`, because its loop or thread is gone.
 
-        Stores that were not started fail; `poll` keeps noticing the ends of started ones.
+        Stores that were not started fail; `poll` still notices when started ones end.
         """
         if self._gone is None:
             log.error("transfer_coroutine_lost", rank=self._rank, reason=reason)
@@ -256,7 +258,7 @@ class TransferPump:
     # --- the coroutine ---
 
     async def run(self) -> None:
-        """Start stores and notice ends until cancelled; then drain. Called once."""
+        """Start stores and notice ends until cancelled, then drain. Call this once."""
         reason = "the transfer coroutine was stopped"
         try:
             await self._turns()
@@ -273,9 +275,9 @@ class TransferPump:
                 self._fail_queue(reason)
 
     async def drain(self) -> int:
-        """Take no more jobs, fail those not started, and wait until the started ones have ended.
+        """Accept no more jobs, fail those that were not started, and wait until started batches have ended.
 
-        Cancelling it does not shorten it: it waits for started batches all the same, for each `timeout_s` at most.
+        Cancelling does not shorten the drain: it still waits for started batches, at most `timeout_s` for each.
 
         Returns:
             How many batches timed out and may still touch memory.
@@ -286,7 +288,7 @@ class TransferPump:
             self._fail_queue(_CLOSING)
         was_cancelled = False
         with anyio.CancelScope(shield=True):
-            while self._turn():  # the queue is empty and stays so
+            while self._turn():  # the queue is empty and stays empty
                 try:
                     await self._clock.sleep(self._pause_s)
                 except asyncio.CancelledError:
@@ -296,7 +298,7 @@ class TransferPump:
         return self._abandoned
 
     async def close(self) -> None:
-        """Drain, then close the copier and the arena. The arena stays if a copy that timed out may still touch it."""
+        """Drain, then close the copier and the arena. The arena stays open if a copy that timed out may still touch it."""
         left = await self.drain()
         self._copier.close()
         if left:
@@ -312,15 +314,15 @@ class TransferPump:
                 await self._wakeup.wait()
             elif self._copier.slices == slices:
                 await self._clock.sleep(self._pause_s)
-            else:  # there may be room for more
+            else:  # slices were enqueued, and there may be room for more
                 await anyio.lowlevel.checkpoint()
 
     def _turn(self) -> bool:
-        """Notice ends and start stores; return whether anything is pending then."""
+        """Notice ends and start stores; return whether any batch is pending afterwards."""
         with self._reaping:
             progress = self._reap()
             progress |= self._start_stores()
-            # Read under the lock: if the hook could end the last batch before, the coroutine would sleep beside queued stores.
+            # Read under the lock: if the hook ended the last batch in between, the coroutine would sleep while stores are queued.
             is_pending = any(self._lanes)
         self._pause_s = _FIRST_PAUSE_S if progress else min(2 * self._pause_s, LONGEST_PAUSE_S)
         return is_pending
@@ -328,19 +330,19 @@ class TransferPump:
     # --- a job, from acceptance to report ---
 
     def _accept(self, jobs: Sequence[DeviceJob], fence: Fence = None) -> list[OpenJob]:
-        """Accept jobs and record what their copies wait for; return those that may be started.
+        """Accept jobs and set their fence; return the jobs that may be started.
 
         Args:
-            jobs: all of one direction.
-            fence: what they wait for, if that was recorded before.
+            jobs: jobs of one direction.
+            fence: the fence, if it is already recorded; by default a new one.
 
         Raises:
-            IllegalTransition: a job was accepted before; nothing changed.
+            IllegalTransition: a job was already accepted; nothing changed.
         """
         accepted = self._ledger.accept(jobs, self._clock.monotonic())
         try:
             fence = fence or self._copier.fence()
-        except Exception as error:  # the caller is the engine: a copier's error must not reach it
+        except Exception as error:  # the caller is the engine, which a copier's error must not reach
             self._note_lost(error)
             self._fail(accepted, f"no fence: {error!r}")
             return []
@@ -357,7 +359,7 @@ class TransferPump:
             self._submit(self._loads, Direction.LOAD, parts)
 
     def _start_stores(self) -> bool:
-        """Submit queued stores as far as the limit allows; return whether any was."""
+        """Submit queued stores as far as the limit allows; return whether any were submitted."""
         started = False
         while parts := self._queue.next_batch(self._stores.pending_bytes, self._resolve):
             self._submit(self._stores, Direction.STORE, parts)
@@ -365,9 +367,9 @@ class TransferPump:
         return started
 
     def _reap(self) -> bool:
-        """Notice which batches have ended; return whether any has."""
+        """Handle the batches that have ended; return whether there were any."""
         now = self._clock.monotonic()
-        is_load_pending = bool(self._loads)  # before loads are reaped: they were pending while the stores ran
+        is_load_pending = bool(self._loads)  # before loads are reaped: were any pending while the stores ran?
         ended = [*self._loads.reap(now)]
         for batch in self._stores.reap(now):
             ended.append(batch)
@@ -381,7 +383,7 @@ class TransferPump:
         return bool(ended)
 
     def _fail(self, jobs: Iterable[OpenJob], reason: str) -> None:
-        """Start no more of `jobs`, and report those of which nothing runs."""
+        """Fail `jobs`: start no more parts of them, and report those that have no running copies."""
         now = self._clock.monotonic()
         for job in jobs:
             log.error("job_failed", direction=job.job.direction.value, job=job.job.id, reason=reason)
@@ -390,16 +392,16 @@ class TransferPump:
                 self._ledger.end(job, now, self._arena.layout.slot_bytes)
 
     def _fail_queue(self, reason: str) -> None:
-        """Fail every store that was not started completely."""
+        """Fail every store in the queue, including one that was submitted in part."""
         self._fail([job for job in self._queue.take_all() if not job.failed], reason)
 
     def _resolve(self, job: OpenJob) -> bool:
-        """Return whether the job can be copied; if not, fail only this job."""
+        """Return whether the job can be copied. If it cannot, fail it, without affecting other jobs."""
         if job.started:
             return True
         try:
             job.resolve(self._arena.ready_slots, self._arena.layout.blocks)
-        except Exception as error:  # also what no type check would have let through
+        except Exception as error:  # not only CopyError: ids of a wrong type raise other errors
             self._fail([job], str(error))
             return False
         return True

@@ -1,4 +1,4 @@
-"""Stores that wait for the coroutine, and how they are cut into batches."""
+"""The stores that wait for the coroutine, and how they are cut into batches."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ if TYPE_CHECKING:
     from kvoffload.transfer.jobs import OpenJob
     from kvoffload.transfer.lanes import Batch
 
-# The lowest limit and a step, as a part of the highest. Below a batch or two, stores would wait for the coroutine's next turn.
+# The lowest limit and the step are the highest limit divided by this. If the limit allowed less than a batch or two, stores would
+# wait for the coroutine's next turn.
 _PARTS = 8
-_LOCK_S = 0.01  # that waiting for the interpreter's lock may add to a batch that is enqueued in several calls
+_LOCK_S = 0.01  # extra time that a batch enqueued in several calls may spend waiting for the GIL
 
 
 class StoreQueue:
-    """Jobs in order of arrival; only the first may have been started in part.
+    """Jobs in order of arrival; only the first job may have been submitted in part.
 
-    `add` may run beside the other methods, which must exclude each other.
+    `add` may run at the same time as any other method; the other methods must exclude each other.
 
     Args:
-        most: the highest limit on bytes of submitted stores.
-        slot_bytes: bytes of one block. The limit always admits two blocks if `most` does.
+        most: the highest limit on the bytes of submitted stores.
+        slot_bytes: bytes of one block on this rank. The limit always allows two blocks if `most` does.
 
     Attributes:
-        limit: on these bytes.
+        limit: the adaptive limit on the bytes of submitted stores.
     """
 
     def __init__(self, most: int, slot_bytes: int) -> None:
@@ -46,11 +47,11 @@ class StoreQueue:
         self._jobs.extend(jobs)
 
     def next_batch(self, pending_bytes: int, usable: Callable[[OpenJob], bool]) -> list[Part]:
-        """Remove and return what may be submitted now: at most half of the limit, nothing if there is no room.
+        """Remove and return the parts to submit now: at most half of the limit, nothing if there is no room.
 
         Args:
             pending_bytes: bytes of submitted stores that have not ended.
-            usable: whether a job can be started; called once for each part.
+            usable: returns whether a job can be copied; called once for each part.
         """
         room = self._pairs_that_fit(pending_bytes)
         parts: list[Part] = []
@@ -68,14 +69,14 @@ class StoreQueue:
         return parts
 
     def batch_ended(self, batch: Batch, now: float, *, is_load_pending: bool) -> None:
-        """Adapt the limit to a batch that was copied. It is compared with batches whose copies are about as long.
+        """Adapt the limit to the speed of an ended batch, compared with batches whose copies are about as long.
 
         Args:
-            batch: which.
-            now: when its end was noticed.
-            is_load_pending: whether a load had not ended when it was looked for.
+            batch: the batch, which did not fail.
+            now: when its end was noticed, in seconds on the pump's clock.
+            is_load_pending: whether a load was pending when its end was noticed.
         """
-        is_measured = 2 * batch.size >= self._least  # a small batch is mostly what it costs to begin one
+        is_measured = 2 * batch.size >= self._least  # starting a small batch takes longer than its copies
         self.limit.ended(
             batch.size,
             batch.copy_s if is_measured else 0.0,
@@ -87,7 +88,7 @@ class StoreQueue:
         )
 
     def take_all(self) -> list[OpenJob]:
-        """Remove and return every job, also one that was started in part."""
+        """Remove and return every job, including one that was submitted in part."""
         return [self._jobs.popleft() for _ in range(len(self._jobs))]
 
     def _pairs_that_fit(self, pending_bytes: int) -> int:
