@@ -8,11 +8,11 @@ import itertools
 
 from anyio import wait_all_tasks_blocked
 
-_YIELDS = 16  # turns of the loop that a woken task usually needs; anyio's own check waits 0.1 s where one is not enough
+_YIELDS = 16  # loop turns that a woken task usually needs; if it still runs after them, anyio's check sleeps for 0.1 s
 
 
 class FakeClock:
-    """A clock that stands still until `advance`. For one asyncio loop; `monotonic` may be called from any thread."""
+    """A clock that moves only when a test calls `advance` or `jump`. It serves one asyncio loop; any thread may read it."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start
@@ -24,7 +24,7 @@ class FakeClock:
 
     @property
     def sleepers(self) -> int:
-        """Coroutines that sleep on this clock."""
+        """Number of coroutines that sleep on this clock."""
         return sum(not future.done() for _, _, future in self._sleepers)
 
     async def sleep(self, seconds: float) -> None:
@@ -36,7 +36,7 @@ class FakeClock:
         await future
 
     async def advance(self, seconds: float) -> None:
-        """Let `seconds` pass, waking sleepers at their times and letting every task run until it waits again."""
+        """Let `seconds` pass. Wake sleepers at their times, and let every task run until it waits again."""
         end = self._now + seconds
         await wait_all_blocked()
         while self._sleepers and self._sleepers[0][0] <= end:
@@ -46,7 +46,7 @@ class FakeClock:
         self._now = end
 
     def jump(self, seconds: float) -> None:
-        """Let `seconds` pass without waking anyone; for code that only reads the clock."""
+        """Let `seconds` pass without waking sleepers; for code that only reads the clock."""
         self._now += seconds
 
     def _wake_due(self) -> None:
@@ -57,7 +57,7 @@ class FakeClock:
 
 
 async def wait_all_blocked() -> None:
-    """Return once every other task of the loop waits for something."""
+    """Return once every other task of the loop is waiting."""
     for _ in range(_YIELDS):
         await asyncio.sleep(0)
     await wait_all_tasks_blocked()

@@ -1,4 +1,4 @@
-"""A copier whose copies a test ends, well or badly."""
+"""A copier whose batches end when the test says so, successfully or not."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ if TYPE_CHECKING:
 
 
 class GatedTicket:
-    """One batch, which the test ends.
-
-    A ticket that the test never ends stays open.
+    """One batch, which stays open until the test ends it.
 
     Args:
-        direction: of the batch.
-        runs: its copies.
-        fences: what it was submitted behind.
+        direction: the direction of the batch.
+        runs: the copies in the batch.
+        fences: the fences that the batch was submitted behind.
     """
 
     def __init__(self, direction: Direction, runs: CopyRuns, fences: tuple[Fence, ...]) -> None:
@@ -34,9 +32,9 @@ class GatedTicket:
         self.fences = fences
         self.queries = 0
         self.query_error: Exception | None = None
-        """Raised by every query while set."""
+        """Every query raises this error, unless it is None."""
         self.copy_seconds: float | None = None
-        """What the copier claims the copies took; set it before the ticket ends."""
+        """Seconds that the copies took, as the copier reports them; set this before the ticket ends."""
         self._state = TicketState.PENDING
 
     @property
@@ -64,7 +62,7 @@ class GatedTicket:
         self._state = TicketState.FAILED
 
     def corrupt(self) -> None:
-        """Copy all bytes, flip the first one's bits, and claim success."""
+        """Copy all bytes, invert the bits of the first one, and report success."""
         copy_by_memmove(self.runs)
         first = ctypes.c_ubyte.from_address(int(self.runs.target[0]))
         first.value ^= 0xFF
@@ -72,19 +70,19 @@ class GatedTicket:
 
 
 class GatedCopier:
-    """Copies host bytes, each batch when the test finishes its ticket.
+    """Copies between addresses in host memory; a batch is copied when the test finishes its ticket.
 
     Args:
-        held: False finishes every batch when it is submitted, until `hold`.
+        held: whether batches stay open; if False, each is finished when it is submitted, until `hold` is called.
     """
 
     def __init__(self, *, held: bool = True) -> None:
         self.slices = 0
-        """Add one to act as if a query had started a part of a batch."""
+        """Increase this to simulate a query that has started a part of a batch."""
         self.tickets: list[GatedTicket] = []
         """All batches, in order of submission."""
         self.fences = 0
-        """Fences recorded; the n-th is the number n, from 1."""
+        """Number of fences recorded so far. The n-th fence is the number n, starting with 1."""
         self.is_closed = False
         self._held = held
         self._submit_errors: deque[Exception] = deque()
@@ -96,13 +94,13 @@ class GatedCopier:
         return [ticket for ticket in self.tickets if ticket.is_open]
 
     def release(self) -> None:
-        """Finish every open batch, and from now on each new one at once."""
+        """Finish every open batch, and from now on each new batch when it is submitted."""
         self._held = False
         for ticket in self.open_tickets:
             ticket.finish()
 
     def hold(self) -> None:
-        """Keep batches open again from now on."""
+        """Keep new batches open until the test ends them."""
         self._held = True
 
     def refuse_submit(self, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""Device memory for tests, in host memory."""
+"""Fake device memory for tests, which is really host memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class FakeDevice:
-    """Blocks of bytes laid out as an engine would, each region in a separate array.
+    """Blocks laid out as in an engine's KV cache, each region in a separate array, filled with random bytes.
 
     Args:
-        blocks: how many.
+        blocks: number of blocks.
         pages: bytes of a block in each region.
-        padding: bytes between the pages of neighbouring blocks, for each region; none by default.
-        seed: of the random bytes that it starts with.
+        padding: bytes between the pages of neighbouring blocks in each region; 0 by default.
+        seed: seed of the random bytes.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class FakeDevice:
         )
 
     def read(self, block: int) -> bytes:
-        """Return a block's bytes, region after region."""
+        """Return a block's bytes, one region after the other."""
         return b"".join(
             array[block, :page].tobytes() for array, page in zip(self._arrays, self._pages, strict=True)
         )
 
     def write(self, block: int, data: bytes) -> None:
-        """Overwrite a block's bytes, given region after region."""
+        """Overwrite a block's bytes; `data` has one region after the other."""
         rest = np.frombuffer(data, np.uint8)
         for array, page in zip(self._arrays, self._pages, strict=True):
             array[block, :page], rest = rest[:page], rest[page:]

@@ -1,45 +1,45 @@
-"""Calls that may block for any time, to a rank's slot file or to a remote tier.
+"""Calls to a rank's slot file or to a remote tier, which may block for any length of time.
 
     the owner's thread    submit ─▶ queues, reads first ─┐                               ┌─▶ ended ─▶ poll
                                                          └─▶ a thread: `work`, then `use`┘
 
-A disk may hang, and a remote client was seen to block for a minute. So a call has two parts, and a token. The thread
-that takes the token ends the call, and it is taken once:
+A disk may hang, and a remote client was seen to block for a minute. So a call has two parts, and a token that can be taken
+only once. The thread that takes the token ends the call:
 
 * `work` may hang. It runs on a thread of the executor, without the token, so it may outlive the call: the host slots
   of its job may belong to other blocks while it runs. It writes only its thread's memory, or memory that the caller does
-  not reuse after a call that hangs. It may read host slots, but calls `Call.check` before those bytes leave the
-  process; `check` raises if the token is gone.
-* `use` runs on the same thread, after that thread has taken the token. The owner has not seen an end, so the
-  host slots are still the job's: only `use` may write them. There are two exceptions on the disk: a read straight into
-  host slots and a write straight from them. If one hangs, its report names these slots, or the places in the file
-  that it writes, and they are never used again.
+  not reuse after a call has hung. It may read host slots, but must call `Call.check` before their bytes leave the
+  process; `check` raises if the token is taken.
+* `use` runs on the same thread, after that thread has taken the token. The owner has not seen the call end, so the host
+  slots still belong to the job, and `use` may write them. The disk has two exceptions: it may read straight into host slots
+  and write straight from them. If such a call hangs, its job's report names these host slots (for a read) or the file
+  slots (for a write), and they are never used again.
 * The owner's thread takes the token of a call that does not return in time, and of all calls when it closes. From
-  then on the thread of that call runs nothing more of it, and what `work` returns late is dropped.
+  then on, the call's thread runs nothing more of the call, and drops the result if `work` returns late.
 
-A call that hangs occupies its thread until it returns. A policy decides what follows:
+A call that hangs occupies its thread until it returns. A policy decides whether further calls are made:
 
     Breaker   closed ─3 failures in a row, or a hang─▶ open ─pause─▶ probe ─worked─▶ on trial ─a read worked─▶ closed
                                                         ▲              └─failed─▶ open   └─1 failure─▶ open
     ErrorRow  opening ─worked─▶ closed ─8 errors in a row─▶ failed, for good
-                 └─failed─▶ failed, for good                 while a call hangs, no other begins
+                 └─failed─▶ failed, for good                 while a call hangs, no other call starts
 
-Only a probe opens the resource. So a connection that ended is tried again as rarely as a store that fails.
+Only a probe opens the resource. So a lost connection is retried as rarely as a remote tier that fails.
 
 Which thread writes what:
 
-* the owner's thread: the tails of the queues, the policy, `is_stuck` and the error of a call whose token it took. It
-  calls every `ended`, and never waits;
-* a thread in a call: `began` before the call is among the active ones; result, error and `took` once it has the
-  token. Then it adds the call to `ended`, and last it leaves the active ones;
-* the resource: a probe sets it. The thread that finds the connection gone, or after `close` the one that finds no
-  call active, takes it away, under a lock.
+* The owner's thread appends to the queues and updates the policy. It sets `is_stuck` and the error of a call whose token it
+  has taken. It calls every `ended`, and never waits.
+* The thread of a call sets `began` before it adds the call to the active ones. Once it has the token, it sets the result,
+  the error and `took`. Then it adds the call to `ended`, and at last removes it from the active ones.
+* A probe sets `resource`. The thread that finds the connection lost clears it, under a lock. After `close`, the thread
+  that finds no call active does.
 
 Containers are accessed only by single operations, which are atomic in Python.
 
-A thread that returns from a compiled client to an interpreter that ends aborts the process. So the exit of a process
-waits for a moment until no thread is in a call, except for calls known to hang, and until the client's own threads
-have left the interpreter: the S3 client's wake our event loop, and our thread may be done before they have returned.
+If a thread returns from a compiled client while the interpreter is shutting down, the process aborts. So the exit of the
+process waits briefly until no thread is in a call, except for calls known to hang. It also waits until the client's own
+threads have left the interpreter: those of the S3 client wake our event loop, and our thread may be done before they return.
 """
 
 from __future__ import annotations
@@ -64,28 +64,28 @@ if TYPE_CHECKING:
     from structlog.stdlib import BoundLogger
 
 _CONNECT_S = 30.0
-"""What a probe that connects may take beyond its own time; no client takes longer."""
-_PROBE = "kvo1/probe"  # need not exist
+"""Extra seconds for a probe that must connect first; no client takes longer to connect."""
+_PROBE = "kvo1/probe"  # name of the object that a probe reads; the object need not exist
 _EXIT_S = 1.0
-"""How long the exit of the process may wait for all calls; those of one machine take milliseconds."""
+"""Seconds that the exit of the process may wait for calls to end; calls within one machine take milliseconds."""
 _EXIT_PAUSE_S = 0.001
 
 
 class Closable(Protocol):
-    """What calls are made to."""
+    """A resource that calls are made to."""
 
     def close(self) -> None:
-        """Release it. No call of it is running."""
+        """Release the resource. No call to it is running."""
 
 
 ResourceT = TypeVar("ResourceT", bound=Closable)
 
 Ended = Callable[["Call"], None]
-"""Receives a call that has ended, on the owner's thread."""
+"""Receives an ended call, on the owner's thread."""
 
 
 class CallEnded(KVOffloadError):
-    """Raised within a call that must not go on: its owner has ended it."""
+    """Raised within a call that must not go on: its owner has ended it, or there is no connection."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,20 +93,20 @@ class Call:
     """One call, and how it ended.
 
     Args:
-        work, use: its parts; see `BlockingCalls.submit`.
-        ended: receives it.
-        accepted_at: when it was submitted.
-        limit_s: seconds after which it counts as hanging.
-        is_write, is_probe: how the policy counts it.
-        job: the job that it belongs to.
-        began, took: when `work` began, and the seconds until the end or the time limit; 0 if it was never made.
-        result: None if it failed.
-        error: why it failed; None where it worked, or was not made.
-        is_stuck: `work` had not returned in time.
-        is_gone: the connection has ended.
-        is_cancelled: it need not be made.
-        was_made: `work` was called.
-        token: what a thread takes to end it; empty once one has.
+        work, use: the two parts of the call; see `BlockingCalls.submit`.
+        ended: receives the call once it has ended.
+        accepted_at: when the call was submitted.
+        limit_s: seconds after which the call counts as hanging.
+        is_write, is_probe: the kind of call, for the policy.
+        job: the job that the call belongs to; None if it belongs to none.
+        began, took: when `work` began, and the seconds until the end or the time limit; 0 if the call was never made.
+        result: the result of the call; None if it failed or was not made.
+        error: why the call failed; None if it succeeded or was not made.
+        is_stuck: whether `work` did not return in time.
+        is_gone: whether the connection was lost.
+        is_cancelled: whether the call need not be made any more.
+        was_made: whether `work` was called.
+        token: a list with one item; the thread that pops the item ends the call.
     """
 
     work: Callable[[Call, Any], Any]
@@ -128,7 +128,7 @@ class Call:
     token: list[None] = field(default_factory=lambda: [None])
 
     def claim(self) -> bool:
-        """Take the token; False where it is taken."""
+        """Take the token; return False if another thread has taken it."""
         try:
             self.token.pop()
         except IndexError:
@@ -136,24 +136,25 @@ class Call:
         return True
 
     def check(self) -> None:
-        """Within `work`: check that the call is still the thread's, so that memory lent to it is still its own.
+        """Check, within `work`, that the call has not been ended, so that its job's host slots still hold the job's blocks.
 
         Raises:
-            CallEnded: the owner's thread has ended it.
+            CallEnded: the owner's thread has ended the call.
         """
         if not self.token:
             raise CallEnded("the call was too late")
 
 
 class Policy(Protocol):
-    """Decides whether calls are made. Only the owner's thread uses it.
+    """Decides whether calls are made. Only the owner's thread uses it, except for `probe`.
 
     Attributes:
-        is_closed: calls are made, as current flows through a closed breaker.
-        is_file: calls are to a file. Opening it and waiting in a queue may take any time, no call begins while one hangs,
-            and closing does not block. Connections are limited in both, and closed on a thread.
-        late: the log's event for a call that returned after all.
-        log: has the fields that say whose calls they are.
+        is_closed: whether calls are made, as current flows through a closed circuit breaker.
+        is_file: whether calls go to a file. Opening a file and waiting in the queue for it may take any time; no call starts
+            while another hangs; and closing a file does not block. Opening a connection and waiting in the queue for it have
+            time limits, and an executor's thread closes the connection.
+        late: the log event for a hanging call that has returned after all.
+        log: a logger whose fields say whose calls these are.
     """
 
     is_closed: bool
@@ -162,28 +163,28 @@ class Policy(Protocol):
     log: BoundLogger
 
     def worked(self, call: Call) -> None:
-        """A call was made, and answered."""
+        """Note that a call was made and succeeded."""
 
     def failed(self, call: Call, now: float) -> None:
-        """A call was made, and failed or hangs."""
+        """Note that a call was made and failed or hangs."""
 
     def takes_probe(self, now: float) -> bool:
-        """Whether a probe is due; if so, the caller must make it."""
+        """Return whether a probe is due; if so, the caller must make it."""
 
     def probe(self, resource: Any) -> None:  # noqa: ANN401
-        """Make the call of a probe, on a thread that may wait."""
+        """Make a probe's call, on a thread that may wait."""
 
 
 class BlockingCalls(Generic[ResourceT]):
     """The calls of one owner to one resource.
 
     Args:
-        connect: opens the resource; may raise, and block for a while.
+        connect: opens the resource; may raise, and may block for a while.
         executor: its threads make the calls, and may wait for any time; `close` shuts it down.
-        monotonic: time in seconds, on any thread.
+        monotonic: returns the time in seconds; callable from any thread.
         policy: decides whether calls are made.
-        timeout_s: seconds after which a call counts as hanging. A call to a connection that has not begun after as many is
-            ended; the policy does not count it.
+        timeout_s: seconds after which a call counts as hanging. A call to a connection that has waited in the queue for as
+            long is ended without being made, and the policy does not count it.
     """
 
     def __init__(
@@ -202,15 +203,15 @@ class BlockingCalls(Generic[ResourceT]):
         self._probe_s = inf if policy.is_file else timeout_s
         self._queue_s = inf if policy.is_file else timeout_s
         self.resource: ResourceT | None = None
-        """What calls are made to, while it is open."""
+        """The resource that calls are made to; None while it is not open."""
         self._reads: deque[Call] = deque()
         self._writes: deque[Call] = deque()
-        self._active: dict[int, Call] = {}  # by thread
+        self._active: dict[int, Call] = {}  # by thread id
         self._submitted: set[Future[None]] = set()
         self.ended: deque[Call] = deque()
-        """Those that `poll` has not taken yet."""
+        """Ended calls that `poll` has not handled yet."""
         self._is_closed = False
-        self._changing = threading.Lock()  # the resource, which ends
+        self._changing = threading.Lock()  # held while `resource` is cleared
         _MADE.add(self)
 
     # -- the owner's thread -------------------------------------------------------------------------------------
@@ -234,15 +235,15 @@ class BlockingCalls(Generic[ResourceT]):
         job: object = None,
         limit_s: float | None = None,
     ) -> None:
-        """Queue a call; `poll` ends it.
+        """Queue a call. A later `poll` passes it to `ended`.
 
         Args:
-            work: the part that may hang. What it raises fails the call.
-            ended: called on the owner's thread once the call has ended; has its result.
-            use: called with what `work` returned, if the token was not gone; its answer becomes the result.
-            is_write: it waits for all queued reads.
-            job: the job that it belongs to, for `cancel`.
-            limit_s: seconds after which it counts as hanging; by default those of all calls.
+            work: the part that may hang. If it raises, the call fails.
+            ended: receives the call and its result, on the owner's thread, once the call has ended.
+            use: receives what `work` has returned, if the thread gets the token; its return value becomes the result.
+            is_write: whether the call is a write, which waits for all queued reads.
+            job: the job that the call belongs to, for `cancel`.
+            limit_s: seconds after which the call counts as hanging; by default `timeout_s`.
         """
         limit_s = self._timeout_s if limit_s is None else limit_s
         call = Call(work, use, ended, self._monotonic(), limit_s, is_write, job=job)
@@ -251,12 +252,12 @@ class BlockingCalls(Generic[ResourceT]):
             self._execute(self._run_next)
 
     def cancel(self, jobs: Collection[object]) -> None:
-        """Begin no more reads for these jobs; those that are queued end when their turn comes."""
+        """Start no more reads for these jobs. Queued reads end, without being made, when their turn comes."""
         for call in tuple(self._reads):
             call.is_cancelled |= call.job in jobs
 
     def poll(self) -> None:
-        """End calls that have returned or take too long, and make a probe when one is due. Never waits."""
+        """End calls that have returned or take too long, and start a probe if one is due. Never waits."""
         now = self._monotonic()
         for call in tuple(self._active.values()):
             if call.began + call.limit_s <= now and call.claim():
@@ -273,13 +274,13 @@ class BlockingCalls(Generic[ResourceT]):
                 self._execute(partial(self._run, probe))
 
     def close(self) -> None:
-        """Make no more calls, and have the resource closed when the last one has returned. Waits for nothing."""
+        """Make no more calls, and have the resource closed once the last call has returned. Never waits."""
         if self._is_closed:
             return
         self._is_closed = True
         self._fail_queued()
         for call in tuple(self._active.values()):
-            call.claim()  # what returns later may find the host's memory gone
+            call.claim()  # a call that returns later must not touch host memory, which may be released
         if self._policy.is_file:
             self._disconnect()
         else:
@@ -308,9 +309,9 @@ class BlockingCalls(Generic[ResourceT]):
     # -- threads that may wait ----------------------------------------------------------------------------------
 
     def _run_next(self) -> None:
-        """Make one queued call, a read before any write. The executor runs this once for each queued call."""
+        """Make one queued call, reads before writes. The executor runs this once for each queued call."""
         call = _next_of(self._reads) or _next_of(self._writes)
-        if call is None:  # it was failed while it was queued
+        if call is None:  # `_fail_queued` has emptied the queues
             return
         is_late = call.accepted_at + self._queue_s <= self._monotonic()
         if call.is_cancelled or is_late:
@@ -328,7 +329,7 @@ class BlockingCalls(Generic[ResourceT]):
         try:
             resource = self._connected(call)
             result = call.work(call, resource)
-        except BaseException as raised:  # the call ends; a panic of a client in Rust is no Exception
+        except BaseException as raised:  # the call must end; a panic in a Rust client is not an Exception
             error = str(raised) or repr(raised)
             is_gone = isinstance(raised, RemoteGone)
             if is_gone:
@@ -338,12 +339,12 @@ class BlockingCalls(Generic[ResourceT]):
             self._use(call, result, error)
         elif call.is_stuck and not is_gone:
             self._policy.log.warning(self._policy.late, after_s=round(self._monotonic() - call.began, 1))
-        del self._active[thread]  # last: while it is there, the resource stays open
+        del self._active[thread]  # last, because the resource stays open while a call is active
         if self._is_closed:
             self._disconnect()
 
     def _use(self, call: Call, result: object, error: str | None) -> None:
-        """End a call whose token this thread has taken."""
+        """Run `use` and end the call. This thread has taken its token."""
         try:
             call.result = result if call.use is None or error is not None else call.use(result)
         except Exception as raised:
@@ -353,8 +354,10 @@ class BlockingCalls(Generic[ResourceT]):
         self.ended.append(call)
 
     def _connected(self, call: Call) -> ResourceT:
-        """Return the resource; a probe opens it."""
-        if self._is_closed:  # after the call is among the active ones: `close` and `_disconnect` look there
+        """Return the resource; a probe opens it if it is not open."""
+        if (
+            self._is_closed
+        ):  # checked after the call is active, because `close` and `_disconnect` look at active calls
             raise CallEnded("the connection was closed")
         resource = self.resource
         if resource is None:
@@ -368,32 +371,32 @@ class BlockingCalls(Generic[ResourceT]):
         self._policy.probe(resource)
 
     def _leave(self, resource: ResourceT | None) -> None:
-        """Forget a connection that has ended; another thread may have done so, and a probe have made the next one."""
+        """Clear a lost connection, unless another thread has done so already and a probe has made the next one."""
         with self._changing:
             if self.resource is resource:
                 self.resource = None
 
     def _disconnect(self) -> None:
         with self._changing:
-            if self._active:  # a client closed under a running call may crash
+            if self._active:  # a client may crash if it is closed during a call
                 return
             resource, self.resource = self.resource, None
         if resource is not None:
-            with suppress(OSError):  # of a disk that fails, which costs nothing any more
+            with suppress(OSError):  # a failing disk may raise this, which does no harm any more
                 resource.close()
 
 
 class Breaker:
     """Stops calling a remote tier that fails, and tries it again with single calls.
 
-    A connection that has ended counts as a hang. The pause doubles each time until a read other than a probe is
-    answered, and is at least four times what the failed call took: requests wait for such calls, so a tier that fails
-    takes at most a fifth of their time. A read that is answered ends the row of failed reads, a write that of failed
-    writes. A probe or a write that is answered proves little: a store's master may answer both by itself, and report
-    values that its dead nodes do not deliver.
+    A lost connection counts as a hang. The pause doubles each time until a read other than a probe succeeds, and is at
+    least four times as long as the failed call took: requests wait for such calls, so a failing tier takes at most a fifth
+    of their time. A successful read resets the count of failed reads, a successful write that of failed writes. A
+    successful probe or write proves little: a store's master may answer both by itself, and claim to have values that its
+    dead nodes cannot deliver.
 
     Args:
-        log: of the calls.
+        log: a logger whose fields say whose calls these are.
     """
 
     is_file = False
@@ -402,19 +405,19 @@ class Breaker:
     _MOST_FAILURES = 3  # in a row
     _FIRST_PAUSE_S = 1.0
     _LONGEST_PAUSE_S = 60.0
-    _PAUSE_PER_CALL = 4  # of what the failed call took
+    _PAUSE_PER_CALL = 4  # the pause is at least this many times as long as the failed call
 
     def __init__(self, log: BoundLogger) -> None:
-        self.is_closed = False  # a tier that was never reached begins with a probe
+        self.is_closed = False  # the first call must be a probe
         self.log = log
-        self._was_logged: bool | None = None  # as working, or as failing
-        self._failures = [0, 0]  # of reads since one worked, and of writes
+        self._was_logged: bool | None = None  # the value of `is_closed` that was logged last
+        self._failures = [0, 0]  # reads that failed since a read succeeded, and the same for writes
         self._pause_s = self._FIRST_PAUSE_S
         self._probe_at = 0.0
         self._is_probing = False
 
     def worked(self, call: Call) -> None:
-        """Count an answer."""
+        """Note a success. A successful probe closes the breaker."""
         self._failures[call.is_write] = 0
         if call.is_probe:
             self.is_closed = True
@@ -424,12 +427,12 @@ class Breaker:
         self._log_change(call)
 
     def failed(self, call: Call, now: float) -> None:
-        """Count a failure; open after too many."""
+        """Count a failure; open the breaker after too many."""
         self._failures[call.is_write] += 1
         if call.is_probe:
             self._is_probing = False
         hangs = call.is_stuck or call.is_gone
-        is_on_trial = self._pause_s > self._FIRST_PAUSE_S  # since the breaker was open no read was answered
+        is_on_trial = self._pause_s > self._FIRST_PAUSE_S  # no read has succeeded since the breaker was open
         is_last = hangs or is_on_trial or sum(self._failures) >= self._MOST_FAILURES
         if call.is_probe or (self.is_closed and is_last):
             self.is_closed = False
@@ -440,7 +443,7 @@ class Breaker:
         self._log_change(call)
 
     def takes_probe(self, now: float) -> bool:
-        """Whether the pause is over and no probe runs; if so, the caller must make one."""
+        """Return whether the pause is over and no probe runs; if so, the caller must make one."""
         if self.is_closed or self._is_probing or now < self._probe_at:
             return False
         self._is_probing = True
@@ -451,7 +454,7 @@ class Breaker:
         resource.read(_PROBE)
 
     def _log_change(self, call: Call) -> None:
-        """Log that the breaker has opened or closed, or that the tier was not reached at the start."""
+        """Log that the breaker has opened or closed, or that the first probe has failed."""
         if self.is_closed is self._was_logged:
             return
         self._was_logged = self.is_closed
@@ -466,10 +469,10 @@ class Breaker:
 class ErrorRow:
     """Stops using a disk after too many errors in a row, or if its file cannot be opened.
 
-    While a call hangs, no other begins; the call is no error.
+    While a call hangs, no other call starts; a hanging call does not count as an error.
 
     Args:
-        log: of the calls.
+        log: a logger whose fields say whose calls these are.
     """
 
     is_file = True
@@ -480,20 +483,20 @@ class ErrorRow:
     def __init__(self, log: BoundLogger) -> None:
         self.is_closed = False
         self.is_opening = True
-        """It is not yet known whether the file can be opened."""
+        """Whether it is still unknown if the file can be opened."""
         self._was_probed = False
         self.log = log
         self._errors = 0
 
     def worked(self, call: Call) -> None:
-        """End the row of errors."""
+        """Reset the count of errors. The probe's success means that the file is open."""
         self._errors = 0
         if call.is_probe:
             self.is_closed = True
             self.is_opening = False
 
     def failed(self, call: Call, now: float) -> None:
-        """Count an error. A call that hangs is logged and not counted."""
+        """Count an error. A hanging call is logged but not counted."""
         if call.is_stuck:
             self.log.error("disk_call_hangs", job=call.job, timeout_s=call.limit_s)
             return
@@ -508,22 +511,22 @@ class ErrorRow:
             self.log.error("disk_stopped", reason=reason, note="the engine goes on without it")
 
     def takes_probe(self, now: float) -> bool:
-        """Whether the file was not opened yet: it is opened once."""
+        """Return True once: the first probe opens the file, and there is no second one."""
         is_first = not self._was_probed
         self._was_probed = True
         return is_first
 
     def probe(self, resource: Any) -> None:  # noqa: ANN401
-        """Do nothing: the file is open."""
+        """Do nothing: opening the file was the probe."""
 
 
 _MADE: weakref.WeakSet[BlockingCalls[Any]] = weakref.WeakSet()
-"""Those of this process: a thread in a call keeps them alive."""
+"""All instances in this process; a thread in a call keeps its instance alive."""
 
 
 @atexit.register
 def _exit() -> None:
-    """Before the interpreter ends, wait until no call runs and no client's thread runs Python code. No new call begins."""
+    """Before the interpreter ends, wait until no call runs and no client's thread runs Python code. No new call starts."""
     until = time.monotonic() + _EXIT_S
     running: list[Future[None]] = []
     has_client = False
@@ -538,7 +541,7 @@ def _exit() -> None:
 
 
 def _foreign_threads() -> set[int]:
-    """Return the threads that Python did not start and that run Python code, as the S3 client's do to wake an event loop."""
+    """Return the threads that run Python code but were not started by Python; the S3 client's do so to wake an event loop."""
     return set(sys._current_frames()).difference(thread.ident for thread in threading.enumerate())
 
 

@@ -1,18 +1,18 @@
-"""The slot file of one rank: how it is opened, and what a call that copies between it and the host slots does.
+"""The slot file of one rank: opening it, and copying between it and the host slots.
 
-A job's slots are copied in the order of the file, in pieces of 1 MiB. Slots of a piece that are adjacent in the file share one call to
-the disk.
+A job's slots are copied in the order of the file, in pieces of 1 MiB. Slots of a piece that are adjacent in the file share one
+disk call.
 
-    pages that are aligned and long    written and read in place
-    other pages                        gathered in, or scattered from, the calling thread's buffer
+    aligned, long pages    written and read in place
+    other pages            gathered into the calling thread's buffer, or scattered from it
 
-A call that hangs occupies a thread and its buffer. What it may still change is not used again, and `Part.under_call` names it: for a
-write the places in the file, for a read in place the host slots. A write in place quarantines no host slot, because what it still reads
-there goes to a place that is not used again. The job's other slots are free for other blocks. In place, blocks of 1 and 4 MiB in 8 pages
-were fetched with 0.7 of the processor time.
+A call that hangs occupies its thread and that thread's buffer. Slots that the call may still change are not used again, and
+`Part.under_call` names them: file slots for a write, host slots for a read in place. A write in place quarantines no host slot:
+the bytes that it still reads there go only to file slots that are not used again. The job's other slots can be reused. Fetching
+blocks of 1 and 4 MiB with 8 pages in place took 0.7 of the processor time of fetching them through a buffer.
 
-With `verify`, a spill compares the host slots with the checksums taken when their blocks arrived: otherwise a bit that flipped
-in host memory would get a valid checksum on the disk. A fetch takes the checksums that later loads and spills are compared with.
+With `verify`, a spill compares the host slots with the checksums computed when their blocks arrived: otherwise a bit that flipped
+in host memory would get a valid checksum on the disk. A fetch computes the checksums that later loads and spills compare with.
 """
 
 from __future__ import annotations
@@ -51,33 +51,34 @@ if TYPE_CHECKING:
     from kvoffload.transfer.tier_jobs import Part
 
 Pieces: TypeAlias = Sequence[memoryview]
-"""A slot's bytes; the end of the last piece is padding to a whole page."""
+"""The bytes of one slot, padded at the end to a whole 4 KiB page."""
 
 THREADS = 6
-"""Threads that copy: four calls keep a disk busy while the other threads compute checksums."""
+"""Number of threads that copy: four calls keep a disk busy while the other threads compute checksums."""
 
 SYNC_PERIOD_S = 1.0
 _KEEPS_LOCK = 2**16
 _SHORT = 2**17
-"""Bytes. For more than the first, the hash library releases the interpreter's lock and has to get it back from other threads. Up to the
-second, that takes longer than the hash."""
+"""Bytes. For more than `_KEEPS_LOCK`, the hash library releases the GIL and must get it back from other threads. For up to
+`_SHORT`, getting it back takes longer than the hash."""
 _LONG = 2**16
-"""Least bytes of a long page. Shorter pages are many, and each is a part of a call to the disk and an update of a checksum."""
+"""Least bytes of a page that is copied in place. Blocks with shorter pages have many of them, and each page in place is a separate
+part of a disk call and a separate update of the checksum."""
 
 log = get_logger("disk")
 
 
 class RankDisk(TierJobs):
-    """The disk of one rank. A thread opens the file, so that no hook waits for a file system that allocates slowly.
+    """The disk jobs of one rank. A thread opens the file, so that no hook waits for a file system that allocates slowly.
 
     Args:
-        opening: opens the file.
+        opening: opens the slot file.
         arena: the rank's host memory.
-        executor: threads that may wait for the disk.
+        executor: its threads may wait for the disk.
         clock: time.
         timeout_s: seconds after which a call counts as hanging.
-        checksums: of the host slots, None where none are kept.
-        key: authenticates slots; None for checksums.
+        checksums: the checksums of the host slots; None if none are kept.
+        key: authenticates file slots; None if they have checksums instead.
     """
 
     def __init__(
@@ -99,10 +100,10 @@ class RankDisk(TierJobs):
         super().__init__(calls, mover, shape.slot_bytes, clock.monotonic)
         self._is_syncing = False
         self._synced_at = clock.monotonic()
-        calls.poll()  # which opens the file
+        calls.poll()  # starts the probe that opens the file
 
     def take(self) -> TierReport | None:
-        """Return what ended since the last call, None before it is known whether the file can be opened."""
+        """Return the report since the last call, or None while it is not known whether the file can be opened."""
         self.calls.poll()
         if self._policy.is_opening:
             return None
@@ -112,12 +113,12 @@ class RankDisk(TierJobs):
         return self._report(found)
 
     def close(self) -> None:
-        """Take no more jobs, and open no file."""
+        """Accept no more jobs, and stop waiting for a locked file."""
         self._opening.closing.set()
         super().close()
 
     def _sync(self) -> None:
-        """Have the file synced a second after the last time, if something was written. The call has no time limit."""
+        """Queue a sync of the file, at most once a second and only after a write. The call has no time limit."""
         now = self._monotonic()
         if self._copies.is_synced or self._is_syncing or now - self._synced_at < SYNC_PERIOD_S:
             return
@@ -134,10 +135,10 @@ class DiskMover:
     """Copies between host slots and a slot file.
 
     Args:
-        shape: of the file's slots.
+        shape: the shape of the file's slots.
         arena: the host memory.
-        checksums: of the host slots, None where none are kept.
-        key: authenticates what places hold; None for checksums.
+        checksums: the checksums of the host slots; None if none are kept.
+        key: authenticates file slots; None if they have checksums instead.
     """
 
     def __init__(
@@ -149,18 +150,18 @@ class DiskMover:
         self._key = key
         self._buffers = _SlotBuffers(arena, shape.pitch)
         self.is_synced = True
-        """Nothing was written since this was last set."""
+        """Whether nothing was written since this was last set to True."""
 
     def positions_of(self, job: AnyJob) -> list[Sequence[int]]:
-        """Return as many positions at a time as fill a piece, in the order of their places in the file."""
+        """Return the job's positions in groups that fill a piece, in the order of their file slots."""
         positions = sorted(range(len(job.targets)), key=job.targets.__getitem__)
         at_once = self._buffers.at_once
         return [positions[start : start + at_once] for start in range(0, len(positions), at_once)]
 
     def put(self, part: Part, call: Call, file: SlotFile) -> Part:
-        """Write host slots to their places, but for those that do not hold what was stored there."""
+        """Write host slots to their file slots, skipping those whose bytes have changed."""
         job, positions = part.job, part.positions
-        with self._arena.held():  # the disk may take the bytes from where they lie
+        with self._arena.held():  # the disk may read straight from host slots
             gathered = self._buffers.gather([job.slots[position] for position in positions])
             data = dict(zip(positions, gathered, strict=True))
             sums = {
@@ -176,9 +177,9 @@ class DiskMover:
         return part
 
     def get(self, part: Part, call: Call, file: SlotFile) -> Part:
-        """Read places into the thread's buffer, or into their host slots, and check them."""
+        """Read file slots into the thread's buffer, or straight into their host slots, and verify them."""
         job, positions = part.job, part.positions
-        with self._arena.held():  # the disk may put the bytes where they belong
+        with self._arena.held():  # the disk may write straight into host slots
             room = self._buffers.room([job.slots[position] for position in positions])
             data = dict(zip(positions, room, strict=True))
             self._call(part, call, file.read, data, may_change=self._buffers.are_in_place)
@@ -209,17 +210,17 @@ class DiskMover:
         *,
         may_change: bool,
     ) -> None:
-        """Have the disk write or read some of a part's slots.
+        """Write or read some of a part's slots, with one disk call for each run of adjacent file slots.
 
         Args:
             part: the part.
-            call: the call that this is part of.
-            copy: writes or reads.
-            data: the bytes of these slots by position, in the order of the part.
-            may_change: whether a call that hangs may still change the job's places or host slots.
+            call: the call that this runs in.
+            copy: `write` or `read` of the slot file.
+            data: the bytes of the slots to copy by position, in the order of the part.
+            may_change: whether a hanging call may still change the job's file slots or host slots.
 
         Raises:
-            CallEnded: the call was ended meanwhile.
+            CallEnded: the call was ended in the meantime.
         """
         positions = list(data)
         places = [part.job.targets[position] for position in positions]
@@ -227,12 +228,12 @@ class DiskMover:
             run = positions[first:end]
             if may_change:
                 part.under_call = run
-            # After the note: the owner's thread takes the token before it reads which positions the call may change.
+            # After `under_call` is set, because the owner's thread takes the token before it reads `under_call`.
             call.check()
             copy(places[first], [piece for position in run for piece in data[position]])
 
     def _sum(self, file: SlotFile, place: int, pieces: Pieces) -> int:
-        """Return the checksum or MAC of the bytes at a place. The index, which has a MAC too, says which block they are."""
+        """Return the checksum or MAC of a file slot's bytes. Which block they are is in the index, which has its own MAC."""
         if self._key is None:
             return _checksum(pieces, self._shape.slot_bytes)
         context = b"slot " + file.id + self._shape.layout + place.to_bytes(8, "little")
@@ -243,13 +244,13 @@ class FileOpening:
     """Opens a rank's slot file, on a thread that may wait.
 
     Args:
-        place: where the file belongs.
-        shape: of its slots.
-        size: bytes that it may have.
+        place: the folder of the engine's files.
+        shape: the shape of the file's slots.
+        size: most bytes of the file.
 
     Attributes:
-        slots: slots that it may have.
-        closing: set when the file is not wanted any more.
+        slots: how many slots fit into `size`.
+        closing: set when the file is no longer needed.
     """
 
     def __init__(self, place: DiskPlace, shape: SlotShape, size: int) -> None:
@@ -260,10 +261,11 @@ class FileOpening:
         self._log: BoundLogger = log.bind(rank=shape.rank)
 
     def open(self) -> SlotFile:
-        """Return the file.
+        """Return the open file.
 
         Raises:
-            Exception: it cannot be opened; that is logged.
+            CancelledError: the engine stops before its KV is identified.
+            Exception: the file cannot be opened, for any other reason; it is logged.
         """
         try:
             if self.slots < 1:
@@ -272,7 +274,7 @@ class FileOpening:
                 file = self._when_unlocked(folder)
         except CancelledError:  # the engine stops before its KV is identified
             raise
-        except Exception as error:  # or the other ranks would wait for this one
+        except Exception as error:  # logged here, because the policy does not log a failed probe
             self._log.error("disk_not_opened", reason=reason_of(error), note="the engine goes on without it")
             raise
         if file.page_cache_reason is not None and not self.closing.is_set():
@@ -280,7 +282,7 @@ class FileOpening:
         return file
 
     def _when_unlocked(self, folder: OpenFolder) -> SlotFile:
-        """Open the slot file. Workers of a killed engine keep theirs locked until they notice, so a locked one is tried again."""
+        """Open the slot file, trying again while it is locked: workers of a killed engine keep it locked until they notice."""
         for number in range(LOCK_TRIES):
             try:
                 return open_slot_file(folder, self.shape, self.slots)
@@ -294,7 +296,7 @@ class FileOpening:
 
 
 class _Buffer:
-    """A thread's memory for some slots, and its views for copies: to make them each time took longer than short copies."""
+    """A thread's memory for some slots, and the views of it for copies. Making views for each copy takes longer than a short copy."""
 
     def __init__(self, arena: Arena, pitch: int, slots: int) -> None:
         memory = aligned_buffer(slots * pitch)
@@ -304,15 +306,15 @@ class _Buffer:
 
 
 class _SlotBuffers:
-    """Gathers slots for a write, and scatters them after a read. Callable from several threads at once.
+    """Gathers host slots for a write, and scatters them after a read. Callable from several threads at once.
 
     Args:
-        arena: where the slots are.
-        pitch: bytes of a slot on the disk.
+        arena: the memory of the host slots.
+        pitch: bytes of a slot in the file.
 
     Attributes:
-        at_once: slots that a thread's buffer has room for.
-        are_in_place: no buffers are used; reads go into the host slots themselves.
+        at_once: how many slots a thread's buffer has room for.
+        are_in_place: whether the disk reads and writes the host slots themselves, without buffers.
     """
 
     def __init__(self, arena: Arena, pitch: int) -> None:
@@ -324,7 +326,7 @@ class _SlotBuffers:
         self._threads = threading.local()
 
     def gather(self, slots: Sequence[int]) -> Sequence[Pieces]:
-        """Return the bytes of slots, valid until the thread's next call."""
+        """Return the bytes of host slots, valid until the thread's next call."""
         if self.are_in_place:
             return self.room(slots)
         buffer = self._buffer()
@@ -333,13 +335,13 @@ class _SlotBuffers:
         return buffer.pieces[: len(slots)]
 
     def room(self, slots: Sequence[int]) -> Sequence[Pieces]:
-        """Return memory to read slots into, valid until the thread's next call; `scatter` brings it to them."""
+        """Return memory to read host slots into, valid until the thread's next call; `scatter` copies it to the slots."""
         if self.are_in_place:
             return [self._arena.pages(slot) for slot in slots]
         return self._buffer().pieces[: len(slots)]
 
     def scatter(self, slots: Mapping[int, int]) -> None:
-        """Copy what was read into `room` to host slots, each given with its index in `room`."""
+        """Copy the bytes that were read into `room` to host slots; `slots` has the index in `room` for each slot."""
         if self.are_in_place:
             return
         views = self._buffer().views
@@ -354,7 +356,7 @@ class _SlotBuffers:
 
 
 def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield begin and end, in `places`, of those that are adjacent in the file."""
+    """Yield the start and the end, as indices of `places`, of each run of adjacent file slots."""
     first = 0
     for end, place in enumerate(places[1:], 1):
         if place != places[end - 1] + 1:
@@ -365,7 +367,7 @@ def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _checksum(pieces: Pieces, size: int) -> int:
-    """Return the checksum of a slot of so many bytes."""
+    """Return the checksum of a slot of `size` bytes, without its padding."""
     if size <= _KEEPS_LOCK and len(pieces) == 1:
         return xxh3_64_intdigest(pieces[0][:size])
     state = xxh3_64()
@@ -379,7 +381,7 @@ def _checksum(pieces: Pieces, size: int) -> int:
 
 
 def _without_padding(pieces: Pieces, size: int) -> Iterator[memoryview]:
-    """Yield the pieces of a slot of so many bytes."""
+    """Yield the first `size` bytes of a slot's pieces."""
     for piece in pieces:
         yield piece[:size]
         size -= min(len(piece), size)

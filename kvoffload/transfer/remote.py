@@ -1,8 +1,8 @@
 """Copies between the host slots of one rank and a remote tier, in batches.
 
-A batch goes through the calling thread's buffer, which is registered with the remote client. So a value is checked before it is copied
-to a host slot, and a call that hangs may change only this buffer: its host slots are free for other blocks. With a key, a batch also goes
-through a second buffer, which only this process can write.
+A batch goes through the calling thread's buffer, which is registered with the remote client. A value is verified before it is
+copied from there to a host slot. A call that hangs can change only this buffer, so its job's host slots can be reused. With a
+key, a batch also goes through a second buffer, which only this process can write.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from kvoffload.transfer.tier_jobs import Part
 
 MOST_BLOCKS = 64
-"""In a batch: more are not faster."""
-_MOST_BYTES = 32 * 2**20  # of a batch: the buffer of a thread
+"""Most blocks in a batch; larger batches are not faster."""
+_MOST_BYTES = 32 * 2**20  # most bytes in a batch, and so in a thread's buffer
 _LINE = 64
 
 log = get_logger("remote")
 
 
 def batch_blocks(layout: DeviceLayout) -> int:
-    """Return the most blocks that one call of a store moves."""
+    """Return how many blocks one call to a remote tier copies at most."""
     return max(min(MOST_BLOCKS, _MOST_BYTES // (layout.slot_bytes + TRAILER_BYTES + _LINE)), 1)
 
 
@@ -52,14 +52,14 @@ def remote_calls(
     timeout_s: float,
     **who: object,
 ) -> BlockingCalls[RemoteStore]:
-    """Return calls to a store, for one side of the engine.
+    """Return the calls that one side, the scheduler's or a worker's, makes to a remote tier.
 
     Args:
-        connect: opens the store; may raise, and block for a while.
+        connect: opens the connection; may raise, and may block for a while.
         executor: its threads make the calls, and may wait for any time.
-        monotonic: time in seconds, on any thread.
-        timeout_s: seconds that a call may wait in a queue, and as many that it may take.
-        who: fields for the log.
+        monotonic: returns the time in seconds; callable from any thread.
+        timeout_s: seconds that a call may wait in the queue, and again as many that it may take.
+        who: log fields that say whose calls these are.
     """
     return BlockingCalls(connect, executor, monotonic, Breaker(log.bind(**who)), timeout_s)
 
@@ -68,10 +68,10 @@ class RemoteMover:
     """Copies between host slots and a remote tier.
 
     Args:
-        rank, ranks: whose, of how many.
+        rank, ranks: the rank, and the number of ranks.
         arena: the rank's host memory.
-        checksums: of the host slots, None where none are kept.
-        key: authenticates values; None for checksums.
+        checksums: the checksums of the host slots; None if none are kept.
+        key: authenticates values; None if they have checksums instead.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class RemoteMover:
         self._buffers = threading.local()
 
     def positions_of(self, job: AnyJob) -> list[Sequence[int]]:
-        """Return the positions of each batch."""
+        """Return the positions of the blocks in each batch."""
         positions = range(len(job.slots))
         return [positions[start : start + self._batch] for start in positions[:: self._batch]]
 
     def put(self, part: Part, call: Call, store: RemoteStore) -> Part:
-        """Write host slots, but for those that do not hold what was stored there."""
+        """Write host slots to the remote tier, skipping those whose bytes have changed."""
         job, batch = part.job, part.positions
         shard = self._shard(job)
         buffers = self._values(store, len(batch))
@@ -110,7 +110,7 @@ class RemoteMover:
                 seal(value, shard.name(job.targets[position]), self._layout, self._key)
             find_corrupt(part, self._checksums, log)
         self._copy(own, buffers)
-        # After the copies: bytes of other blocks, which may have these slots by now, must not get these blocks' names.
+        # After the copies: if the slots hold other blocks by now, their bytes must not be written under these blocks' names.
         call.check()
         values = {
             position: value
@@ -123,7 +123,7 @@ class RemoteMover:
         return part
 
     def get(self, part: Part, _: Call, store: RemoteStore) -> Part:
-        """Read values into the thread's buffer, and check them."""
+        """Read values into the thread's buffer, and verify them."""
         job, batch = part.job, part.positions
         shard = self._shard(job)
         buffers = self._values(store, len(batch))
@@ -150,7 +150,7 @@ class RemoteMover:
         return part
 
     def _values(self, store: RemoteStore | None, count: int) -> list[memoryview]:
-        """Return the calling thread's memory for so many values; register it with `store`, unless that is None."""
+        """Return room for `count` values in the calling thread's buffer, registered with `store` unless that is None."""
         own = self._buffers
         buffer: memoryview | None = getattr(own, "buffer", None)
         if buffer is None:
@@ -162,10 +162,10 @@ class RemoteMover:
         return self._parts(buffer, count)
 
     def _own(self, count: int) -> list[memoryview]:
-        """Return the calling thread's memory in which values are sealed and checked.
+        """Return the calling thread's memory in which values are sealed and verified.
 
-        With a key it is not the registered memory: Mooncake lets other machines write there at any time, even between a
-        check and a copy.
+        With a key, this is not the registered memory: Mooncake lets other machines write there at any time, even between
+        the verification and the copy.
         """
         if self._key is None:
             return self._values(None, count)
@@ -176,8 +176,8 @@ class RemoteMover:
 
     def _copy(self, sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
         if self._key is None:
-            return  # they are the same
-        for source, target in zip(sources, targets, strict=True):  # by numpy, without the interpreter's lock
+            return  # both are the same memory
+        for source, target in zip(sources, targets, strict=True):  # numpy copies without the GIL
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
     def _parts(self, buffer: memoryview, count: int) -> list[memoryview]:

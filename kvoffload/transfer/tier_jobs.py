@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class TierReport(NamedTuple):
-    """What a rank reports of a tier.
+    """What a rank reports about a tier.
 
     Args:
-        jobs: those that ended since the last report.
-        works: calls are made.
-        is_new: something of this was not reported before.
-        file: the rank's slot file, if the tier is a disk and the file could be opened.
+        jobs: reports of the jobs that ended since the last report.
+        works: whether calls to the tier are made.
+        is_new: whether a job has ended or `works` has changed since the last report.
+        file: the rank's slot file, if the tier is a disk and the file is open.
     """
 
     jobs: tuple[JobReport, ...]
@@ -39,15 +39,15 @@ class TierReport(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """Some blocks of a job that one call copies, and how that ended.
+    """Some blocks of a job, copied by one call, and the result.
 
     Args:
         job: the job.
-        positions: of the blocks in it, in the order in which they are copied.
-        whole: positions that were copied well.
-        corrupt: positions whose bytes are not those that were written.
-        under_call: positions that a call which hangs may still change, at their place or in the host.
-        sums: of a spill to the disk, checksums by position.
+        positions: positions of these blocks in the job, in the order in which they are copied.
+        whole: positions that were copied successfully.
+        corrupt: positions whose bytes differ from those that were stored.
+        under_call: positions whose slots a hanging call may still change: file slots in a spill, host slots in a fetch.
+        sums: for a spill to the disk, the checksums by position.
     """
 
     job: AnyJob
@@ -59,9 +59,9 @@ class Part:
 
 
 def find_corrupt(part: Part, checksums: Checksums | None, log: BoundLogger) -> None:
-    """Note and log which host slots of a part do not hold what was stored there. Called after their bytes were copied.
+    """Note and log the host slots of a part whose bytes have changed. Call this after their bytes were copied.
 
-    A slot that is intact now was intact when it was copied, unless it belonged to another block in between: `Call.check` detects that.
+    A slot that is intact now was intact when it was copied, unless it held another block in between, which `Call.check` detects.
     """
     if checksums is None:
         return
@@ -74,19 +74,19 @@ def find_corrupt(part: Part, checksums: Checksums | None, log: BoundLogger) -> N
 
 
 class Mover(Protocol):
-    """What a call does. `positions_of` runs on the owner's thread, the others on one that may wait; see `blocking_calls.py`."""
+    """Copies the parts of jobs. `positions_of` runs on the owner's thread, the others within a call; see `blocking_calls.py`."""
 
     def positions_of(self, job: AnyJob) -> list[Sequence[int]]:
-        """Return the positions of each part of a job."""
+        """Return the positions of the blocks in each part of a job."""
 
     def put(self, part: Part, call: Call, resource: Any) -> Part:  # noqa: ANN401
-        """Copy host slots to the tier, but for those that do not hold what was stored there."""
+        """Copy a part's host slots to the tier, skipping those whose bytes have changed."""
 
     def get(self, part: Part, call: Call, resource: Any) -> Part:  # noqa: ANN401
-        """Read a part's blocks into the calling thread's memory, and check them."""
+        """Read a part's blocks into memory that only this call uses, and verify them."""
 
     def fill(self, part: Part) -> Part:
-        """Copy the correct blocks into their host slots. These are still the job's, because the thread has the call's token."""
+        """Copy the correct blocks into their host slots, which are still the job's because the thread has the call's token."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,13 +95,14 @@ class _OpenJob:
 
     Args:
         job: the job.
-        accepted_at: when it came.
-        open_parts: how many have not ended.
-        began, ended: when the first call did, and the last one so far.
-        whole, corrupt, stuck: positions, of all parts that have ended.
-        missing: the other positions of these parts, except for parts that were cancelled: the tier may have their blocks.
-        is_cancelled: a part of it was.
+        accepted_at: when the job was submitted.
+        open_parts: how many parts have not ended.
+        began, ended: when the first of its calls began, and when the last one ended.
+        whole, corrupt: positions that were copied successfully and corrupt positions, from all parts that have ended.
+        missing: the other positions of these parts. Cancelled parts are left out, because the tier may have their blocks.
+        stuck: positions whose slots hanging calls may still change.
         sums: checksums by position.
+        is_cancelled: whether a part was cancelled.
     """
 
     job: AnyJob
@@ -117,7 +118,7 @@ class _OpenJob:
     is_cancelled: bool = False
 
     def note(self, part: Part, call: Call) -> None:
-        """Add a part that has ended. Its results count only if its call worked; otherwise a thread may still write them."""
+        """Add a part that has ended. Its results count only if its call succeeded; otherwise a thread may still write them."""
         self.open_parts -= 1
         if call.was_made:
             self.began = min(self.began, call.began)
@@ -136,7 +137,7 @@ class _OpenJob:
         self.sums.update(part.sums)
 
     def report(self, now: float, slot_bytes: int) -> JobReport:
-        """Return how the job ended. A remote tier may have some of its blocks, a disk has all of them."""
+        """Return the job's report. On a remote tier some copied blocks are enough for success; on a disk all are needed."""
         job, is_remote = self.job, self.job.tier is Tier.REMOTE
         copy_s = max(self.ended - self.began, 0.0)
         is_useful = self.whole and not self.is_cancelled and (is_remote or not self.missing)
@@ -159,13 +160,13 @@ class _OpenJob:
 
 
 class TierJobs:
-    """The jobs of one rank and one tier. All methods are called on its owner's thread, that of the engine's hooks; none waits.
+    """The jobs of one rank and one tier. All methods are called on the owner's thread, that of the engine's hooks; none waits.
 
     Args:
-        calls: to the tier; `close` closes them.
-        mover: what a call does.
-        slot_bytes: of a host slot.
-        monotonic: time in seconds.
+        calls: makes the calls to the tier; `close` closes it.
+        mover: copies the parts of jobs within these calls.
+        slot_bytes: bytes of a host slot on this rank.
+        monotonic: returns the time in seconds.
     """
 
     def __init__(
@@ -179,7 +180,7 @@ class TierJobs:
         self._reported: bool | None = None
 
     def submit(self, jobs: Iterable[AnyJob]) -> None:
-        """Queue jobs; those that cannot be started end as failed."""
+        """Queue jobs. Those that cannot be started are reported as failed."""
         for job in jobs:
             parts = [Part(job, positions) for positions in self._mover.positions_of(job)]
             opened = _OpenJob(job, self._monotonic(), len(parts))
@@ -190,11 +191,11 @@ class TierJobs:
                 self.calls.submit(partial(copy, part), ended, use, is_write=is_put, job=job.id)
 
     def cancel(self, jobs: Collection[JobId]) -> None:
-        """End fetches that no request waits for any more: begin no more of their reads."""
+        """Start no more reads of these fetches, because no request waits for them any more."""
         self.calls.cancel(jobs)
 
     def take(self) -> TierReport | None:
-        """Return what ended since the last call, None before the tier is known."""
+        """Return the report since the last call, or None while it is not known whether the tier can be used."""
         self.calls.poll()
         return self._report()
 
@@ -207,7 +208,7 @@ class TierJobs:
         return TierReport(reports, works, is_new, file)
 
     def close(self) -> None:
-        """Take no more jobs."""
+        """Accept no more jobs."""
         self.calls.close()
 
     def _part_ended(self, opened: _OpenJob, part: Part, call: Call) -> None:
