@@ -1,8 +1,8 @@
 """Host memory for the slots of one rank.
 
-The arena grows in chunks, so that its first slots can be used before all of its memory is touched and pinned. A chunk is
-region-major: first the pages of all its slots in region 0, then those in region 1, and so on. So in each region the pages of
-neighbouring slots are adjacent in memory.
+The arena grows in chunks, so that its first slots can be used before all of its memory is touched and pinned. A chunk
+is region-major: first the pages of all its slots in region 0, then those in region 1, and so on. So in each region the
+pages of neighbouring slots are adjacent in memory.
 
     chunk 0: slots 0..k-1      | region 0: s0 s1 .. | region 1: s0 s1 .. |      chunk 1: slots k..2k-1   ...
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 _LINE = 64
 CHUNK_BYTES = 64 * 2**20
-"""Pinning this much takes about 6 ms, in which the driver may block other calls: a short time compared with a step, but long
-compared with a call."""
+"""Pinning this much takes about 6 ms, in which the driver may block other calls: a short time compared with a step, but
+long compared with a call."""
 
 _RETRY_S = 1.0  # the first wait after memory could not be pinned; each further wait is twice as long
 _LONGEST_RETRY_S = 30.0
@@ -103,7 +103,8 @@ class Arena:
         A refused chunk ends growth: slots that are ready stay usable, and the reason is logged and kept in `refusal`.
 
         Args:
-            with_pauses: after each chunk, rest for as long as it took, because pinning blocks other calls of the driver.
+            with_pauses: after each chunk, rest for as long as it took, because pinning blocks other calls of the
+                driver.
         """
         retry_s = _RETRY_S
         while self.is_growing:
@@ -200,9 +201,7 @@ class Arena:
             raise
         except HostMemoryError as error:
             self.refusal = str(error)
-            say = (
-                log.warning if self.ready_slots else log.error
-            )  # without a single slot, nothing is offloaded
+            say = log.warning if self.ready_slots else log.error  # without any slot, nothing is offloaded
             say(
                 "host_memory_refused",
                 ready_slots=self.ready_slots,

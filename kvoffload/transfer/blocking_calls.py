@@ -3,17 +3,17 @@
     the owner's thread    submit ─▶ queues, reads first ─┐                               ┌─▶ ended ─▶ poll
                                                          └─▶ a thread: `work`, then `use`┘
 
-A disk may hang, and a remote client was seen to block for a minute. So a call has two parts, and a token that can be taken
-only once. The thread that takes the token ends the call:
+A disk may hang, and a remote client was seen to block for a minute. So a call has two parts, and a token that can be
+taken only once. The thread that takes the token ends the call:
 
-* `work` may hang. It runs on a thread of the executor, without the token, so it may outlive the call: the host slots
-  of its job may belong to other blocks while it runs. It writes only its thread's memory, or memory that the caller does
+* `work` may hang. It runs on a thread of the executor, without the token, so it may outlive the call: the host slots of
+  its job may belong to other blocks while it runs. It writes only its thread's memory, or memory that the caller does
   not reuse after a call has hung. It may read host slots, but must call `Call.check` before their bytes leave the
   process; `check` raises if the token is taken.
 * `use` runs on the same thread, after that thread has taken the token. The owner has not seen the call end, so the host
-  slots still belong to the job, and `use` may write them. The disk has two exceptions: it may read straight into host slots
-  and write straight from them. If such a call hangs, its job's report names these host slots (for a read) or the file
-  slots (for a write), and they are never used again.
+  slots still belong to the job, and `use` may write them. The disk has two exceptions: it may read straight into host
+  slots and write straight from them. If such a call hangs, its job's report names these host slots (for a read) or the
+  file slots (for a write), and they are never used again.
 * The owner's thread takes the token of a call that does not return in time, and of all calls when it closes. From
   then on, the call's thread runs nothing more of the call, and drops the result if `work` returns late.
 
@@ -28,18 +28,19 @@ Only a probe opens the resource. So a lost connection is retried as rarely as a 
 
 Which thread writes what:
 
-* The owner's thread appends to the queues and updates the policy. It sets `is_stuck` and the error of a call whose token it
-  has taken. It calls every `ended`, and never waits.
-* The thread of a call sets `began` before it adds the call to the active ones. Once it has the token, it sets the result,
-  the error and `took`. Then it adds the call to `ended`, and at last removes it from the active ones.
+* The owner's thread appends to the queues and updates the policy. It sets `is_stuck` and the error of a call whose
+  token it has taken. It calls every `ended`, and never waits.
+* The thread of a call sets `began` before it adds the call to the active ones. Once it has the token, it sets the
+  result, the error and `took`. Then it adds the call to `ended`, and at last removes it from the active ones.
 * A probe sets `resource`. The thread that finds the connection lost clears it, under a lock. After `close`, the thread
   that finds no call active does.
 
 Containers are accessed only by single operations, which are atomic in Python.
 
-If a thread returns from a compiled client while the interpreter is shutting down, the process aborts. So the exit of the
-process waits briefly until no thread is in a call, except for calls known to hang. It also waits until the client's own
-threads have left the interpreter: those of the S3 client wake our event loop, and our thread may be done before they return.
+If a thread returns from a compiled client while the interpreter is shutting down, the process aborts. So the exit of
+the process waits briefly until no thread is in a call, except for calls known to hang. It also waits until the client's
+own threads have left the interpreter: those of the S3 client wake our event loop, and our thread may be done before
+they return.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class Call:
         return True
 
     def check(self) -> None:
-        """Check, within `work`, that the call has not been ended, so that its job's host slots still hold the job's blocks.
+        """Check, within `work`, that the call has not been ended: until then, its job's host slots are not reused.
 
         Raises:
             CallEnded: the owner's thread has ended the call.
@@ -150,9 +151,9 @@ class Policy(Protocol):
 
     Attributes:
         is_closed: whether calls are made, as current flows through a closed circuit breaker.
-        is_file: whether calls go to a file. Opening a file and waiting in the queue for it may take any time; no call starts
-            while another hangs; and closing a file does not block. Opening a connection and waiting in the queue for it have
-            time limits, and an executor's thread closes the connection.
+        is_file: whether calls go to a file. Opening a file and waiting in the queue for it may take any time; no call
+            starts while another hangs; and closing a file does not block. Opening a connection and waiting in the queue
+            for it have time limits, and an executor's thread closes the connection.
         late: the log event for a hanging call that has returned after all.
         log: a logger whose fields say whose calls these are.
     """
@@ -183,8 +184,8 @@ class BlockingCalls(Generic[ResourceT]):
         executor: its threads make the calls, and may wait for any time; `close` shuts it down.
         monotonic: returns the time in seconds; callable from any thread.
         policy: decides whether calls are made.
-        timeout_s: seconds after which a call counts as hanging. A call to a connection that has waited in the queue for as
-            long is ended without being made, and the policy does not count it.
+        timeout_s: seconds after which a call counts as hanging. A call to a connection that has waited in the queue for
+            as long is ended without being made, and the policy does not count it.
     """
 
     def __init__(
@@ -355,9 +356,8 @@ class BlockingCalls(Generic[ResourceT]):
 
     def _connected(self, call: Call) -> ResourceT:
         """Return the resource; a probe opens it if it is not open."""
-        if (
-            self._is_closed
-        ):  # checked after the call is active, because `close` and `_disconnect` look at active calls
+        # Checked after the call is active, because `close` and `_disconnect` look at the active calls.
+        if self._is_closed:
             raise CallEnded("the connection was closed")
         resource = self.resource
         if resource is None:
@@ -390,10 +390,10 @@ class Breaker:
     """Stops calling a remote tier that fails, and tries it again with single calls.
 
     A lost connection counts as a hang. The pause doubles each time until a read other than a probe succeeds, and is at
-    least four times as long as the failed call took: requests wait for such calls, so a failing tier takes at most a fifth
-    of their time. A successful read resets the count of failed reads, a successful write that of failed writes. A
-    successful probe or write proves little: a store's master may answer both by itself, and claim to have values that its
-    dead nodes cannot deliver.
+    least four times as long as the failed call took: requests wait for such calls, so a failing tier takes at most a
+    fifth of their time. A successful read resets the count of failed reads, a successful write that of failed writes. A
+    successful probe or write proves little: a store's master may answer both by itself, and claim to have values that
+    its dead nodes cannot deliver.
 
     Args:
         log: a logger whose fields say whose calls these are.
@@ -526,7 +526,7 @@ _MADE: weakref.WeakSet[BlockingCalls[Any]] = weakref.WeakSet()
 
 @atexit.register
 def _exit() -> None:
-    """Before the interpreter ends, wait until no call runs and no client's thread runs Python code. No new call starts."""
+    """Before the interpreter ends, start no new call, and wait until no call and no client's thread runs Python."""
     until = time.monotonic() + _EXIT_S
     running: list[Future[None]] = []
     has_client = False
@@ -541,7 +541,7 @@ def _exit() -> None:
 
 
 def _foreign_threads() -> set[int]:
-    """Return the threads that run Python code but were not started by Python; the S3 client's do so to wake an event loop."""
+    """Return the threads that run Python code but were not started by Python, such as those of the S3 client."""
     return set(sys._current_frames()).difference(thread.ident for thread in threading.enumerate())
 
 

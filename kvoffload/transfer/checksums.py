@@ -1,14 +1,15 @@
-"""Checksums of a rank's host slots: computed when a store or fetch has filled a slot, compared when a load or spill has read it.
+"""Checksums of a rank's host slots: computed after a store or fetch has filled them, compared after a load or spill.
 
-A load's slots are compared after the copy, not before, so a byte that changes in between is detected: if the slot is correct
-after the copy, it was correct during the copy (unless wrong bytes became right again). The hook still starts loads at once.
-When a corrupt block is found, its bytes are already on the device. This does no harm: the load has not been reported, its
-device blocks are leased until it is, and any failed copy leaves undefined bytes.
+A load's slots are compared after the copy, not before, so a byte that changes in between is detected: if the slot is
+correct after the copy, it was correct during the copy (unless wrong bytes became right again). The hook still starts
+loads at once. When a corrupt block is found, its bytes are already on the device. This does no harm: the load has not
+been reported, its device blocks are leased until it is, and any failed copy leaves undefined bytes.
 
 Not detected: bytes that were already wrong when the store ended, and bytes that change on the way to the device.
 
-Reading must not make the engine's thread wait. A slot has one page for each region, and most pages are small. The hash library
-keeps the GIL for pieces of up to 64 KiB; such a piece takes microseconds if it is in a cache, but longer if it is not. So:
+Reading must not make the engine's thread wait. A slot has one page for each region, and most pages are small. The hash
+library keeps the GIL for pieces of up to 64 KiB; such a piece takes microseconds if it is in a cache, but longer if it
+is not. So:
 
     whole slots, long pages     hashed in place; the library releases the GIL
     whole slots, small pages    gathered by the host copier's function, which releases the GIL, and hashed in the cache
@@ -16,12 +17,13 @@ keeps the GIL for pieces of up to 64 KiB; such a piece takes microseconds if it 
 
 A reader returns the pieces to hash; `digests_of` hashes them.
 
-The position of the sampled line in its 4 KiB differs between slots, pages and stretches of 4 KiB, so that over many slots every
-position is covered. For one slot it never changes.
+The position of the sampled line in its 4 KiB differs between slots, pages and stretches of 4 KiB, so that over many
+slots every position is covered. For one slot it never changes.
 
     page of 8 KiB    | . . # . . . . . | . . . . . # . . |      two stretches, one line of each
 
-So a sample always detects that a page, or any 8 KiB of it, was overwritten. It detects a single changed byte in one case of 64.
+So a sample always detects that a page, or any 8 KiB of it, was overwritten. It detects a single changed byte in one
+case of 64.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ if TYPE_CHECKING:
     Positions = tuple[int, ...]
 
 SlotReader: TypeAlias = "Callable[[Numbers], Iterable[Iterable[memoryview]]]"
-"""Returns the pieces of each slot; they are valid until the next slot's are requested. Several threads may call it at once."""
+"""Returns the pieces of each slot; they are valid until the next slot's are requested. Several threads may call it at
+once."""
 
 
 _LONG = 2**16  # bytes; for longer pieces the hash library releases the GIL
@@ -103,7 +106,8 @@ class CheckedTicket:
 class Checksums:
     """The checksums of one rank's slots; no other class writes them.
 
-    A slot's checksum is written before its store or fetch is reported and read only later, so two threads never access it at once.
+    A slot's checksum is written before its store or fetch is reported and read only later, so two threads never access
+    it at once.
 
     Args:
         reader: reads slots.
@@ -117,7 +121,7 @@ class Checksums:
         self._known = np.zeros(slots, np.uint64)
 
     def start(self, direction: Direction, slots: Numbers) -> Future[Positions]:
-        """Start to compute the checksums of slots that stores have filled, or to compare those of slots that loads have read.
+        """Start to compute the checksums of slots filled by stores, or to compare those of slots read by loads.
 
         Returns:
             The positions in `slots` whose bytes have changed; none for a store.
@@ -129,11 +133,11 @@ class Checksums:
         return self._executor.submit(work, slots)
 
     def take(self, *slots: int) -> None:
-        """Compute the checksums of slots that a fetch has filled. Reads them on the calling thread."""
+        """Compute the checksums of slots that a fetch has filled. Reads on this thread."""
         self._take(np.array(slots))
 
     def changed(self, slots: Sequence[int]) -> Positions:
-        """Return the positions in `slots` whose bytes have changed since a copy filled them. Reads on the calling thread."""
+        """Return the positions in `slots` whose bytes have changed since they were filled. Reads on this thread."""
         return self._compare(np.array(slots))
 
     def _take(self, slots: Numbers) -> Positions:

@@ -1,18 +1,20 @@
 """The slot file of one rank: opening it, and copying between it and the host slots.
 
-A job's slots are copied in the order of the file, in pieces of 1 MiB. Slots of a piece that are adjacent in the file share one
-disk call.
+A job's slots are copied in the order of the file, in pieces of 1 MiB. Slots of a piece that are adjacent in the file
+share one disk call.
 
     aligned, long pages    written and read in place
     other pages            gathered into the calling thread's buffer, or scattered from it
 
-A call that hangs occupies its thread and that thread's buffer. Slots that the call may still change are not used again, and
-`Part.under_call` names them: file slots for a write, host slots for a read in place. A write in place quarantines no host slot:
-the bytes that it still reads there go only to file slots that are not used again. The job's other slots can be reused. Fetching
-blocks of 1 and 4 MiB with 8 pages in place took 0.7 of the processor time of fetching them through a buffer.
+A call that hangs occupies its thread and that thread's buffer. Slots that the call may still change are not used again,
+and `Part.under_call` names them: file slots for a write, host slots for a read in place. A write in place quarantines
+no host slot: the bytes that it still reads there go only to file slots that are not used again. The job's other slots
+can be reused. Fetching blocks of 1 and 4 MiB with 8 pages in place took 0.7 of the processor time of fetching them
+through a buffer.
 
-With `verify`, a spill compares the host slots with the checksums computed when their blocks arrived: otherwise a bit that flipped
-in host memory would get a valid checksum on the disk. A fetch computes the checksums that later loads and spills compare with.
+With `verify`, a spill compares the host slots with the checksums computed when their blocks arrived: otherwise a bit
+that flipped in host memory would get a valid checksum on the disk. A fetch computes the checksums that later loads and
+spills compare with.
 """
 
 from __future__ import annotations
@@ -59,17 +61,17 @@ THREADS = 6
 SYNC_PERIOD_S = 1.0
 _KEEPS_LOCK = 2**16
 _SHORT = 2**17
-"""Bytes. For more than `_KEEPS_LOCK`, the hash library releases the GIL and must get it back from other threads. For up to
-`_SHORT`, getting it back takes longer than the hash."""
+"""Bytes. For more than `_KEEPS_LOCK`, the hash library releases the GIL and must get it back from other threads. For up
+to `_SHORT`, getting it back takes longer than the hash."""
 _LONG = 2**16
-"""Least bytes of a page that is copied in place. Blocks with shorter pages have many of them, and each page in place is a separate
-part of a disk call and a separate update of the checksum."""
+"""Least bytes of a page that is copied in place. Blocks with shorter pages have many of them, and each page in place is
+a separate part of a disk call and a separate update of the checksum."""
 
 log = get_logger("disk")
 
 
 class RankDisk(TierJobs):
-    """The disk jobs of one rank. A thread opens the file, so that no hook waits for a file system that allocates slowly.
+    """The disk jobs of one rank. A thread opens the slot file, because some file systems allocate its space slowly.
 
     Args:
         opening: opens the slot file.
@@ -233,7 +235,7 @@ class DiskMover:
             copy(places[first], [piece for position in run for piece in data[position]])
 
     def _sum(self, file: SlotFile, place: int, pieces: Pieces) -> int:
-        """Return the checksum or MAC of a file slot's bytes. Which block they are is in the index, which has its own MAC."""
+        """Return the checksum or MAC of a file slot's bytes. The index, which has its own MAC, names the block."""
         if self._key is None:
             return _checksum(pieces, self._shape.slot_bytes)
         context = b"slot " + file.id + self._shape.layout + place.to_bytes(8, "little")
@@ -282,7 +284,7 @@ class FileOpening:
         return file
 
     def _when_unlocked(self, folder: OpenFolder) -> SlotFile:
-        """Open the slot file, trying again while it is locked: workers of a killed engine keep it locked until they notice."""
+        """Open the slot file. Retry while it is locked: workers of a killed engine lock it until they notice."""
         for number in range(LOCK_TRIES):
             try:
                 return open_slot_file(folder, self.shape, self.slots)
@@ -296,7 +298,7 @@ class FileOpening:
 
 
 class _Buffer:
-    """A thread's memory for some slots, and the views of it for copies. Making views for each copy takes longer than a short copy."""
+    """A thread's buffer for some slots. Its views are made once, because making them takes longer than a short copy."""
 
     def __init__(self, arena: Arena, pitch: int, slots: int) -> None:
         memory = aligned_buffer(slots * pitch)
@@ -335,7 +337,7 @@ class _SlotBuffers:
         return buffer.pieces[: len(slots)]
 
     def room(self, slots: Sequence[int]) -> Sequence[Pieces]:
-        """Return memory to read host slots into, valid until the thread's next call; `scatter` copies it to the slots."""
+        """Return memory to read slots into, valid until the thread's next call; `scatter` copies it to the slots."""
         if self.are_in_place:
             return [self._arena.pages(slot) for slot in slots]
         return self._buffer().pieces[: len(slots)]

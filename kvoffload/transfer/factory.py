@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 def make_copier(
     layout: DeviceLayout, *, executor: Executor, clock: Clock, batch_copies: str = "auto"
 ) -> Copier:
-    """Return the copier for the layout's device. Call this on the engine's thread, after the engine has allocated its KV cache.
+    """Return the copier for the layout's device. Called on the engine's thread, once the KV cache is on the device.
 
-    On CUDA this measures which copies the kernel should do. Call it before the engine warms up, captures graphs and serves,
-    because these and the measurement would disturb each other.
+    On CUDA this measures which copies a kernel should do. This must happen before the engine warms up, captures graphs
+    and serves, because these and the measurement would disturb each other.
 
     Args:
         layout: the layout of the tensors to copy.

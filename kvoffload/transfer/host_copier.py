@@ -1,20 +1,23 @@
 """Copies from host memory to host memory, for engines whose device is the CPU.
 
-Copies compete with the engine's thread for the GIL. A thread that releases the GIL for each page may wait 5 ms to get it back
-while the engine's thread runs Python, and delays that thread each time it has it. So there are two ways to copy:
+Copies compete with the engine's thread for the GIL. A thread that releases the GIL for each page may wait 5 ms to get
+it back while the engine's thread runs Python, and delays that thread each time it has it. So there are two ways to
+copy:
 
-* The patient way calls the kernel for up to 1,024 pieces at a time (`process_vm_readv` or `process_vm_writev` on this process);
-  the GIL is free during each call. It is slower, because the kernel copies page by page.
-* The quick way takes the GIL more often. It calls `memmove` for each long piece. Short pieces it copies by numpy's indexing,
-  512 at a time, through a buffer that stays in the cache: for a short piece, the kernel's lookup takes longer than the copy.
+* The patient way calls the kernel for up to 1,024 pieces at a time (`process_vm_readv` or `process_vm_writev` on this
+  process); the GIL is free during each call. It is slower, because the kernel copies page by page.
+* The quick way takes the GIL more often. It calls `memmove` for each long piece. Short pieces it copies by numpy's
+  indexing, 512 at a time, through a buffer that stays in the cache: for a short piece, the kernel's lookup takes longer
+  than the copy.
 
-The quick way is used while no other thread wants the GIL; when one does, the quick way becomes much slower. Pieces of a megabyte
-lose little by waiting for the GIL, so `memmove` always copies them. It copies everything if the kernel or a sandbox refuses
-the patient way's call.
+The quick way is used while no other thread wants the GIL; when one does, the quick way becomes much slower. Pieces of a
+megabyte lose little by waiting for the GIL, so `memmove` always copies them. It copies everything if the kernel or a
+sandbox refuses the patient way's call.
 
-Batches are cut into pieces, which several threads copy. A request waits for each load, but none waits for a store. So every free
-thread takes loads before stores, and only one thread at a time copies stores; it looks for loads after each piece. A load that
-arrives while stores are queued starts at once on another thread, and after at most one piece on the thread that copies stores.
+Batches are cut into pieces, which several threads copy. A request waits for each load, but none waits for a store. So
+every free thread takes loads before stores, and only one thread at a time copies stores; it looks for loads after each
+piece. A load that arrives while stores are queued starts at once on another thread, and after at most one piece on the
+thread that copies stores.
 
     queue of loads    | a1 a2 a3 | b1 |        ◀── any thread
     queue of stores   | c1 c2 c3 c4 .. |       ◀── one thread, when there is no load
@@ -50,8 +53,8 @@ if TYPE_CHECKING:
     from kvoffload.transfer.ports import Clock, Fence
 
 PIECE_BYTES = 4 * 2**20
-"""Copying this much takes about 1 ms: long compared with the overhead of a piece, short compared with a load. With twice as
-much, a load is 4 % faster on an idle copier, and 5 % slower behind stores."""
+"""Copying this much takes about 1 ms: long compared with the overhead of a piece, short compared with a load. With
+twice as much, a load is 4 % faster on an idle copier, and 5 % slower behind stores."""
 
 _LOAD_THREADS = 2  # threads that copy one batch of loads; a single thread copies stores
 
@@ -73,7 +76,8 @@ class HostTicket:
     """One batch. It has ended when all of its pieces have ended, successfully or not.
 
     Attributes:
-        pieces: the number of pieces; 0 until a thread has cut the batch, which happens before the first piece is copied.
+        pieces: the number of pieces; 0 until a thread has cut the batch, which happens before the first piece is
+            copied.
     """
 
     def __init__(self) -> None:
@@ -239,8 +243,8 @@ def choose_copy(*, arena_is_target: bool = False) -> Copy:
 class WatchfulCopy:
     """Copies the quick way as long as that is quick, otherwise the patient way.
 
-    Waiting for the GIL makes a thread suddenly several times slower; other load on the machine does not. A wrong guess costs
-    a few percent of a copy's time.
+    Waiting for the GIL makes a thread suddenly several times slower; other load on the machine does not. A wrong guess
+    costs a few percent of a copy's time.
 
     Args:
         quick, patient: two ways to copy.
@@ -272,7 +276,7 @@ def copy_by_memmove(runs: CopyRuns) -> None:
 
 
 def copy_by_index(runs: CopyRuns, rest: Copy) -> None:
-    """Copy units of one size, `_ROWS` at a time. `rest` copies the remainder, or everything if the units would be too small."""
+    """Copy units of one size, `_ROWS` at a time. `rest` copies the remainder, or everything if units are too small."""
     unit = math.gcd(_UNIT, int(np.gcd.reduce(runs.size)))
     if unit < _LEAST_UNIT:
         rest(runs)
@@ -293,8 +297,8 @@ def copy_by_index(runs: CopyRuns, rest: Copy) -> None:
 def _vector_copy(*, far_is_target: bool) -> Copy | None:
     """Return the kernel's scattered copy within one process, or None if the system refuses it.
 
-    The kernel looks up one side, the far one, page by page. The arena should be that side: it has huge pages if the system
-    has them, and an engine's tensors mostly do not. One call moves at most 2 GiB.
+    The kernel looks up one side, the far one, page by page. The arena should be that side: it has huge pages if the
+    system has them, and an engine's tensors mostly do not. One call moves at most 2 GiB.
     """
     try:
         library = ctypes.CDLL(None, use_errno=True)

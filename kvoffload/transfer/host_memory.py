@@ -1,8 +1,8 @@
 """How much host memory this process may use, how it is allocated, and on which NUMA node.
 
-Copies between the GPU and another NUMA node cross a second, slower bus. So the thread that first touches the memory runs on
-processors of the GPU's node while it does so, if the process may use any of them. Docker's default profile allows this, but
-not `mbind`.
+Copies between the GPU and another NUMA node cross a second, slower bus. So the thread that first touches the memory
+runs on processors of the GPU's node while it does so, if the process may use any of them. Docker's default profile
+allows this, but not `mbind`.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class Pin(Protocol):
 
 @dataclass(frozen=True)
 class MmapAllocator:
-    """Allocates anonymous memory, touched and pinned on `executor`'s threads so that no event loop waits for the kernel.
+    """Allocates anonymous memory. `executor`'s threads touch and pin it, so that no event loop waits for the kernel.
 
-    These threads also release pinned memory, chunk by chunk. An engine that stops waits only a few seconds for its workers;
-    memory that is still pinned after that is freed with the process. Forked children do not get the memory, and core dumps
-    leave it out.
+    These threads also release pinned memory, chunk by chunk. An engine that stops waits only a few seconds for its
+    workers; memory that is still pinned after that is freed with the process. Forked children do not get the memory,
+    and core dumps leave it out.
 
     Args:
         executor: its threads do the work.
@@ -120,7 +120,8 @@ class MmapAllocator:
             raise
 
     def _allocate(self, size: int) -> HostChunk:
-        # Ranks and engines that start together all see the same memory as free. Without this check the kernel could kill one.
+        # Ranks and engines that start together all see the same memory as free. Without this check the kernel could
+        # kill one.
         left = available_bytes(self.read)
         if left is not None and left < size + _RESERVE:
             raise HostMemoryError(
@@ -227,7 +228,8 @@ def slots_for(
         read: reads the kernel's files; tests pass their own.
 
     Raises:
-        ConfigError: less than one block fits, or the ranks need more than this machine or this process's cgroup has left.
+        ConfigError: less than one block fits, or the ranks need more than this machine or this process's cgroup has
+            left.
     """
     slots = bytes_per_rank // layout.slot_bytes
     if not slots:
@@ -277,14 +279,14 @@ def memory_limits(read: ReadText) -> list[MemoryLimit]:
 def available_bytes(read: ReadText) -> int | None:
     """Return how many bytes this process can still allocate without swapping, or None if the kernel does not report it.
 
-    That is the minimum of MemAvailable and of the bytes left in each enclosing cgroup (version 1 or 2). File cache counts as
-    free.
+    That is the minimum of MemAvailable and of the bytes left in each enclosing cgroup (version 1 or 2). File cache
+    counts as free.
     """
     return min([limit.left for limit in memory_limits(read)], default=None)
 
 
 def _cgroup_limits(read: ReadText) -> Iterator[MemoryLimit]:
-    """Yield the limits of this process's memory cgroups (version 1 or 2) and their parents, as far as they can be read."""
+    """Yield the limits of this process's memory cgroups (version 1 or 2) and their parents, if they can be read."""
     for line in (read("/proc/self/cgroup") or "").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         if not path.startswith("/"):
@@ -327,8 +329,8 @@ def _advise(memory: mmap.mmap) -> None:
     pinned pages.
 
     khugepaged scans memory that is marked for huge pages, and holds the lock of the process's memory map meanwhile.
-    `MADV_COLLAPSE` would avoid the scans, but holds that lock while it waits for a kernel thread on every processor, which
-    took up to 6 s beside vLLM's spinning threads.
+    `MADV_COLLAPSE` would avoid the scans, but holds that lock while it waits for a kernel thread on every processor,
+    which took up to 6 s beside vLLM's spinning threads.
     """
     for name in ("MADV_HUGEPAGE", "MADV_DONTFORK", "MADV_DONTDUMP"):
         with contextlib.suppress(OSError, AttributeError):

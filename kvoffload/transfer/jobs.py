@@ -93,8 +93,8 @@ def _numbers(ids: Sequence[int]) -> Numbers:
 class JobLedger:
     """Accepts jobs and returns reports; each accepted job is reported exactly once.
 
-    The hook's thread accepts jobs and takes reports. That thread and the coroutine's may end jobs. Containers are accessed
-    only by single operations, which are atomic in Python.
+    The hook's thread accepts jobs and takes reports. That thread and the coroutine's may end jobs. Containers are
+    accessed only by single operations, which are atomic in Python.
     """
 
     def __init__(self) -> None:

@@ -55,9 +55,10 @@ class Batch:
 class Lane:
     """The batches of one direction that have not ended.
 
-    A stream runs its batches in order, so a batch is queried only when its predecessor is no longer being copied. A batch
-    that has not ended after `timeout_s` is set aside: it is no longer pending, later batches no longer wait for it, and only
-    `reap_late` queries it, rarely. Its memory is not reused until it has ended, because its jobs are not reported before.
+    A stream runs its batches in order, so a batch is queried only when its predecessor is no longer being copied. A
+    batch that has not ended after `timeout_s` is set aside: it is no longer pending, later batches no longer wait for
+    it, and only `reap_late` queries it, rarely. Its memory is not reused until it has ended, because its jobs are not
+    reported before.
 
     `add` may run at the same time as any other method; the other methods must exclude each other.
 
@@ -90,7 +91,7 @@ class Lane:
         self._pending.append(batch)
 
     def reap(self, now: float) -> Iterator[Batch]:
-        """Remove and yield the batches that have ended, oldest first, up to the first one that is still being copied."""
+        """Remove and yield the batches that have ended, oldest first, up to the first that is still being copied."""
         for batch in tuple(self._pending):
             state = self._query(batch)
             is_open = state in _OPEN

@@ -51,8 +51,9 @@ class DeviceLayout:
 
     Args:
         regions: the regions; no address appears twice.
-        meaning: text that says how to interpret the bytes of a page, as far as the engine's identity does not: for example
-            the attention backends and the order of a cache's dimensions. Processes share blocks only if it is equal.
+        meaning: text that says how to interpret the bytes of a page, as far as the engine's identity does not: for
+            example the attention backends and the order of a cache's dimensions. Processes share blocks only if it is
+            equal.
 
     Raises:
         EngineContractError: there is no region, or the regions differ in their number of blocks or in their device.
@@ -133,13 +134,13 @@ def check_pieces(wanted: str, layout: DeviceLayout) -> None:
 
 
 def digest_of(layout: DeviceLayout) -> bytes:
-    """Return 16 bytes that are equal for layouts with the same page sizes, in the same order, and the same `meaning`."""
+    """Return 16 bytes that are equal for layouts with the same page sizes in the same order and the same `meaning`."""
     pages = ",".join(map(str, layout.page_bytes))
     return xxh3_128(f"{pages} {layout.meaning}".encode()).digest()
 
 
 def layout_of(tensors: Sequence[torch.Tensor]) -> DeviceLayout:
-    """Return the layout of `tensors`, each shaped [blocks, ...], with any strides that keep a block's page in one piece.
+    """Return the layout of `tensors`, each shaped [blocks, ...]. Strides are free if a block's page is in one piece.
 
     Raises:
         EngineContractError: a tensor is empty, its pages are scattered or overlap, or the layout is not valid.

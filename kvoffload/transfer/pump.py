@@ -1,30 +1,32 @@
 """Drives the copies of one rank.
 
 Two threads share the pump. The hook's thread (the engine's) submits jobs, polls without waiting, and takes reports. The
-transfer coroutine runs on another thread; it starts stores and notices when batches have ended. The hook's thread submits loads
-at once, because requests wait for them. Stores wait in a queue for the coroutine, because no request waits for them and cutting
-them into batches takes time.
+transfer coroutine runs on another thread; it starts stores and notices when batches have ended. The hook's thread
+submits loads at once, because requests wait for them. Stores wait in a queue for the coroutine, because no request
+waits for them and cutting them into batches takes time.
 
     hook's thread     fence ─ submit_loads ─ one batch ─────────▶ load lane  ─┐
                       submit_stores ─ fence ─▶ store queue                    ├─ reap ─▶ ledger ─▶ take_report
     coroutine         store queue ─ within the byte budget ─────▶ store lane ─┘
 
-* The ledger has each job from acceptance to its report; a lane has each submitted batch. Every job ends, whatever the copier
-  raises. The last section of this file follows one job; the sections before it decide which thread may do what, and when.
+* The ledger has each job from acceptance to its report; a lane has each submitted batch. Every job ends, whatever the
+  copier raises. The last section of this file follows one job; the sections before it decide which thread may do what,
+  and when.
 * `_admission` is held while jobs are submitted, and once by `drain`, which ends submission.
-* `_reaping` guards the heads of the lanes and the number of open parts of each store. The hook only tries to take it: while
-  the coroutine holds it, ends are being noticed anyway. The coroutine waits for it; the hook holds it only for a few queries.
-* The bytes of stores in flight stay under a limit that adapts below `store_bytes_in_flight` (`AdaptiveLimit`). A batch has at
-  most half of the limit, so the copier has another batch while the end of one is being noticed. If loads and stores share a
-  resource, a load waits for at most the limit's number of bytes.
-* When nothing is pending, the coroutine sleeps until a job arrives; a job that arrives while it is awake makes no system call.
-  While copies are pending, the coroutine polls each lane. Its pauses double as long as nothing ends, and it makes none while a
-  large batch is being started in slices.
-* If checksums are kept, a batch's ticket has an executor's threads read the host slots after the copies have ended. Copying and
-  reading together may take `timeout_s`. Timeouts, the drain and a coroutine's death treat a batch that is being read as a
-  running copy.
-* A started copy cannot be cancelled. When the coroutine is cancelled, jobs that were not started fail at once. The coroutine
-  goes on, even if cancelled again, until started copies have ended or timed out.
+* `_reaping` guards the heads of the lanes and the number of open parts of each store. The hook only tries to take it:
+  while the coroutine holds it, ends are being noticed anyway. The coroutine waits for it; the hook holds it only for a
+  few queries.
+* The bytes of stores in flight stay under a limit that adapts below `store_bytes_in_flight` (`AdaptiveLimit`). A batch
+  has at most half of the limit, so the copier has another batch while the end of one is being noticed. If loads and
+  stores share a resource, a load waits for at most the limit's number of bytes.
+* When nothing is pending, the coroutine sleeps until a job arrives; a job that arrives while it is awake makes no
+  system call. While copies are pending, the coroutine polls each lane. Its pauses double as long as nothing ends, and
+  it makes none while a large batch is being started in slices.
+* If checksums are kept, a batch's ticket has an executor's threads read the host slots after the copies have ended.
+  Copying and reading together may take `timeout_s`. Timeouts, the drain and a coroutine's death treat a batch that is
+  being read as a running copy.
+* A started copy cannot be cancelled. When the coroutine is cancelled, jobs that were not started fail at once. The
+  coroutine goes on, even if cancelled again, until started copies have ended or timed out.
 * If the coroutine dies, the hook's `poll` notices ends instead, and fails jobs that were not started.
 """
 
@@ -154,7 +156,7 @@ class TransferPump:
     # --- the hook's thread ---
 
     def fence(self) -> Fence:
-        """Return a fence behind everything that the calling thread has enqueued on the device so far, or None after an error."""
+        """Return a fence behind all that the calling thread has enqueued on the device, or None after an error."""
         try:
             return self._copier.fence()
         except Exception as error:  # `submit_loads` then records a later fence, which is as safe
@@ -298,7 +300,7 @@ class TransferPump:
         return self._abandoned
 
     async def close(self) -> None:
-        """Drain, then close the copier and the arena. The arena stays open if a copy that timed out may still touch it."""
+        """Drain, then close the copier and the arena. The arena stays open if a timed-out copy may still touch it."""
         left = await self.drain()
         self._copier.close()
         if left:
@@ -322,7 +324,8 @@ class TransferPump:
         with self._reaping:
             progress = self._reap()
             progress |= self._start_stores()
-            # Read under the lock: if the hook ended the last batch in between, the coroutine would sleep while stores are queued.
+            # Read under the lock: if the hook ended the last batch in between, the coroutine would sleep while stores
+            # are queued.
             is_pending = any(self._lanes)
         self._pause_s = _FIRST_PAUSE_S if progress else min(2 * self._pause_s, LONGEST_PAUSE_S)
         return is_pending

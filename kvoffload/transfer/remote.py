@@ -1,8 +1,8 @@
 """Copies between the host slots of one rank and a remote tier, in batches.
 
-A batch goes through the calling thread's buffer, which is registered with the remote client. A value is verified before it is
-copied from there to a host slot. A call that hangs can change only this buffer, so its job's host slots can be reused. With a
-key, a batch also goes through a second buffer, which only this process can write.
+A batch goes through the calling thread's buffer, which is registered with the remote client. A value is verified before
+it is copied from there to a host slot. A call that hangs can change only this buffer, so its job's host slots can be
+reused. With a key, a batch also goes through a second buffer, which only this process can write.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ class RemoteMover:
                 seal(value, shard.name(job.targets[position]), self._layout, self._key)
             find_corrupt(part, self._checksums, log)
         self._copy(own, buffers)
-        # After the copies: if the slots hold other blocks by now, their bytes must not be written under these blocks' names.
+        # After the copies: if the slots hold other blocks by now, their bytes must not be written under these blocks'
+        # names.
         call.check()
         values = {
             position: value
@@ -150,7 +151,7 @@ class RemoteMover:
         return part
 
     def _values(self, store: RemoteStore | None, count: int) -> list[memoryview]:
-        """Return room for `count` values in the calling thread's buffer, registered with `store` unless that is None."""
+        """Return room for `count` values in the thread's buffer. Register that with `store`, unless `store` is None."""
         own = self._buffers
         buffer: memoryview | None = getattr(own, "buffer", None)
         if buffer is None:
@@ -164,8 +165,8 @@ class RemoteMover:
     def _own(self, count: int) -> list[memoryview]:
         """Return the calling thread's memory in which values are sealed and verified.
 
-        With a key, this is not the registered memory: Mooncake lets other machines write there at any time, even between
-        the verification and the copy.
+        With a key, this is not the registered memory: Mooncake lets other machines write there at any time, even
+        between the verification and the copy.
         """
         if self._key is None:
             return self._values(None, count)

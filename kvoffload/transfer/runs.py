@@ -1,14 +1,14 @@
 """Turns pairs of slots and blocks into the fewest contiguous copies.
 
-A block has a page in each region, and so has a slot. A chunk of host memory is region-major, so the pages of consecutive
-slots are adjacent in every region:
+A block has a page in each region, and so has a slot. A chunk of host memory is region-major, so the pages of
+consecutive slots are adjacent in every region:
 
     device, region 0   | b4 | b5 | b6 | b7 |          host chunk   | region 0: s0 s1 s2 s3 | region 1: s0 s1 s2 s3 |
     job  b5->s1, b6->s2, b4->s0   becomes one copy of three pages in each region
 
-Two pairs can be joined if their blocks are consecutive, their slots are consecutive and in one chunk (each chunk is a separate
-piece of memory, pinned separately), and the region's pages are adjacent on the device. Pairs are first sorted by block: if
-no block appears twice, pairs that can be joined are then next to each other.
+Two pairs can be joined if their blocks are consecutive, their slots are consecutive and in one chunk (each chunk is a
+separate piece of memory, pinned separately), and the region's pages are adjacent on the device. Pairs are first sorted
+by block: if no block appears twice, pairs that can be joined are then next to each other.
 """
 
 from __future__ import annotations

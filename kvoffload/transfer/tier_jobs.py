@@ -61,7 +61,8 @@ class Part:
 def find_corrupt(part: Part, checksums: Checksums | None, log: BoundLogger) -> None:
     """Note and log the host slots of a part whose bytes have changed. Call this after their bytes were copied.
 
-    A slot that is intact now was intact when it was copied, unless it held another block in between, which `Call.check` detects.
+    A slot that is intact now was intact when it was copied, unless it held another block in between, which `Call.check`
+    detects.
     """
     if checksums is None:
         return
@@ -74,7 +75,7 @@ def find_corrupt(part: Part, checksums: Checksums | None, log: BoundLogger) -> N
 
 
 class Mover(Protocol):
-    """Copies the parts of jobs. `positions_of` runs on the owner's thread, the others within a call; see `blocking_calls.py`."""
+    """Copies the parts of jobs. `positions_of` runs on the owner's thread, the other methods run within calls."""
 
     def positions_of(self, job: AnyJob) -> list[Sequence[int]]:
         """Return the positions of the blocks in each part of a job."""
@@ -86,7 +87,7 @@ class Mover(Protocol):
         """Read a part's blocks into memory that only this call uses, and verify them."""
 
     def fill(self, part: Part) -> Part:
-        """Copy the correct blocks into their host slots, which are still the job's because the thread has the call's token."""
+        """Copy the correct blocks into their host slots, which are still the job's: this thread took the token."""
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +100,8 @@ class _OpenJob:
         open_parts: how many parts have not ended.
         began, ended: when the first of its calls began, and when the last one ended.
         whole, corrupt: positions that were copied successfully and corrupt positions, from all parts that have ended.
-        missing: the other positions of these parts. Cancelled parts are left out, because the tier may have their blocks.
+        missing: the other positions of these parts. Cancelled parts are left out, because the tier may have their
+            blocks.
         stuck: positions whose slots hanging calls may still change.
         sums: checksums by position.
         is_cancelled: whether a part was cancelled.
@@ -118,7 +120,7 @@ class _OpenJob:
     is_cancelled: bool = False
 
     def note(self, part: Part, call: Call) -> None:
-        """Add a part that has ended. Its results count only if its call succeeded; otherwise a thread may still write them."""
+        """Add an ended part. Its results count only if its call succeeded; otherwise a thread may still write."""
         self.open_parts -= 1
         if call.was_made:
             self.began = min(self.began, call.began)
@@ -137,7 +139,7 @@ class _OpenJob:
         self.sums.update(part.sums)
 
     def report(self, now: float, slot_bytes: int) -> JobReport:
-        """Return the job's report. On a remote tier some copied blocks are enough for success; on a disk all are needed."""
+        """Return the job's report. A remote job succeeds if some blocks were copied, a disk job only if all were."""
         job, is_remote = self.job, self.job.tier is Tier.REMOTE
         copy_s = max(self.ended - self.began, 0.0)
         is_useful = self.whole and not self.is_cancelled and (is_remote or not self.missing)
@@ -160,7 +162,7 @@ class _OpenJob:
 
 
 class TierJobs:
-    """The jobs of one rank and one tier. All methods are called on the owner's thread, that of the engine's hooks; none waits.
+    """The jobs of one rank and one tier. All methods are called on the owner's thread, the hooks'; none waits.
 
     Args:
         calls: makes the calls to the tier; `close` closes it.
