@@ -32,7 +32,7 @@ class GatedTicket:
         self.fences = fences
         self.queries = 0
         self.query_error: Exception | None = None
-        """Every query raises this error, unless it is None."""
+        """The error that every query raises; None for no error."""
         self.copy_seconds: float | None = None
         """Seconds that the copies took, as the copier reports them; set this before the ticket ends."""
         self._state = TicketState.PENDING

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 _LINE = 64
 CHUNK_BYTES = 64 * 2**20
-"""Pinning this much takes about 6 ms, in which the driver may block other calls: a short time compared with a step, but
-long compared with a call."""
+"""Pinning this much takes about 6 ms, in which the driver may block other calls. That is short compared with a step,
+but long compared with a driver call."""
 
 _RETRY_S = 1.0  # the first wait after memory could not be pinned; each further wait is twice as long
 _LONGEST_RETRY_S = 30.0
@@ -103,8 +103,7 @@ class Arena:
         A refused chunk ends growth: slots that are ready stay usable, and the reason is logged and kept in `refusal`.
 
         Args:
-            with_pauses: after each chunk, rest for as long as it took, because pinning blocks other calls of the
-                driver.
+            with_pauses: after each chunk, rest for as long as it took, because pinning blocks other driver calls.
         """
         retry_s = _RETRY_S
         while self.is_growing:

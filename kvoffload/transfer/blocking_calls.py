@@ -11,9 +11,9 @@ taken only once. The thread that takes the token ends the call:
   not reuse after a call has hung. It may read host slots, but must call `Call.check` before their bytes leave the
   process; `check` raises if the token is taken.
 * `use` runs on the same thread, after that thread has taken the token. The owner has not seen the call end, so the host
-  slots still belong to the job, and `use` may write them. The disk has two exceptions: it may read straight into host
-  slots and write straight from them. If such a call hangs, its job's report names these host slots (for a read) or the
-  file slots (for a write), and they are never used again.
+  slots still belong to the job, and only `use` may write them. The disk has two exceptions: it may read straight into
+  host slots and write straight from them. If such a call hangs, its job's report names these host slots (for a read) or
+  the file slots (for a write), and they are never used again.
 * The owner's thread takes the token of a call that does not return in time, and of all calls when it closes. From
   then on, the call's thread runs nothing more of the call, and drops the result if `work` returns late.
 
@@ -31,9 +31,9 @@ Which thread writes what:
 * The owner's thread appends to the queues and updates the policy. It sets `is_stuck` and the error of a call whose
   token it has taken. It calls every `ended`, and never waits.
 * The thread of a call sets `began` before it adds the call to the active ones. Once it has the token, it sets the
-  result, the error and `took`. Then it adds the call to `ended`, and at last removes it from the active ones.
-* A probe sets `resource`. The thread that finds the connection lost clears it, under a lock. After `close`, the thread
-  that finds no call active does.
+  result, the error and `took`. Then it adds the call to `ended`, and finally removes it from the active ones.
+* A probe sets `resource`. A thread that finds the connection lost clears it, under a lock. After `close`, a thread that
+  finds no active call clears it in the same way.
 
 Containers are accessed only by single operations, which are atomic in Python.
 
@@ -137,7 +137,7 @@ class Call:
         return True
 
     def check(self) -> None:
-        """Check, within `work`, that the call has not been ended: until then, its job's host slots are not reused.
+        """Check, within `work`, that the call has not been ended. Once it has, its job's host slots may be reused.
 
         Raises:
             CallEnded: the owner's thread has ended the call.
@@ -150,7 +150,7 @@ class Policy(Protocol):
     """Decides whether calls are made. Only the owner's thread uses it, except for `probe`.
 
     Attributes:
-        is_closed: whether calls are made, as current flows through a closed circuit breaker.
+        is_closed: whether calls are made (current flows through a closed circuit breaker).
         is_file: whether calls go to a file. Opening a file and waiting in the queue for it may take any time; no call
             starts while another hangs; and closing a file does not block. Opening a connection and waiting in the queue
             for it have time limits, and an executor's thread closes the connection.
@@ -240,7 +240,7 @@ class BlockingCalls(Generic[ResourceT]):
 
         Args:
             work: the part that may hang. If it raises, the call fails.
-            ended: receives the call and its result, on the owner's thread, once the call has ended.
+            ended: receives the call, with its result, on the owner's thread once the call has ended.
             use: receives what `work` has returned, if the thread gets the token; its return value becomes the result.
             is_write: whether the call is a write, which waits for all queued reads.
             job: the job that the call belongs to, for `cancel`.
@@ -483,7 +483,7 @@ class ErrorRow:
     def __init__(self, log: BoundLogger) -> None:
         self.is_closed = False
         self.is_opening = True
-        """Whether it is still unknown if the file can be opened."""
+        """True until it is known whether the file can be opened."""
         self._was_probed = False
         self.log = log
         self._errors = 0
@@ -526,7 +526,7 @@ _MADE: weakref.WeakSet[BlockingCalls[Any]] = weakref.WeakSet()
 
 @atexit.register
 def _exit() -> None:
-    """Before the interpreter ends, start no new call, and wait until no call and no client's thread runs Python."""
+    """Before the interpreter ends, stop new calls, and wait for running calls and for client threads in Python code."""
     until = time.monotonic() + _EXIT_S
     running: list[Future[None]] = []
     has_client = False

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     Positions = tuple[int, ...]
 
 SlotReader: TypeAlias = "Callable[[Numbers], Iterable[Iterable[memoryview]]]"
-"""Returns the pieces of each slot; they are valid until the next slot's are requested. Several threads may call it at
-once."""
+"""Returns the pieces of each slot, valid until the pieces of the next slot are requested. Callable from several threads
+at once."""
 
 
 _LONG = 2**16  # bytes; for longer pieces the hash library releases the GIL
@@ -69,7 +69,7 @@ class CheckedTicket:
 
     Args:
         copies: the copier's ticket.
-        read: starts reading the slots; the result is the positions of corrupt ones.
+        read: starts reading the slots; the future's result is the positions of corrupt ones.
 
     Attributes:
         corrupt: after a load has ended, the positions of slots whose bytes differ from the stored ones.
@@ -124,7 +124,7 @@ class Checksums:
         """Start to compute the checksums of slots filled by stores, or to compare those of slots read by loads.
 
         Returns:
-            The positions in `slots` whose bytes have changed; none for a store.
+            A future of the positions in `slots` whose bytes have changed; none for a store.
 
         Raises:
             Exception: nothing was started.

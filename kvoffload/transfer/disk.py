@@ -9,8 +9,7 @@ share one disk call.
 A call that hangs occupies its thread and that thread's buffer. Slots that the call may still change are not used again,
 and `Part.under_call` names them: file slots for a write, host slots for a read in place. A write in place quarantines
 no host slot: the bytes that it still reads there go only to file slots that are not used again. The job's other slots
-can be reused. Fetching blocks of 1 and 4 MiB with 8 pages in place took 0.7 of the processor time of fetching them
-through a buffer.
+can be reused. Blocks of 1 and 4 MiB in 8 pages took 0.7 of the processor time when they were fetched in place.
 
 With `verify`, a spill compares the host slots with the checksums computed when their blocks arrived: otherwise a bit
 that flipped in host memory would get a valid checksum on the disk. A fetch computes the checksums that later loads and
@@ -267,7 +266,7 @@ class FileOpening:
 
         Raises:
             CancelledError: the engine stops before its KV is identified.
-            Exception: the file cannot be opened, for any other reason; it is logged.
+            Exception: the file cannot be opened; the reason is logged.
         """
         try:
             if self.slots < 1:
@@ -284,7 +283,7 @@ class FileOpening:
         return file
 
     def _when_unlocked(self, folder: OpenFolder) -> SlotFile:
-        """Open the slot file. Retry while it is locked: workers of a killed engine lock it until they notice."""
+        """Open the slot file, retrying while it is locked: workers of a killed engine lock it until they notice."""
         for number in range(LOCK_TRIES):
             try:
                 return open_slot_file(folder, self.shape, self.slots)

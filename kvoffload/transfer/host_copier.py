@@ -10,14 +10,14 @@ copy:
   indexing, 512 at a time, through a buffer that stays in the cache: for a short piece, the kernel's lookup takes longer
   than the copy.
 
-The quick way is used while no other thread wants the GIL; when one does, the quick way becomes much slower. Pieces of a
-megabyte lose little by waiting for the GIL, so `memmove` always copies them. It copies everything if the kernel or a
-sandbox refuses the patient way's call.
+The quick way is used while no other thread wants the GIL; a drop in its speed shows that one does. Pieces of a megabyte
+lose little by waiting for the GIL, so `memmove` always copies them. It copies everything if the kernel or a sandbox
+refuses the patient way's call.
 
-Batches are cut into pieces, which several threads copy. A request waits for each load, but none waits for a store. So
-every free thread takes loads before stores, and only one thread at a time copies stores; it looks for loads after each
-piece. A load that arrives while stores are queued starts at once on another thread, and after at most one piece on the
-thread that copies stores.
+Batches are cut into pieces, which several threads copy. Requests wait for loads, but not for stores. So every free
+thread takes loads before stores, and only one thread at a time copies stores; it looks for loads after each piece. A
+load that arrives while stores are queued starts at once on another thread, and after at most one piece on the thread
+that copies stores.
 
     queue of loads    | a1 a2 a3 | b1 |        ◀── any thread
     queue of stores   | c1 c2 c3 c4 .. |       ◀── one thread, when there is no load
@@ -243,8 +243,8 @@ def choose_copy(*, arena_is_target: bool = False) -> Copy:
 class WatchfulCopy:
     """Copies the quick way as long as that is quick, otherwise the patient way.
 
-    Waiting for the GIL makes a thread suddenly several times slower; other load on the machine does not. A wrong guess
-    costs a few percent of a copy's time.
+    A thread that waits for the GIL becomes several times slower than it was before; a thread on a slow machine does
+    not. A wrong guess costs a few percent of a copy's time.
 
     Args:
         quick, patient: two ways to copy.

@@ -120,8 +120,8 @@ class MmapAllocator:
             raise
 
     def _allocate(self, size: int) -> HostChunk:
-        # Ranks and engines that start together all see the same memory as free. Without this check the kernel could
-        # kill one.
+        # Ranks and engines that start together all count the same memory as free; without this check, the kernel could
+        # run out of memory and kill one of them.
         left = available_bytes(self.read)
         if left is not None and left < size + _RESERVE:
             raise HostMemoryError(

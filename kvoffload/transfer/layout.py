@@ -51,9 +51,8 @@ class DeviceLayout:
 
     Args:
         regions: the regions; no address appears twice.
-        meaning: text that says how to interpret the bytes of a page, as far as the engine's identity does not: for
-            example the attention backends and the order of a cache's dimensions. Processes share blocks only if it is
-            equal.
+        meaning: what the bytes of a page mean, as far as the engine's identity does not say it: for example the
+            attention backends and the order of a cache's dimensions. Processes share blocks only if it is equal.
 
     Raises:
         EngineContractError: there is no region, or the regions differ in their number of blocks or in their device.
@@ -140,7 +139,7 @@ def digest_of(layout: DeviceLayout) -> bytes:
 
 
 def layout_of(tensors: Sequence[torch.Tensor]) -> DeviceLayout:
-    """Return the layout of `tensors`, each shaped [blocks, ...]. Strides are free if a block's page is in one piece.
+    """Return the layout of `tensors`, each shaped [blocks, ...], with any strides that keep a block's page contiguous.
 
     Raises:
         EngineContractError: a tensor is empty, its pages are scattered or overlap, or the layout is not valid.

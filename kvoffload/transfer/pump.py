@@ -14,17 +14,17 @@ waits for them and cutting them into batches takes time.
   and when.
 * `_admission` is held while jobs are submitted, and once by `drain`, which ends submission.
 * `_reaping` guards the heads of the lanes and the number of open parts of each store. The hook only tries to take it:
-  while the coroutine holds it, ends are being noticed anyway. The coroutine waits for it; the hook holds it only for a
-  few queries.
+  while the coroutine holds it, the coroutine notices ends. The coroutine waits for it; the hook holds it only for a few
+  queries.
 * The bytes of stores in flight stay under a limit that adapts below `store_bytes_in_flight` (`AdaptiveLimit`). A batch
   has at most half of the limit, so the copier has another batch while the end of one is being noticed. If loads and
   stores share a resource, a load waits for at most the limit's number of bytes.
 * When nothing is pending, the coroutine sleeps until a job arrives; a job that arrives while it is awake makes no
   system call. While copies are pending, the coroutine polls each lane. Its pauses double as long as nothing ends, and
   it makes none while a large batch is being started in slices.
-* If checksums are kept, a batch's ticket has an executor's threads read the host slots after the copies have ended.
-  Copying and reading together may take `timeout_s`. Timeouts, the drain and a coroutine's death treat a batch that is
-  being read as a running copy.
+* If checksums are kept, a batch's ticket makes an executor's threads read the host slots after the copies have ended.
+  Copying and reading together may take `timeout_s`. For timeouts, the drain and a dead coroutine, a batch that is being
+  read counts as a running copy.
 * A started copy cannot be cancelled. When the coroutine is cancelled, jobs that were not started fail at once. The
   coroutine goes on, even if cancelled again, until started copies have ended or timed out.
 * If the coroutine dies, the hook's `poll` notices ends instead, and fails jobs that were not started.
@@ -221,7 +221,7 @@ class TransferPump:
         """Return the jobs that ended since the last call and the number of ready slots, or None if nothing has changed.
 
         Args:
-            is_due: whether to return a report in any case, because the caller has something to add.
+            is_due: return a report in any case, because the caller has something to add.
         """
         reports = self._ledger.take_reports()
         # `is_growing` must be read first: once it is False, `ready_slots` is final.
@@ -372,7 +372,7 @@ class TransferPump:
     def _reap(self) -> bool:
         """Handle the batches that have ended; return whether there were any."""
         now = self._clock.monotonic()
-        is_load_pending = bool(self._loads)  # before loads are reaped: were any pending while the stores ran?
+        is_load_pending = bool(self._loads)  # before loads are reaped: those ran beside the stores
         ended = [*self._loads.reap(now)]
         for batch in self._stores.reap(now):
             ended.append(batch)

@@ -162,7 +162,7 @@ class _OpenJob:
 
 
 class TierJobs:
-    """The jobs of one rank and one tier. All methods are called on the owner's thread, the hooks'; none waits.
+    """The jobs of one rank and one tier. All methods are called on the thread of the engine's hooks; none waits.
 
     Args:
         calls: makes the calls to the tier; `close` closes it.
