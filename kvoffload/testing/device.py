@@ -1,4 +1,4 @@
-"""Fake device memory for tests, which is really host memory."""
+"""Fake device memory for tests; its bytes are in host memory."""
 
 from __future__ import annotations
 

@@ -283,7 +283,7 @@ class FileOpening:
         return file
 
     def _when_unlocked(self, folder: OpenFolder) -> SlotFile:
-        """Open the slot file, retrying while it is locked: workers of a killed engine lock it until they notice."""
+        """Open the slot file. Retry while it is locked: workers of a killed engine may need a while to notice."""
         for number in range(LOCK_TRIES):
             try:
                 return open_slot_file(folder, self.shape, self.slots)

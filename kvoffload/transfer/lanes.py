@@ -24,7 +24,7 @@ _OPEN = (TicketState.PENDING, TicketState.READING)
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """One submission.
+    """One batch that was submitted to the copier.
 
     Args:
         ticket: the copier's ticket, or one that also handles checksums.
