@@ -1,29 +1,30 @@
 """Copies between a CUDA device and pinned host memory, on two streams.
 
-    hook's thread   ── kernels ──●── kernels ──▶        the engine's current stream; ● is the fence
+    hook's thread   ── kernels ──●── kernels ──▶        the engine's stream; ● is the fence
                                  │ wait
     loads           ─────────────┴─[start]─ copies ─[end]─▶      the device's highest priority: a request waits for them
     stores          ───────────────[start]─ copies ─[end]─▶      its lowest: no request waits for a store
 
-Priorities act on the page kernel only. Copy engines know none.
+Stream priorities affect the page kernel only. Copy engines ignore them.
 
-The hook's own thread records the fence, an event, on its current stream. Nothing else asks which stream that is. A store
-must read after the forward pass has written, a load must write after earlier kernels have read or zeroed: both wait for it.
-A host slot needs no fence: it is loaded only after its store was seen to end.
+The fence is an event that the hook's own thread records on its current stream. Both directions wait for it: a store
+must read after the forward pass has written, and a load must write after earlier kernels have read or zeroed the
+block. A host slot needs no fence: it is loaded only after its store was seen to end.
 
-The start event lies behind the waits, so the two events measure the copies only. Nothing here waits for the device. Both
-events exist before anything is enqueued. If the end event cannot be recorded behind the copies, the batch stays pending, and
-each query tries to record it again.
+The start event is recorded behind the waits, so the two events time the copies only. Nothing here waits for the
+device. Both events exist before anything is enqueued. If recording the end event fails, the batch stays pending, and
+each query tries again.
 
-A batch is enqueued in slices, as far as its stream has room: a call on a full stream would wait, on a store's for the whole
-forward pass. A load is submitted on the engine's thread, which enqueues one slice; each query enqueues more of what is left,
-a few slices on the transfer coroutine's thread, which queries at once, one on the engine's. Later batches may overtake the
-rest: the stream has waited for the batch's fences, its blocks are leased until the last slice has ended, and the end event
-lies behind that one.
+A batch is enqueued in slices, as far as its stream has room: a call on a full stream would block, on the store stream
+for a whole forward pass. A load is submitted on the engine's thread, which enqueues one slice. Each later query
+enqueues more: one slice on the engine's thread, a few on the transfer coroutine's thread, which starts to query at
+once. Later batches may overtake the remaining slices. That is safe: the stream has already waited for this batch's
+fences, its blocks stay leased until its last slice has ended, and its end event is recorded behind that slice.
 
-Slices for the page kernel come first. When all buffers for its descriptors are in use, they wait for one.
+Slices for the page kernel come first. When all descriptor buffers are in use, these slices wait for a free one.
 
-`kvoffload gpu-check` measures how the kernel is best used, once for each card and driver, and writes that to a file:
+`kvoffload gpu-check` measures how to use the kernel best, once for each card and driver, and writes the result to a
+file:
 
     ~/.cache/kvoffload/nvidia-h100-80gb-hbm3-cuda-13-0.json     {"programs": 12, "fewest": 32, "stores": false}
 """
@@ -57,28 +58,29 @@ if TYPE_CHECKING:
 log = get_logger("transfer")
 
 Limits = Mapping[Direction, int]
-"""For each direction, bytes of a copy from which on the copy engine is as fast as the kernel."""
+"""For each direction, the copy size in bytes from which the copy engine is as fast as the kernel."""
 
 ENGINE_ONLY: Limits = dict.fromkeys(Direction, 0)
 """Every copy goes through the copy engine."""
 
-_ALIGNED = 16  # bytes of an address: others are slower than what `crossover.py` measures
+_ALIGNED = 16  # bytes; the kernel is slower at unaligned addresses than `crossover.py` measures
 _EVENTS_AHEAD = 64
-_SLICES_BESIDE = 8  # that the coroutine's thread enqueues before it looks at other batches
-_MARKS_A_QUERY = 4  # a hook's query makes few calls
-_LAUNCH = 4  # operations that a slice for the kernel takes
+_SLICES_BESIDE = 8  # slices that the coroutine's thread enqueues before it looks at other batches
+_MARKS_A_QUERY = 4  # limits the driver calls in a hook's query
+_LAUNCH = 4  # stream operations for one slice of the kernel
 
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 
 
 class GpuProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the page kernel is used; the defaults were chosen without a device.
+    """How the page kernel is used. The defaults were chosen without measuring on a device.
 
     Args:
-        programs: thread blocks of a launch. 32 have 128 KiB under way, about twice what a bus of 50 GB/s and 1.2 us holds.
-        fewest: short copies in a batch from which on a launch is worth it.
-        stores: whether stores use the kernel; its thread blocks take processors from the forward pass.
+        programs: thread blocks of a launch. 32 keep 128 KiB in flight, about twice what fills a bus with 50 GB/s and a
+            latency of 1.2 us.
+        fewest: the smallest number of short copies in a batch for which a launch is worth it.
+        stores: whether stores use the kernel; its thread blocks take multiprocessors from the forward pass.
     """
 
     programs: _Count = 32
@@ -90,11 +92,11 @@ _NOT_MEASURED = GpuProfile()
 
 
 def profile_path(gpu: str, cuda: str) -> Path:
-    """Return where the profile of a card is kept: in `XDG_CACHE_HOME`, or else in the user's `.cache`.
+    """Return the path of a card's profile, under `XDG_CACHE_HOME` or else the user's `.cache`.
 
     Args:
         gpu: the card's name.
-        cuda: the newest CUDA that its driver knows.
+        cuda: the newest CUDA version that its driver supports.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = re.sub("[^a-z0-9]+", "-", f"{gpu} cuda {cuda}".lower())
@@ -102,7 +104,7 @@ def profile_path(gpu: str, cuda: str) -> Path:
 
 
 def read_profile(gpu: str, cuda: str) -> GpuProfile:
-    """Return the profile of a card, the default one if it has no file. A bad file is one warning."""
+    """Return a card's profile, or the default one if it has no file. An unusable file only causes a warning."""
     path = profile_path(gpu, cuda)
     try:
         return msgspec.json.decode(path.read_bytes(), type=GpuProfile)
@@ -113,11 +115,11 @@ def read_profile(gpu: str, cuda: str) -> GpuProfile:
 
 
 class _Slice(NamedTuple):
-    """Copies that are enqueued at once.
+    """Copies that are enqueued together.
 
     Args:
         runs: the copies.
-        by_kernel: whether the page kernel makes them.
+        by_kernel: whether the page kernel makes them, instead of the copy engine.
     """
 
     runs: CopyRuns
@@ -128,10 +130,10 @@ class CudaTicket:
     """One batch on the stream of its direction, between two events.
 
     Args:
-        copier: the one that submits it.
-        direction: of its copies.
-        left: slices to enqueue, the first ones at once.
-        fences: what they wait for.
+        copier: the copier that submits this batch.
+        direction: the direction of all its copies.
+        left: the slices to enqueue; the first ones are enqueued at once.
+        fences: events that all copies wait for.
 
     Raises:
         Exception: CUDA refused before any copy was enqueued.
@@ -146,12 +148,12 @@ class CudaTicket:
         self._driver = copier.driver
         self._direction = direction
         self._stream = copier.stream(direction)
-        # Both are taken before anything is enqueued.
+        # Get both events before enqueueing anything, so that no copy is running if this fails.
         self._events = self._driver.event(timed=True), self._driver.event(timed=True)
         self._left = left
-        self._marks = deque(self._events[:1])  # behind slices; they show how far the stream is
-        self._is_whole = True  # no copy was refused
-        # The thread that must not wait.
+        self._marks = deque(self._events[:1])  # recorded behind slices; they show how far the stream has come
+        self._is_whole = True  # no copy has been refused
+        # Loads are submitted on the engine's thread, which must not block.
         self._hook = threading.get_ident() if direction is Direction.LOAD else None
         self._has_end = False
         self._was_refused = False
@@ -161,12 +163,12 @@ class CudaTicket:
         self._enqueue()
 
     def query(self) -> TicketState:
-        """Return where the batch stands, after enqueueing some of what is left of it.
+        """Return the batch's state, after enqueueing some of its remaining slices.
 
-        A query that the driver refuses is repeated later.
+        If the driver refuses a call, the batch stays pending, and the next query tries again.
 
         Raises:
-            DeviceLost: the device runs nothing more.
+            DeviceLost: the device runs nothing more of this process.
         """
         try:
             if self._left:
@@ -180,7 +182,7 @@ class CudaTicket:
         except DeviceLost:
             raise
         except Exception as error:
-            if not self._was_refused:  # once a batch
+            if not self._was_refused:  # log once per batch
                 log.warning("copy_query_refused", reason=repr(error))
             self._was_refused = True
             return TicketState.PENDING
@@ -189,15 +191,15 @@ class CudaTicket:
         return TicketState.DONE if self._is_whole else TicketState.FAILED
 
     def _enqueue(self) -> int:
-        """Enqueue the next slices, as far as there is room, and the end event behind the last one; return how many.
+        """Enqueue the next slices while there is room, and the end event behind the last; return the number of slices.
 
-        After a refusal nothing more is enqueued, but some of the copies may run.
+        After a refusal nothing more is enqueued, but copies enqueued earlier may run.
         """
         enqueued, is_hook = 0, threading.get_ident() == self._hook
         slices = 1 if is_hook else _SLICES_BESIDE
         while self._left and enqueued < slices and self._enqueue_one(may_wait=not is_hook):
             enqueued += 1
-            with contextlib.suppress(Exception):  # a later mark serves as well, and queries record the end
+            with contextlib.suppress(Exception):  # a later mark will do, and queries retry the end event
                 if self._left:
                     self._mark()
                 else:
@@ -205,10 +207,10 @@ class CudaTicket:
         return enqueued
 
     def _enqueue_one(self, *, may_wait: bool) -> bool:
-        """Enqueue the first slice; return False where it has to wait."""
+        """Enqueue the first slice; return False if it has to wait."""
         if (
             self._left[0].by_kernel and not self._copier.kernel_below[self._direction]
-        ):  # the kernel has failed since
+        ):  # a launch has failed since this slice was cut
             self._left.extendleft(reversed(self._copier.engine_slices(self._left.popleft().runs)))
         runs, by_kernel = self._left[0]
         if not self._driver.has_room(self._stream, _LAUNCH if by_kernel else len(runs), may_wait=may_wait):
@@ -219,13 +221,14 @@ class CudaTicket:
         return True
 
     def _go_on(self) -> None:
-        """Learn how far the stream is, and enqueue more."""
+        """Find out how far the stream has come, and enqueue more slices."""
         for _ in range(_MARKS_A_QUERY):
             if not self._marks or not self._driver.has_passed(self._marks[0]):
                 break
             self._marks.popleft()
         self._copier.slices += self._enqueue()
-        # Later batches may fill the room, and they are not queried before this one has ended.
+        # Later batches may fill the stream, and their events are not queried before this batch has ended. So this batch
+        # needs a mark of its own to notice when there is room again.
         if self._left and not self._marks:
             self._mark()
 
@@ -237,9 +240,9 @@ class CudaTicket:
     def _launch(self, runs: CopyRuns, *, may_wait: bool) -> bool:
         try:
             self._driver.copy_by_kernel(runs, self._stream)
-        except BufferError:  # too many are under way
+        except BufferError:  # too many launches are in flight
             return False
-        except Exception as error:  # if it runs after all, it writes the same bytes again
+        except Exception as error:  # if the launch ran after all, both copies write the same bytes
             self._copier.kernel_below = ENGINE_ONLY
             log.warning("page_kernel_off", direction=self._direction.value, reason=repr(error))
             return self._enqueue_one(may_wait=may_wait)
@@ -250,7 +253,7 @@ class CudaTicket:
         self._left.popleft()
         try:
             self._driver.copy(self._direction, runs, self._stream)
-        except Exception as error:  # the end event must follow the copies before it
+        except Exception as error:  # not raised: the end event must still follow earlier copies
             log.error("copy_refused", direction=self._direction.value, copies=len(runs), reason=repr(error))
             self._is_whole = False
             self._left.clear()
@@ -259,23 +262,23 @@ class CudaTicket:
         """Record the end event.
 
         Raises:
-            Exception: it was not; the batch stays pending.
+            Exception: recording failed; the batch stays pending.
         """
         self._driver.record(self._events[1], self._stream)
         self._has_end = True
 
 
 class CudaCopier:
-    """Submits batches to the device: long copies to the copy engine, short ones to a kernel where that is faster.
+    """Submits batches to the device: long copies to the copy engine, short ones to a kernel if that is faster.
 
     Args:
-        driver: of the device.
-        profile: how the kernel is used on it.
+        driver: the device's driver.
+        profile: how to use the kernel on this device.
 
     Attributes:
-        kernel_below: for each direction, the kernel copies runs of fewer bytes (`crossover.py`); 0 at first, and after the
-            kernel could not be launched.
-        slices: enqueued so far by queries.
+        kernel_below: for each direction, the size in bytes below which the kernel copies a run (`crossover.py`); 0 at
+            first, and again after a launch has failed.
+        slices: the number of slices that queries have enqueued so far.
     """
 
     def __init__(self, driver: NvidiaDriver, profile: GpuProfile = _NOT_MEASURED) -> None:
@@ -285,7 +288,7 @@ class CudaCopier:
         self.slices = 0
         ways = (Direction.LOAD, Direction.STORE)
         self._streams = {way: driver.stream(urgent=way is Direction.LOAD) for way in ways}
-        # Made here and kept by the driver, so that none is made while copies are being enqueued.
+        # Create events now. The driver keeps them, so that none has to be created while copies are being enqueued.
         _ = [driver.event(timed=timed) for timed in (True, False) for _ in range(_EVENTS_AHEAD)]
 
     def stream(self, direction: Direction) -> int:
@@ -293,10 +296,10 @@ class CudaCopier:
         return self._streams[direction]
 
     def use_kernel(self, below: Limits) -> None:
-        """Give copies of fewer bytes than `below` to the kernel.
+        """Let the kernel copy runs of fewer bytes than `below`.
 
         Raises:
-            Exception: it cannot be prepared.
+            Exception: the kernel cannot be prepared.
         """
         for direction, limit in below.items():
             if limit:
@@ -309,7 +312,7 @@ class CudaCopier:
         return event
 
     def submit(self, direction: Direction, runs: CopyRuns, fences: Sequence[Fence]) -> CudaTicket:
-        """Enqueue a batch behind `fences`, its first slices at once.
+        """Enqueue the first slices of a batch behind `fences`; queries of the ticket enqueue the rest.
 
         Raises:
             Exception: CUDA refused before any copy was enqueued.
@@ -320,11 +323,11 @@ class CudaCopier:
         return CudaTicket(self, direction, left, fences)
 
     def close(self) -> None:
-        """Release streams and events. What still runs on the streams ends by itself."""
+        """Release streams and events. Copies still running on the streams end by themselves."""
         self.driver.close()
 
     def engine_slices(self, runs: CopyRuns) -> list[_Slice]:
-        """Cut copies for the copy engine."""
+        """Cut copies into slices for the copy engine."""
         return _cut(runs, self.driver.slice_copies, by_kernel=False)
 
 
@@ -332,9 +335,9 @@ def split(runs: CopyRuns, below: int, fewest: int) -> tuple[CopyRuns, CopyRuns]:
     """Return the runs for the kernel and those for the copy engine.
 
     Args:
-        runs: of one batch.
-        below: bytes of a run from which the engine is as fast.
-        fewest: short copies for which a kernel is worth its launch.
+        runs: the copies of one batch.
+        below: the size of a run, in bytes, from which the copy engine is as fast.
+        fewest: the smallest number of short copies for which a launch is worth it.
     """
     is_short = (runs.size < below) & ((runs.target | runs.source) % _ALIGNED == 0)
     if int(is_short.sum()) < fewest:

@@ -1,17 +1,17 @@
-"""Measures below which size copies go through a kernel instead of the copy engine.
+"""Measures the size below which the page kernel copies faster than the copy engine.
 
 The size differs by device and direction. It is measured when the copier is made, before the engine warms up, on a few
-megabytes of scratch memory, for some seconds at most. Ranks that start together measure together. If the kernel is not
-available, moves a wrong byte, or is not faster, everything goes through the copy engine.
+megabytes of scratch memory, for a few seconds at most. Ranks that start together measure at the same time. If the
+kernel is not available, copies a wrong byte, or is never faster, all copies go through the copy engine.
 
-The device's own events time the copies. Large copies that lie before the first event keep it busy until the
-timed copies have been enqueued, so no pause of the enqueuing thread shows in their time.
+The device's own events time the copies. Large copies before the first event keep the device busy until the timed
+copies have been enqueued, so that no pause of the enqueuing thread shows in the measured time.
 
     large copies ── [start] ── timed copies ── [end]
-    enqueue  ──────────────────────────────▶│ from here on the device needs nothing more
+    enqueue  ──────────────────────────────▶│ from here on the device needs nothing from the host
 
-    piece      2 KiB    4 KiB   ...   32 KiB   64 KiB         the first size at which the engine is as fast ends the search:
-    faster     kernel   kernel        kernel   engine         here pieces below 64 KiB go through the kernel
+    piece      2 KiB    4 KiB   ...   32 KiB   64 KiB    the search ends at the first size at which the engine
+    faster     kernel   kernel        kernel   engine    is as fast: here the kernel gets pieces below 64 KiB
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ log = get_logger("transfer")
 SCRATCH_BYTES = 8 * 2**20
 _PIECES: tuple[int, ...] = tuple(2**power for power in range(11, 19))  # 2 KiB to 256 KiB
 _REPEATS = 5
-_WINS = 0.95  # of the engine's time: what is less is noise
-_LONGEST_S = 5.0  # of measuring, without compiling the kernel
-_PATIENCE_S = 10.0  # with one batch
-_MARGIN = 1.5  # of the time that enqueuing took before, for the copies that cover it
+_WINS = 0.95  # the kernel wins with less than this share of the engine's time; a smaller lead is noise
+_LONGEST_S = 5.0  # for all measuring, without compiling the kernel
+_PATIENCE_S = 10.0  # for one batch
+_MARGIN = 1.5  # the covering copies last this many times as long as enqueuing last took
 _MOST_COVERS = 64
 
 
 def learn(copier: CudaCopier, device: str) -> None:
-    """Measure the device, and let the copier use what was found. Never raises.
+    """Measure the device, and set the copier's limits. Never raises.
 
     Args:
-        copier: uses what was found; its driver measures.
-        device: its name.
+        copier: the copier, whose driver makes the measured copies.
+        device: the device's name, for the log.
     """
     begun, driver = time.perf_counter(), copier.driver
     try:
-        stream = copier.stream(Direction.LOAD)  # nothing is copied yet, and it keeps what the kernel takes
+        stream = copier.stream(Direction.LOAD)  # still idle, and loads will use the kernel prepared on it
         driver.prepare_kernel(stream, copier.profile.programs)
         with driver.scratch(SCRATCH_BYTES, stream) as scratch:
             limits = Trial(driver, stream, scratch).limits(stores=copier.profile.stores)
         copier.use_kernel(limits)
-    except Exception as error:  # no triton, no memory, no mapping: the engine copies everything
+    except Exception as error:  # no triton, no memory, no mapping: the copy engine makes all copies
         log.info("page_kernel_unavailable", device=device, reason=repr(error))
         return
     log.info(
@@ -75,11 +75,11 @@ def learn(copier: CudaCopier, device: str) -> None:
 
 @dataclass
 class Trial:
-    """Times batches of the page kernel and of the copy engine by the device's own events.
+    """Times batches that the page kernel or the copy engine makes, by the device's own events.
 
     Args:
-        driver: copies both ways.
-        stream: that nothing else uses, prepared for the kernel.
+        driver: the driver that makes the copies.
+        stream: a stream that nothing else uses, prepared for the kernel.
         scratch: memory that nothing else uses.
     """
 
@@ -87,31 +87,31 @@ class Trial:
     stream: int
     scratch: CudaScratch
     deadline: float = math.inf
-    cover_s: float = math.inf  # that one covering copy takes
-    # Of the batch before, by whether the kernel made it.
+    cover_s: float = math.inf  # seconds that one covering copy takes
+    # How long it took to enqueue the last batch, for the kernel (True) and for the copy engine (False).
     enqueue_s: dict[bool, float] = field(default_factory=lambda: dict.fromkeys((True, False), 0.0))
 
     def limits(self, *, stores: bool = True) -> Limits:
-        """Return for each direction the bytes of a run below which the kernel is faster, 0 where it never is.
+        """Return, for each direction, the size of a run in bytes below which the kernel is faster; 0 if it never is.
 
         Args:
             stores: whether stores may use the kernel.
 
         Raises:
-            CopyError: the kernel moves wrong bytes, or nothing ends.
-            Exception: there is no kernel.
+            CopyError: the kernel copies wrong bytes, a batch does not end, or measuring has taken too long.
+            Exception: the kernel cannot be launched.
         """
         self._check()
         self.begin()
         return {way: self.limit(way) if stores or way is Direction.LOAD else 0 for way in Direction}
 
     def begin(self) -> None:
-        """Time one covering copy, and start the clock."""
+        """Start the time limit, and time one covering copy."""
         self.deadline = time.monotonic() + _LONGEST_S
         self.cover_s = self.seconds(Direction.LOAD, self._cover(), by_kernel=False)
 
     def _check(self) -> None:
-        """Copy random bytes to the device and back to another place by the kernel, and compare them."""
+        """Let the kernel copy random bytes to the device and back to another place, and compare them."""
         size = len(self.scratch.host) // 2
         there, back = self.scratch.host[:size], self.scratch.host[size:]
         there[:] = np.random.default_rng(0).integers(0, 256, size, np.uint8)
@@ -122,24 +122,24 @@ class Trial:
             raise CopyError("the page kernel has moved wrong bytes")
 
     def limit(self, direction: Direction) -> int:
-        """Return the bytes of a run below which the kernel is faster in one direction, 0 where it never is."""
+        """Return the size of a run in bytes below which the kernel is faster in this direction; 0 if it never is."""
         for number, piece in enumerate(_PIECES):
             runs = self._runs(direction, piece, self.scratch.host)
             times: dict[bool, list[float]] = {True: [], False: []}
             for repeat in range(_REPEATS + 1):
                 for by_kernel in (True, False):
                     seconds = self.seconds(direction, runs, by_kernel=by_kernel)
-                    if repeat:  # the first warms up
+                    if repeat:  # the first repeat warms up
                         times[by_kernel].append(seconds)
             if median(times[True]) > _WINS * median(times[False]):
                 return piece if number else 0
         return 2 * _PIECES[-1]
 
     def seconds(self, direction: Direction, runs: CopyRuns, *, by_kernel: bool) -> float:
-        """Return the device's seconds for a batch.
+        """Return how many seconds the device takes for a batch.
 
         Raises:
-            CopyError: it does not end, or measuring has taken too long.
+            CopyError: the batch does not end, or measuring has taken too long.
         """
         if time.monotonic() > self.deadline:
             raise CopyError("measuring takes too long on this machine")
@@ -163,12 +163,12 @@ class Trial:
         return self.driver.seconds_between(start, end)
 
     def _cover(self) -> CopyRuns:
-        """Return one copy of half of the host's scratch memory to the device; its bytes do not matter."""
+        """Return one copy of half the host's scratch memory to the device; its contents do not matter."""
         numbers = (self.scratch.host.ctypes.data, self.scratch.device, len(self.scratch.host) // 2)
         return CopyRuns(*(np.array([number], np.int64) for number in numbers))
 
     def _runs(self, direction: Direction, piece: int, host: NDArray[np.uint8]) -> CopyRuns:
-        """Return copies of all of the scratch memory, scattered on the host."""
+        """Return copies between the whole scratch memory of the device and `host`, in random order on the host."""
         places = len(self.scratch.host) // 2 // piece
         order = np.random.default_rng(1).permutation(places).astype(np.int64)
         on_host = host.ctypes.data + order * piece

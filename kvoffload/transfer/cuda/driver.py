@@ -1,16 +1,18 @@
 """One CUDA device as the copier sees it, through NVIDIA's driver library only.
 
-torch is asked for one number, the handle of the engine's current stream. Everything else is our own: streams, because
-torch's come from a pool of 32 that others use too and know one priority only; events, because torch makes them at their first
-record, when copies may be under way; registration, because the runtime leaves a refusal for the next check of torch to find.
+torch provides one number, the handle of the engine's current stream. Everything else is our own:
 
-Every thread that calls has the device's context made current first, and every thread but the engine's is put into the
-relaxed capture mode: while any thread captures a graph, a call that is unsafe during captures would fail, and spoil the
-graph, if its thread were not relaxed.
+* streams, because torch's come from a pool of 32 that other code uses too, with one priority only;
+* events, because torch creates an event when it is first recorded, and copies may be running by that time;
+* registration of memory, because the CUDA runtime keeps a refusal as an error, which torch's next check would find.
 
-A call that enqueues waits where the stream's command buffer is full, and our streams stand behind fences for whole forward
-passes. So what is pending on each is counted: an event that has passed says that all before it has ended. The interpreter's
-lock is kept over a call only where there is room for certain, and copiers ask `has_room` before they enqueue more.
+Each method makes the device's context current on the calling thread, and puts every thread but the engine's into the
+relaxed capture mode. Otherwise, while some thread captures a graph, a call that is unsafe during captures would fail
+and spoil the graph.
+
+A call that enqueues blocks when the stream's command buffer is full, and our streams wait behind fences for whole
+forward passes. So the driver counts the operations pending on each stream: when an event has passed, everything before
+it has ended. A call keeps the GIL only if there is certainly room. Copiers ask `has_room` before they enqueue more.
 """
 
 from __future__ import annotations
@@ -43,44 +45,50 @@ if TYPE_CHECKING:
 log = get_logger("transfer")
 
 KERNEL_COPIES = 8192
-"""Most copies that one launch of the page kernel makes."""
+"""The most copies that one launch of the page kernel makes."""
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
-_BLACKWELL = 10  # batches with many copies were reported to crash or hang there
-_SLICE = 512  # copies in one call: they fit into `_ROOM`, and 51,828 in one were reported to crash a driver
-_CALLS = 256  # copies by one call each in a millisecond
-_ROOM = 768  # pending on a stream: about 1,000 launches are known to fit. A copy of a batch may take as much, so it counts as one
-_RUNNING = 8192  # pending copies of batches where nothing but copies lies before them: enough for the pauses between looks
-_LAUNCH = 2  # the descriptors' copy and the kernel
+_BLACKWELL = 10  # batches of many copies were reported to crash or hang on these devices
+_SLICE = (
+    512  # copies in one call: they fit into `_ROOM`, and a call with 51,828 was reported to crash a driver
+)
+_CALLS = 256  # copies with one call each, which take about a millisecond
+# The most operations pending on a stream: about 1,000 launches are known to fit. A copy in a batch may take as much
+# room as a launch, so it counts as one operation.
+_ROOM = 768
+# The most batched copies pending if only copies are ahead of them: enough to keep the device busy between two queries.
+_RUNNING = 8192
+_LAUNCH = 2  # operations: the copy of the descriptors, and the kernel
 
 _WITHOUT_PINNING = "; run the engine without confidential computing, or without kvoffload"
 
-_pinned: list[NDArray[np.uint8]] = []  # what a device may touch must stay mapped
+_pinned: list[NDArray[np.uint8]] = []  # never freed: memory that a device may access must stay mapped
 
 
-# How a batch reads its sources: CUmemcpyAttributes, of which only the first number is set. The location hints concern
-# managed memory only.
+# CUmemcpyAttributes, which say how a batch reads its sources. Only the first number is set: the location hints matter
+# for managed memory only.
 _Attributes = ctypes.c_uint * 6
 
-# When a source may be read. A store's source is written by kernels that the stream waits for, so it must be read in
-# stream order. A load's source, a finished slot, does not change while it is pinned: the driver may read it at any time.
+# When the driver may read a source. A store's source is written by kernels that the stream waits for, so it must be
+# read in stream order. A load's source, a finished slot, does not change while it is pinned: the driver may read it at
+# any time.
 _IN_STREAM_ORDER, _ANY_TIME = 1, 3
 _ACCESS_ORDER = {Direction.STORE: _IN_STREAM_ORDER, Direction.LOAD: _ANY_TIME}
 
 
 @dataclass(slots=True, eq=False)
 class Event:
-    """A CUDA event, which goes back to its pool with the last reference to it.
+    """A CUDA event, whose handle returns to its pool when the last reference is dropped.
 
-    CUDA allows that also while a stream waits for it: a wait concerns the record that came before it.
+    CUDA allows this even while a stream waits for the event: a wait refers to the record that was made before it.
 
     Args:
-        handle: the driver's.
-        pool: of handles.
-        queue: of the stream that it was recorded on; None if that is not one of ours.
-        place: how many operations that stream had when it was recorded.
+        handle: the driver's handle.
+        pool: the pool that the handle returns to.
+        queue: the counts of the stream on which the event was recorded; None if that stream is not ours.
+        place: the number of operations enqueued on that stream when the event was recorded.
     """
 
     handle: int
@@ -94,14 +102,14 @@ class Event:
 
 @dataclass(slots=True)
 class _Queue:
-    """What one of our streams was given, in operations.
+    """Counts the operations enqueued on one of our streams.
 
-    Two threads may count at once and lose some: the next event that passes corrects it.
+    Two threads that count at the same time may lose operations; the next event that passes corrects the number pending.
 
     Args:
-        enqueued: so far.
-        ended: of these, known to have ended.
-        waiting: `enqueued` when the stream was last made to wait for another.
+        enqueued: operations enqueued so far.
+        ended: how many of them are known to have ended.
+        waiting: the value of `enqueued` when the stream was last made to wait for an event.
     """
 
     enqueued: int = 0
@@ -115,11 +123,11 @@ class _Queue:
 
 @dataclass(frozen=True, slots=True)
 class CudaScratch:
-    """Memory to measure on.
+    """Memory for measurements.
 
     Args:
-        device: address of device memory, half as much as there is of the host's.
-        host: pinned host memory, registered as the arena is.
+        device: address of device memory, half the size of `host`.
+        host: pinned host memory, registered like the arena's.
     """
 
     device: int
@@ -127,7 +135,10 @@ class CudaScratch:
 
 
 class _Threads(threading.local):
-    """A variable for the library's answers on each thread. Its first use relaxes the thread's capture mode."""
+    """A variable per thread for the library's results. Its first use on a thread relaxes that thread's capture mode.
+
+    The engine's thread keeps its mode.
+    """
 
     def __init__(self, relax: Callable[[], int], engine_thread: int) -> None:
         self.current = ctypes.c_void_p()
@@ -136,20 +147,20 @@ class _Threads(threading.local):
 
 
 class NvidiaDriver:
-    """One CUDA device. Made on the engine's thread; its methods are callable from any.
+    """One CUDA device. Create it on the engine's thread; its methods may be called from any thread.
 
     Args:
-        device: torch's name of it, such as "cuda:0".
+        device: torch's name for the device, such as "cuda:0".
         current_stream: returns the handle of the calling thread's current stream on the device.
-        batch_copies: whether to use the driver's batched copy: "auto" where it is known to work, "on" wherever there is one
-            (for measurements), "off" never.
+        batch_copies: when to use the driver's batched copy: "auto" if it is known to work on this device, "on" if the
+            driver has it (for measurements), "off" never.
 
     Attributes:
         is_batched: whether copies go to the driver in batches.
-        slice_copies: copies that are enqueued at a time: they take a millisecond at most.
+        slice_copies: how many copies to enqueue at a time; enqueuing them takes a millisecond at most.
 
     Raises:
-        EngineContractError: NVIDIA's driver library is not there (other vendors' devices are not supported yet).
+        EngineContractError: NVIDIA's driver library cannot be loaded (other vendors' devices are not supported yet).
     """
 
     def __init__(
@@ -165,7 +176,7 @@ class NvidiaDriver:
         self._threads = _Threads(lambda: self._exchange_capture_mode(RELAXED), threading.get_ident())
         self.enter()
         self._spare: dict[bool, deque[int]] = {timed: deque() for timed in (True, False)}
-        self._queues: dict[int, _Queue] = {}  # by the handle of the stream
+        self._queues: dict[int, _Queue] = {}  # by stream handle
         self._kernels: dict[int, PageKernel] = {}
         are_safe = batch_copies == "auto" and self.attribute(_CAPABILITY_MAJOR) < _BLACKWELL
         self._batch = library.batch_copy() if are_safe or batch_copies == "on" else None
@@ -175,26 +186,26 @@ class NvidiaDriver:
 
     @property
     def name(self) -> str:
-        """The device's, as in "NVIDIA H100 80GB HBM3"."""
+        """The device's name, such as "NVIDIA H100 80GB HBM3"."""
         return self._text(self.library.cuDeviceGetName)
 
     @property
     def version(self) -> str:
-        """The newest CUDA that the driver knows, as in "13.0"."""
+        """The newest CUDA version that the driver supports, such as "13.0"."""
         number = _answer(ctypes.c_int, self.library.cuDriverGetVersion)
         return f"{number // 1000}.{number % 1000 // 10}"
 
     @property
     def pci_address(self) -> str:
-        """Where the device sits, as in "0000:3b:00.0"."""
+        """The device's PCI address, such as "0000:3b:00.0"."""
         return self._text(self.library.cuDeviceGetPCIBusId)
 
     def attribute(self, number: int) -> int:
-        """Return what the driver says of the device, by the number that `cuda.h` gives the attribute."""
+        """Return an attribute of the device, by its number in `cuda.h`."""
         return int(_answer(ctypes.c_int, self.library.cuDeviceGetAttribute, number, self._device))
 
     def stream(self, *, urgent: bool) -> int:
-        """Return the handle of a new stream, of the highest or the lowest priority."""
+        """Create a stream of the highest or the lowest priority, and return its handle."""
         self.enter()
         lowest, highest = ctypes.c_int(), ctypes.c_int()
         self.library.cuCtxGetStreamPriorityRange(ctypes.byref(lowest), ctypes.byref(highest))
@@ -226,7 +237,7 @@ class NvidiaDriver:
         event.place = queue.enqueued if queue is not None else 0
 
     def wait(self, stream: int, event: Event) -> None:
-        """Make later work of `stream` wait for `event`; the calling thread does not."""
+        """Make later work on `stream` wait for `event`. The calling thread does not wait."""
         self.enter()
         self._enqueue("cuStreamWaitEvent", stream, stream, event.handle, 0)
         if (queue := self._queues.get(stream)) is not None:
@@ -237,7 +248,7 @@ class NvidiaDriver:
 
         Raises:
             DeviceLost: the device runs nothing more of this process.
-            CudaError: the question was refused, which says nothing about the work.
+            CudaError: the driver refused the query, which says nothing about the work.
         """
         self.enter()
         code = self.library.query_event(event.handle)
@@ -254,19 +265,20 @@ class NvidiaDriver:
         return float(_answer(ctypes.c_float, elapsed, start.handle, end.handle)) / 1000
 
     def has_room(self, stream: int, copies: int, *, may_wait: bool) -> bool:
-        """Whether so many more copies can be enqueued without a wait; with `may_wait`, without a wait for more than copies.
+        """Whether `copies` more copies can be enqueued without blocking.
 
-        One by one, each call would release the interpreter's lock to wait, and might not get it back for 5 ms.
+        With `may_wait`, batched copies may also block if only copies are ahead of them. Single copies may not: each
+        call that blocks would release the GIL, and might not get it back for 5 ms.
         """
         queue = self._queues[stream]
         is_running = may_wait and self._batch is not None and queue.ended >= queue.waiting
         return queue.pending + copies <= (_RUNNING if is_running else _ROOM)
 
     def copy(self, direction: Direction, runs: CopyRuns, stream: int) -> None:
-        """Enqueue all copies on `stream`, for the copy engine.
+        """Enqueue all copies on `stream`, to be made by the copy engine.
 
         Raises:
-            CopyError: the driver refused; some of them may have been enqueued.
+            CopyError: the driver refused; some of the copies may have been enqueued.
         """
         self.enter()
         if self._batch is not None:
@@ -279,23 +291,23 @@ class NvidiaDriver:
                 raise self.library.error("cuMemcpyAsync", code)
 
     def prepare_kernel(self, stream: int, programs: int) -> None:
-        """Allocate what `copy_by_kernel` needs on `stream`, for launches of so many thread blocks.
+        """Compile the page kernel and allocate its memory on `stream`, for launches of up to `programs` thread blocks.
 
         Raises:
-            Exception: there is no such kernel here.
+            Exception: the kernel is not available here.
         """
-        from kvoffload.transfer.cuda.page_kernel import PageKernel  # triton need not be installed
+        from kvoffload.transfer.cuda.page_kernel import PageKernel  # triton may be missing
 
         self.enter()
         if stream not in self._kernels:
             self._kernels[stream] = PageKernel(self, stream, programs)
 
     def copy_by_kernel(self, runs: CopyRuns, stream: int) -> None:
-        """Enqueue all copies, `KERNEL_COPIES` at most, on `stream` as one kernel, prepared for it.
+        """Enqueue at most `KERNEL_COPIES` copies as one launch on a stream that `prepare_kernel` has prepared.
 
         Raises:
-            BufferError: too many launches are under way; nothing was enqueued.
-            Exception: it cannot be launched.
+            BufferError: too many launches are in flight; nothing was enqueued.
+            Exception: the kernel cannot be launched.
         """
         self.enter()
         self._kernels[stream].enqueue(runs)
@@ -303,13 +315,13 @@ class NvidiaDriver:
 
     @contextmanager
     def scratch(self, size: int, stream: int) -> Iterator[CudaScratch]:
-        """Lend `size` bytes of the device and twice as many of the host, for work of `stream` only.
+        """Lend `size` bytes of device memory and twice as many of host memory, for work on `stream` only.
 
-        The device's come from the driver's own pool: torch's would keep them, and may lend what another stream still uses.
-        The host's stay pinned.
+        The device memory comes from the driver's own pool: torch's pool would keep it, and may lend memory that
+        another stream still uses. The host memory stays pinned.
 
         Raises:
-            Exception: they cannot be had, or a kernel cannot reach the host's.
+            Exception: an allocation fails, or a kernel cannot access the host memory.
         """
         with self.relaxed():
             host = self.pinned(2 * size)
@@ -317,11 +329,11 @@ class NvidiaDriver:
             try:
                 yield CudaScratch(device, host)
             finally:
-                self.library.cuMemFreeAsync(device, stream)  # behind all that uses it
+                self.library.cuMemFreeAsync(device, stream)  # runs after all work that uses it
 
     @contextmanager
     def relaxed(self) -> Iterator[None]:
-        """Keep calls of the engine's thread from spoiling a graph that another thread is capturing."""
+        """Relax the calling thread's capture mode, so that its calls do not spoil another thread's graph capture."""
         self.enter()
         before = self._exchange_capture_mode(RELAXED)
         try:
@@ -330,12 +342,12 @@ class NvidiaDriver:
             self._exchange_capture_mode(before)
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
-        """Return zeroed host memory that is registered, and that a kernel reaches by the host's own addresses.
+        """Return zeroed, registered host memory, which a kernel accesses at the host's own addresses.
 
-        It stays for the life of the process: batches that timed out may still use it.
+        It stays pinned for the life of the process: batches that timed out may still use it.
 
         Raises:
-            HostMemoryError: this device sees host memory elsewhere.
+            HostMemoryError: this device sees host memory at other addresses.
             CudaError: the driver refuses.
         """
         memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
@@ -347,12 +359,12 @@ class NvidiaDriver:
         return memory
 
     def allocate(self, size: int, stream: int) -> int:
-        """Return the address of device memory for work of `stream`."""
+        """Return the address of new device memory for work on `stream`."""
         self.enter()
         return int(_answer(ctypes.c_uint64, self.library.cuMemAllocAsync, size, stream))
 
     def register(self, address: int, size: int) -> None:
-        """Pin host memory in place: no rounding, no second copy.
+        """Pin host memory in place, without rounding its size up and without copying it.
 
         Raises:
             CudaError: the driver refuses.
@@ -365,7 +377,7 @@ class NvidiaDriver:
         self.library.cuMemHostUnregister(address)
 
     def close(self) -> None:
-        """Destroy streams and events; what still runs on a stream ends by itself. The engine keeps the context."""
+        """Destroy streams and events. Work still running on a stream ends by itself. The engine keeps the context."""
         with contextlib.suppress(CudaError, DeviceLost):
             self.enter()
             while self._queues:
@@ -375,15 +387,15 @@ class NvidiaDriver:
                     self.library.cuEventDestroy_v2(pool.popleft())
 
     def _enqueue(self, name: str, stream: int, *arguments: int) -> None:
-        """Call the function of this name, which enqueues one operation on the stream."""
+        """Call the library's function `name`, which enqueues one operation on `stream`."""
         if code := self.library.enqueue[name][self._keeps_lock(stream, 1)](*arguments):
             raise self.library.error(name, code)
 
     def _keeps_lock(self, stream: int, operations: int) -> bool:
-        """Count what is enqueued; return whether the interpreter's lock is kept over it.
+        """Count `operations` as enqueued; return whether to keep the GIL during the call that enqueues them.
 
-        It is kept over short calls, so that no wait for it falls between a batch's events. It is released where the call may
-        wait, and on the engine's streams, since only the engine knows what is pending there.
+        Short calls keep the GIL, so that no wait for it falls between a batch's events. Calls that may block release
+        it, and so do calls on the engine's streams, because only the engine knows what is pending there.
         """
         queue = self._queues.get(stream)
         if queue is None:
@@ -394,7 +406,7 @@ class NvidiaDriver:
     def _copy_in_batches(
         self, call: Mapping[bool, Callable[..., int]], direction: Direction, runs: CopyRuns, stream: int
     ) -> None:
-        """Enqueue slices, each with one set of attributes, which holds from copy 0 on."""
+        """Enqueue the copies in slices. One set of attributes applies to each slice, from its copy 0 on."""
         columns = [np.ascontiguousarray(column) for column in (runs.target, runs.source, runs.size)]
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
         rest = self._attributes[direction], ctypes.byref(first), 1, ctypes.byref(failed), stream
@@ -412,7 +424,7 @@ class NvidiaDriver:
         return text.value.decode()
 
     def enter(self) -> None:
-        """Make the device's context current; the library's functions need one, and a new thread has none."""
+        """Make the device's context current on the calling thread: the library's functions need a current context."""
         current = self._threads.current
         self.library.cuCtxGetCurrent(ctypes.byref(current))
         if current.value != self._context:
@@ -424,7 +436,7 @@ class NvidiaDriver:
         return place.value
 
 
-def _answer(kind: Callable[[], Any], call: Callable[..., int], *arguments: int) -> Any:  # noqa: ANN401  # by its kind
+def _answer(kind: Callable[[], Any], call: Callable[..., int], *arguments: int) -> Any:  # noqa: ANN401  # by `kind`
     """Return the value that a function writes through its first argument."""
     place = kind()
     call(ctypes.byref(place), *arguments)
@@ -435,7 +447,7 @@ class CudaPin:
     """Registers the arena's memory with one device.
 
     Args:
-        driver: the device's.
+        driver: the device's driver.
     """
 
     def __init__(self, driver: NvidiaDriver) -> None:

@@ -1,9 +1,10 @@
-"""NVIDIA's driver library by ctypes: prototypes, and errors with their names.
+"""NVIDIA's driver library through ctypes: prototypes, and errors with the driver's names.
 
-Functions that only ask or set are called with the interpreter's lock held (`PyDLL`): they take less than a microsecond, and
-a thread that releases the lock may wait 5 ms to get it back while the engine computes. Functions that may take long release it
-(`CDLL`). A function that enqueues exists in both ways, because it waits if its stream is full: its caller knows how much is
-pending there (`driver.py`). The caller also checks the code: here that would take as long as the call.
+Functions that only query or set state are called with the GIL held (`PyDLL`): they take less than a microsecond, and a
+thread that releases the GIL may wait 5 ms to get it back while the engine computes. Functions that may take long
+release it (`CDLL`). Functions that enqueue are bound both ways, because they block if their stream is full: the caller
+knows how much is pending there (`driver.py`), and chooses. The caller also checks their return code: a check here
+would take as long as the call.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 NOT_READY = 600
 UNSUPPORTED = 801
-BATCH_VERSION = 12080  # the interface of CUDA 12.8; asked for by number, newer drivers have it too
+BATCH_VERSION = 12080  # the interface of CUDA 12.8; newer drivers still provide it under this number
 
 _QUICK: dict[str, tuple[Any, ...]] = {
     "cuCtxGetCurrent": (c_void_p,),
@@ -61,20 +62,20 @@ _LONG: dict[str, tuple[Any, ...]] = {
 }
 _BATCH = (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p)
 
-# After these the device runs nothing more of this process: not initialized, as in a forked child, deinitialized, an
-# unavailable device, a context that is gone, uncorrectable memory and link errors, what a kernel did wrong, a destroyed
-# context, a terminated client of MPS, an unknown error. All other errors say nothing about copies that are under way.
+# After these errors the device runs nothing more of this process: not initialized (as in a forked child),
+# deinitialized, device unavailable, context gone, uncorrectable memory or link error, faulty kernel, context
+# destroyed, MPS client terminated, unknown error. All other errors say nothing about copies in flight.
 _LOST = frozenset({3, 4, 46, 201, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 810, 999})
 CAPTURE = range(900, 909)
-"""The reason is a graph capture somewhere in the process, so the same call may succeed later."""
+"""Codes that a graph capture somewhere in the process causes; the same call may succeed later."""
 
 
 class CudaError(CopyError):
     """Raised when the driver refuses a call.
 
     Args:
-        text: says which, and names the code.
-        code: the driver's.
+        text: the message, which names the call and the code.
+        code: the driver's error code.
     """
 
     def __init__(self, text: str, code: int) -> None:
@@ -83,14 +84,15 @@ class CudaError(CopyError):
 
 
 class CudaLibrary:
-    """The functions of `libcuda.so.1` as attributes; each raises `CudaError`, or `DeviceLost`, unless it succeeds.
+    """The functions of `libcuda.so.1` as attributes; each raises `CudaError` or `DeviceLost` if it fails.
 
     Attributes:
-        enqueue: functions that enqueue, by name and by whether the interpreter's lock is held. They return the code.
-        query_event: returns the code; `NOT_READY` is no error.
+        enqueue: functions that enqueue, by name and by whether they hold the GIL. They return the code and do not
+            raise.
+        query_event: returns the code and does not raise; `NOT_READY` is not an error.
 
     Raises:
-        OSError: there is no such library.
+        OSError: the library cannot be loaded.
     """
 
     def __init__(self) -> None:
@@ -112,7 +114,7 @@ class CudaLibrary:
         raise AttributeError(f"{name} is not among the functions that were bound")
 
     def batch_copy(self) -> Mapping[bool, Callable[..., int]] | None:
-        """Return the batched copy by whether the interpreter's lock is held; None for drivers before 12.8."""
+        """Return the batched copy function by whether it holds the GIL; None for drivers before 12.8."""
         if self._get_address is None:
             return None
         found, status = c_void_p(), c_int()
@@ -123,7 +125,7 @@ class CudaLibrary:
         return {True: held, False: ctypes.CFUNCTYPE(c_int, *_BATCH)(found.value)}
 
     def error(self, call: str, code: int) -> CudaError | DeviceLost:
-        """Return the error to raise for a code."""
+        """Return the error to raise for the code that a call returned."""
         found = c_char_p()
         self._error_name(c_int(code), ctypes.byref(found))
         name = found.value.decode() if found.value else "an unknown error"
@@ -137,7 +139,7 @@ class CudaLibrary:
 
 
 def _typed(function: Any, types: tuple[Any, ...]) -> Any:  # noqa: ANN401  # ctypes has no types for these
-    """Set a function's types. A library returns a new object for each look-up, so the types stay with this one."""
+    """Set a function's types and return it. Each look-up in a library makes a new object, so no other one changes."""
     function.argtypes = types
     function.restype = c_int
     return function
@@ -148,8 +150,8 @@ def cuda_library() -> CudaLibrary:
     """Return the library, loaded once and initialized.
 
     Raises:
-        OSError: there is no such library.
-        CudaError: it does not start.
+        OSError: the library cannot be loaded.
+        CudaError: the library cannot be initialized.
     """
     library = CudaLibrary()
     library.cuInit(0)

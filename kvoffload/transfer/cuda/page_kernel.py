@@ -1,13 +1,13 @@
-"""Copies of short pieces by a kernel, which reads and writes pinned host memory over the bus itself.
+"""Copies short pieces by a kernel, which reads and writes pinned host memory directly over the bus.
 
-A copy engine takes pieces one after the other, and below some size each takes longer to begin than to move. A kernel has
-many of them under way at once. It has few thread blocks, so that the engine's own kernels keep nearly all of the device:
-they are enough to fill the bus, of which there is only one.
+A copy engine takes pieces one after the other, and below some size a piece takes longer to start than to move. A
+kernel keeps many pieces in flight at once. It uses few thread blocks: they are enough to saturate the bus, and leave
+nearly all of the device to the engine's own kernels.
 
-    program 0   | run 0 | run 32 | run 64 ..      with 32 programs each takes every 32nd run, 4 KiB at a time, in pieces of
-    program 1   | run 1 | run 33 | run 65 ..      16 bytes; byte by byte what is not aligned, and what is left at the end
+    program 0   | run 0 | run 32 | run 64 ..    with 32 programs each takes every 32nd run, 4 KiB at a time, in
+    program 1   | run 1 | run 33 | run 65 ..    16-byte pieces; unaligned runs and the remainder byte by byte
 
-Import this module only where triton is installed.
+Importing this module requires triton.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from kvoffload.transfer.cuda.driver import Event, NvidiaDriver
     from kvoffload.transfer.runs import CopyRuns, Numbers
 
-_WORDS = 512  # of eight bytes, that a program has under way
+_WORDS = 512  # eight-byte words that a program has in flight
 _WARPS = 4
-_BUFFERS = 8  # launches under way on one stream
+_BUFFERS = 8  # the most launches in flight on one stream
 _ROW_BYTES = 24
 
 
-# `runs` is not specialized: another variant would be compiled in the middle of a step.
+# If `runs` were specialized, triton might compile another variant in the middle of a step.
 @triton.jit(do_not_specialize=["runs"])  # type: ignore[untyped-decorator]  # triton has no types
 def _copy_runs(descriptors: tl.tensor, runs: tl.tensor, words: tl.constexpr) -> None:
     for run in range(tl.program_id(0), runs, tl.num_programs(0)):
@@ -42,8 +42,8 @@ def _copy_runs(descriptors: tl.tensor, runs: tl.tensor, words: tl.constexpr) -> 
         source = tl.load(descriptors + runs + run)
         size = tl.load(descriptors + 2 * runs + run)
         is_aligned = (target | source) % 16 == 0
-        body = size // 16 * is_aligned * 2  # in words, an even number of them
-        # The hints hold for these two pointers only: nothing says that the bytes further down are aligned.
+        body = size // 16 * is_aligned * 2  # in words, always an even number
+        # The alignment hints are for these two pointers only: the bytes copied further down may be unaligned.
         word_target = tl.multiple_of(target.to(tl.pointer_type(tl.int64)), 16)
         word_source = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)
         for turn in range(tl.cdiv(body, words)):
@@ -57,18 +57,18 @@ def _copy_runs(descriptors: tl.tensor, runs: tl.tensor, words: tl.constexpr) -> 
 
 
 class PageKernel:
-    """The kernel on one stream. All memory is taken here, and the kernel is compiled and loaded here; `enqueue` does neither.
+    """The kernel on one stream. The constructor allocates all memory, and compiles and loads the kernel.
 
-    Each launch under way has a buffer for its descriptors: pinned memory, from which they are copied to the device's. Two
-    threads may launch at once.
+    Each launch in flight has a buffer for its descriptors: they are written to pinned memory, and copied from there to
+    device memory. Two threads may launch at the same time.
 
     Args:
-        driver: the device's, in use by the calling thread.
+        driver: the device's driver, with its context current on the calling thread.
         stream: handle of the stream.
-        programs: thread blocks of a launch.
+        programs: the most thread blocks of a launch.
 
     Raises:
-        Exception: the kernel does not compile or load, or memory cannot be had.
+        Exception: the kernel does not compile or load, or an allocation fails.
     """
 
     def __init__(self, driver: NvidiaDriver, stream: int, programs: int) -> None:
@@ -86,13 +86,13 @@ class PageKernel:
             self._launchers = [kernel[(number, 1, 1)] for number in range(1, programs + 1)]
 
     def enqueue(self, runs: CopyRuns) -> None:
-        """Start copies.
+        """Enqueue copies as one launch.
 
         Args:
-            runs: `KERNEL_COPIES` at most.
+            runs: the copies, at most `KERNEL_COPIES`.
 
         Raises:
-            BufferError: too many launches are under way; nothing was started.
+            BufferError: too many launches are in flight; nothing was enqueued.
         """
         buffer, count = self._free_buffer(), len(runs)
         rows = buffer.rows[: 3 * count].reshape(3, count)
@@ -103,13 +103,13 @@ class PageKernel:
         launch = self._launchers[min(len(self._launchers), count) - 1]
         launch(buffer.target, count, _WORDS, stream=self._stream)
         self._driver.record(buffer.end, self._stream)
-        self._buffers.append(buffer)  # not after an error: the device may still read it
+        self._buffers.append(buffer)  # after an error it is dropped: the device may still read it
 
     def _free_buffer(self) -> _Buffer:
-        """Remove and return the buffer that has been in use for longest."""
-        with suppress(IndexError):  # another thread may hold one
+        """Remove and return the oldest buffer, whose launch must have ended; raise `BufferError` if there is none."""
+        with suppress(IndexError):  # none is left while other threads use them, or after failed launches
             buffer = self._buffers.popleft()
-            with suppress(CudaError):  # a refused question is asked again
+            with suppress(CudaError):  # if the query is refused, a later call repeats it
                 if self._driver.has_passed(buffer.end):
                     return buffer
             self._buffers.appendleft(buffer)
@@ -121,9 +121,9 @@ class _Buffer:
     """Memory for the descriptors of one launch.
 
     Args:
-        rows: pinned memory.
-        target: as much of the device's.
-        end: recorded behind the launch.
+        rows: pinned host memory.
+        target: device memory of the same size.
+        end: the event that is recorded behind the launch.
     """
 
     rows: Numbers
@@ -132,7 +132,7 @@ class _Buffer:
 
 
 class Int64Pointer:
-    """What Triton takes for a tensor."""
+    """An address that Triton accepts as a tensor."""
 
     dtype = tl.int64
 
