@@ -1,8 +1,8 @@
 """`kvoffload gpu-check`: checks copies between host and one NVIDIA GPU, and measures them.
 
-It needs no engine and no torch. Bytes come first, then figures, then what may hang or crash, and last the engines that
-are installed. Each part runs in a process of its own. Only a wrong byte ends the check.
-On the emulated driver all parts run; checks are judged there, times and speeds are not.
+It needs neither an engine nor torch. It first compares bytes, then measures, then runs the checks that may hang or
+crash, and last the parts of the installed engines. Each part runs in its own process. Only a wrong byte ends the whole
+check. On the emulated driver all parts run, but times and speeds get no verdict.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 HELP = "check copies between host and an NVIDIA GPU, and measure them against the goals"
 ENGINES = "kvoffload.gpu_checks"
-"""Entry points of modules whose `lines(options)` yields the lines of an engine's part. They run last, by name."""
+"""Entry point group. Each entry names a module, whose `lines(options)` yields an engine's part; these parts run last."""
 
 _HERE = "kvoffload.gpu_check"
 _ENGINE_S = 420.0
@@ -35,7 +35,7 @@ _EMULATED = "emulated"
 
 
 def parts() -> dict[str, Part]:
-    """Return all parts by name, in their order: ours, then those of the engines that are installed."""
+    """Return all parts by name, in the order in which they run: our own, then those of installed engines."""
     from kvoffload.gpu_check.parts import Part
 
     copies, latencies, hazards = f"{_HERE}.copies", f"{_HERE}.latencies", f"{_HERE}.hazards"
@@ -58,7 +58,7 @@ def parts() -> dict[str, Part]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
+    """Add the command's options to the parser."""
     parser.add_argument("--device", default="cuda:0", help="the GPU, as torch names it")
     parser.add_argument("--mib", type=positive, default=256, help="MiB of one large copy")
     parser.add_argument("--repeats", type=positive, default=7, help="repeats of each measurement")
@@ -78,10 +78,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check and measure; the exit code says whether a byte was wrong or a check failed, or else a goal was missed.
+    """Run the chosen parts. The exit code says whether a check failed or, if none did, whether a goal was missed.
 
     Raises:
-        CommandError: there is no GPU, or no such part.
+        CommandError: there is no GPU, a part is unknown, or the output is not a file.
         OutputError: the result cannot be written.
     """
     from kvoffload.gpu_check.parts import Line, Options, lines_of
@@ -92,13 +92,13 @@ def run(args: argparse.Namespace) -> int:
     chosen = _chosen(args.only)
     log = args.output.with_suffix(".log")
     with written(log):
-        pass  # empty, and an error now if a folder or a permission is missing
+        pass  # empties the log, and fails now if a folder or a permission is missing
     about, found = _about(options), list[Line]()
     for line in (line for part in chosen for line in lines_of(part, options, log)):
         if not found and line.is_met is False:
             raise CommandError(f"there is no GPU to check: {line.words}")
         found.append(_judged(line, found))
-        with written(args.output) as file:  # first: what was printed is on the disk
+        with written(args.output) as file:  # before printing: every printed line is already on disk
             json.dump({**about, "lines": [_plain(one) for one in found]}, file, indent=1)
         print(json.dumps(_plain(found[-1])) if args.json else found[-1].text, flush=True)
         if line.is_last:
@@ -114,17 +114,17 @@ def exit_code(lines: Iterable[Line]) -> Exit:
 
 
 def _judged(line: Line, before: Sequence[Line]) -> Line:
-    """Return the line; on the emulated driver, which the first line names, times and speeds have no verdict."""
+    """Return the line, without a verdict if it is a time or speed of the emulated driver (named in the first line)."""
     if before and before[0].words.startswith(_EMULATED) and line.unit:
         return replace(line, what=f"{line.what} ({_EMULATED})", is_met=None)
     return line
 
 
 def _chosen(names: Sequence[str] | None) -> list[Part]:
-    """Return the parts to run; the first always runs.
+    """Return the parts to run; the first part always runs.
 
     Raises:
-        CommandError: there is no such part.
+        CommandError: one of the names is unknown.
     """
     known = parts()
     if unknown := set(names or ()) - known.keys():
@@ -134,7 +134,7 @@ def _chosen(names: Sequence[str] | None) -> list[Part]:
 
 
 def _about(options: Options) -> dict[str, object]:
-    """Return what the numbers depend on, apart from the GPU, which is the first line."""
+    """Return the facts on which the numbers depend, apart from the GPU, which is in the first line."""
     return {
         "kvoffload": kvoffload.__version__,
         "began": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -144,7 +144,7 @@ def _about(options: Options) -> dict[str, object]:
 
 
 def _plain(line: Line) -> dict[str, object]:
-    """Return a line's fields for JSON without the empty ones, numbers to five digits."""
+    """Return a line's fields for JSON, without empty ones, and with numbers rounded to five digits."""
     return {
         name: float(f"{value:.5g}") if isinstance(value, float) else value
         for name, value in asdict(line).items()

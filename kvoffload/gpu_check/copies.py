@@ -1,4 +1,4 @@
-"""Whether every way of copying moves the right bytes, how fast each is, and how the page kernel is best used."""
+"""Checks that each way of copying moves the right bytes, and measures its speed and the best use of the page kernel."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from kvoffload.transfer.cuda.crossover import Trial, learn
 from kvoffload.transfer.cuda.driver import CudaScratch, NvidiaDriver
 from kvoffload.transfer.host_memory import read_file
 
-_PIECES = (4096, 33_808)  # bytes: one step of the page kernel, and eight with a rest
+_PIECES = (4096, 33_808)  # bytes: one step of the page kernel, and eight steps with a remainder
 _SHORT = tuple(kib << 10 for kib in (4, 8, 16, 24, 32, 64))
 _LONG = (256 << 10, 1 << 20)
-_GOALS = {4 << 10: None, 64 << 10: 0.9, 1 << 20: 0.95}  # of a large copy's speed, one way
+# By piece size: the share of a large copy's speed to reach in one direction.
+_GOALS = {4 << 10: None, 64 << 10: 0.9, 1 << 20: 0.95}
 _BOTH_WAYS = 0.9
 _AS_FAST = 0.95
 _BOTH = Direction.LOAD, Direction.STORE
@@ -33,7 +34,7 @@ _PROFILED = 8 << 10
 _UNKNOWN = GpuProfile()
 
 
-_Medians = dict[tuple[Direction, int], float]  # GB/s by bytes of a piece
+_Medians = dict[tuple[Direction, int], float]  # GB/s, by direction and bytes of a piece
 _ATTRIBUTES = {
     "capability": 75,
     "copy engines": 40,
@@ -47,10 +48,10 @@ _ATTRIBUTES = {
 
 
 def device(options: Options) -> Iterator[Line]:
-    """Yield the GPU's name first, then what the driver says of it.
+    """Yield the GPU's name first, then facts about its driver and the host.
 
     Raises:
-        EngineContractError: there is no driver.
+        EngineContractError: the NVIDIA driver is missing.
         CopyError: there is no such device.
     """
     driver = NvidiaDriver(options.device)
@@ -67,7 +68,7 @@ def device(options: Options) -> Iterator[Line]:
 
 
 def compared(options: Options) -> Iterator[Line]:
-    """Copy random bytes to the device and back in each way; a wrong byte ends the check."""
+    """Copy random bytes to the device and back in each way of copying; a wrong byte ends the whole check."""
     for how, batch_copies, kernel in (
         ("in batches", "on", ()),
         ("one by one", "off", ()),
@@ -94,7 +95,7 @@ def _compared(
 
 
 def speeds(options: Options) -> Iterator[Line]:
-    """Yield the speed of each way of copying by size of the pieces, and with the way that the copier itself chooses."""
+    """Yield the speed of each way of copying by piece size, and of the way that the copier itself chooses."""
     rig = Rig(options)
     engine: _Medians = {}
     large = {ways: rig.speeds(options.size, ways) for ways in _WAYS}
@@ -144,9 +145,10 @@ def _one_by_one(options: Options) -> Iterator[Line]:
 
 
 def profile(options: Options) -> Iterator[Line]:
-    """Measure how the page kernel is best used on this card, and write the profile that engines read at their start.
+    """Measure how to use the page kernel best on this card, and write the profile that engines read when they start.
 
-    The fewest thread blocks that are as fast as any are chosen: all others stay with the engine's own kernels.
+    It takes the smallest number of thread blocks that is nearly as fast as the fastest, to leave as much of the device
+    as possible to the engine's own kernels.
     """
     rig = Rig(options)
     rig.with_profile(_UNKNOWN, *Direction)
@@ -162,14 +164,14 @@ def profile(options: Options) -> Iterator[Line]:
     yield _replaces("short copies from which on the kernel is used", fewest, _UNKNOWN.fewest)
     path = profile_path(rig.driver.name, rig.driver.version)
     path.parent.mkdir(parents=True, exist_ok=True)
-    stores = read_profile(rig.driver.name, rig.driver.version).stores  # an operator's choice
+    stores = read_profile(rig.driver.name, rig.driver.version).stores  # keep the operator's choice
     with written(path) as file:
         file.write(msgspec.json.encode(GpuProfile(programs, fewest, stores)).decode())
     yield Line("the profile that engines read at their start", words=str(path))
 
 
 def _fewest(rig: Rig, programs: int) -> Generator[Line, None, int]:
-    """Yield the device's times of small batches; return from how many copies on the kernel is faster."""
+    """Yield the device's times for small batches; return the number of copies from which the kernel is faster."""
     copier = rig.with_profile(GpuProfile(programs=programs), Direction.LOAD)
     trial = Trial(rig.driver, copier.stream(Direction.LOAD), CudaScratch(rig.memory, rig.host))
     trial.begin()

@@ -1,4 +1,4 @@
-"""Checks that may hang or crash; each runs in a process of its own."""
+"""Checks that may hang or crash; each runs in its own process."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ from kvoffload.transfer.layout import DeviceLayout, DeviceRegion
 PTX = Path(__file__).with_name("pause.ptx")
 _GLOBAL = 0
 _UNHARMED = "0 0 0"
-_JUDGED = ("register", "query", "record", "wait", "copy", "batch")  # made by the worker's threads at any time
+# Calls that worker threads may make at any time.
+_JUDGED = ("register", "query", "record", "wait", "copy", "batch")
 _TIMEOUT_S = 10.0
 _GATE_S = 0.4
-_WAITED_S = 0.02  # a call that takes so long has waited
+_WAITED_S = 0.02  # a call that takes this long has blocked
 _COPIES = 8192
 _EXIT_S = 50
 _STORED = 16  # blocks
-_PIECE_ACROSS = 24 << 20  # bytes: torch maps expandable segments in pieces of 20 MiB
+_PIECE_ACROSS = 24 << 20  # bytes; more than the 20 MiB pieces in which torch maps expandable segments
 
 
 def captures(options: Options) -> Iterator[Line]:
-    """Make each call on another thread while this one captures a graph in the mode "global", one capture a call."""
+    """Make driver calls on another thread while this thread captures a graph in "global" mode, one call per capture."""
     rig = Rig(replace(options, mib=min(options.mib, 16)))
     driver = rig.driver
     other = driver.stream(urgent=True)
@@ -68,10 +69,10 @@ def captures(options: Options) -> Iterator[Line]:
 
 
 def _captured(rig: Rig, call: Callable[[], object]) -> str:
-    """Return the codes of a capture's begin, of a call on another thread meanwhile, and of the capture's end."""
+    """Return three codes: of the capture's begin, of a call on another thread during the capture, and of its end."""
     library = rig.driver.library
     graph = ctypes.c_void_p()
-    found: list[object] = ["none"]  # of a call that hangs
+    found: list[object] = ["none"]  # remains if the call hangs
 
     def make_call() -> None:
         rig.driver.enter()
@@ -87,7 +88,7 @@ def _captured(rig: Rig, call: Callable[[], object]) -> str:
 
 
 def depth(options: Options) -> Iterator[Line]:
-    """Enqueue copies behind a busy stream; find the first call that waits, and whether other threads run meanwhile."""
+    """Enqueue copies behind a busy stream; find the first call that blocks, and whether other threads run meanwhile."""
     for batch_copies, copies in (("off", 1), ("on", 16), ("on", 256), ("on", 512)):
         how = f"in batches of {copies}" if copies > 1 else "one by one"
         what = f"copies {how} behind a busy stream"
@@ -123,7 +124,7 @@ def _depth(options: Options, batch_copies: str, copies: int, what: str) -> Itera
 
 
 def pause(driver: NvidiaDriver, stream: int, seconds: float) -> None:
-    """Keep a stream busy for so long, by a kernel in PTX, which the driver compiles for whatever device there is."""
+    """Keep a stream busy for `seconds` with a PTX kernel, which the driver compiles for the device."""
     module = ctypes.c_void_p()
     function = ctypes.c_void_p()
     nanoseconds = ctypes.c_uint64(int(1e9 * seconds))
@@ -135,7 +136,7 @@ def pause(driver: NvidiaDriver, stream: int, seconds: float) -> None:
 
 
 def exits(options: Options) -> Iterator[Line]:
-    """End processes with memory pinned, threads alive and copies under way."""
+    """Yield the exit codes of processes that end with memory pinned, threads alive and copies in flight."""
     for how in ("closes", "only ends"):
         code = f"from kvoffload.gpu_check.hazards import leave; leave({options.device!r}, {options.mib}, {how == 'closes'})"
         ended = subprocess.run([sys.executable, "-c", code], timeout=_EXIT_S, check=False)
@@ -144,7 +145,7 @@ def exits(options: Options) -> Iterator[Line]:
 
 
 def leave(device: str, mib: int, closes: bool) -> None:
-    """Store behind a busy stream, and return while that is under way."""
+    """Store behind a busy stream and return while the copies are in flight; with `closes`, close the worker first."""
     rig = Rig(Options(device, mib, 1, 1))
     portal = Portal("kvoffload-gpu-check")
     page = rig.size // _STORED
@@ -167,7 +168,7 @@ def leave(device: str, mib: int, closes: bool) -> None:
 
 
 def segments(options: Options) -> Iterator[Line]:
-    """Copy across the pieces of an expandable segment of torch, in batches and one by one.
+    """Copy across the piece boundaries of one of torch's expandable segments, in batches and one by one.
 
     Raises:
         NotHere: torch is missing, or sees no GPU.

@@ -1,4 +1,4 @@
-"""How long pinning takes, and how long calls into the driver wait beside it."""
+"""Measures how long pinning takes, and how long driver calls wait while it runs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvoffload.gpu_check.rig import Rig, code_of
 
 _SECONDS = 2.0
 _PINNED_MIB: tuple[int, ...] = (0, 16, 64, 256)
-_ARENA_MIB = 64  # pinned at a time while an engine serves
+_ARENA_MIB = 64  # the arena pins this much at a time while an engine serves
 _LONGEST_MS = 5.0
 _PAGE = 4096
-_CODES = "0 712 712 0 713"  # not again while registered, nor released twice
+_CODES = "0 712 712 0 713"  # registering again and releasing twice are refused
 
 
 def latencies(options: Options) -> Iterator[Line]:
-    """Yield what pinning takes, and how long calls wait beside it."""
+    """Yield how long pinning takes, and how long driver calls wait while it runs."""
     rig = Rig(options)
     yield from asked("pinning", _pinning(rig))
     for mib in _PINNED_MIB:
@@ -62,7 +62,7 @@ def _pinning(rig: Rig) -> Iterator[Line]:
 
 
 def _beside_pinning(rig: Rig, mib: int) -> Iterator[Line]:
-    """Time an event's record and query while memory is pinned: they take the same locks as an engine's launches."""
+    """Time recording and querying an event while memory is pinned: an engine's launches take the same locks."""
     memory = rig.host_memory(mib << 20) if mib else None
 
     def pin() -> None:

@@ -1,6 +1,6 @@
-"""The parts of `gpu-check`, what they are given, and the lines that they find.
+"""The parts of `gpu-check`, their options, and the lines that they yield.
 
-Each part runs in a process of its own, with a time limit: it may hang or crash, and loses only its own rest.
+Each part runs in its own process, with a time limit. A part that hangs or crashes loses only its own remaining checks.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-_LOG_BYTES = 300  # shown of what a part has printed before it failed
+_LOG_BYTES = 300  # how much of a failed part's output its line quotes
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-_PROCESSES = get_context("spawn")  # a forked process has no use of CUDA
+_PROCESSES = get_context("spawn")  # CUDA does not work in a forked process
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What each part is given.
+    """The options of the command, which every part gets.
 
     Args:
         device: the GPU, as torch names it.
-        mib: MiB of one large copy, and half of the memory on each side.
-        repeats: of each measurement.
-        host_gib: host memory of an engine.
+        mib: MiB of one large copy; host and device get twice as much memory each.
+        repeats: how often each measurement is repeated.
+        host_gib: host memory of an engine, in GiB.
     """
 
     device: str
@@ -53,14 +53,14 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What runs in one process.
+    """One part of the check, which runs in its own process.
 
     Args:
         what: its subject, for the line that says how it failed.
-        where: MODULE:FUNCTION.
-        limit_s: after which it is killed.
-        arguments: of the function, behind the options.
-        is_check: whether nothing should be offloaded if it fails.
+        where: the function that yields its lines, as MODULE:FUNCTION.
+        limit_s: seconds after which the process is killed.
+        arguments: the function's arguments after the options.
+        is_check: whether its failure means that nothing should be offloaded on this machine.
     """
 
     what: str
@@ -76,15 +76,15 @@ class Line:
 
     Args:
         what: the question.
-        median: of the samples; None if the answer is in words.
-        low: the least sample.
-        high: the greatest sample.
-        unit: of all three.
+        median: the median of the samples; None if the answer is in words.
+        low: the smallest sample.
+        high: the largest sample.
+        unit: the unit of these three.
         words: facts, or the reason why nothing was measured or a part failed.
-        target: the goal in words; empty without one.
-        is_met: whether the goal is met; None without one.
+        target: the goal in words; empty if there is none.
+        is_met: whether the goal is met; None if there is none.
         is_check: whether a missed goal means that nothing should be offloaded on this machine.
-        is_last: whether it ends the whole check.
+        is_last: whether the whole check ends with this line.
     """
 
     what: str
@@ -100,14 +100,14 @@ class Line:
 
     @property
     def verdict(self) -> str:
-        """Whether the target is met, in one word; empty without a target."""
+        """The line's verdict, "pass", "fail" or "miss"; empty if there is no goal."""
         if self.is_met is None:
             return ""
         return "pass" if self.is_met else "fail" if self.is_check else "miss"
 
     @property
     def text(self) -> str:
-        """The line for a terminal."""
+        """The line as the terminal shows it."""
         found = self.words
         if self.median is not None:
             found = f"{_digits(self.median)}{self.unit}"
@@ -126,7 +126,7 @@ def measured(
     at_most: float | None = None,
     is_check: bool = False,
 ) -> Line:
-    """Return the line of at least one sample; the median is held against the target."""
+    """Return the line for at least one sample, whose median is compared with the goal."""
     median = statistics.median(samples)
     target, is_met = "", None
     if at_least is not None:
@@ -137,12 +137,12 @@ def measured(
 
 
 def in_words(what: str, words: str, wanted: str) -> Line:
-    """Return the line of an answer in words, which is met if it equals `wanted`."""
+    """Return the line for an answer in words, whose goal is met if it equals `wanted`."""
     return Line(what, words=words, target=wanted, is_met=words == wanted)
 
 
 def ratios(mine: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Return each of the first samples divided by the second of its pair."""
+    """Return each sample of `mine` divided by the sample of `others` at the same index."""
     return [one / other for one, other in zip(mine, others, strict=True)]
 
 
@@ -151,12 +151,12 @@ class NotHere(KVOffloadError):
 
 
 def asked(what: str, answers: Iterator[Line], *, is_check: bool = False) -> Iterator[Line]:
-    """Yield the answers to a question; an exception is its last answer, and ends nothing else.
+    """Yield the answers to a question. An exception becomes the last answer and is not raised.
 
     Args:
         what: the question.
         answers: a generator of the lines.
-        is_check: whether nothing should be offloaded on this machine if it raises.
+        is_check: whether an exception means that nothing should be offloaded on this machine.
     """
     try:
         yield from answers
@@ -169,12 +169,12 @@ def asked(what: str, answers: Iterator[Line], *, is_check: bool = False) -> Iter
 
 
 def lines_of(part: Part, options: Options, log: Path) -> Iterator[Line]:
-    """Run a part and yield its lines as it finds them, then one that says how it failed, if it did.
+    """Run a part and yield its lines as they arrive; if it fails, the last line says how.
 
     Args:
-        part: which.
-        options: for it.
-        log: what it prints is appended here.
+        part: the part to run.
+        options: the options of the command.
+        log: the file to which the part's output is appended.
     """
     began = log.stat().st_size if log.exists() else 0
     deadline = time.monotonic() + part.limit_s
@@ -192,13 +192,13 @@ def lines_of(part: Part, options: Options, log: Path) -> Iterator[Line]:
             yield Line(part.what, words=problem, is_met=False, is_check=part.is_check)
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.ident, signal.SIGKILL)  # also what it has started
+            os.killpg(process.ident, signal.SIGKILL)  # the processes that the part has started, too
         process.kill()
         process.join()
 
 
 def _problem(code: int | None, limit_s: float, log: Path, began: int) -> str:
-    """Return how a part failed, with the end of what it printed; nothing if it did not."""
+    """Return how a part failed, with the end of its output; empty if it succeeded."""
     if code == 0:
         return ""
     if code is None:
@@ -212,7 +212,7 @@ def _problem(code: int | None, limit_s: float, log: Path, began: int) -> str:
 
 
 def _run(part: Part, options: Options, log: Path, finds: Connection) -> None:
-    """Run a part in this process."""
+    """Run a part as the main function of its process."""
     os.setsid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""Memory on both sides of one GPU, and copies between them through the copier that ships.
+"""Host and device memory of one GPU, and copies between them, made by the copier that ships.
 
-The host's memory is allocated as the arena's. Each side has twice `Options.size`: loads use the first half, stores the
-second, so that both can run at once.
+Host memory is allocated like the arena's. Host and device have twice `Options.size` each: loads use the first half,
+stores the second, so that both can run at the same time.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from kvoffload.transfer.host_memory import HostChunk, MmapAllocator, preferred_n
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns, array_at
 
-_KEPT: list[HostChunk] = []  # also of earlier rigs, whose copies may still run
+_KEPT: list[HostChunk] = []  # never freed: copies of earlier rigs may still run
 
 
 class Rig:
-    """`size` bytes for loads and as many for stores, on both sides.
+    """Host and device memory, each with `size` bytes for loads and as many for stores.
 
     Args:
-        options: of the check; `repeats` is that of every measurement.
-        batch_copies: as the setting.
-        memory: address of device memory to use, in place of newly allocated memory.
+        options: the options of the check.
+        batch_copies: as for `NvidiaDriver`.
+        memory: address of the device memory to use; None: allocate it.
     """
 
     def __init__(self, options: Options, *, batch_copies: str = "on", memory: int | None = None) -> None:
@@ -51,10 +51,10 @@ class Rig:
         self.settle(self.stream)  # other streams may use the memory only once its allocation has run
 
     def with_profile(self, profile: GpuProfile, *ways: Direction) -> CudaCopier:
-        """Use a new copier, which gives all copies of these directions to the page kernel.
+        """Replace the copier by one that gives all copies in the directions `ways` to the page kernel.
 
         Raises:
-            NotHere: there is no such kernel.
+            NotHere: the kernel is not available.
         """
         self.copier = CudaCopier(self.driver, profile)
         try:
@@ -64,7 +64,7 @@ class Rig:
         return self.copier
 
     def host_memory(self, size: int, pin: CudaPin | None = None) -> HostChunk:
-        """Allocate memory as the arena does: touched, and pinned if `pin` is given."""
+        """Allocate host memory as the arena does: touched, and pinned if `pin` is given."""
         node = preferred_node(self.driver.pci_address)
         allocator = MmapAllocator(DaemonExecutor("gpu-check-memory", threads=1), pin, node)
         return asyncio.run(allocator.allocate(size))
@@ -76,7 +76,7 @@ class Rig:
             pass
 
     def runs(self, way: Direction, piece: int, count: int | None = None) -> CopyRuns:
-        """Return `count` copies of `piece` bytes, or as many as fit, between random places on both sides."""
+        """Return copies of `piece` bytes between random places in both memories: `count`, or as many as fit."""
         places = self.size // piece
         half = 0 if way is Direction.LOAD else self.size
         host, device = (self._draw.permutation(places)[:count] * piece + half for _ in range(2))
@@ -86,16 +86,16 @@ class Rig:
         return CopyRuns(device, host, size) if way is Direction.STORE else CopyRuns(host, device, size)
 
     def seconds(self, *copies: tuple[Direction, CopyRuns]) -> float:
-        """Copy several batches at the same time; return the device's seconds of the longest.
+        """Copy several batches at the same time; return how many seconds the device takes for the longest.
 
-        As in an engine, one thread submits them and another queries them.
+        As in an engine, one thread submits the batches and another queries them.
 
         Raises:
             CopyError: the driver refuses copies.
         """
         tickets = [self._hook.submit(self.copier.submit, way, runs, ()).result() for way, runs in copies]
         pending = tickets
-        while pending:  # a query also enqueues what is left of a batch, so each is asked in turn
+        while pending:  # query them in turn, because a query also enqueues more of its batch
             states = [(ticket, ticket.query()) for ticket in pending]
             if any(state is TicketState.FAILED for _, state in states):
                 raise CopyError("the driver has refused copies; the log has its error")
@@ -103,20 +103,20 @@ class Rig:
         return max(ticket.copy_seconds or 0.0 for ticket in tickets)
 
     def speeds(self, piece: int, ways: Sequence[Direction]) -> list[float]:
-        """Return the GB/s of copies of all memory in pieces of this size, in these directions at once."""
+        """Return the GB/s of copying all memory in pieces of `piece` bytes, in all directions of `ways` at once."""
         found = []
         for repeat in range(self.repeats + 1):
             runs = [(way, self.runs(way, piece)) for way in ways]
             seconds = self.seconds(*runs)
-            if repeat:  # the first warms up
+            if repeat:  # the first repeat warms up
                 found.append(sum(one.total_bytes for _, one in runs) / seconds / 1e9)
         return found
 
     def wrong_bytes(self, piece: int) -> int:
-        """Copy random bytes to the device and back to another place; return how many of them are wrong.
+        """Copy random bytes to the device and back to another place; return how many come back wrong.
 
         Args:
-            piece: bytes of each copy; as many are copied as fit.
+            piece: bytes of each copy; as many copies are made as fit.
 
         Raises:
             CopyError: the driver refuses copies.
@@ -127,12 +127,12 @@ class Rig:
         load = self.runs(Direction.LOAD, piece)
         self.seconds((Direction.LOAD, load))
         self.seconds((Direction.STORE, CopyRuns(load.target, load.source + self.size, load.size)))
-        there[self.size // piece * piece :] = 0  # was not copied
+        there[self.size // piece * piece :] = 0  # this remainder was not copied
         return int((there != back).sum())
 
 
 def code_of(call: Callable[[], object]) -> int:
-    """Call the driver, and return its code."""
+    """Make a driver call, and return its error code; 0 if it succeeds."""
     try:
         call()
     except CudaError as error:
