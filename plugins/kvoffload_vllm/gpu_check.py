@@ -1,8 +1,8 @@
-"""vLLM's part of `kvoffload gpu-check`: an engine that offloads to much host memory beside one that does not.
+"""vLLM's part of `kvoffload gpu-check`: compares an engine that offloads to a large host memory with one that does not.
 
-Both have the same model, whose weights vLLM makes up; on a GPU with CUDA graphs, because memory is pinned in the same
-minute in which vLLM captures them. They decode the same prompts in turns, and the blocks that these fill are stored
-meanwhile. Then vLLM's own cache is reset, and the last prompts are found on the host.
+Both engines run the same model, with vLLM's dummy weights. On a GPU they use CUDA graphs, because vLLM captures them
+in the same minute in which host memory is pinned. They decode the same prompts in turns, while one of them stores the
+blocks that fill up. Then vLLM's own cache is reset, and the last prompts must be found on the host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ENVIRONMENT: Mapping[str, str] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # scheduler and worker in this process
-    "TORCHDYNAMO_DISABLE": "1",  # nothing is worth compiling here
+    "TORCHDYNAMO_DISABLE": "1",  # compiling is not worth it here
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -38,7 +38,7 @@ RUNNING = 32
 PROMPT_TOKENS = 4 * BLOCK + 1
 TOKENS = 4 * BLOCK
 PAIRS = 6
-_SPARE_BYTES = 8 << 30  # of host memory, for two engines
+_SPARE_BYTES = 8 << 30  # host memory that two engines need besides the offloaded blocks
 _PINNING_S = 240
 _PAUSE_S = 0.001
 ON_GPU: Mapping[str, Any] = {
@@ -57,7 +57,7 @@ _SHAPE: Mapping[str, Any] = {
 
 
 def lines(options: Options) -> Iterator[Line]:
-    """Yield the lines of a vLLM with this much host memory.
+    """Compare two vLLM engines, one of them with `options.host_gib` of host memory, and yield the lines.
 
     Raises:
         NotHere: vLLM is not installed, the machine has too little memory, or torch sees no GPU.
@@ -69,7 +69,7 @@ def lines(options: Options) -> Iterator[Line]:
 
 
 def check_machine(options: Options) -> None:
-    """Check that vLLM can run here on a GPU, with the host memory that the options name.
+    """Check that vLLM can run on a GPU here, with `options.host_gib` of host memory.
 
     Raises:
         NotHere: vLLM is not installed, the machine has too little memory, or torch sees no GPU.
@@ -93,10 +93,10 @@ def measure(
     """Start both engines and compare them.
 
     Args:
-        what: begins each line.
-        host_bytes: of the engine that offloads.
-        shape: of the model.
-        options: of the engines.
+        what: how each line begins.
+        host_bytes: host memory of the engine that offloads.
+        shape: the model's configuration, as far as it differs from that of `write_model`.
+        options: vLLM's options for both engines.
     """
     draw = random.Random(0)
     begun = time.perf_counter()
@@ -114,7 +114,7 @@ def measure(
             prompts = _prompts(draw)
             for engine in (plain, ours) if pair % 2 else (ours, plain):
                 seconds = _decoding(engine, prompts)
-                if pair:  # the first warms up
+                if pair:  # the first pair warms up
                     found[engine].append(seconds)
         over = ratios(found[ours], found[plain])
         yield measured(f"{what}: a decoding step, over one without", over, "x", at_most=1.02)
@@ -127,14 +127,14 @@ def measure(
 
 
 class Engine:
-    """A vLLM in this process, with kvoffload's connector or without one.
+    """A vLLM engine in this process, with kvoffload's connector or without a connector.
 
-    vLLM keeps the worker's connector in a variable of the process, so each engine puts its own there before a step.
+    vLLM keeps the worker's connector in a global variable, so each engine puts its own connector there before it steps.
 
     Args:
-        model: folder of the model.
-        settings: of kvoffload; None for no connector.
-        options: of the engine.
+        model: the model's folder.
+        settings: kvoffload's settings; None for no connector.
+        options: vLLM's options.
     """
 
     def __init__(self, model: Path, settings: Mapping[str, Any] | None, options: Mapping[str, Any]) -> None:
@@ -160,17 +160,18 @@ class Engine:
 
     @property
     def offload(self) -> SchedulerSide:
-        """Kvoffload's scheduler side. Only where the engine has one."""
+        """Kvoffload's scheduler side. Use it only if the engine has kvoffload's connector."""
         side: SchedulerSide = self.scheduler.connector.offload
         return side
 
     def serve(
         self, prompts: Sequence[Sequence[int]], tokens: int, logprobs: int | None = None
     ) -> tuple[float, float, list[Any]]:
-        """Serve prompts, all at once, until nothing is left, open copies included.
+        """Serve all prompts at the same time, until no request and no copy is open.
 
         Returns:
-            The seconds until each had its first token, those until the end, and vLLM's last output of each prompt.
+            The seconds until every prompt had its first token, the seconds until the end, and vLLM's last output for
+            each prompt.
         """
         from vllm import SamplingParams
 
@@ -189,25 +190,25 @@ class Engine:
             for output in outputs:
                 first.setdefault(output.request_id, time.perf_counter() - begun)
                 last[output.request_id] = output
-            if not outputs:  # as the loop of vLLM's server, which rests while it waits for copies only
+            if not outputs:  # like the loop of vLLM's server, which sleeps while only copies are open
                 time.sleep(_PAUSE_S)
         return max(first.values()), time.perf_counter() - begun, [last[name] for name in names]
 
     def fill_host_memory(self, timeout_s: float) -> None:
-        """Serve until all host memory is ready, so that all blocks can be stored, or until the time is over."""
+        """Serve small requests until all host memory is ready, so that all blocks can be stored, or until the timeout."""
         deadline = time.monotonic() + timeout_s
         while self.offload.core.state.growing and time.monotonic() < deadline:
             self.serve([[2] * 8], 8)
 
     def close(self) -> None:
-        """End the engine."""
+        """Shut the engine down."""
         self._place._KV_CONNECTOR_AGENT = self._agent
         self.llm.llm_engine.engine_core.shutdown()
         self._place._KV_CONNECTOR_AGENT = None
 
 
 def write_model(folder: Path, shape: Mapping[str, Any]) -> None:
-    """Write the configuration of a small model, whose weights vLLM makes up."""
+    """Write the configuration of a small model, without weights."""
     import transformers
 
     own = {
@@ -238,7 +239,7 @@ def _ready(what: str, ours: Engine) -> Iterator[Line]:
 
 
 def _decoding(engine: Engine, prompts: Sequence[Sequence[int]]) -> float:
-    """Return the seconds of a step in which all decode."""
+    """Return the seconds per step after all prompts have their first token."""
     first, seconds, _ = engine.serve(prompts, TOKENS)
     return (seconds - first) / (TOKENS - 1)
 

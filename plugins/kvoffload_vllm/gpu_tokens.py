@@ -1,9 +1,9 @@
-"""vLLM's tokens in `kvoffload gpu-check`: an engine with kvoffload must answer as one without it.
+"""Checks vLLM's tokens in `kvoffload gpu-check`: an engine with kvoffload must give the same answers as one without it.
 
-Each engine runs in a process of its own and gets the same prompts. The engine with kvoffload gets them three times: while
-it stores their blocks; after a reset of vLLM's own cache, so that the blocks are loaded from the host; and, as the control,
-after the blocks on the host were overwritten. The model has random weights with a wide spread: with vLLM's dummy weights
-overwritten blocks change the log-probabilities by no more than rounding does.
+Each engine runs in its own process and gets the same prompts. An engine with kvoffload gets them three times: while it
+stores their blocks; after a reset of vLLM's own cache, so that the blocks are loaded from the host; and, as the
+control, after the blocks on the host were overwritten. The model has random weights with a wide spread: with vLLM's
+dummy weights, overwritten blocks would change the log-probabilities by no more than rounding does.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _SHAPE: Mapping[str, Any] = {
     "head_dim": 64,
     "num_hidden_layers": 4,
 }
-# A prompt is wrong if a log-probability differs by more than the larger of _LEAST_LIMIT and _TIMES_NOISE times what vLLM
-# varies by itself. On a CPU, one block with another block's bytes changed a log-probability by 0.6 or more. Rounding,
-# float32 against bfloat16, changed it by up to 0.16 and gave 11 of 24 prompts another token, so a different token by
-# itself proves nothing.
+# A prompt is wrong if a log-probability differs by more than _LEAST_LIMIT, and by more than _TIMES_NOISE times vLLM's
+# own variation. On a CPU, a block that held another block's bytes changed a log-probability by 0.6 or more. Rounding
+# (bfloat16 instead of float32) changed it by up to 0.16 and gave 11 of 24 prompts another token, so a different token
+# alone proves nothing.
 _LEAST_LIMIT = 0.05
 _TIMES_NOISE = 3
 _MOST_NOISE = 0.2
-_NOT_A_NUMBER = 1e6  # the difference if a log-probability is infinite or not a number
+_NOT_A_NUMBER = 1e6  # counts as the difference if a log-probability is infinite or NaN
 _HERE = "kvoffload_vllm.gpu_tokens"
 _ENGINE_S = 150
 _PINNING_S = 90
@@ -55,17 +55,17 @@ _FEW_BYTES = 1 << 30
 _EAGER: Mapping[str, Any] = {**ON_GPU, "dtype": "float32", "compilation_config": {}, "enforce_eager": True}
 
 Answer = list[tuple[int, list[float]]]
-"""For each generated token: its number, and the log-probabilities of the whole vocabulary at its place."""
+"""For each generated token: its id, and the log-probabilities of the whole vocabulary at its position."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """Engines that are compared with each other: one without kvoffload, and one for each of its settings.
+    """Engines to compare: one without kvoffload, and one for each variant of kvoffload's settings.
 
     Args:
-        what: begins each line.
-        engine: vLLM's options, the same for all.
-        settings: kvoffload's, by the words that follow `what` in their lines.
+        what: how each line begins.
+        engine: vLLM's options, the same for all engines.
+        settings: variants of kvoffload's settings, by the words that follow `what` in their lines.
     """
 
     what: str
@@ -77,7 +77,7 @@ def lines(options: Options) -> Iterator[Line]:
     """Yield the lines of the comparison on a GPU.
 
     Args:
-        options: of the whole check.
+        options: the options of the whole check.
 
     Raises:
         NotHere: vLLM is not installed, the machine has too little memory, or torch sees no GPU.
@@ -86,7 +86,7 @@ def lines(options: Options) -> Iterator[Line]:
     os.environ.update(ENVIRONMENT)
     few = {"host_bytes": _FEW_BYTES}
     with_graphs: dict[str, dict[str, Any]] = {
-        "": {"host_bytes": options.host_gib << 30},  # so much that graphs are captured while it is pinned
+        "": {"host_bytes": options.host_gib << 30},  # takes so long to pin that graphs are captured meanwhile
         ', layout "blocks"': {**few, "layout": "blocks"},
         ', batch_copies "off"': {**few, "batch_copies": "off"},
     }
@@ -98,7 +98,7 @@ def lines(options: Options) -> Iterator[Line]:
 
 
 def compared(options: Options, modes: Sequence[Mode]) -> Iterator[Line]:
-    """Start the engines of each mode, one at a time, and yield their lines."""
+    """Run the engines of each mode, one at a time, and yield their lines."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
         write_weights(model)
@@ -116,7 +116,7 @@ def compared(options: Options, modes: Sequence[Mode]) -> Iterator[Line]:
 
 
 def _found(part: Part, options: Options) -> Iterator[Line]:
-    """Yield a part's lines, and copy its log to this process's own."""
+    """Run a part, yield its lines, and copy its log to this process's standard error."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         yield from lines_of(part, options, log)
@@ -126,14 +126,14 @@ def _found(part: Part, options: Options) -> Iterator[Line]:
 def plain(
     options: Options, model: Path, target: Path, engine: Mapping[str, Any], what: str
 ) -> Iterator[Line]:
-    """Write the answers of a vLLM without kvoffload, and how much they vary with the size of a batch.
+    """Write the answers of a vLLM without kvoffload, and how much they vary with the batch size.
 
     Args:
-        options: of the whole check.
-        model: its folder.
-        target: file for the answers.
+        options: the options of the whole check.
+        model: the model's folder.
+        target: the file for the answers.
         engine: vLLM's options.
-        what: begins each line.
+        what: how each line begins.
     """
     with closing(_engine(model, engine, None)) as vllm:
         answers, again = _answers(vllm), _answers(vllm, at_once=_FEWER_PROMPTS)
@@ -151,18 +151,18 @@ def offloading(
     what: str,
     settings: Mapping[str, Any],
 ) -> Iterator[Line]:
-    """Compare the answers of a vLLM with kvoffload.
+    """Compare the answers of a vLLM with kvoffload to the expected ones.
 
     Args:
-        options: of the whole check.
-        model: its folder.
-        expected: file with the answers without kvoffload.
+        options: the options of the whole check.
+        model: the model's folder.
+        expected: the file with the answers of a vLLM without kvoffload.
         engine: vLLM's options.
-        what: begins each line.
-        settings: of kvoffload.
+        what: how each line begins.
+        settings: kvoffload's settings.
 
     Raises:
-        RuntimeError: vLLM does not reset its cache.
+        RuntimeError: vLLM refuses to reset its cache.
     """
     found = json.loads(expected.read_text())
     limit = max(_LEAST_LIMIT, _TIMES_NOISE * found["noise"])
@@ -197,7 +197,7 @@ def write_weights(folder: Path) -> None:
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
-            if weight.dim() > 1:  # the norms keep theirs
+            if weight.dim() > 1:  # the norms keep their weights
                 weight.normal_(0, _WIDTH, generator=draw)
     model.save_pretrained(folder)
 
@@ -207,7 +207,7 @@ def _engine(model: Path, options: Mapping[str, Any], settings: Mapping[str, Any]
 
 
 def _answers(vllm: Engine, at_once: int = PROMPTS) -> list[Answer]:
-    """Return the answers to all prompts, at most `at_once` of which run at the same time. Pending copies have ended too."""
+    """Return the answers to all prompts, running at most `at_once` at a time; open copies have ended when it returns."""
     prompts, outputs = _prompts(), list[Any]()
     for start in range(0, PROMPTS, at_once):
         outputs += vllm.serve(prompts[start : start + at_once], TOKENS, logprobs=VOCABULARY)[2]
@@ -243,7 +243,7 @@ def _reset(vllm: Engine) -> None:
 
 
 def _overwrite(vllm: Engine) -> None:
-    """Overwrite all blocks on the host with numbers near 1."""
+    """Overwrite all blocks on the host with values near 1."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     worker: Any = get_kv_transfer_group()
@@ -276,10 +276,11 @@ def _tokens(answer: Answer) -> list[int]:
 
 
 def _difference(mine: Answer, other: Answer) -> float:
-    """Return the largest difference of the chosen tokens' log-probabilities.
+    """Return the largest difference between the log-probabilities of the chosen tokens.
 
-    The comparison ends with the first different token, because what follows has another context. There both tokens count:
-    two that are equally likely may change places and differ by little, two that are not differ by much.
+    The comparison ends at the first position where the tokens differ, because later tokens have another context. At
+    that position both tokens count: their log-probabilities differ little if two about equally likely tokens were
+    swapped, and much otherwise.
     """
     found = 0.0
     for (token, values), (expected, others) in zip(mine, other, strict=True):
