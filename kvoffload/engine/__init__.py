@@ -1,10 +1,10 @@
-"""A small, plain and real inference engine with a paged KV cache and plugin hooks.
+"""A small but real inference engine with a paged KV cache and plugin hooks.
 
-It stands alone and knows no plugin. One request's way:
+It stands alone and knows no plugin. A request passes through these modules:
 
-    engine      is it servable at all                     groups     how many blocks can it come to hold
-    scheduler   waits, runs, loads, loses its blocks      tables     its blocks: find, admit, grow, recycle, release
-    block_pool  reference counts and the prefix index     request    its tokens and keys, and the caller's end
+    engine      can the request be served at all?         groups     how many blocks can it hold at most?
+    scheduler   lets it wait, load, run or lose blocks    tables     find, admit, grow, recycle, release its blocks
+    block_pool  reference counts and the prefix index     request    its tokens and keys, and the caller's stream
     runner      batch_input -> model -> likeliest token
 """
 

@@ -1,4 +1,4 @@
-"""A step's batch as tensors: which rows are whose, where new KV goes, and what each row may attend to."""
+"""A step's batch as tensors: the rows of each request, the blocks for new KV, and the tokens each row may attend to."""
 
 from __future__ import annotations
 
@@ -17,53 +17,55 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What one request's rows read in one group.
+    """The blocks and tokens that one request's rows read in one group.
 
-    The keys that any of its rows sees are the tokens [first_key, end), in the pages of the blocks from
+    The rows together see the tokens [first_key, end), which lie in the blocks from position
     `first_key // block_tokens` on.
     """
 
-    rows: slice  # of the step's tokens
+    rows: slice  # the request's rows among the step's tokens
     blocks: torch.Tensor  # int64 [pages]
-    keys: slice  # of the pages' tokens
+    keys: slice  # the visible tokens among those of the pages
     mask: torch.Tensor | None  # [rows, keys], added to the scores: 0 or -inf; None: see is_causal
-    is_causal: bool  # without a mask: rows and keys are the same tokens; else every row sees every key
+    is_causal: (
+        bool  # without a mask: True if rows and keys are the same tokens, False if every row sees every key
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class StateSpan:
     """The blocks from which one request's rows read their state in a recurrent group, and to which they write it."""
 
-    rows: slice  # of the step's tokens
-    read_block: int | None  # None: from the start
+    rows: slice  # the request's rows among the step's tokens
+    read_block: int | None  # None: the state starts at zero
     write_block: int
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionInput:
-    """One attention group's share of a step."""
+    """The input of one attention group for a step."""
 
-    write_blocks: torch.Tensor  # int64 [tokens]: where the KV of each new token goes
-    write_offsets: torch.Tensor  # int64 [tokens]
+    write_blocks: torch.Tensor  # int64 [tokens]: the block to which each new token's KV is written
+    write_offsets: torch.Tensor  # int64 [tokens]: the token's place in that block
     spans: tuple[Span, ...]
 
 
-#: One group's share of a step; a recurrent group's has a span for each request.
+#: The input of one group for a step; for a recurrent group, a span per request.
 GroupInput = AttentionInput | tuple[StateSpan, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchInput:
-    """Everything the model needs for one step; all tensors on its device."""
+    """Everything the model needs for one step. All tensors are on the model's device."""
 
     token_ids: torch.Tensor  # int64 [tokens]
     positions: torch.Tensor  # int64 [tokens]
-    sample_rows: torch.Tensor  # int64 [samples]: the last rows of the chunks that sample
+    sample_rows: torch.Tensor  # int64 [samples]: the last row of each chunk that samples
     groups: tuple[GroupInput, ...]
 
 
 class InputMaker:
-    """Lays the tokens of a batch's chunks out one after the other."""
+    """Makes the tensors of a step, with the tokens of its chunks one after the other."""
 
     def __init__(self, groups: Sequence[GroupFacts], device: torch.device, dtype: torch.dtype) -> None:
         self._groups = groups
@@ -107,18 +109,18 @@ class InputMaker:
         return Span(rows, self._to_device(table), keys, mask, _is_causal(group, chunk))
 
     def _masks(self, chunks: Sequence[Chunk]) -> dict[str, _Masks]:
-        """Return the masks of each kind, by chunk: groups of one kind share them."""
+        """Return the masks of all chunks, by group kind: groups of the same kind share them."""
         kinds = {group.kind: group for group in self._groups}
         return {kind: [self._mask(group, chunk) for chunk in chunks] for kind, group in kinds.items()}
 
     def _mask(self, group: GroupFacts, chunk: Chunk) -> torch.Tensor | None:
         if _is_causal(group, chunk) or chunk.end - chunk.start == 1 or group.kind == "recurrent":
-            return None  # a single row sees all the keys of its span
+            return None  # a single row sees all keys of its span
         rows = torch.arange(chunk.start, chunk.end)
         keys = torch.arange(first_visible(group, chunk.start), chunk.end)
         lowest = torch.tensor([first_visible(group, row) for row in range(chunk.start, chunk.end)])
         is_hidden = (keys > rows[:, None]) | (keys < lowest[:, None])
-        # Added to the scores, not a mask of booleans: torch would convert those again in every layer.
+        # The mask is added to the scores: torch would convert a boolean mask again in every layer.
         mask = torch.zeros(is_hidden.shape, dtype=self._dtype).masked_fill_(is_hidden, float("-inf"))
         return mask.to(self._device)
 
@@ -130,7 +132,7 @@ _Masks = Sequence[torch.Tensor | None]
 
 
 def _state_span(group: GroupFacts, chunk: Chunk, rows: slice) -> StateSpan:
-    """A state inside a block is read from that block and overwritten; a state at a block's end is kept."""
+    """Return a chunk's blocks: a state inside a block is overwritten there, a state at a block's end is kept."""
     table, size = chunk.request.tables[group.index], group.block_tokens
     write = table[(chunk.end - 1) // size]
     read = write if chunk.start % size else table[chunk.start // size - 1]

@@ -1,13 +1,13 @@
-"""The one pool of device blocks that all groups share, and its index of what the blocks hold.
+"""The pool of device blocks that all groups share, and its index of the blocks' contents.
 
 A block is free when it has no references. A free block keeps its contents, and its key in the index, until it is
-reused: that is the prefix cache. The pool counts two kinds of references separately, so that an audit can say
+reused: this is the prefix cache. The pool counts two kinds of references separately, so that an audit can say
 which kind leaked:
 
     held by requests       allocate, hold -> release
     leased to a plugin     touch          -> free
 
-Block 0 is the null block: it stands for positions that a request does not hold, and is never allocated.
+Block 0 is the null block. It fills table positions for which a request holds no block, and is never allocated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """Block ids 1 to `num_blocks - 1`, their reference counts and their keys. No tensors here."""
+    """The reference counts and keys of blocks 1 to `num_blocks - 1`. It holds no tensors."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -28,13 +28,13 @@ class BlockPool:
         self._leased = [0] * num_blocks
         self._keys: dict[int, bytes] = {}
         self._index: dict[bytes, dict[int, None]] = {}  # two blocks may hold the same tokens
-        # Free blocks in the order in which they are allocated. An OrderedDict, because a block leaves from the middle
-        # when it is found again, and a plain dict finds its first entry in time linear in the gaps before it.
+        # Free blocks in the order in which they will be allocated. Blocks that are found again leave from the middle, and
+        # a plain dict then takes time linear in the gaps to find its first entry; an OrderedDict does not.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
 
     @property
     def usable_blocks(self) -> int:
-        """All blocks but the null block."""
+        """The number of blocks without the null block."""
         return self.num_blocks - 1
 
     @property
@@ -44,11 +44,11 @@ class BlockPool:
 
     @property
     def leased_blocks(self) -> int:
-        """Blocks that a plugin refers to."""
+        """The number of blocks that a plugin has leased."""
         return sum(1 for count in self._leased if count)
 
     def leases(self) -> dict[int, int]:
-        """Return how often a plugin refers to each block that it refers to."""
+        """Return the number of leases of each leased block."""
         return {block: count for block, count in enumerate(self._leased) if count}
 
     def is_free(self, block: int) -> bool:
@@ -58,7 +58,7 @@ class BlockPool:
     # --- for the engine ---------------------------------------------------------------------------------------
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate `count` blocks, which lose their keys; all or nothing.
+        """Allocate `count` blocks or none. Allocated blocks lose their keys.
 
         Raises:
             ValueError: fewer than `count` blocks are free.
@@ -88,23 +88,23 @@ class BlockPool:
     # --- for plugins ------------------------------------------------------------------------------------------
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """Lease blocks: they are not reused until `free`. A block leased twice must be freed twice.
+        """Lease blocks, so that they are not reused until `free`. A block leased twice must be freed twice.
 
         Raises:
-            ValueError: the null block or an unknown id is among them; then nothing is leased.
+            ValueError: the null block or an unknown id is among them; no block is leased then.
         """
         self._refer(self._leased, list(blocks))
 
     def free(self, blocks: Iterable[int]) -> None:
-        """End leases; blocks without further references become free, to be evicted in the order given.
+        """End leases. Blocks without further references become free, and are evicted in the order given.
 
         Raises:
-            ValueError: more leases would end than were taken; then none ends.
+            ValueError: a block is freed more often than it was leased; no lease ends then.
         """
         self._unrefer(self._leased, list(blocks))
 
     def key_of(self, block: int) -> bytes | None:
-        """Return the key of what the block holds; None while that is not certain."""
+        """Return the key of the block's contents; None while they are not certain."""
         return self._keys.get(block)
 
     def cached_block(self, key: bytes) -> int | None:
@@ -119,7 +119,7 @@ class BlockPool:
     # --- for both ---------------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all keys; False, and nothing is forgotten, if any block is in use."""
+        """Forget all keys. If any block is in use, forget nothing and return False."""
         if len(self._free) != self.usable_blocks:
             return False
         self._keys.clear()
@@ -127,7 +127,7 @@ class BlockPool:
         return True
 
     def audit(self, held: Mapping[int, int]) -> list[str]:
-        """Return every broken invariant as text; `held` has the references of all requests' tables."""
+        """Return every broken invariant as text; `held` counts the references to each block in all requests' tables."""
         found = [
             f"block {block} has {count} request references, the tables have {held.get(block, 0)}"
             for block, count in enumerate(self._held)
@@ -160,7 +160,7 @@ class BlockPool:
 
     def _make_free(self, block: int) -> None:
         self._free[block] = None
-        if block not in self._keys:  # it is not in the index: reuse it before any block that is
+        if block not in self._keys:  # it cannot be found: reuse it before all blocks in the index
             self._free.move_to_end(block, last=False)
 
     def _check_ids(self, blocks: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Configuration: frozen, and checked completely when it is made."""
+"""Configuration, which is frozen, and fully checked when it is created."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ DType = Literal["float32", "bfloat16"]
 class ModelConfig:
     """A decoder transformer with weights drawn from a seed.
 
-    With `attention="full"` all layers attend to everything. Otherwise `local_per_full` local layers (sliding window,
-    chunked local or recurrent) are followed by one full layer, and so on.
+    With `attention="full"` all layers attend to everything. Otherwise the layers repeat a pattern: `local_per_full`
+    local layers (sliding window, chunked local or recurrent), then one full layer.
     """
 
     vocab_size: int = 256  # tokens are bytes by default
@@ -41,16 +41,16 @@ class ModelConfig:
 
     @property
     def num_groups(self) -> int:
-        """Groups of layers that share a block table."""
+        """The number of groups of layers that share a block table."""
         return 1 if self.attention == "full" else self.local_per_full + 1
 
     @property
     def layers_per_group(self) -> int:
-        """Layers in each group, which is also the number of physical KV tensors."""
+        """The number of layers in each group, which is also the number of physical KV tensors."""
         return self.layers // self.num_groups
 
     def is_recurrent(self, layer: int) -> bool:
-        """Whether the layer is a recurrence."""
+        """Whether the layer is recurrent."""
         return self.attention == "recurrent" and (layer + 1) % self.num_groups != 0
 
     def _problems(self) -> Iterator[str]:
@@ -79,14 +79,14 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """One engine: its model, its pool, its limits, and its plugin's settings."""
+    """The configuration of one engine: its model, pool, limits, and its plugin's settings."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     block_tokens: int = 16
-    num_blocks: int | None = None  # the null block included; None: room for 4 requests of full length
+    num_blocks: int | None = None  # including the null block; None: room for 4 requests of full length
     max_model_len: int = 4096
     step_tokens: int = 512  # token budget of one step, over all its requests
-    max_requests: int = 64  # running or loading at a time
+    max_requests: int = 64  # the most requests that run or load at the same time
     ranks: int = 1  # pipeline stages, all in this process
     device: str = "cpu"  # "cpu", "cuda" or "cuda:N"
     plugin_config: Mapping[str, object] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request samples. It takes the likeliest token each time."""
+    """How one request samples. Sampling always takes the likeliest token."""
 
     max_new_tokens: int = 16
 

@@ -1,4 +1,4 @@
-"""The engine: takes requests, steps while there is work, and streams tokens to the callers."""
+"""The engine: accepts requests, steps while there is work, and streams tokens to the callers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from kvoffload.engine.request import Token
 
-# How long to wait before stepping again when nothing could be computed: loads and plugin work end in between.
+# The pause after a step that could compute nothing, during which loads and plugin work can end.
 _IDLE_STEP_S = 0.0005
 
 
@@ -40,21 +40,20 @@ class EngineStatistics(NamedTuple):
     loading: int  #: requests whose blocks a plugin fills
     running: int  #: requests that compute
     free_blocks: int  #: blocks without references
-    leased_blocks: int  #: blocks that the plugin refers to
+    leased_blocks: int  #: blocks that the plugin has leased
 
 
 class Engine:
     """One engine on one device, driven by the event loop in which it is entered.
 
-    Use as `async with Engine(config) as engine:`. Leaving the block aborts what is open and waits until loads and
-    plugin work have ended. Without a running loop it can be driven by hand: `submit`, `step` while `has_work`,
-    `close`.
+    Use it as `async with Engine(config) as engine:`. Leaving the block aborts open requests and waits until loads and
+    plugin work have ended. Without a running loop, drive it by hand: `submit`, `step` while `has_work`, `close`.
 
     Args:
-        config: checked when it was made.
-        plugin: a plugin, if any; `load_plugin` finds one by its name.
-        clock: seconds, for statistics; None: the running loop's time.
-        make_runner: makes what computes; tests put something cheaper than a transformer in its place.
+        config: the engine's configuration.
+        plugin: the plugin, if any; `load_plugin` finds one by its name.
+        clock: returns seconds, for statistics; None: the running loop's time.
+        make_runner: creates the runner of the model; tests replace the transformer by something cheaper.
 
     Raises:
         ConfigError: the device does not exist.
@@ -101,12 +100,12 @@ class Engine:
 
         Args:
             prompt: token ids.
-            params: how to sample; None: greedy, the default number of tokens.
-            request_id: unique among open requests; None: one is made up.
+            params: how to sample; None: the default number of tokens.
+            request_id: unique among open requests; None: the engine chooses one.
             trace_parent: W3C `traceparent` of the caller's span, for plugins that trace.
 
         Raises:
-            RequestRefused: it can never be served; the message has the reason and the remedy.
+            RequestRefused: the request can never be served, or its id is in use; the message has the reason.
             EngineStopped: the engine has stopped.
         """
         if self._is_stopping:
@@ -133,7 +132,7 @@ class Engine:
             self._end(self._open[request_id][0], error=None)
 
     def preempt(self, request_id: str) -> bool:
-        """Take a running request's blocks away, to be computed again later; False if it is not running."""
+        """Take a running request's blocks away and compute it again later. Return False if it is not running."""
         request, _ = self._open.get(request_id, (None, None))
         if request is None or request.state is not RequestState.RUNNING:
             return False
@@ -148,8 +147,8 @@ class Engine:
         return self._scheduler.has_requests or self._plugin.has_pending_work()
 
     def step(self) -> bool:
-        """Compute one step; False if there was nothing to compute in it."""
-        # Asked before scheduling: a plugin that leases blocks and waits for nothing does not release them in this step.
+        """Run one step; return False if it had nothing to compute."""
+        # Ask before scheduling: a plugin that has no pending work now will not release leased blocks in this step.
         plugin_waits = self._plugin.has_pending_work()
         batch = self._scheduler.schedule()
         plan = self._plugin.plan(batch.facts)
@@ -168,7 +167,7 @@ class Engine:
         return bool(batch.chunks)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget what device and plugin hold; False if some of it is in use and could not be forgotten."""
+        """Forget all KV on the device and in the plugin. Return False if some is in use and could not be forgotten."""
         device, plugin = self.pool.reset_prefix_cache(), self._plugin.reset()
         self._wake.set()
         return device and plugin
@@ -178,7 +177,7 @@ class Engine:
         return self._scheduler.audit(self.pool)
 
     def statistics(self) -> EngineStatistics:
-        """Return the engine's state in numbers. Costs a pass over the pool."""
+        """Return the engine's state in numbers. This scans the whole pool."""
         scheduler = self._scheduler
         return EngineStatistics(
             self._steps,
@@ -198,7 +197,7 @@ class Engine:
         """End open requests, wait until loads and plugin work have ended, and shut the plugin down.
 
         Raises:
-            Exception: what ended the engine before, if anything did.
+            Exception: the error that had ended the engine before, if any.
         """
         self._refuse_all(EngineStopped("the engine has stopped"))
         self._wake.set()
@@ -221,7 +220,7 @@ class Engine:
                 self._workers.append(plugin.worker_side(self.facts, rank))
                 self._workers[rank].register_kv_caches(self.runner.rank_tensors(rank))
         except BaseException:
-            self._shut_down()  # stop the sides that were started
+            self._shut_down()  # shut down the sides that were already created
             raise
 
     def _shut_down(self) -> None:
@@ -255,7 +254,7 @@ class Engine:
             self._wake.clear()
             await self._wake.wait()
         else:
-            # Also after a step with work, so that tasks waiting for its tokens can run.
+            # Yield even after a step with work, so that tasks waiting for its tokens can run.
             await asyncio.sleep(0 if self.step() else _IDLE_STEP_S)
 
     def _deliver(self, batch: Batch, sampled: Sequence[Token]) -> None:

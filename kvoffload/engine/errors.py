@@ -1,4 +1,4 @@
-"""Errors of the reference engine, split by who must act."""
+"""Errors of the reference engine."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 
 class EngineError(Exception):
-    """Base of every error this engine raises on purpose."""
+    """Base class of every error that this engine raises on purpose."""
 
 
 class ConfigError(EngineError, ValueError):
-    """Raised when a configuration is not usable; lists every problem at once."""
+    """Raised when a configuration is not usable; it lists every problem at once."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -18,7 +18,7 @@ class ConfigError(EngineError, ValueError):
 
 
 class PluginError(EngineError):
-    """Raised when a plugin cannot be found, or names a load that is not open."""
+    """Raised when a plugin cannot be found, or reports the end of a load that is not open."""
 
 
 class RequestRefused(EngineError, ValueError):
@@ -49,7 +49,7 @@ class PoolTooSmall(RequestRefused):
 
 
 class PoolExhausted(EngineError):
-    """Raised to a request that can get no blocks: a plugin leases them and has no pending work."""
+    """Raised for a request that cannot get blocks because a plugin leases them and has no pending work."""
 
     def __init__(self, leased_blocks: int, pool_blocks: int) -> None:
         super().__init__(
@@ -59,4 +59,4 @@ class PoolExhausted(EngineError):
 
 
 class EngineStopped(EngineError):
-    """Raised to requests that are open when the engine stops, or come after it has stopped."""
+    """Raised for requests that are open when the engine stops, or are submitted after that."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 HELP = "check copies between host and an NVIDIA GPU, and measure them against the goals"
 ENGINES = "kvoffload.gpu_checks"
-"""Entry point group. Each entry names a module, whose `lines(options)` yields an engine's part; these parts run last."""
+"""Entry point group of modules whose `lines(options)` yields an engine's part. These parts run last, sorted by name."""
 
 _HERE = "kvoffload.gpu_check"
 _ENGINE_S = 420.0

@@ -195,7 +195,7 @@ class Engine:
         return max(first.values()), time.perf_counter() - begun, [last[name] for name in names]
 
     def fill_host_memory(self, timeout_s: float) -> None:
-        """Serve small requests until all host memory is ready, so that all blocks can be stored, or until the timeout."""
+        """Serve small requests until all host memory is ready for stores, or until the timeout."""
         deadline = time.monotonic() + timeout_s
         while self.offload.core.state.growing and time.monotonic() < deadline:
             self.serve([[2] * 8], 8)

@@ -207,7 +207,7 @@ def _engine(model: Path, options: Mapping[str, Any], settings: Mapping[str, Any]
 
 
 def _answers(vllm: Engine, at_once: int = PROMPTS) -> list[Answer]:
-    """Return the answers to all prompts, running at most `at_once` at a time; open copies have ended when it returns."""
+    """Return the answers to all prompts, running at most `at_once` at a time, and wait for open copies to end."""
     prompts, outputs = _prompts(), list[Any]()
     for start in range(0, PROMPTS, at_once):
         outputs += vllm.serve(prompts[start : start + at_once], TOKENS, logprobs=VOCABULARY)[2]
