@@ -27,9 +27,7 @@ class Span:
     blocks: torch.Tensor  # int64 [pages]
     keys: slice  # the visible tokens among those of the pages
     mask: torch.Tensor | None  # [rows, keys], added to the scores: 0 or -inf; None: see is_causal
-    is_causal: (
-        bool  # without a mask: True if rows and keys are the same tokens, False if every row sees every key
-    )
+    is_causal: bool  # without a mask: rows and keys are the same tokens; if False, every row sees every key
 
 
 @dataclass(frozen=True, slots=True)

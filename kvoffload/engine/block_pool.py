@@ -28,8 +28,8 @@ class BlockPool:
         self._leased = [0] * num_blocks
         self._keys: dict[int, bytes] = {}
         self._index: dict[bytes, dict[int, None]] = {}  # two blocks may hold the same tokens
-        # Free blocks in the order in which they will be allocated. Blocks that are found again leave from the middle, and
-        # a plain dict then takes time linear in the gaps to find its first entry; an OrderedDict does not.
+        # Free blocks in the order in which they will be allocated. Blocks that are found again leave from the middle,
+        # and a plain dict then takes time linear in the gaps to find its first entry; an OrderedDict does not.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
 
     @property

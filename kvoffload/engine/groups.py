@@ -1,22 +1,22 @@
-"""Which tokens a group's layers can see, so which blocks a request must hold, and how many at a time.
+"""Which tokens a group's layers can see, and therefore which blocks, and how many, a request must hold.
 
     full              [0 ................................ p]
     sliding window                    [p - window + 1 ... p]
     chunked local             [start of p's chunk ....... p]
     recurrent                                      [p - 1]      the state after the token before
 
-Everything that asks "is this block still needed" (tables, prefix search, masks) asks `first_visible`.
+Tables, prefix search and masks all use `first_visible` to decide whether a block is still needed.
 
 `Capacity` is the one formula behind pool size, admission and allocation. A step computes at most `step_tokens` new
-tokens of a request, and one step is in flight. Before its blocks are allocated, those that left the window are given
-back, so the most that a request holds in a window group is
+tokens of a request, and one step is in flight. Blocks that left the window are released before new ones are allocated,
+so the most that a request holds in a window group is
 
         |<---- window - 1 ---->|<-- in flight -->|
     ....|......:.......:.......:.......:.......:.|        in blocks, rounded up, plus one,
      ^ the window need not start on a block edge           because both ends can lie inside a block
 
-A chunk starts on a block edge, so chunked-local groups need no extra block. Full attention is never capped. A recurrent
-group needs the state that a step goes on from and the state that it writes.
+A chunk starts on a block edge, so chunked-local groups need no extra block. Full attention has no cap. A recurrent
+group needs two blocks: one for the state from which a step continues, one for the state that it writes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from kvoffload.engine.plugin import GroupFacts
 if TYPE_CHECKING:
     from kvoffload.engine.config import EngineConfig, ModelConfig
 
-_POOL_REQUESTS = 4  # of full length, in a pool whose size is not given
+_POOL_REQUESTS = 4  # requests of full length that fit into a pool whose size is not given
 
 
 def make_groups(config: EngineConfig) -> tuple[GroupFacts, ...]:
-    """Return the groups of a model. Layer `l` is in group `l % groups` and lives in physical tensor `l // groups`.
+    """Return the groups of a model. Layer `l` is in group `l % groups`, and its KV is in physical tensor `l // groups`.
 
-    So the groups have equally many layers, every physical tensor serves one layer of each group, and a contiguous
-    run of tensors is a contiguous run of layers: a pipeline stage.
+    All groups therefore have the same number of layers, and every physical tensor serves one layer of each group.
+    Contiguous tensors hold contiguous layers: a pipeline stage.
     """
     model = config.model
     local = tuple(_local_group(model, index, config.block_tokens) for index in range(model.num_groups - 1))
@@ -66,7 +66,7 @@ def _local_group(model: ModelConfig, index: int, block_tokens: int) -> GroupFact
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The formula for one engine's groups and limits."""
+    """Computes how many blocks requests can hold, for one engine's groups and limits."""
 
     groups: tuple[GroupFacts, ...]
     in_flight_tokens: int
@@ -74,7 +74,7 @@ class Capacity:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of one block, the same in all groups."""
+        """The number of tokens in a block, the same in all groups."""
         return self.groups[0].block_tokens
 
     def group_blocks(self, group: GroupFacts, tokens: int) -> int:

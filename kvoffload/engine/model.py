@@ -1,8 +1,8 @@
 """A decoder transformer: RMSNorm, rotary embedding, grouped-query attention, SwiGLU.
 
-Its weights are drawn from a seed, and wide: attention scores have a standard deviation of about `_SCORE_STD`, so
-that heads pick out single tokens instead of averaging over all. A single wrong block then shows in the output,
-which makes equality of outputs a test of the KV cache.
+Its weights are drawn from a seed, with a wide spread: attention scores have a standard deviation of about `_SCORE_STD`,
+so that heads pick out single tokens instead of averaging over all. A single wrong block then changes the output, so
+comparing outputs tests the KV cache.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ _SCORE_STD = 3.0
 _LOGIT_STD = 2.0
 _RMS_EPS = 1e-6
 
-#: attention(layer, query, key, value), or recurrence: takes [tokens, heads or kv_heads, head_dim], returns query's shape.
+#: Attention or recurrence of (layer, query, key, value). Tensors are [tokens, heads or kv_heads, head_dim]; the result
+#: has the shape of query.
 Attention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Layer(NamedTuple):
-    """The weights of one layer, as [out features, in features]. Norms have no weight of their own."""
+    """The weights of one layer, as [out features, in features]. Norms have no weights."""
 
     qkv: torch.Tensor
     attention_out: torch.Tensor
@@ -34,9 +35,9 @@ class Layer(NamedTuple):
 
 
 class Transformer:
-    """The model without its KV cache: the caller provides the attention.
+    """The model without its KV cache. The caller provides the attention.
 
-    So the same code serves the paged engine and a dense reference.
+    This lets the same code serve the paged engine and a dense reference.
     """
 
     def __init__(self, config: ModelConfig, max_model_len: int, device: torch.device) -> None:
@@ -48,7 +49,7 @@ class Transformer:
         self._cos, self._sin = _rotary_table(config, max_model_len, device)
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        """Run all layers over tokens [tokens] at positions [tokens]; returns [tokens, hidden_size]."""
+        """Run all layers over token ids [tokens] at positions [tokens]; return [tokens, hidden_size]."""
         x = embedding(token_ids, self._embedding)
         cos, sin = self._cos[positions, None], self._sin[positions, None]
         for index, layer in enumerate(self._layers):
@@ -90,7 +91,8 @@ class _Draw:
 
 def _draw_layer(config: ModelConfig, draw: _Draw) -> Layer:
     inputs, mixed = config.hidden_size, config.heads * config.head_dim
-    # A score is a sum of head_dim products over sqrt(head_dim): its deviation is that of q times that of k.
+    # A score is a sum of head_dim products, divided by sqrt(head_dim). Its standard deviation is therefore that of the
+    # query times that of the key.
     query_key_std = (_SCORE_STD / inputs) ** 0.5
     query_key = draw((config.heads + config.kv_heads) * config.head_dim, inputs, std=query_key_std)
     value = draw(config.kv_heads * config.head_dim, inputs, std=inputs**-0.5)
@@ -105,7 +107,7 @@ def _draw_layer(config: ModelConfig, draw: _Draw) -> Layer:
 def _rotary_table(
     config: ModelConfig, max_model_len: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines, [max_model_len, head_dim // 2]; computed on the CPU in double, for equality."""
+    """Return cosines and sines, [max_model_len, head_dim // 2]. All devices get equal ones, computed on the CPU."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     angles = torch.arange(max_model_len, dtype=torch.float64)[:, None] * config.rope_base**-exponents
     dtype = getattr(torch, config.dtype)
@@ -113,6 +115,6 @@ def _rotary_table(
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return the rotary embedding of [tokens, heads, head_dim], halves paired."""
+    """Apply the rotary embedding to [tokens, heads, head_dim]. It pairs the first half of each head with the second."""
     low, high = x.chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)

@@ -1,9 +1,9 @@
-"""The hooks through which a plugin enters the engine.
+"""The hooks through which the engine calls a plugin.
 
 One step, in order::
 
     schedule        lookup / allocated for the requests that are admitted
-    plan            exactly once, also when the step has no work
+    plan            exactly once, even if the step has no work
     start_loads     each rank, before the forward pass
     (forward)
     start_stores    each rank, after the forward pass was launched
@@ -41,7 +41,7 @@ BlockTables = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """One group: layers with one attention kind that share a block table."""
+    """One group: layers of the same attention kind, which share a block table."""
 
     index: int
     kind: GroupKind
@@ -52,32 +52,32 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What a plugin may know of the engine; fixed for the engine's life."""
+    """The facts about an engine that its plugin gets. They never change."""
 
     config: EngineConfig
     groups: tuple[GroupFacts, ...]
-    pool: BlockPool  # of all groups' blocks; a plugin may lease them: `pool.touch`, `pool.free`
+    pool: BlockPool  # blocks of all groups; a plugin may lease them with `pool.touch` until `pool.free`
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
     """A request that computes in this step.
 
-    `new_blocks` has, per group, the (position, block id) pairs allocated to it in this step. Blocks that
-    `allocated` named in the same step are not repeated here.
+    `new_blocks` has, per group, the (position, block id) pairs allocated to it in this step. Blocks that were passed to
+    `allocated` in the same step are not repeated here.
     """
 
     request_id: str
-    confirmed_tokens: int  # computed for certain before this step's forward pass
+    confirmed_tokens: int  # certainly computed before this step's forward pass
     new_blocks: tuple[tuple[tuple[int, int], ...], ...]
-    tokens: int  # that this step computes
+    tokens: int  # the number of tokens that this step computes
 
 
 @dataclass(frozen=True, slots=True)
 class StateMade:
     """A recurrent state at the end of a whole block.
 
-    The step's forward pass writes it, and nothing after that: the block keeps it until it is allocated again.
+    Only the step's forward pass writes it, so the block holds the state until the block is allocated again.
     """
 
     request_id: str
@@ -93,14 +93,14 @@ class StepFacts:
 
     step: int  # counts from 0
     progress: tuple[Progress, ...]
-    # Lost their blocks since the last plan; none of them was allocated again before this one.
+    # Requests that lost their blocks since the last plan. None of them got new blocks before this plan.
     preempted: tuple[str, ...]
-    states: tuple[StateMade, ...] = ()  # of requests in `progress`
+    states: tuple[StateMade, ...] = ()  # written for requests in `progress`
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResults:
-    """Loads that have ended; each load that was started is named exactly once, also of an aborted request."""
+    """The requests whose loads have ended. Each started load is reported exactly once, even if its request aborted."""
 
     loaded: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
@@ -109,59 +109,64 @@ class LoadResults:
 class SchedulerPlugin:
     """The scheduler's side of a plugin, one per engine. A hook that is not overridden does nothing.
 
-    A plugin only reads a request, from `request_added` to `request_ended`: its `request_id`, `num_tokens` and
-    `num_prompt_tokens`; `keys(group)`, of all full blocks; `confirmed_tokens`, whose KV is certainly in its blocks;
-    `shared_tokens`, whose blocks of full attention the device holds without a recurrent state after them; and
-    `trace_parent`, the caller's W3C `traceparent` or None, not checked.
+    Between `request_added` and `request_ended` a plugin may read these of a request, and must change nothing:
+
+    * `request_id`, `num_tokens` and `num_prompt_tokens`;
+    * `keys(group)`: the keys of all full blocks;
+    * `confirmed_tokens`: how many tokens certainly have their KV in the request's blocks;
+    * `shared_tokens`: how many tokens the full-attention blocks on the device cover, even if no recurrent state after
+      them is on the device;
+    * `trace_parent`: the caller's W3C `traceparent`, not checked, or None.
     """
 
     def request_added(self, request: Request) -> None:
-        """A request was accepted. Called once per request, before any other hook that names it."""
+        """A request was accepted. Called once per request, before any other hook for it."""
 
     def lookup(self, request: Request, device_tokens: int) -> int | None:
         """Return how many tokens beyond `device_tokens` (whole blocks) can be loaded; None: ask again in a later step.
 
-        Called any number of times before an allocation. The engine may accept fewer, always in whole blocks,
+        Called any number of times before an allocation. The engine may accept fewer tokens, always in whole blocks,
         and always leaves at least one token of the request to compute.
         """
         return 0
 
     def prefix_boundary(self, request: Request) -> int:
-        """Return after how many tokens a recurrent state of this request is wanted; 0 for nowhere.
+        """Return after how many of this request's tokens to keep a recurrent state; 0 for none.
 
-        Asked after a lookup, of models with recurrent groups only. The request's prefill ends a step there.
+        Called after a lookup, only for models with recurrent groups. The request's prefill ends a step there.
         """
         return 0
 
     def allocated(
         self, request: Request, tables: BlockTables, device_tokens: int, external_tokens: int
     ) -> None:
-        """The request was admitted with these tables; also called with 0 external tokens.
+        """The request was admitted with these tables. Called even if there are no external tokens.
 
-        With external tokens the tables cover device and external tokens, and the request waits until `update`
-        names it. Without, they cover the first chunk too. Window groups hold null ids where the window does
-        not reach, recurrent groups but for the states that the request goes on from and writes.
+        With external tokens, the tables cover device and external tokens, and the request waits until `update` reports
+        its load. Without external tokens, they also cover the first chunk. Tables of window groups have null ids
+        before the window. Tables of recurrent groups have null ids except for the state from which the request
+        continues and the state that it writes.
         """
 
     def plan(self, step: StepFacts) -> object:
-        """Return the step's plan for the workers. Called exactly once per step, also for steps without work."""
+        """Return the step's plan for the workers. Called exactly once per step, even if the step has no work."""
 
     def request_ended(self, request: Request, aborted: bool) -> None:
-        """Called exactly once per request, before its blocks are freed.
+        """The request ended. Called exactly once per request, before its blocks are released.
 
-        A load that is open stays open: the engine keeps the request's blocks until `update` has named it.
+        An open load stays open: the engine keeps the request's blocks until `update` has reported the load.
         """
 
     def update(self, outputs: Sequence[object]) -> LoadResults:
-        """Take the workers' outputs, in rank order, after each step. Return the loads that have ended."""
+        """Take the workers' outputs, in rank order, after each step; return the loads that have ended."""
         return LoadResults()
 
     def has_pending_work(self) -> bool:
-        """Return True to keep the engine stepping, with empty steps if need be. Must become False in the end."""
+        """Return True to keep the engine stepping, with empty steps if necessary. It must return False eventually."""
         return False
 
     def reset(self) -> bool:
-        """Forget everything computed so far; return False if some of it could not be forgotten yet."""
+        """Forget everything computed so far; return False if some of it cannot be forgotten yet."""
         return True
 
     def shutdown(self) -> None:
@@ -172,7 +177,7 @@ class WorkerPlugin:
     """One rank's side of a plugin. A hook that is not overridden does nothing."""
 
     def register_kv_caches(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take this rank's physical tensors, dimension 0 = blocks. Called once, before the first step."""
+        """Take this rank's physical tensors; their first dimension is the block. Called once, before the first step."""
 
     def start_loads(self, plan: object) -> None:
         """Called in each step before the forward pass."""
@@ -188,17 +193,17 @@ class WorkerPlugin:
 
 
 class EnginePlugin(Protocol):
-    """Makes the two sides of a plugin for one engine."""
+    """Creates the two sides of a plugin for one engine."""
 
     def scheduler_side(self, engine: EngineFacts) -> SchedulerPlugin:
-        """Return the scheduler's side. Called once per engine, before the ranks' sides are made."""
+        """Return the scheduler's side. Called once per engine, before any `worker_side`."""
 
     def worker_side(self, engine: EngineFacts, rank: int) -> WorkerPlugin:
         """Return a rank's side. Called once per rank, in rank order."""
 
 
 def load_plugin(name: str) -> EnginePlugin:
-    """Find a plugin by its entry point, which names a callable without arguments that returns it.
+    """Return the plugin that the entry point `name` creates; the entry point is a callable without arguments.
 
     Raises:
         PluginError: no installed distribution offers `name`.

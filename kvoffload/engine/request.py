@@ -1,4 +1,4 @@
-"""One request: its tokens and their keys, its block tables, what became of it, and the stream that its caller reads."""
+"""One request: its tokens and their keys, its block tables, its statistics, and the stream that its caller reads."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
 
 class RequestState(Enum):
-    """Where a request is. Only LOADING and RUNNING hold blocks."""
+    """The states of a request. Only LOADING and RUNNING hold blocks, with one exception (see ENDED)."""
 
     WAITING = "waiting"  # new, preempted, or its load failed; nothing is computed
-    LOADING = "loading"  # a plugin fills its blocks; not scheduled, its loaded blocks cannot be found yet
-    RUNNING = "running"
-    ENDED = (
-        "ended"  # finished or aborted; one aborted while LOADING keeps its blocks until the load has ended
+    LOADING = (
+        "loading"  # a plugin fills its blocks; it is not scheduled, and loaded blocks are not indexed yet
     )
+    RUNNING = "running"
+    # Finished or aborted. A request that was aborted while LOADING keeps its blocks until the load has ended.
+    ENDED = "ended"
 
 
 class Token(NamedTuple):
@@ -36,24 +37,24 @@ class Token(NamedTuple):
 
 @dataclass(slots=True)
 class RequestStats:
-    """What one request cost. Times are in seconds of the engine's clock.
+    """The statistics of one request. Times are in seconds of the engine's clock.
 
     Without preemption, prompt + generated - 1 = device hits + external + computed tokens.
     """
 
     prompt_tokens: int
     arrived_s: float
-    device_hit_tokens: int = 0  # found on the device, in the life that led to the first token
-    external_tokens: int = 0  # loaded by the plugin, in the same life
-    resumed_tokens: int = 0  # found or loaded after preemptions that came later than the first token
-    computed_tokens: int = 0  # over all lives; those computed again after a preemption count again
+    device_hit_tokens: int = 0  # found on the device at the last admission before the first token
+    external_tokens: int = 0  # loaded by the plugin at the same admission
+    resumed_tokens: int = 0  # found or loaded at admissions after the first token, which follow preemptions
+    computed_tokens: int = 0  # tokens computed again after a preemption count again
     generated_tokens: int = 0
     preemptions: int = 0
     first_token_s: float | None = None
     finished_s: float | None = None
 
     def count_reused(self, device_tokens: int, external_tokens: int) -> None:
-        """Count the tokens that an admission found, instead of computing them."""
+        """Count the tokens that a request did not have to compute after an admission."""
         if self.generated_tokens:
             self.resumed_tokens += device_tokens + external_tokens
         else:
@@ -62,9 +63,10 @@ class RequestStats:
 
 
 class KeyChain:
-    """The keys of one request's full blocks; grows with its tokens. Equal keys mean equal prefixes.
+    """The keys of one request's full blocks, extended as tokens are added. Equal keys mean equal prefixes.
 
-    A block's hash covers its tokens and the hash of the block before it. Its key is that hash followed by the group's number in four big-endian bytes.
+    A block's hash covers its tokens and the hash of the block before it. Its key is that hash followed by the group's
+    number in four big-endian bytes.
     """
 
     def __init__(self, block_tokens: int, groups: int) -> None:
@@ -73,7 +75,7 @@ class KeyChain:
         self._keys: tuple[list[bytes], ...] = tuple([] for _ in range(groups))
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Hash the blocks of `tokens` (all of the request's tokens) that have become full."""
+        """Hash the blocks that have become full. `tokens` are all of the request's tokens."""
         size = self._block_tokens
         for start in range(len(self._keys[0]) * size, len(tokens) - size + 1, size):
             self._append(tokens[start : start + size])
@@ -83,7 +85,7 @@ class KeyChain:
         return self._keys[group]
 
     def _append(self, block: Sequence[int]) -> None:
-        # Eight bytes a token: the widest an array takes, so two different blocks never have the same bytes.
+        # Eight bytes per token, the widest that an array takes, so that different blocks never have the same bytes.
         self._last_hash = sha256(self._last_hash + array("q", block).tobytes()).digest()
         for group, keys in enumerate(self._keys):
             keys.append(self._last_hash + group.to_bytes(4, "big"))
@@ -103,13 +105,15 @@ class Request:
     trace_parent: str | None = None
     state: RequestState = RequestState.WAITING
     confirmed_tokens: int = 0
-    load_device_tokens: int = 0  # while LOADING: tokens that were found on the device ...
-    load_external_tokens: int = 0  # ... and those that the plugin brings
+    load_device_tokens: int = 0  # while LOADING: the number of tokens found on the device ...
+    load_external_tokens: int = 0  # ... and the number that the plugin loads
     tables: list[list[int]] = field(init=False)
-    recycled_blocks: list[int] = field(init=False)  # per group: positions below have been released
-    shared_tokens: int = 0  # of the device's blocks of full attention, where it lacks a recurrent state
+    # Per group: blocks at positions below this have been released.
+    recycled_blocks: list[int] = field(init=False)
+    # How many tokens the device's full-attention blocks cover, even without a recurrent state after them.
+    shared_tokens: int = 0
     prefix_boundary: int = 0  # a recurrent state is kept after this many tokens
-    indexed_blocks: int = 0  # positions below can be found by key
+    indexed_blocks: int = 0  # blocks at positions below this can be found by key
     held_blocks: int = 0
 
     def __post_init__(self) -> None:
@@ -118,25 +122,25 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and generated tokens known so far."""
+        """The number of prompt and generated tokens so far."""
         return len(self.tokens)
 
     @property
     def max_kv_tokens(self) -> int:
-        """Tokens whose KV the request can come to need; the last new token is returned but never computed on."""
+        """The most tokens whose KV this request can need. The last new token is returned without computing its KV."""
         return self.num_prompt_tokens + self.params.max_new_tokens - 1
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last token was the last one asked for."""
+        """Whether all requested tokens have been generated."""
         return self.num_tokens - self.num_prompt_tokens >= self.params.max_new_tokens
 
     def keys(self, group: int) -> Sequence[bytes]:
-        """Return the keys of all full blocks of the tokens known so far."""
+        """Return the keys of all full blocks so far, by position."""
         return self.chain.keys(group)
 
     def block_tables(self) -> BlockTables:
-        """Return the blocks held now, per group and position."""
+        """Return the blocks held now, by group and position."""
         return tuple(map(tuple, self.tables))
 
     def append(self, token_id: int) -> None:
@@ -145,17 +149,17 @@ class Request:
         self.chain.extend(self.tokens)
 
     def forget_blocks(self) -> None:
-        """Start again with empty tables; the caller has released the blocks."""
+        """Start over with empty tables. The caller has released the blocks."""
         self.tables = [[] for _ in range(self.groups)]
         self.recycled_blocks = [0] * self.groups
         self.confirmed_tokens = self.indexed_blocks = self.held_blocks = 0
 
 
 class TokenStream:
-    """Tokens of one request as they are computed.
+    """Streams the tokens of one request as they are computed.
 
     Iterate with `async for`. The request is aborted by `aclose`, by leaving an `async with` block over the stream, or
-    by cancelling a task that waits for the next token. Tokens that arrived before are then gone.
+    by cancelling a task that waits for the next token. Tokens that were not read before are then lost.
     """
 
     def __init__(self, request_id: str, stats: RequestStats, abort: Callable[[str], None]) -> None:
@@ -201,9 +205,9 @@ class TokenStream:
         await self.aclose()
 
     def push(self, token: Token) -> None:
-        """Add a new token; the engine calls it."""
+        """Add a new token. Only the engine calls this."""
         self._arrived.put_nowait(token)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """End the stream, with an error if the request failed; the engine calls it."""
+        """End the stream, with an error if the request failed. Only the engine calls this."""
         self._arrived.put_nowait(error or StopAsyncIteration())

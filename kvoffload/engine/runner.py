@@ -1,12 +1,12 @@
 """Runs the model over a step's batch, on one device, with the KV cache in blocks.
 
-Attention is paged: new keys and values go to their blocks, and each request reads its own blocks back. A recurrent
-layer is a gated linear recurrence in place of it, with a state of one value a channel, whatever the length:
+Attention is paged: new keys and values are written to their blocks, and each request reads its own blocks back. A
+recurrent layer uses a gated linear recurrence instead. Its state has one value per channel, regardless of the length:
 
     state = gate * state + sqrt(1 - gate**2) * value          gate = sigmoid(key + _GATE_BIAS)
     out   = query * state
 
-Its tokens are computed one after the other, so the result does not depend on how a prompt is cut.
+Its tokens are computed one after the other, so the result does not depend on how a prompt is split into steps.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from kvoffload.engine.plugin import GroupFacts
     from kvoffload.engine.scheduler import Batch
 
-_GATE_BIAS = 3.0  # a recurrent layer remembers a token over some ten others
+_GATE_BIAS = 3.0  # a recurrent layer remembers a token for some ten further tokens
 
 
 class Runner:
     """Owns the weights and the physical KV tensors.
 
-    There is one KV tensor per layer of a group, [num_blocks, 2, block_tokens, kv_heads, head_dim]; layers of
-    different groups share it, in blocks of their own.
+    There is one KV tensor per layer of a group, [num_blocks, 2, block_tokens, kv_heads, head_dim]. One layer of each
+    group shares it, and each uses its own blocks.
     """
 
     def __init__(self, config: EngineConfig, groups: Sequence[GroupFacts], num_blocks: int) -> None:
@@ -45,13 +45,13 @@ class Runner:
         self.kv_tensors = _allocate_kv(config, num_blocks, self._device)
 
     def rank_tensors(self, rank: int) -> list[torch.Tensor]:
-        """Return the tensors of one pipeline stage: contiguous shares, as even as possible."""
+        """Return the tensors of one pipeline stage. Stages get contiguous shares, as even as possible."""
         count = len(self.kv_tensors)
         return self.kv_tensors[rank * count // self._ranks : (rank + 1) * count // self._ranks]
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> torch.Tensor:
-        """Run the forward pass; return logits [samples, vocab_size]. Does not wait for the device."""
+        """Run the forward pass and return logits [samples, vocab_size], without waiting for the device."""
         inputs = self._input_maker.make(batch.chunks)
         hidden = self._model.hidden(
             inputs.token_ids, inputs.positions, _PagedAttention(self.kv_tensors, inputs)
@@ -66,7 +66,7 @@ class Runner:
 
 
 class _PagedAttention:
-    """Attention or recurrence of one step: layer `l` is in group `l % groups` and in tensor `l // groups`."""
+    """The attention or recurrence of one step. Layer `l` is in group `l % groups` and in tensor `l // groups`."""
 
     def __init__(self, kv_tensors: Sequence[torch.Tensor], inputs: BatchInput) -> None:
         self._kv_tensors = kv_tensors
@@ -84,11 +84,11 @@ class _PagedAttention:
 
 
 def write_kv(pages: torch.Tensor, group: AttentionInput, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Store the new tokens' keys and values.
+    """Write the new tokens' keys and values to their blocks.
 
     Args:
-        pages: [num_blocks, 2, block_tokens, kv_heads, head_dim], one layer's.
-        group: the group that the layer belongs to.
+        pages: one layer's KV tensor, [num_blocks, 2, block_tokens, kv_heads, head_dim].
+        group: the input of the group that the layer belongs to.
         key: [tokens, kv_heads, head_dim].
         value: as `key`.
     """
@@ -97,11 +97,11 @@ def write_kv(pages: torch.Tensor, group: AttentionInput, key: torch.Tensor, valu
 
 
 def attend(pages: torch.Tensor, group: AttentionInput, query: torch.Tensor) -> torch.Tensor:
-    """Return the attention of the new tokens, whose own keys and values have been written.
+    """Return the attention output of the new tokens, whose own keys and values must have been written.
 
     Args:
         pages: as in `write_kv`.
-        group: the group that the layer belongs to.
+        group: the input of the group that the layer belongs to.
         query: [tokens, heads, head_dim].
 
     Returns:
@@ -123,7 +123,7 @@ def _attend_span(pages: torch.Tensor, span: Span, query: torch.Tensor) -> torch.
 
 
 def _gather(pages: torch.Tensor, half: int, span: Span) -> torch.Tensor:
-    """Return [1, kv_heads, keys, head_dim]: the keys (0) or values (1) of a span's tokens."""
+    """Return the keys (half 0) or values (half 1) of a span's tokens, [1, kv_heads, keys, head_dim]."""
     return pages[span.blocks, half].flatten(0, 1)[span.keys].transpose(0, 1)[None]
 
 
@@ -134,12 +134,12 @@ def recur(
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the new tokens' outputs. Each request's state is read from its block and written to its last token's.
+    """Return the new tokens' outputs. Read each request's state from its read block, and write it to its write block.
 
     Args:
-        pages: one layer's, [num_blocks, 2, block_tokens, kv_heads, head_dim]. A state lies where the first token's
-            key would, and the rest of its page is unused.
-        spans: the requests of the step.
+        pages: one layer's KV tensor, [num_blocks, 2, block_tokens, kv_heads, head_dim]. A state is stored in place of
+            the first token's key; the rest of its page is unused.
+        spans: one span for each request of the step.
         query: [tokens, heads, head_dim].
         key: [tokens, kv_heads, head_dim].
         value: as `key`.
@@ -154,7 +154,7 @@ def recur(
 
 
 def _states(pages: torch.Tensor, span: StateSpan, gate: torch.Tensor, gained: torch.Tensor) -> torch.Tensor:
-    """Return the state after each of a span's rows; write the last one to the span's block."""
+    """Return the state after each row of a span, and write the last state to the span's write block."""
     page = pages[:, 0, 0]
     state = torch.zeros_like(gained[0]) if span.read_block is None else page[span.read_block]
     found = torch.empty_like(gained)
@@ -165,7 +165,7 @@ def _states(pages: torch.Tensor, span: StateSpan, gate: torch.Tensor, gained: to
 
 
 def usable_device(name: str) -> torch.device:
-    """Return the device of that name.
+    """Return the device called `name`.
 
     Raises:
         ConfigError: there is no such device.

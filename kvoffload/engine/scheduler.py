@@ -1,15 +1,15 @@
-"""Which request computes which tokens in a step, and which requests get, keep and lose blocks.
+"""Decides which request computes which tokens in a step, and which requests get, keep and lose blocks.
 
-    WAITING --admitted, all on the device or to compute--> RUNNING --last token--> ENDED
+    WAITING --admitted, without external tokens--> RUNNING --last token--> ENDED
     WAITING --admitted, with external tokens--> LOADING --loaded--> RUNNING
     LOADING --failed--> WAITING        RUNNING --preempted--> WAITING        any --aborted--> ENDED
 
-Why no mix of requests can deadlock. `running` is in order of admission. When a running request gets no blocks, the
-latest one is preempted until it does; only if it is itself the latest does it wait, holding what it has. So the
-oldest request gets every block that no load or plugin holds, and its largest need fits in the pool, or the request
-would have been refused. Loads end (the plugin's promise), and a loaded request is a running one, the latest, that can be
-preempted. Nothing is admitted in a step in which a running request lacked blocks, and an admission leaves the oldest
-the blocks that it can still come to need.
+No mix of requests can deadlock, for these reasons. `running` is in order of admission. If a running request cannot get
+blocks, the latest running requests are preempted until it can. If it is the latest itself, it waits and keeps its
+blocks. So the oldest request gets every block that no load or plugin holds, and the pool can hold all that it needs,
+or it would have been refused. Loads end (the plugin promises this), and a loaded request then runs as the latest one,
+which can be preempted. No request is admitted in a step in which a running request lacked blocks, and an admission
+leaves free the blocks that the oldest request may still need.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from kvoffload.engine.groups import Capacity
     from kvoffload.engine.tables import BlockTables, NewBlocks
 
-# The most requests that a step skips because the plugin answers "ask again". A long queue that waits for one load must not
-# make every step long.
+# The most requests that a step skips because the plugin answers "ask again". Without this limit, a long queue that
+# waits for one load would make every step long.
 _MAX_SKIPPED = 256
 
 
@@ -45,7 +45,7 @@ class Chunk:
 
     @property
     def samples(self) -> bool:
-        """Whether the chunk's last token is the last one known, so that a new one is sampled."""
+        """Whether the chunk ends with the request's last token, so that a new token is sampled."""
         return self.end == self.request.num_tokens
 
 
@@ -55,11 +55,11 @@ class Batch:
 
     chunks: tuple[Chunk, ...]
     facts: StepFacts
-    is_starved: bool  # some request got no blocks
+    is_starved: bool  # some request could not get blocks
 
 
 class Scheduler:
-    """Owns the requests' states and queues. Synchronous; knows no time and no tensors."""
+    """Owns the requests' states and queues. It is synchronous, and uses no clock and no tensors."""
 
     def __init__(
         self, tables: BlockTables, capacity: Capacity, plugin: SchedulerPlugin, max_requests: int
@@ -78,7 +78,7 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request waits, loads or runs, or holds blocks."""
+        """Whether any request waits, loads or runs, or still holds blocks."""
         return bool(self.waiting or self.running or self.loading)
 
     def add(self, request: Request) -> None:
@@ -87,7 +87,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def end(self, request: Request, aborted: bool) -> None:
-        """End a request; its blocks are released, unless a load still writes to them."""
+        """End a request, and release its blocks unless a load may still write to them."""
         self._plugin.request_ended(request, aborted)
         if request.state is RequestState.WAITING:
             self.waiting.remove(request)
@@ -99,7 +99,7 @@ class Scheduler:
         request.state = RequestState.ENDED
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's blocks away; it waits at the queue's head and will compute again."""
+        """Take a running request's blocks away, and put it at the head of the queue to be computed again."""
         self.running.remove(request)
         self._tables.release(request)
         request.stats.preemptions += 1
@@ -107,11 +107,11 @@ class Scheduler:
         self._preempted.append(request.request_id)
 
     def schedule(self) -> Batch:
-        """Decide one step, running requests first."""
+        """Schedule one step, running requests first."""
         self._starved = False
         chunks = self._continue_running(self._capacity.in_flight_tokens)
         budget = self._capacity.in_flight_tokens - sum(chunk.end - chunk.start for chunk in chunks)
-        # A request that was just preempted gets no blocks before a plan has reported the loss of its old ones.
+        # A preempted request must not get new blocks before a plan has reported that it lost its old ones.
         if not self._starved and not self._preempted:
             chunks += self._admit_waiting(budget)
         states = self._states_made(chunks) if self._has_states else ()
@@ -121,7 +121,7 @@ class Scheduler:
         return Batch(tuple(chunks), facts, self._starved)
 
     def confirm(self, batch: Batch, sampled: Sequence[Token]) -> list[tuple[Request, Token]]:
-        """Apply a step's results; return each new token with its request, which is ended if complete.
+        """Apply a step's results; return each new token with its request, which has ended if it is complete.
 
         `sampled` has one token for each chunk that samples, in order.
         """
@@ -134,10 +134,10 @@ class Scheduler:
         return emitted
 
     def loads_ended(self, results: LoadResults) -> None:
-        """Let loaded requests run, and requests whose load failed wait again."""
+        """Let requests run whose load succeeded, and put those whose load failed back in the queue."""
         for request_id in results.loaded:
             self._load_ended(request_id, self._run_loaded)
-        for request_id in reversed(results.failed):  # so that the first one named is first in the queue
+        for request_id in reversed(results.failed):  # so that the first of them is first in the queue
             self._load_ended(request_id, self._retry)
 
     def audit(self, pool: BlockPool) -> list[str]:
@@ -155,9 +155,10 @@ class Scheduler:
     # --- recurrent states ------------------------------------------------------------------------------------
 
     def _chunk_end(self, request: Request, start: int, budget: int) -> int:
-        """Return where a request's tokens of a step end. If that is the end of a block, its recurrent state is kept.
+        """Return where this step's chunk of the request ends.
 
-        So a prefill stops at its last whole block, and at the end of a prefix that other requests share.
+        Recurrent state is kept only if the chunk ends on a block boundary. So a prefill stops at the end of its last
+        whole block, and at the end of a prefix that other requests share.
         """
         end = min(request.num_tokens, start + budget)
         if not self._has_states:
@@ -188,7 +189,7 @@ class Scheduler:
         return chunks
 
     def _grow(self, request: Request, end: int) -> NewBlocks | None:
-        """Allocate blocks up to `end`; preempt requests that were admitted later if there are too few."""
+        """Allocate blocks up to `end`; while too few are free, preempt requests that were admitted later."""
         while (new_blocks := self._tables.grow(request, end)) is None:
             if self.running[-1] is request:
                 return None
@@ -230,7 +231,7 @@ class Scheduler:
         return len(self.running) + len(self.loading) < self._max_requests
 
     def _admit(self, request: Request, budget: int) -> Chunk | None:
-        """Return what the request computes; None if it loads, or waits for the plugin's answer or for blocks."""
+        """Return the chunk to compute; None if the request loads, or waits for the plugin's answer or for blocks."""
         hit = self._tables.find_prefix(request)
         device = hit.blocks * self._capacity.block_tokens
         request.shared_tokens = hit.full_blocks * self._capacity.block_tokens
@@ -250,7 +251,7 @@ class Scheduler:
         return Chunk(request, device, end, new_blocks=((),) * request.groups)
 
     def _lookup(self, request: Request, device_tokens: int) -> int | None:
-        """Return the plugin's answer, cut to whole blocks that leave at least one token to compute."""
+        """Return the plugin's answer, cut to whole blocks so that at least one token is left to compute."""
         answer = self._plugin.lookup(request, device_tokens)
         if answer is None:
             return None
@@ -260,7 +261,7 @@ class Scheduler:
         return most - most % self._capacity.block_tokens
 
     def _reserve(self) -> int:
-        """Return the blocks that an admission must leave free: those that the oldest running request may still need."""
+        """Return how many blocks an admission must leave free for the oldest running request."""
         if not self.running:
             return 0
         oldest = self.running[0]

@@ -1,9 +1,10 @@
-"""Block tables: which blocks each request holds, and which prefix of it the device still has.
+"""Block tables: the blocks that each request holds, and the longest prefix of it that the device still has.
 
-A recurrent group's row has the state that the next step goes on from, and in a step the state that it writes:
+A recurrent group's table holds the state from which the next step continues and, during a step, the state to be
+written:
 
-    step ends inside a block      [. . . S]         the next step writes the same block, which moves with it
-    step ends where a block does  [. . . S .  R]    S is whole and can be found: the next step reads it, and writes R
+    step ends inside a block      [. . . S]         the next step overwrites S, whose block moves to the table's new end
+    step ends at a block's end    [. . . S .  R]    S is kept and can be found: the next step reads S and writes R
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from kvoffload.engine.request import Request
 #: Per group, the (position, block id) pairs of one allocation.
 NewBlocks = tuple[tuple[tuple[int, int], ...], ...]
 
-#: The block that holds a position of a group, or None.
+#: Returns the device block for a position of a group, or None.
 FindBlock = Callable[[int], int | None]
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """A prefix of whole blocks. `tables` has, per group, one id for each of its positions; null where not needed."""
+    """A prefix of whole blocks on the device. `tables` has an id per group and position, null if none is needed."""
 
     blocks: int
     tables: tuple[tuple[int, ...], ...]
-    full_blocks: int = 0  # of the longer prefix that the groups of full attention hold
+    full_blocks: int = 0  # length of the prefix in the full-attention groups alone, which may be longer
 
 
 class BlockTables:
@@ -41,16 +42,16 @@ class BlockTables:
         self._block_tokens = groups[0].block_tokens
 
     def find_prefix(self, request: Request) -> PrefixHit:
-        """Return the longest prefix on the device that leaves a token to compute. Changes nothing."""
+        """Return the longest prefix on the device that leaves at least one token to compute. It changes nothing."""
         keys = [request.keys(group.index) for group in self._groups]
         return find_prefix(self._pool, self._groups, keys, (request.num_tokens - 1) // self._block_tokens)
 
     def admit(self, request: Request, hit: PrefixHit, seen: int, end: int, reserve: int) -> bool:
-        """Give a request its first blocks, if `reserve` blocks stay free; else nothing changes.
+        """Give a request its first blocks if `reserve` blocks stay free; otherwise change nothing and return False.
 
         Tokens below `seen` will not be computed, those from `seen` to `end` will:
 
-            [0 ... hit ... seen)    null where nothing from `seen` on can see, else the hit's block or a new one
+            [0 ... hit ... seen)    null if no token from `seen` on can see it, else the hit's block or a new one
             [seen ....... end)      new blocks
         """
         tables = [self._admission_table(group, hit, seen, end) for group in self._groups]
@@ -58,7 +59,7 @@ class BlockTables:
         fresh = sum(block is None for table in tables for block in table)
         if fresh + sum(map(self._pool.is_free, hits)) + reserve > self._pool.free_blocks:
             return False
-        # Cannot fail below. The hits are held first, or the allocation might evict them.
+        # Nothing below can fail. Hold the hits first, or the allocation might evict them.
         self._pool.hold(hits)
         new = iter(self._pool.allocate(fresh))
         request.tables = [[next(new) if block is None else block for block in table] for table in tables]
@@ -68,7 +69,7 @@ class BlockTables:
         return True
 
     def grow(self, request: Request, end: int) -> NewBlocks | None:
-        """Release blocks that left the window, then allocate those up to `end`; return None if too few are free."""
+        """Release blocks that left the window, then allocate blocks up to `end`; return None if too few are free."""
         self._recycle(request)
         total = -(-end // self._block_tokens)
         missing = [
@@ -85,7 +86,7 @@ class BlockTables:
     def states_made(self, request: Request, end: int) -> list[StateMade]:
         """Index and return the recurrent states that a step up to `end` writes; none if it ends inside a block.
 
-        Call it after the step's last search for a prefix: before the forward pass a state has its key, but not its bytes.
+        Call it after the step's last prefix search: until the forward pass has run, an indexed state lacks its bytes.
         """
         position, rest = divmod(end, self._block_tokens)
         if rest:
@@ -116,13 +117,13 @@ class BlockTables:
         request.indexed_blocks = max(request.indexed_blocks, full)
 
     def release(self, request: Request) -> None:
-        """Release all of the request's blocks, the deepest first, so that a prefix is evicted from its tail."""
+        """Release all of the request's blocks, deepest first, so that a prefix is evicted from its tail."""
         depths = zip(*map(reversed, request.tables), strict=True)
         self._pool.release(block for depth in depths for block in depth if block != NULL_BLOCK)
         request.forget_blocks()
 
     def _admission_table(self, group: GroupFacts, hit: PrefixHit, seen: int, end: int) -> list[int | None]:
-        """Return a table with None where a new block goes."""
+        """Return a group's first table, with None wherever a new block is needed."""
         if group.kind == "recurrent":
             return self._states_table(hit.tables[group.index], seen, end)
         first = first_needed_block(group, seen)
@@ -132,7 +133,7 @@ class BlockTables:
         return [*[NULL_BLOCK] * nulls, *found, *[None] * (total - nulls - len(found))]
 
     def _states_table(self, found: Sequence[int], seen: int, end: int) -> list[int | None]:
-        """Return a table with the state after `seen`, found or to be loaded, and the one that the first step writes."""
+        """Return a recurrent group's first table: the state after `seen`, and the state that the first step writes."""
         read, written = seen // self._block_tokens - 1, (end - 1) // self._block_tokens
         table: list[int | None] = [NULL_BLOCK] * (written + 1)
         table[written] = None
@@ -141,13 +142,19 @@ class BlockTables:
         return table
 
     def _missing(self, group: GroupFacts, positions: int, confirmed: int) -> int:
-        """Return the new blocks of a row that grows by `positions`. A recurrent group continues in the block it has."""
+        """Return how many new blocks a table needs to grow by `positions`.
+
+        A recurrent group keeps writing to its block until that is complete.
+        """
         if group.kind != "recurrent":
             return positions
         return int(confirmed % self._block_tokens == 0)
 
     def _extend(self, table: list[int], total: int, count: int) -> tuple[tuple[int, int], ...]:
-        """Make a row `total` long, with `count` new blocks at its end, or else with its last block moved there."""
+        """Extend a table to `total` positions, with `count` new blocks at its end; return them by position.
+
+        Without new blocks, the table's last block moves to the new end.
+        """
         start = len(table)
         if count == 0 and total > start:
             table += [NULL_BLOCK] * (total - start)
@@ -172,10 +179,10 @@ class BlockTables:
 def find_prefix(
     pool: BlockPool, groups: Sequence[GroupFacts], keys: Sequence[Sequence[bytes]], max_blocks: int
 ) -> PrefixHit:
-    """Return the longest hit of at most `max_blocks` blocks. Changes nothing: hold its blocks before allocating any.
+    """Return the longest hit of at most `max_blocks` blocks. It holds no blocks: hold them before allocating any.
 
-    Each group shortens the prefix until all agree. Full groups go first: their hits are prefixes of each other, so
-    they are searched once and bound the others' search.
+    Each group shortens the prefix until all agree. Full-attention groups go first and are searched only once: every
+    prefix of their hit is also a hit. They bound the search of the others.
     """
     finders = [_finder(pool, group_keys) for group_keys in keys]
     blocks = full_blocks = min(
@@ -199,12 +206,12 @@ def _full_length(find: FindBlock, max_blocks: int) -> int:
 
 
 def _local_length(group: GroupFacts, find: FindBlock, blocks: int) -> int:
-    """Return the longest length up to `blocks` at which the group holds all that the next token sees."""
-    start, position = blocks, blocks  # held: [position, blocks)
+    """Return the largest length up to `blocks` at which the group has every block that the next token sees."""
+    start, position = blocks, blocks  # the blocks [position, start) were found
     while position > first_needed_block(group, start * group.block_tokens):
         position -= 1
         if find(position) is None:
-            start = position  # only a prefix that does not need this position can hit
+            start = position  # every longer prefix needs this missing block
     return start
 
 
