@@ -27,7 +27,8 @@ class Span:
     blocks: torch.Tensor  # int64 [pages]
     keys: slice  # the visible tokens among those of the pages
     mask: torch.Tensor | None  # [rows, keys], added to the scores: 0 or -inf; None: see is_causal
-    is_causal: bool  # without a mask: rows and keys are the same tokens; if False, every row sees every key
+    # Without a mask: True if rows and keys are the same tokens, False if every row sees every key.
+    is_causal: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ _Masks = Sequence[torch.Tensor | None]
 
 
 def _state_span(group: GroupFacts, chunk: Chunk, rows: slice) -> StateSpan:
-    """Return a chunk's blocks: a state inside a block is overwritten there, a state at a block's end is kept."""
+    """Return a chunk's span. A state inside a block is overwritten there; a state at a block's end is kept."""
     table, size = chunk.request.tables[group.index], group.block_tokens
     write = table[(chunk.end - 1) // size]
     read = write if chunk.start % size else table[chunk.start // size - 1]

@@ -34,7 +34,7 @@ class BlockPool:
 
     @property
     def usable_blocks(self) -> int:
-        """The number of blocks without the null block."""
+        """The number of blocks, not counting the null block."""
         return self.num_blocks - 1
 
     @property
@@ -160,7 +160,7 @@ class BlockPool:
 
     def _make_free(self, block: int) -> None:
         self._free[block] = None
-        if block not in self._keys:  # it cannot be found: reuse it before all blocks in the index
+        if block not in self._keys:  # it cannot be found: reuse it before any block in the index
             self._free.move_to_end(block, last=False)
 
     def _check_ids(self, blocks: list[int]) -> None:

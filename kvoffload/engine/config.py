@@ -1,4 +1,4 @@
-"""Configuration, which is frozen, and fully checked when it is created."""
+"""Configuration objects. They are frozen, and fully checked when they are created."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Engine:
         config: the engine's configuration.
         plugin: the plugin, if any; `load_plugin` finds one by its name.
         clock: returns seconds, for statistics; None: the running loop's time.
-        make_runner: creates the runner of the model; tests replace the transformer by something cheaper.
+        make_runner: creates the runner of the model; tests replace the transformer with something cheaper.
 
     Raises:
         ConfigError: the device does not exist.
@@ -197,7 +197,7 @@ class Engine:
         """End open requests, wait until loads and plugin work have ended, and shut the plugin down.
 
         Raises:
-            Exception: the error that had ended the engine before, if any.
+            Exception: the error that ended the engine earlier, if any.
         """
         self._refuse_all(EngineStopped("the engine has stopped"))
         self._wake.set()

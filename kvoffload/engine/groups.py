@@ -1,4 +1,4 @@
-"""Which tokens a group's layers can see, and therefore which blocks, and how many, a request must hold.
+"""Computes which tokens a group's layers can see, and from that which and how many blocks a request must hold.
 
     full              [0 ................................ p]
     sliding window                    [p - window + 1 ... p]

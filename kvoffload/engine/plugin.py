@@ -77,7 +77,7 @@ class Progress:
 class StateMade:
     """A recurrent state at the end of a whole block.
 
-    Only the step's forward pass writes it, so the block holds the state until the block is allocated again.
+    Only the step's forward pass writes it, so the state stays in the block until the block is allocated again.
     """
 
     request_id: str
@@ -100,7 +100,7 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True)
 class LoadResults:
-    """The requests whose loads have ended. Each started load is reported exactly once, even if its request aborted."""
+    """The requests whose loads have ended. Each started load is reported exactly once, even for an aborted request."""
 
     loaded: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
@@ -109,14 +109,14 @@ class LoadResults:
 class SchedulerPlugin:
     """The scheduler's side of a plugin, one per engine. A hook that is not overridden does nothing.
 
-    Between `request_added` and `request_ended` a plugin may read these of a request, and must change nothing:
+    Between `request_added` and `request_ended` a plugin may read, but not change, these attributes of a request:
 
     * `request_id`, `num_tokens` and `num_prompt_tokens`;
     * `keys(group)`: the keys of all full blocks;
-    * `confirmed_tokens`: how many tokens certainly have their KV in the request's blocks;
-    * `shared_tokens`: how many tokens the full-attention blocks on the device cover, even if no recurrent state after
-      them is on the device;
-    * `trace_parent`: the caller's W3C `traceparent`, not checked, or None.
+    * `confirmed_tokens`: the number of tokens whose KV is certainly in the request's blocks;
+    * `shared_tokens`: the number of tokens that full-attention blocks on the device cover, even if the device has no
+      recurrent state after them;
+    * `trace_parent`: the caller's W3C `traceparent`, unchecked, or None.
     """
 
     def request_added(self, request: Request) -> None:

@@ -20,9 +20,8 @@ class RequestState(Enum):
     """The states of a request. Only LOADING and RUNNING hold blocks, with one exception (see ENDED)."""
 
     WAITING = "waiting"  # new, preempted, or its load failed; nothing is computed
-    LOADING = (
-        "loading"  # a plugin fills its blocks; it is not scheduled, and loaded blocks are not indexed yet
-    )
+    # A plugin fills its blocks. It is not scheduled, and its loaded blocks are not indexed yet.
+    LOADING = "loading"
     RUNNING = "running"
     # Finished or aborted. A request that was aborted while LOADING keeps its blocks until the load has ended.
     ENDED = "ended"
@@ -54,7 +53,7 @@ class RequestStats:
     finished_s: float | None = None
 
     def count_reused(self, device_tokens: int, external_tokens: int) -> None:
-        """Count the tokens that a request did not have to compute after an admission."""
+        """Count the tokens that a newly admitted request does not have to compute."""
         if self.generated_tokens:
             self.resumed_tokens += device_tokens + external_tokens
         else:
@@ -159,7 +158,7 @@ class TokenStream:
     """Streams the tokens of one request as they are computed.
 
     Iterate with `async for`. The request is aborted by `aclose`, by leaving an `async with` block over the stream, or
-    by cancelling a task that waits for the next token. Tokens that were not read before are then lost.
+    by cancelling a task that waits for the next token. Unread tokens are then lost.
     """
 
     def __init__(self, request_id: str, stats: RequestStats, abort: Callable[[str], None]) -> None:

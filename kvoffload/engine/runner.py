@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from kvoffload.engine.plugin import GroupFacts
     from kvoffload.engine.scheduler import Batch
 
-_GATE_BIAS = 3.0  # a recurrent layer remembers a token for some ten further tokens
+_GATE_BIAS = 3.0  # a recurrent layer remembers a token for about ten more tokens
 
 
 class Runner:
     """Owns the weights and the physical KV tensors.
 
-    There is one KV tensor per layer of a group, [num_blocks, 2, block_tokens, kv_heads, head_dim]. One layer of each
-    group shares it, and each uses its own blocks.
+    There is one KV tensor per layer of a group, [num_blocks, 2, block_tokens, kv_heads, head_dim]. It serves one
+    layer of each group; the layers use different blocks.
     """
 
     def __init__(self, config: EngineConfig, groups: Sequence[GroupFacts], num_blocks: int) -> None:

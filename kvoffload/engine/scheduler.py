@@ -6,10 +6,10 @@
 
 No mix of requests can deadlock, for these reasons. `running` is in order of admission. If a running request cannot get
 blocks, the latest running requests are preempted until it can. If it is the latest itself, it waits and keeps its
-blocks. So the oldest request gets every block that no load or plugin holds, and the pool can hold all that it needs,
-or it would have been refused. Loads end (the plugin promises this), and a loaded request then runs as the latest one,
-which can be preempted. No request is admitted in a step in which a running request lacked blocks, and an admission
-leaves free the blocks that the oldest request may still need.
+blocks. So the oldest request gets every block that no load or plugin holds. The pool can hold all that it needs,
+because requests that need more are refused. Loads end (the plugin promises this), and a loaded request then runs as
+the latest one, which can be preempted. No request is admitted in a step in which a running request lacked blocks, and
+an admission leaves free the blocks that the oldest request may still need.
 """
 
 from __future__ import annotations

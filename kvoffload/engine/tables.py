@@ -1,7 +1,6 @@
-"""Block tables: the blocks that each request holds, and the longest prefix of it that the device still has.
+"""Block tables: the blocks that each request holds, and the search for its longest prefix that is still on the device.
 
-A recurrent group's table holds the state from which the next step continues and, during a step, the state to be
-written:
+A recurrent group's table holds the state from which the next step continues and, during a step, the new state:
 
     step ends inside a block      [. . . S]         the next step overwrites S, whose block moves to the table's new end
     step ends at a block's end    [. . . S .  R]    S is kept and can be found: the next step reads S and writes R
@@ -151,7 +150,7 @@ class BlockTables:
         return int(confirmed % self._block_tokens == 0)
 
     def _extend(self, table: list[int], total: int, count: int) -> tuple[tuple[int, int], ...]:
-        """Extend a table to `total` positions, with `count` new blocks at its end; return them by position.
+        """Extend a table to `total` positions, with `count` new blocks at its end; return the new pairs.
 
         Without new blocks, the table's last block moves to the new end.
         """
@@ -179,10 +178,10 @@ class BlockTables:
 def find_prefix(
     pool: BlockPool, groups: Sequence[GroupFacts], keys: Sequence[Sequence[bytes]], max_blocks: int
 ) -> PrefixHit:
-    """Return the longest hit of at most `max_blocks` blocks. It holds no blocks: hold them before allocating any.
+    """Return the longest hit of at most `max_blocks` blocks. Hold its blocks before allocating any.
 
-    Each group shortens the prefix until all agree. Full-attention groups go first and are searched only once: every
-    prefix of their hit is also a hit. They bound the search of the others.
+    Each group shortens the prefix until all agree. Full-attention groups are searched first, and only once, because
+    every prefix of their hit is a hit too. Their result bounds the search of the other groups.
     """
     finders = [_finder(pool, group_keys) for group_keys in keys]
     blocks = full_blocks = min(

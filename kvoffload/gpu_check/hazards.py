@@ -38,7 +38,7 @@ _GATE_S = 0.4
 _WAITED_S = 0.02  # a call that takes this long has blocked
 _COPIES = 8192
 _EXIT_S = 50
-_STORED = 16  # blocks
+_STORED = 16  # blocks to store
 _PIECE_ACROSS = 24 << 20  # bytes; more than the 20 MiB pieces in which torch maps expandable segments
 
 
@@ -72,7 +72,7 @@ def _captured(rig: Rig, call: Callable[[], object]) -> str:
     """Return three codes: of the capture's begin, of a call on another thread during the capture, and of its end."""
     library = rig.driver.library
     graph = ctypes.c_void_p()
-    found: list[object] = ["none"]  # remains if the call hangs
+    found: list[object] = ["none"]  # stays "none" if the call hangs
 
     def make_call() -> None:
         rig.driver.enter()

@@ -192,7 +192,7 @@ def lines_of(part: Part, options: Options, log: Path) -> Iterator[Line]:
             yield Line(part.what, words=problem, is_met=False, is_check=part.is_check)
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.ident, signal.SIGKILL)  # the processes that the part has started, too
+            os.killpg(process.ident, signal.SIGKILL)  # includes the processes that the part started
         process.kill()
         process.join()
 

@@ -51,7 +51,7 @@ class Rig:
         self.settle(self.stream)  # other streams may use the memory only once its allocation has run
 
     def with_profile(self, profile: GpuProfile, *ways: Direction) -> CudaCopier:
-        """Replace the copier by one that gives all copies in the directions `ways` to the page kernel.
+        """Replace the copier with one that gives all copies in the directions `ways` to the page kernel.
 
         Raises:
             NotHere: the kernel is not available.

@@ -95,7 +95,7 @@ def measure(
     Args:
         what: how each line begins.
         host_bytes: host memory of the engine that offloads.
-        shape: the model's configuration, as far as it differs from that of `write_model`.
+        shape: entries of the model's configuration that replace those of `write_model`.
         options: vLLM's options for both engines.
     """
     draw = random.Random(0)

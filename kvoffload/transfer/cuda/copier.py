@@ -67,7 +67,7 @@ _ALIGNED = 16  # bytes; the kernel is slower at unaligned addresses than `crosso
 _EVENTS_AHEAD = 64
 _SLICES_BESIDE = 8  # slices that the coroutine's thread enqueues before it looks at other batches
 _MARKS_A_QUERY = 4  # limits the driver calls in a hook's query
-_LAUNCH = 4  # stream operations for one slice of the kernel
+_LAUNCH = 4  # stream operations that one kernel slice takes
 
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1024)]
@@ -79,7 +79,7 @@ class GpuProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         programs: thread blocks of a launch. 32 keep 128 KiB in flight, about twice what fills a bus with 50 GB/s and a
             latency of 1.2 us.
-        fewest: the smallest number of short copies in a batch for which a launch is worth it.
+        fewest: the smallest number of short copies in a batch that is worth a launch.
         stores: whether stores use the kernel; its thread blocks take multiprocessors from the forward pass.
     """
 
@@ -127,7 +127,7 @@ class _Slice(NamedTuple):
 
 
 class CudaTicket:
-    """One batch on the stream of its direction, between two events.
+    """One batch of copies, enqueued between two events on the stream of its direction.
 
     Args:
         copier: the copier that submits this batch.
@@ -158,7 +158,7 @@ class CudaTicket:
         self._has_end = False
         self._was_refused = False
         for fence in fences:
-            self._driver.wait(self._stream, fence)  # type: ignore[arg-type]  # opaque to others; made by `fence`
+            self._driver.wait(self._stream, fence)  # type: ignore[arg-type]  # opaque elsewhere; made by `fence`
         self._driver.record(self._events[0], self._stream)
         self._enqueue()
 
@@ -168,7 +168,7 @@ class CudaTicket:
         If the driver refuses a call, the batch stays pending, and the next query tries again.
 
         Raises:
-            DeviceLost: the device runs nothing more of this process.
+            DeviceLost: the device runs nothing more for this process.
         """
         try:
             if self._left:
@@ -312,7 +312,7 @@ class CudaCopier:
         return event
 
     def submit(self, direction: Direction, runs: CopyRuns, fences: Sequence[Fence]) -> CudaTicket:
-        """Enqueue the first slices of a batch behind `fences`; queries of the ticket enqueue the rest.
+        """Enqueue the first slices of a batch behind `fences`; `CudaTicket.query` enqueues the rest.
 
         Raises:
             Exception: CUDA refused before any copy was enqueued.
@@ -332,12 +332,12 @@ class CudaCopier:
 
 
 def split(runs: CopyRuns, below: int, fewest: int) -> tuple[CopyRuns, CopyRuns]:
-    """Return the runs for the kernel and those for the copy engine.
+    """Split a batch into the runs for the kernel and those for the copy engine.
 
     Args:
         runs: the copies of one batch.
         below: the size of a run, in bytes, from which the copy engine is as fast.
-        fewest: the smallest number of short copies for which a launch is worth it.
+        fewest: the smallest number of short copies that is worth a launch.
     """
     is_short = (runs.size < below) & ((runs.target | runs.source) % _ALIGNED == 0)
     if int(is_short.sum()) < fewest:

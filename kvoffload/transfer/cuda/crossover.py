@@ -41,8 +41,8 @@ SCRATCH_BYTES = 8 * 2**20
 _PIECES: tuple[int, ...] = tuple(2**power for power in range(11, 19))  # 2 KiB to 256 KiB
 _REPEATS = 5
 _WINS = 0.95  # the kernel wins with less than this share of the engine's time; a smaller lead is noise
-_LONGEST_S = 5.0  # for all measuring, without compiling the kernel
-_PATIENCE_S = 10.0  # for one batch
+_LONGEST_S = 5.0  # time limit for all measuring, without compiling the kernel
+_PATIENCE_S = 10.0  # time limit for one batch
 _MARGIN = 1.5  # the covering copies last this many times as long as enqueuing last took
 _MOST_COVERS = 64
 

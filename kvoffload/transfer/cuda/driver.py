@@ -10,9 +10,10 @@ Each method makes the device's context current on the calling thread, and puts e
 relaxed capture mode. Otherwise, while some thread captures a graph, a call that is unsafe during captures would fail
 and spoil the graph.
 
-A call that enqueues blocks when the stream's command buffer is full, and our streams wait behind fences for whole
-forward passes. So the driver counts the operations pending on each stream: when an event has passed, everything before
-it has ended. A call keeps the GIL only if there is certainly room. Copiers ask `has_room` before they enqueue more.
+A call that enqueues an operation blocks if the stream's command buffer is full, and our streams wait behind fences for
+whole forward passes. So the driver counts the operations pending on each stream: when an event has passed, everything
+before it has ended. A call keeps the GIL only if there is certainly room. Copiers ask `has_room` before they enqueue
+more.
 """
 
 from __future__ import annotations
@@ -51,10 +52,9 @@ _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 _BLACKWELL = 10  # batches of many copies were reported to crash or hang on these devices
-_SLICE = (
-    512  # copies in one call: they fit into `_ROOM`, and a call with 51,828 was reported to crash a driver
-)
-_CALLS = 256  # copies with one call each, which take about a millisecond
+# Copies in one batch call: they fit into `_ROOM`, and a call with 51,828 copies was reported to crash a driver.
+_SLICE = 512
+_CALLS = 256  # copies per slice if each takes a call of its own; they take about a millisecond
 # The most operations pending on a stream: about 1,000 launches are known to fit. A copy in a batch may take as much
 # room as a launch, so it counts as one operation.
 _ROOM = 768
@@ -135,9 +135,9 @@ class CudaScratch:
 
 
 class _Threads(threading.local):
-    """A variable per thread for the library's results. Its first use on a thread relaxes that thread's capture mode.
+    """A per-thread variable for the library's results. Its first use on a thread relaxes that thread's capture mode.
 
-    The engine's thread keeps its mode.
+    Only the engine's thread keeps its capture mode.
     """
 
     def __init__(self, relax: Callable[[], int], engine_thread: int) -> None:
@@ -247,7 +247,7 @@ class NvidiaDriver:
         """Whether all work before `event` is done.
 
         Raises:
-            DeviceLost: the device runs nothing more of this process.
+            DeviceLost: the device runs nothing more for this process.
             CudaError: the driver refused the query, which says nothing about the work.
         """
         self.enter()

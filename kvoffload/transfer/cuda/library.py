@@ -62,7 +62,7 @@ _LONG: dict[str, tuple[Any, ...]] = {
 }
 _BATCH = (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p)
 
-# After these errors the device runs nothing more of this process: not initialized (as in a forked child),
+# After these errors the device runs nothing more for this process: not initialized (as in a forked child),
 # deinitialized, device unavailable, context gone, uncorrectable memory or link error, faulty kernel, context
 # destroyed, MPS client terminated, unknown error. All other errors say nothing about copies in flight.
 _LOST = frozenset({3, 4, 46, 201, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 810, 999})

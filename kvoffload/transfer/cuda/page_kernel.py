@@ -1,4 +1,4 @@
-"""Copies short pieces by a kernel, which reads and writes pinned host memory directly over the bus.
+"""Copies short pieces with a kernel, which reads and writes pinned host memory directly over the bus.
 
 A copy engine takes pieces one after the other, and below some size a piece takes longer to start than to move. A
 kernel keeps many pieces in flight at once. It uses few thread blocks: they are enough to saturate the bus, and leave
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import triton  # type: ignore[import-not-found]  # it comes with an engine
+import triton  # type: ignore[import-not-found]  # triton comes with the engine
 import triton.language as tl  # type: ignore[import-not-found]
 
 from kvoffload.transfer.cuda.driver import KERNEL_COPIES
