@@ -71,7 +71,7 @@ class Scheduler:
         self._has_states = any(group.kind == "recurrent" for group in capacity.groups)
         self._step = 0
         self._starved = False
-        self._preempted: list[str] = []  # since the last plan
+        self._preempted: list[str] = []  # ids of requests preempted since the last plan
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
         self.loading: dict[str, Request] = {}
