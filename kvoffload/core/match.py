@@ -201,5 +201,5 @@ class _Search:
         return keys[position] if position < len(keys) else None
 
     def _behind(self, group: GroupSpec) -> int:
-        """Return how many tokens after the hit must match too: one block if a draft model reads ahead, else none."""
+        """Return how many tokens after the hit must match too: one block if a draft model looks ahead, else none."""
         return group.block_tokens if group.has_lookahead else 0

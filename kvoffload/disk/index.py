@@ -55,7 +55,7 @@ _KEY_BYTES = 64
 _PUT, _INVALIDATE, _USE = 1, 2, 3
 _MOST_RECORDS = 4096
 """The most records in one batch of a rewritten index. The batches before a damaged one can still be read."""
-_LEAST_GARBAGE = 2**16  # records without effect; with fewer, rewriting is not worth it
+_LEAST_GARBAGE = 2**16  # records without effect; rewriting pays only with at least so many
 _MOST_UNWRITTEN = 2**20  # allowance for records that pile up while the disk hangs, then are appended together
 _HEAD_BYTES = 2**16  # room for the ids of 4,000 ranks' files
 
