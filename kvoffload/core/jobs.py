@@ -263,7 +263,7 @@ class Jobs:
         return self.by_state[tier, direction][state]
 
     def on_tiers(self) -> list[JobId]:
-        """Return the numbers of the open jobs between the host and a lower tier."""
+        """Return the ids of the open jobs between the host and a lower tier."""
         return [job.id for job in self.open.values() if job.tier is not Tier.HOST]
 
     @property

@@ -327,7 +327,7 @@ class HostPool:
         return len(last)
 
     def invalidate(self, slot: SlotId) -> bool:
-        """Remove a slot from the index; return whether it could hit until now.
+        """Remove a slot from the index; return whether lookups could find it until now.
 
         A READY slot becomes EMPTY. A FILLING or PINNED one is DRAINING until its last copy and pin have ended.
         """

@@ -264,7 +264,7 @@ class Fetches(_Copies[Fetch]):
             self._tier.read(tier_slots[::-1])
 
     def _lose(self, job: Fetch, positions: Sequence[int], outcome: TierOutcome) -> list[Offer]:
-        """Invalidate these blocks. Requests that wait for them get no other fetch, unless this one was cancelled."""
+        """Invalidate these blocks. Requests that wait for them get no other fetch, unless this fetch was cancelled."""
         waited = super()._lose(job, positions, outcome)
         self._stores.offer_again(waited)
         if outcome is not TierOutcome.CANCELLED:

@@ -27,7 +27,7 @@ _LOCKED: set[int] = set()
 
 
 class OpenFolder:
-    """An open folder, which stays the same even if its path later leads to another one.
+    """A folder held open by its descriptor: it stays this folder even if its path is replaced later.
 
     `open_folder`, `open_root` and `make` return it.
 

@@ -68,7 +68,7 @@ class Progress:
     """
 
     request_id: str
-    confirmed_tokens: int  # certainly computed before this step's forward pass
+    confirmed_tokens: int  # tokens known to have been computed before this step's forward pass
     new_blocks: tuple[tuple[tuple[int, int], ...], ...]
     tokens: int  # the number of tokens that this step computes
 

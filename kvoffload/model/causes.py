@@ -18,7 +18,7 @@ class MissCause(Cause):
     """Why a block of a lookup missed. Each missed block has exactly one cause."""
 
     NO_STATE = "no_state"  # the host lacks only a recurrent state, never offered or not fetched in time
-    NEVER_SEEN = "never_seen"  # no block with this key was offered, or too long ago to be remembered
+    NEVER_SEEN = "never_seen"  # no block with this key was offered, or the offer is too old to be remembered
     EVICTED = "evicted"  # it was on the host but was evicted for space
     STORING = "storing"  # its store is still open
     DECLINED_HOST_FULL = "declined_host_full"  # offered, but every slot was in use

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from math import inf
 
-_SLOW = 2.0  # a copy is slow if it takes this many times as long as the best; undisturbed copies vary less
+_SLOW = (
+    2.0  # a copy is slow if it takes this many times as long as the best one; undisturbed copies vary less
+)
 _FORGET = 0.98  # decay of the best speed with each copy, so that one fast outlier does not count forever
 
 

@@ -159,7 +159,7 @@ class MooncakeStore:
         return answer
 
     def _gone(self, reason: str) -> RemoteGone:
-        """Kill the child. Calls of other threads then fail with the same reason."""
+        """Kill the child. Calls from other threads then fail and report the same reason."""
         self._reason = self._reason or reason
         _kill(self._process)
         return RemoteGone(self._reason)

@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 
 def place_at(folder: str, ms: int) -> str:
-    """Return the place of a time in a listing of the folder: after newer packs, before older ones."""
+    """Return the position of a timestamp in the folder's listing, which is ordered from newest to oldest."""
     digits = f"{_LAST_MS - ms:012x}"
     return f"{folder}{digits[:_WINDOW_DIGITS]}/{digits[_WINDOW_DIGITS:]}"
 

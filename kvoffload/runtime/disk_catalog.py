@@ -52,7 +52,7 @@ WRITE_PERIOD_S = 0.1
 A crash loses the blocks whose records are not written yet.
 """
 _WRITES_A_SYNC = 10
-_PART = 2048  # blocks or slots that the core takes in one step; this takes some milliseconds
+_PART = 2048  # most blocks or slots the core processes in one step; so many take a few milliseconds
 _GROWTH = 2**16  # slots that the core adds in one step
 
 log = get_logger("disk")

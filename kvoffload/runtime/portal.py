@@ -165,7 +165,9 @@ class Portal:
         ended = True
         if started is not None:
             loop, thread = started
-            if is_first and thread.is_alive():  # a second time would interrupt the cleanup of the first
+            if (
+                is_first and thread.is_alive()
+            ):  # a second cancellation would interrupt the cleanup that the first one started
                 cancelled = self._begin(_cancel_all(), loop)
                 cancelled.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
             if thread is not threading.current_thread():

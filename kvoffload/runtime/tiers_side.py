@@ -194,7 +194,7 @@ class TiersSide:
         """Invalidate all blocks on these tiers; return whether later processes cannot find them either."""
         if self._remote is not None:
             self.polls_at = -inf
-        # A list, so that the second catalog is reset even if the first is not done.
+        # Build a list instead of short-circuiting: the second catalog must be reset even if the first has not finished.
         are_done = [catalog.reset() for catalog in self._catalogs.values()]
         return all(are_done)
 

@@ -88,7 +88,7 @@ class Journal:
         return [line_of(entry) for entry in list(ring)[-count:]] if count else []
 
     async def run(self) -> None:
-        """Write the file until the bus is closed. Return at once without a file. A write error ends only the file."""
+        """Write the file until the bus is closed. If there is no file, return immediately. After a write error only the file stops."""
         if self._feed is None or self._file is None:
             return
         try:

@@ -247,7 +247,7 @@ class FileOpening:
     Args:
         place: the folder of the engine's files.
         shape: the shape of the file's slots.
-        size: most bytes of the file.
+        size: the maximum size of the file, in bytes.
 
     Attributes:
         slots: how many slots fit into `size`.

@@ -63,9 +63,9 @@ class Mode:
     """Engines to compare: one without kvoffload, and one for each variant of kvoffload's settings.
 
     Args:
-        what: how each line begins.
+        what: the prefix of each output line.
         engine: vLLM's options, the same for all engines.
-        settings: variants of kvoffload's settings, by the words that follow `what` in their lines.
+        settings: variants of kvoffload's settings, by the label printed after `what`.
     """
 
     what: str
