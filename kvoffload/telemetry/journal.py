@@ -66,7 +66,7 @@ class Journal:
     ) -> None:
         self._now = now
         self._ring: deque[Entry] = deque(maxlen=ring_size)
-        self._young: list[Batch] = []  # not yet in the ring; the bus appends to it
+        self._young: list[Batch] = []  # batches that the bus appended and that are not in the ring yet
         head = _head(provenance, now()) if provenance else ""
         self._file = JournalFile(path, max_bytes, head) if path is not None else None
         self._feed: Feed[Entry] | None = None
@@ -88,7 +88,10 @@ class Journal:
         return [line_of(entry) for entry in list(ring)[-count:]] if count else []
 
     async def run(self) -> None:
-        """Write the file until the bus is closed. If there is no file, return immediately. After a write error only the file stops."""
+        """Write the file until the bus is closed. If there is no file, return immediately.
+
+        After a write error only the file stops.
+        """
         if self._feed is None or self._file is None:
             return
         try:

@@ -103,7 +103,10 @@ class Identification:
             return self._found
 
     def step(self, offload: SchedulerSide) -> KVIdentity | None:
-        """Note that a step begins. Return the identity in the first step after its disk folder was locked, and None in every other step."""
+        """Note that a step begins.
+
+        Return the identity in the first step after its disk folder was locked, and None in every other step.
+        """
         if self._is_sent:
             return None
         self._stepped.set()
