@@ -23,15 +23,15 @@ TableEntry = tuple[RequestRecord, int, int]
 
 
 class BlockTables:
-    """The only writer of `RequestRecord.table`, and of the reverse index."""
+    """Keeps requests' block tables and the reverse index. The only writer of `RequestRecord.table`."""
 
     def __init__(self, groups: Sequence[GroupSpec]) -> None:
         self._recycles = [group.recycles_blocks for group in groups]
         self._recurrent = [group.kind is AttentionKind.RECURRENT for group in groups]
         self.entries: dict[DeviceBlockId, TableEntry] = {}
-        """For each block of a group that recycles blocks, the table entry that names it."""
+        """For each block of a group that recycles blocks, the table entry that names it, if there is only one."""
         self.shared: dict[DeviceBlockId, set[TableEntry]] = {}
-        """The same for blocks that several entries name. A block is in only one of these two dicts."""
+        """For each block that several entries name, these entries. A block is never in both dicts."""
 
     def reallocated(self, blocks: Iterable[DeviceBlockId]) -> int:
         """Zero these newly allocated ids in every table that names them; return how many entries were zeroed."""

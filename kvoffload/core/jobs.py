@@ -68,7 +68,7 @@ def owner(offer: Offer) -> RequestRecord | None:
 
 
 class Failure(Enum):
-    """Why a job failed, with the outcome of its blocks for a store, for a load, and for a fetch or spill."""
+    """Why a job failed. Each reason has three outcomes: for blocks of a store, of a load, and of a fetch or spill."""
 
     # A rank's copy failed.
     FAILED = StoreOutcome.FAILED, LoadOutcome.FAILED, TierOutcome.FAILED
@@ -110,10 +110,10 @@ class Job(Struct, eq=False):
             remote tier.
         extra: further data for the workers; `CopyJob` lists it.
         tier: the lower of the two tiers; HOST for copies between device and host.
-        id: its number, assigned by `Jobs`.
+        id: the job's id, assigned by `Jobs.plan`.
         waiting: ranks whose copy has not ended.
         failed: the outcome that the first failing rank reported; None if no rank has failed.
-        settled: its outcome is known, though copies may still run.
+        settled: True once its outcome is known; copies may still run.
     """
 
     direction: ClassVar[Direction]
@@ -182,7 +182,7 @@ class TierJob(Job, kw_only=True, eq=False):
         tier_slots: the blocks' slots in the tier's pool, in the same order.
         missing: positions in the job whose blocks the remote tier does not have.
         stuck: positions in the job that a hanging call may still write: disk slots in a spill, host slots in a fetch.
-        copy_s: how long the slowest rank so far copied, in seconds.
+        copy_s: the longest copy time that a rank has reported so far, in seconds.
     """
 
     keys: list[BlockKey]
@@ -232,24 +232,24 @@ class Jobs:
     def __init__(self, ranks: int) -> None:
         self._ranks = frozenset(map(Rank, range(ranks)))
         self.last = JobId(-1)
-        """The number of the most recently planned job; -1 before the first."""
+        """The id of the most recently planned job; -1 before the first."""
         self.by_state = {
             (tier, direction): [0] * len(JobState) for tier in (Tier.HOST, *_LOWER) for direction in Direction
         }
         """For each tier and direction, how many open jobs are in each state."""
         self.open: dict[JobId, Job] = {}
-        """The open jobs by number, the oldest first."""
+        """The open jobs by id, the oldest first."""
         self.planned: list[Job] = []
-        """The jobs of the step's plan, in the order in which they were planned."""
+        """The jobs of the next plan, in the order in which they were planned."""
         self.cancelled: list[JobId] = []
-        """Submitted fetches that no request waits for. The next plan tells the workers to skip unstarted copies."""
+        """Submitted fetches that no request waits for. The next plan tells workers to skip their unstarted copies."""
         self.open_on_tiers = 0
         """The number of open jobs between the host and a lower tier."""
         self.pending = 0
-        """The number of jobs that are planned or submitted. Jobs that timed out are not counted."""
+        """How many jobs are planned or submitted. Jobs that timed out are not counted."""
 
     def plan(self, job: Job) -> None:
-        """Open a job and give it the next number."""
+        """Open a job and give it the next id."""
         job.id = self.last = self.last + 1  # type: ignore[assignment]  # calling `JobId` would take time
         job.waiting = set(self._ranks)
         self.open[job.id] = job

@@ -72,9 +72,9 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
         return self._changes
 
     def expect(self, count: int) -> None:
-        """Split the parts for `count` expected keys while there are few keys.
+        """Split the parts for `count` expected keys now, while they hold few keys.
 
-        Later all parts would grow too long at about the same time.
+        Otherwise they would all have to be split later, at about the same time.
         """
         width, parts = _BYTES, self.parts
         while width > 1 and count > _MOST * _BYTES // width:

@@ -4,8 +4,8 @@ A transition that a table does not list raises `IllegalTransition` and changes n
 slots, jobs and requests change for different reasons: a slot when its bytes become valid or invalid, a job when workers
 report, a request when the engine acts.
 
-Other modules bind often compared members to module names, some as plain integers, because in CPython 3.11 it is slow to
-access an enum member through its class and to compare `IntEnum` members.
+Other modules keep the members that they compare often in module-level names, some as plain integers, because in CPython
+3.11 it is slow to access an enum member through its class and to compare `IntEnum` members.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Machine(Generic[S, E]):
 
 
 class _Steps(dict[int, S]):
-    """Maps each state to the next one, for one event. It is a dict because reading a dict needs no Python call."""
+    """Maps each state to the next one, for one event. It is a dict because a dict lookup makes no Python-level call."""
 
     def __init__(self, machine: Machine[S, E], event: E) -> None:
         super().__init__({before: after for (before, on), after in machine.table.items() if on is event})

@@ -4,7 +4,7 @@ A hit of L tokens is usable if the host has, in every group, all blocks that the
 
     device    |=========D
     full                [D ................ L)     all of them
-    window              [D ..)     [L-w+1 .. L)    the last window, as far as it lies after D
+    window              [D ..)     [L-w+1 .. L)    the part of the last window after D
     chunked             [D ..)        [c .. L)     the current chunk, from its first token c
     recurrent                         [L-1, L)     the state after the last token
 
@@ -51,14 +51,16 @@ def longest_match(
     limit: int,
     device_tokens: int = 0,
 ) -> Match:
-    """Return the longest usable prefix of at most `limit` tokens, or of `start` tokens if none is longer. Reads only.
+    """Return the longest usable prefix of at most `limit` tokens, or of `start` tokens if none is longer.
+
+    Changes nothing.
 
     Args:
         shape: the engine's groups.
         keys: per group, the keys of the request's whole blocks.
-        index: the slots that can hit.
+        index: finds the slots of keys that can hit.
         start: tokens that the device holds.
-        limit: the longest usable length.
+        limit: the maximum length of the prefix, in tokens.
         device_tokens: tokens whose full-attention blocks the device holds; more than `start` if the device lacks a
             recurrent state.
     """
@@ -150,7 +152,7 @@ class _Search:
         return tuple([slot for _, slot in blocks])
 
     def aligned(self, length: int) -> int:
-        """Round a length down to one that a hit may have."""
+        """Round a length down to a multiple of the alignment that hits must have."""
         return length - length % self._alignment
 
     def _extend(self, group: GroupSpec, limit: int) -> int:
@@ -193,7 +195,7 @@ class _Search:
         return range(first // group.block_tokens, end // group.block_tokens)
 
     def _key(self, group: GroupSpec, token: int) -> BlockKey | None:
-        """Return the first key at or after a token that neither device nor host has; None if all keys are found."""
+        """Return the first key from this token's block on that neither device nor host has; None if there is none."""
         keys, found = self._keys[group.group], self._found[group.group]
         position = max(token, self._start) // group.block_tokens
         while position in found:

@@ -40,7 +40,7 @@ class OffloadCore:
         self.state = CoreState(shape, policy, device)
         self.stores = Stores(self.state)
         self.lower_tiers = LowerTiers(self.state, self.stores)
-        """Handles the facts about the tiers below the host, and decides which blocks are copied."""
+        """Handles facts about the tiers below the host, and decides which blocks are copied to and from them."""
         self._planner = make_planner(self.state, self.stores)
         self._hits = PendingHits(self.state, self.stores.in_flight, self.lower_tiers)
         self._loads = Loads(self.state, self._hits, self._planner)
@@ -108,7 +108,7 @@ class OffloadCore:
         return self._hits.lookup(record, device_tokens, full_tokens, may_wait=can_wait)
 
     def set_least(self, tier: Tier, tokens: int) -> None:
-        """Set how many tokens a hit must have (HOST), or how many a fetch from a lower tier must add to a hit.
+        """Set how many tokens a hit must have at least (HOST), or how many a fetch from a lower tier must add to it.
 
         A hit is never shorter than the policy's `min_load_tokens`. A request keeps its first lookup's HOST minimum.
         """
@@ -408,7 +408,7 @@ class OffloadCore:
         return bool(tables.entries or tables.shared or self.state.epoch)
 
     def boundary(self, request: RequestId) -> int:
-        """Return the tokens after which the engine should hand off a request's recurrent states; 0 for none."""
+        """Return after how many tokens the engine should hand off a request's recurrent states; 0 for never."""
         record = self.state.requests.live.get(request)
         return 0 if record is None else record.boundary
 
@@ -419,7 +419,7 @@ class OffloadCore:
     # -- device blocks that were allocated ------------------------------------------------------------------------
 
     def _reallocated(self, fact: facts.BlocksAllocated, *, since_reset: bool) -> None:
-        """Zero an allocation's new ids in other tables. After a reset, note whether KV in them may be found."""
+        """Zero an allocation's new ids in other tables. After a reset, note whether their KV may be found."""
         state, blocks = self.state, list[DeviceBlockId]()
         for group, table in zip(state.shape.groups, fact.tables, strict=True):
             blocks += table[-(-fact.device_tokens // group.block_tokens) :]

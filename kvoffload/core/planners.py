@@ -75,7 +75,7 @@ class EagerPlanner:
             self._stores.offer(offers, last_chance=True)
 
     def preempted(self, record: RequestRecord) -> None:
-        """Count the blocks that a preempted request lost before they were offered."""
+        """Count as lost the blocks of a preempted request that were not offered yet."""
         self._due.pop(record, None)
         index = self._state.pool.index
         lost = [offer for offer in _confirmed(self._state, record) if offer.key not in index]
@@ -158,8 +158,8 @@ class LazyPlanner:
             if key is None or (state.epoch and block not in state.computed_since_reset):
                 continue
             if (slot := state.pool.index.get(key)) is not None:
-                # The host's copy will soon be the only one. If storing the neighbours evicted it, they would evict each
-                # other forever.
+                # The host's copy will soon be the only one. Mark it as used. Otherwise storing its neighbours could
+                # evict it, storing it again could evict them, and so on.
                 room -= state.pool.use((slot,), {})
             elif key not in self._stores.in_flight.keys:
                 offers.append(Offer(key, block))

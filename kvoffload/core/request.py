@@ -55,9 +55,9 @@ class RequestRecord(Struct, eq=False):
         hit: the answer to its last lookup, with pinned slots, until an allocation takes it. `PendingHits` writes it.
         loading: slots that it is loading and that other requests may wait for. `Requests` writes it.
         found_tokens, loaded_tokens: where the device's own hit ended, and where the load after it ended.
-        confirmed_tokens: tokens that are certainly computed in this incarnation.
+        confirmed_tokens: tokens known to have been computed in this incarnation.
         offered: per group, the first position not offered yet. The planners write it.
-        waiting: positions whose offers wait until they can be decided on.
+        waiting: positions whose offers could not be decided on yet.
         held: slots that it stored or hit, in the order of use; `Retention` keeps them from eviction.
         held_to: the first token of the last block that a store added to `held`.
         shares: True if `held` does not list every block it used in order, because another request stored some of them
@@ -69,8 +69,8 @@ class RequestRecord(Struct, eq=False):
         load_failed: one of its loads failed; from now on its lookups return 0.
         may_store: False if any of its blocks was computed before the last reset.
         least_tokens: hits shorter than this are recomputed. Its first lookup sets it; 0 before.
-        boundary: tokens after which the engine is asked for a recurrent state, because the last lookup could not use a
-            longer prefix without this state; 0 for none. `PendingHits` writes it.
+        boundary: after how many tokens the engine is asked for a recurrent state, because the last lookup could not
+            use a longer prefix without this state; 0 for never. `PendingHits` writes it.
         fetched_blocks: how many blocks were fetched from lower tiers for it.
         fetched_from: the tier of the last of these fetches.
         asks_tiers: False after one of its fetches has failed; no other fetch is planned for it.
@@ -170,10 +170,10 @@ class Requests:
     def stores(
         self, concerns: dict[RequestRecord, None], tables: Iterable[tuple[RequestRecord | None, int]]
     ) -> None:
-        """Add the requests that still have these block tables to those that a store concerns.
+        """Add to `concerns` the requests that still have these block tables, and count the store as their job.
 
         Args:
-            concerns: the requests that the store concerns.
+            concerns: the requests whose blocks the store copies; changed in place.
             tables: block tables, each given by a request and an incarnation. The request is None for an ownerless
                 offer.
         """
@@ -192,7 +192,7 @@ class Requests:
             self.finishing.discard(record)
 
     def loader(self, slots: Iterable[SlotId]) -> RequestId | None:
-        """Return the first request that is loading one of these slots, or None. Reads only.
+        """Return the first request that is loading one of these slots, or None. Changes nothing.
 
         It is never the asking request: only requests with a block table load, and only requests without one look up.
         """

@@ -52,7 +52,7 @@ class Retention:
         record.shares = True
 
     def arrived(self, job: Store) -> None:
-        """Hold a store's slots for the requests whose blocks they have.
+        """Hold a store's slots for the requests whose blocks they contain.
 
         A block may arrive before the blocks in front of it. An ended request with a timed-out job gets no more holds,
         because the end of that job, which would release them, may never come.
@@ -112,7 +112,7 @@ class Retention:
         used = self._slots_deepest_first(record, record.confirmed_tokens, held)
         if held:
             reached = set(used)
-            # Slots that were invalidated since, or are deeper than this incarnation has reached.
+            # Slots that have been invalidated since, or that are deeper than this incarnation has reached.
             beyond = [slot for slot in reversed(held) if slot not in reached]
             self._pool.release([slot for slot in beyond for _ in range(held.pop(slot))])
         self._pool.use(used, held)

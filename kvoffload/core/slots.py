@@ -85,7 +85,7 @@ class LruOrder:
         return taken
 
     def __iter__(self) -> Iterator[SlotId]:
-        """Yield the slots, the next victim first. Reads only."""
+        """Yield the slots, the next victim first. Changes nothing."""
         links = self._after
         slot = links[-1]
         for _ in range(self.count):  # bounded, so that an audit can report a broken ring
@@ -199,7 +199,7 @@ class HostPool:
         """Take over a part of the slots that an earlier process filled.
 
         Args:
-            capacity: the number of slots, as far as known. A slot that no part names stays QUARANTINED.
+            capacity: the number of slots known so far. A slot that no part lists stays QUARANTINED.
             blocks: the keys of slots with blocks, the most recently used last.
             free: empty slots.
         """
@@ -349,7 +349,7 @@ class HostPool:
             self._empty(empty)
 
     def quarantine(self, slot: SlotId) -> bool:
-        """Never allocate this slot again; return whether it could hit until now."""
+        """Never allocate this slot again; return whether lookups could find it until now."""
         if self._states[slot] == SlotState.QUARANTINED:
             return False
         could_hit = self._forget_key(slot)

@@ -82,7 +82,7 @@ class Stores:
         self.for_room: dict[RequestRecord, deque[Position]] = {}
         """For each request, the positions whose offers wait for room."""
         self.states_for_room: dict[RequestRecord, deque[Position]] = {}
-        """The same for recurrent states, which get room first: a prefix without its state is useless."""
+        """Like `for_room`, but for recurrent states. They get room first: a prefix without its state is useless."""
         self.again: list[Offer] = []
         """Offers to decide on again in the next step."""
         self.leased_blocks = 0
@@ -96,7 +96,7 @@ class Stores:
         return 0 if self._state.stall.is_on else self._lease_limit - self.leased_blocks
 
     def offer(self, offers: Sequence[Offer], *, last_chance: bool = False) -> None:
-        """Decide on new offers. With `last_chance` their request is ending, so none of the offers can wait."""
+        """Decide on new offers. With `last_chance` none of them can wait, because their request is ending."""
         self._state.tally.offered(len(offers))
         self._decide(offers, last_chance=last_chance)
 
@@ -136,7 +136,7 @@ class Stores:
         sizes = [group.block_tokens for group in self._state.shape.groups]
         positions = sorted(
             record.waiting, key=lambda position: position[1] * sizes[position[0]]
-        )  # the head first
+        )  # heads first
         self._stop_waiting(record)
         self._decide([self._offer_of(record, *position) for position in positions], last_chance=True)
 
@@ -257,7 +257,7 @@ class Stores:
         return StoreOutcome.STALLED if self._state.stall.is_on else StoreOutcome.LEASE_LIMIT
 
     def _by_block(self, offer: Offer, holds: BlockKey | None) -> Offer | StoreOutcome:
-        """Return the offer with a block that certainly holds its key, or an outcome if there is none (R3, R7, R10)."""
+        """Return the offer with a block verified to hold its key, or an outcome if there is none (R3, R7, R10)."""
         state, block = self._state, offer.block
         if block == NULL_BLOCK:
             # The position was zeroed, but another block on the device may hold the key.
@@ -354,7 +354,7 @@ class Stores:
             state.retention.release_if_over(record)
 
     def stop(self, outcome: StoreOutcome) -> None:
-        """Settle all waiting offers. The open jobs have been dropped."""
+        """Settle all waiting offers. The caller has already dropped the open stores."""
         for record in tuple(self._state.requests.live.values()):
             self.settle_waiting(record, outcome)
         again, self.again = self.again, []
@@ -411,7 +411,7 @@ class Stores:
         """Count blocks that were evicted for space. Running requests that still have them may offer them once more."""
         state = self._state
         state.misses.note(keys, MissCause.EVICTED)
-        # These blocks were evicted before they could be spilled.
+        # How many of these blocks were evicted before they could be spilled.
         lost = max([tier.evicted(keys) for tier in state.tiers], default=0)
         state.tally.evicted(EvictionCause.SPILL_BEHIND, lost)
         state.tally.evicted(EvictionCause.SPACE, len(keys) - lost)

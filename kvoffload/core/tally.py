@@ -19,14 +19,14 @@ from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.model.wire import Tier
 
 _PARTS = 64
-_LEAST_PART = 64  # keys per part
+_LEAST_PART = 64  # the memory is only split if each part can remember this many keys
 
 
 class Tally:
     """Collects events and sums of block counts until the runtime takes them.
 
     Args:
-        planned: the jobs of the step's plan. While there are any, sums are held back, because they must follow these
+        planned: the jobs of the next plan. While there are any, sums are held back, because they must follow these
             jobs' events.
     """
 
@@ -104,7 +104,7 @@ class Tally:
 class MissMemory:
     """Remembers why keys are not on the host.
 
-    It remembers about `bound` keys that left the host or never reached it, and all keys that the last reset dropped.
+    It remembers up to `bound` keys that left the host or never reached it, and all keys that the last reset dropped.
 
     The first byte of a key selects one of several dicts. A single `OrderedDict` with many insertions and deletions
     would be rebuilt now and then, which takes 10 ms for 65,536 keys.
@@ -141,7 +141,7 @@ class MissMemory:
         self._before_reset = dropped
 
     def cause(self, key: BlockKey) -> MissCause:
-        """Return why a key that is not on the host misses. Reads only."""
+        """Return why a key that is not on the host misses. Changes nothing."""
         part = self._causes.get(key[0] % self._parts)
         if part is not None and (known := part.get(key)) is not None:
             return known

@@ -20,7 +20,7 @@ Of these blocks, the least recently used are fetched first, so that both pools k
 leaves out the prefix of an arriving request, which fetches the prefix itself: if the warm start fetched a deeper block
 after the prefix's head, the block would be evicted after the head (R15).
 
-Spills write blocks that were found again to a lower tier, after all other copies.
+Spills write blocks to a lower tier once they have been found again. Spills are planned after all other copies.
 
     reuse ─▶ candidates ─▶ step ─▶ submit ─▶ reported ─▶ _arrived │ failed
                 └─ the host has evicted it: skipped (`spill_behind`)
@@ -58,9 +58,9 @@ from kvoffload.model.wire import JobReport, Tier
 JobT = TypeVar("JobT", Fetch, Spill)
 
 MOST_STEPS = 64
-"""How many steps a few candidates wait for more. If the process is killed, waiting candidates are lost."""
+"""How many steps a short queue waits to grow. If the process is killed, the candidates in it are lost."""
 _ENOUGH = 32
-"""Candidates need not wait if there are this many. One more job costs the hooks as much as about 80 more blocks."""
+"""A queue of this length does not wait. One more job costs the hooks as much time as about 80 more blocks."""
 _MOST_WARM = 2**16
 """The most blocks that a warm start remembers."""
 
@@ -229,7 +229,7 @@ class Fetches(_Copies[Fetch]):
     def reported(self, job: Fetch, rank: Rank, report: JobReport) -> None:
         """Note the end of a rank's copy.
 
-        A block that one rank cannot read is used by no rank (R4), and is removed from the tier's index.
+        If one rank cannot read a block, no rank uses it (R4), and it is removed from the tier's index.
         """
         if report.corrupt or report.missing:
             job.corrupt.update(report.corrupt)
@@ -273,7 +273,7 @@ class Fetches(_Copies[Fetch]):
         return waited
 
     def _invalidate(self, job: Fetch, positions: Sequence[int], cause: MissCause | None = None) -> None:
-        """Remove blocks from the tier's index that the tier does not have, or whose checksums do not match."""
+        """Remove from the tier's index the blocks that the tier lacks or whose checksums do not match."""
         state, tier, removed = self._state, self._tier, 0
         for position in positions:
             tier_slot, key = job.tier_slots[position], job.keys[position]
@@ -403,12 +403,12 @@ class LowerTiers:
         self._owners: list[Fetches | Spills] = [*self._fetches, *self._spills]
         self.queues = [tier.candidates for tier in state.tiers] + [each.warm for each in self._fetches]
         self._spilled_at = 0  # the step in which a spill was last planned
-        self._enough = 1  # blocks in a queue that do not wait for more
+        self._enough = 1  # the queue length at which `step` does not wait for more blocks
 
     # -- for requests -------------------------------------------------------------------------------------------
 
     def request_seen(self, record: RequestRecord) -> None:
-        """Fetch an arriving request's blocks from lower tiers. Ask the remote tier about blocks not found elsewhere."""
+        """Fetch an arriving request's blocks from lower tiers. Ask the remote tier about blocks not on host or disk."""
         for fetches in self._fetches:
             if fetches.warm:
                 fetches.leave_to(record)
@@ -544,10 +544,10 @@ class LowerTiers:
             limit = reached - max(surplus - surplus % alignment, alignment)
 
     def _fetch(self, record: RequestRecord, found: _Found, head: Sequence[SlotId]) -> None:
-        """Plan fetches of the blocks that are not in flight, as far as the host has room.
+        """Plan fetches of as many blocks as the host has room for, except those in flight.
 
-        The host evicts no block of the same prefix to make room. The request's lookups wait for these fetches, unless
-        the device already has as many tokens when it looks up.
+        The host evicts no block of the same prefix to make room. A lookup of the request waits for these fetches,
+        unless the device then already holds as many tokens.
         """
         state = self._state
         on_way = self._in_flight.keys

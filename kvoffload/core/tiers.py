@@ -35,7 +35,7 @@ MOST_HINTS = 2**17
 MOST_ASKED = 4096
 """The most keys to ask for per request: Mooncake's master takes about 9 microseconds per key."""
 _MOST_BYTES = 64 * 2**20
-"""The most bytes that open spills may have on a rank. The next load or fetch waits for them, about 50 ms on a disk."""
+"""The maximum size of a rank's open spills, in bytes. The next load or fetch waits for them, about 50 ms on a disk."""
 _EIGHTH = 1 / 8
 
 
@@ -48,7 +48,7 @@ class LowerTier:
         jobs: the open jobs.
 
     Attributes:
-        takes_all: blocks are written to it even if they were never found again.
+        takes_all: True if blocks are written to it even if they were never found again.
         pool: its slots.
         is_open: True once the disk's index has been read, or the remote tier's namespace is known.
         is_closed: True while the tier cannot be used; for the disk this is final.
@@ -118,7 +118,7 @@ class LowerTier:
 
         Args:
             job: the spill.
-            last: the number of the most recently planned job.
+            last: the id of the most recently planned job.
             is_load_open: whether a load or a fetch is open.
         """
         size = len(job.slots)
@@ -133,7 +133,7 @@ class LowerTier:
         return tier_slots
 
     def extra(self, tier_slots: Sequence[SlotId] = ()) -> object:
-        """Return a job's `extra`: for a fetch from these slots, or for a spill if there are none."""
+        """Return the `extra` of a fetch from these slots, or of a spill if no slots are given."""
         return ()
 
     # -- blocks -------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class DiskTier(LowerTier):
         return _take(self.records)
 
     def extra(self, tier_slots: Sequence[SlotId] = ()) -> object:
-        """Return every rank's checksums of these slots."""
+        """Return, for each of these slots, every rank's checksum. For a spill there are none."""
         if not tier_slots:
             return ()
         return tuple(zip(*[[of_rank[slot] for slot in tier_slots] for of_rank in self.sums], strict=True))
@@ -263,7 +263,8 @@ class DiskTier(LowerTier):
         for put in puts:
             has_block[put.slot] = 1
         for rank, of_rank in enumerate(self.sums):
-            for put in puts:  # `zip(*...)` would give the garbage collector one object per block to count
+            # `zip(*...)` would create one object per block for the garbage collector to count.
+            for put in puts:
                 of_rank[put.slot] = put.sums[rank]
 
 
@@ -338,7 +339,7 @@ ON_DEVICE = SlotId(sys.maxsize)
 
 
 class LayeredIndex:
-    """Searches several indexes as one. It returns a host slot, or a number below zero for a block on a lower tier.
+    """Searches several indexes as one. A result is a host slot, `ON_DEVICE`, or a negative number for a lower tier.
 
     Args:
         host: the host's index.
