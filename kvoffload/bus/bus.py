@@ -119,7 +119,7 @@ class Bus:
         routes = self._routes
         tally = self._tally
         try:
-            for message in batch:  # the batch grows meanwhile
+            for message in batch:  # handlers append to the batch during the loop
                 for react in routes[type(message)]:
                     try:
                         react(message)

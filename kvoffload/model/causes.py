@@ -111,7 +111,7 @@ class Found(Cause):
 
     DISK = "disk"  # part of the hit was fetched from the disk for this request
     REMOTE = "remote"  # part of the hit was fetched from the remote tier for this request
-    HOST = "host"  # the device may have held some of it too
+    HOST = "host"  # the hit was on the host; the device may have held a part of the prefix too
     DEVICE = "device"
     NOTHING = "nothing"
 

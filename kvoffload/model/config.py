@@ -20,8 +20,8 @@ _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
-_MOST = 2**63 - 1  # bytes, hits or tokens
-_LONGEST_TIMEOUT_S = 10**9  # thirty years; the standard library rejects several hundred years
+_MOST = 2**63 - 1  # the highest number of bytes, hits or tokens that a setting may have
+_LONGEST_TIMEOUT_S = 10**9  # thirty years; the standard library rejects timeouts of several hundred
 _LONGEST_SHOWN = 200  # characters of a name, or of a bad value in an error message
 
 AUTO: Final = "auto"
@@ -266,4 +266,4 @@ _KINDS_OF_VLLM: dict[str, Any] = {
     "lazy_offload": Switch,
     _BACKEND: Annotated[Literal["cpu"], Meta(description='"cpu": kvoffload keeps blocks in host memory')],
 }
-"""Keys of vLLM's own connector that take other values than the setting they set, or set none."""
+"""Types of vLLM's own keys whose values differ from those of the setting they set, or that set none."""

@@ -15,7 +15,7 @@ from kvoffload.model.ids import BlockKey, DeviceBlockId
 
 @dataclass(frozen=True, slots=True)
 class Promises:
-    """What the engine promises (the flags of the adapter contract).
+    """What an engine promises: the flags of the adapter contract.
 
     Args:
         can_wait: it accepts the answer "not yet" to a lookup, and asks again later.
@@ -47,7 +47,7 @@ class EngineIdentity:
 
 @dataclass(frozen=True)
 class EngineShape:
-    """The engine's fixed facts.
+    """The engine's fixed properties.
 
     Args:
         groups: the KV cache groups, in the order of every per-group tuple.

@@ -1,6 +1,7 @@
-"""Events: what the core decided or learned, in the past tense; one per job, request or step, never one per block.
+"""Events: what the core decided or learned, in the past tense.
 
-They hold ids, counts and enums, but no tokens, prompt text or keys. Counters, the journal and every observer read them.
+There is one per job, request or step, never one per block. Events hold ids, counts and enums, but no tokens, prompt
+text or keys. Counters, the journal and every observer read them.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class LookupAnswered(Event, frozen=True):
         cause: why the first missing position missed; None when nothing missed.
         fetched_tokens: tokens of the hit that were fetched from a lower tier for this request; computed from the share
             of the hit's blocks that were fetched.
-        fetched_from: the tier; if there were several, the last one that brought blocks.
+        fetched_from: the tier of `fetched_tokens`; if there were several, the last one that brought blocks.
     """
 
     request: RequestId
@@ -324,7 +325,7 @@ class NetBenefitTurned(Event, frozen=True):
     """The net benefit of offloading changed its sign.
 
     Args:
-        is_negative: offloading now costs more seconds than it saves.
+        is_negative: whether offloading now costs more seconds than it saves.
         net_s: seconds saved minus seconds lost in the period.
         period_s: the period's length.
     """

@@ -56,7 +56,7 @@ class Progress(NamedTuple):
 
     Args:
         request: the request.
-        confirmed_tokens: tokens computed for certain, from the start of the prompt.
+        confirmed_tokens: tokens known to have been computed, from the start of the prompt.
         new_blocks: per group, the new blocks at the end of its table.
         new_keys: per group, keys of whole blocks not reported before.
     """
@@ -120,7 +120,7 @@ class RequestEnded(Fact, frozen=True):
 
     Args:
         request: the request.
-        confirmed_tokens: tokens computed for certain.
+        confirmed_tokens: tokens known to have been computed, from the start of the prompt.
         new_keys: per group, keys of whole blocks not reported before.
         holds_blocks: False if the engine has already freed its blocks (a preempted request that is aborted).
         new_blocks: per group, blocks at the end of its table that were not reported before.
@@ -150,7 +150,7 @@ class DiskRestored(Fact, frozen=True):
 
     Args:
         slots: how many slots of each rank's file have been announced so far.
-        puts: blocks in slots, the least recently used first.
+        puts: blocks with their slots, the least recently used first.
         free: empty slots.
         is_last: the index is complete, and the tier can be used.
     """
@@ -169,7 +169,7 @@ class RemoteOpened(Fact, frozen=True):
     """The remote tier can be used.
 
     Args:
-        namespace: where this engine finds and writes blocks from now on.
+        namespace: the namespace in which this engine finds and writes blocks from now on.
     """
 
     namespace: str

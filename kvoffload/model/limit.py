@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from math import inf
 
-_SLOW = (
-    2.0  # a copy is slow if it takes this many times as long as the best one; undisturbed copies vary less
-)
+# A copy is slow if it takes more than this many times as long as the best one; undisturbed copies vary less.
+_SLOW = 2.0
 _FORGET = 0.98  # decay of the best speed with each copy, so that one fast outlier does not count forever
 
 
@@ -29,7 +28,7 @@ class AdaptiveLimit:
     Callers must serialize calls; any thread may read `value`.
 
     Args:
-        most: the highest value, with which the limit starts.
+        most: the highest value, which is also the initial one.
         least: the lowest value.
         step: how much an undisturbed copy adds.
     """
@@ -40,7 +39,7 @@ class AdaptiveLimit:
         self._least = least
         self._step = step
         self._cut_at = -inf
-        self._best: dict[int, float] = {}  # size per second, by kind
+        self._best: dict[int, float] = {}  # the best size per second of each kind
 
     @property
     def share(self) -> float:

@@ -20,7 +20,7 @@ class Direction(Enum):
 
 
 class Tier(Enum):
-    """A memory or tier that holds blocks, at one end of a job's copies; also a label of metrics."""
+    """Where blocks are held: one end of a job's copies, and a label of metrics."""
 
     DEVICE = "device"
     HOST = "host"
@@ -45,7 +45,7 @@ class CopyJob(Message, Generic[TargetT, ExtraT], frozen=True):
         REMOTE   the blocks' keys               the blocks' namespace in the remote tier
 
     Args:
-        id: the job's number.
+        id: the job's id.
         direction: STORE away from the device, LOAD towards it.
         tier: the lower end of its copies; HOST for copies between device and host.
         slots: host slots.
@@ -102,7 +102,7 @@ class JobReport(Message, frozen=True):
             `stuck`.
         copied_bytes: bytes that this rank copied; 0 if it failed.
         queue_s: seconds between submission and report in which nothing was copied, including the time for checksums and
-            until the end was noticed.
+            the delay until the end was noticed.
         copy_s: seconds spent copying.
         corrupt: positions in the job whose bytes were found corrupt.
         sums: after a successful spill, a checksum of this rank's shard of each block.

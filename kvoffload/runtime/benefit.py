@@ -1,8 +1,8 @@
-"""Net benefit: prefill seconds saved, less the seconds that requests waited and that copies added to steps.
+"""Net benefit: prefill seconds saved, minus the seconds that requests waited and that copies added to steps.
 
     saved           loaded tokens times the engine's measured prefill time per token (`PrefillRate`)
     waited          per request: for its own load, another's load of the same prefix, or a fetch from a lower tier
-    interference    time by which steps with copies are longer than steps without (`StepTimes`)
+    interference    time by which copies lengthen the steps that they run beside (`StepTimes`)
 
 All three are computed from facts and events; an adapter only reports how many tokens a step computes. They are
 estimates: `kvoffload/telemetry/README.md` names their limits.
@@ -30,13 +30,13 @@ from kvoffload.telemetry.catalogue import LoadWait
 NEVER_TOKENS = 1_000_000
 """A length longer than any prompt, used when copying is slower than computing at every length."""
 
-_LOADS = 31  # recent loads; the median of their fixed times ignores a burst of loads that wait for each other
+_LOADS = 31  # recent loads to keep; the median of their fixed times ignores a burst of loads that wait for each other
 _STALE_S = 60.0
 
 _LEAST_BLOCKS = 4  # blocks that a run of steps must prefill to measure the rate
 _LEAST_PERIOD_S = 1.0  # seconds between two updates of the break-even lengths
 _PERIOD_S = 60.0  # seconds over which the sign of the net benefit is judged
-_MATTERS = 0.01  # losing less than this share of a period does not turn the sign
+_MATTERS = 0.01  # a loss below this share of the period does not change the sign
 
 
 class BreakEven:
@@ -58,7 +58,7 @@ class BreakEven:
 
         Args:
             now: monotonic seconds.
-            tokens: how many it brought, at least one.
+            tokens: the number of tokens it brought, at least one.
             waited_s: seconds from its scheduling until its end was reported.
             copy_s: seconds that one rank spent copying.
         """
@@ -72,7 +72,7 @@ class BreakEven:
 
         Args:
             seconds_per_token: prefill seconds per token; 0 if unknown.
-            then: the loads that follow, if this object measures fetches.
+            then: for fetches, the measurements of the loads that follow them.
         """
         loads = sorted(self._loads)  # a copy, because another thread may add to them
         if not (loads and seconds_per_token):
@@ -86,7 +86,7 @@ class BreakEven:
         self.tokens = min(math.ceil(reached), NEVER_TOKENS)
 
     def least(self, now: float) -> int:
-        """Return the shortest length that is worth a load now; 0 if unknown.
+        """Return the shortest length worth loading now, in tokens; 0 if unknown.
 
         Measurements expire after a minute. Otherwise one bad minute could stop all loads, and without loads nothing
         would be measured again.
@@ -103,7 +103,7 @@ class NetBenefit:
     """Adds up the seconds saved and lost, on one thread; any thread may read the public numbers.
 
     Args:
-        block_tokens: tokens of the shortest hit.
+        block_tokens: length of the shortest hit, in tokens.
         ranks: how many ranks copy a part of each job.
         copies: the table of open copies.
         hook: the current hook's time.
@@ -138,9 +138,9 @@ class NetBenefit:
         self._last_s = 0.0  # when it was scheduled
         self._ran = False  # whether it computed anything
         self._is_calm = False  # whether it only decoded
-        self._is_steady = False  # whether it and the step before only decoded, beside the same copies
+        self._is_steady = False  # whether it and the step before only decoded, while the same copies ran
         self._decoded = 0  # how many tokens it decoded
-        self._copies: Copies = ()  # the copies that ran beside it
+        self._copies: Copies = ()  # the directions of the copies that ran beside it
         self._period_began = self._judge_s = -math.inf
         self._period_net_s = 0.0
         self.is_negative = False
@@ -161,7 +161,7 @@ class NetBenefit:
         return 1 / rate if rate else 0.0
 
     def break_even(self) -> dict[Tier, int]:
-        """Return the break-even lengths in tokens, of loads (HOST) and of fetches by lower tier; 0 until measured."""
+        """Return the break-even lengths in tokens: for loads (HOST) and fetches from each tier; 0 until measured."""
         self._weigh()
         return {tier: each.tokens for tier, each in self._break_even.items()}
 

@@ -1,4 +1,4 @@
-"""The open copies: one record for each, from its pin or its plan to its last report.
+"""The table of open copies: each has a record from its pin or its plan until its last report.
 
 Hooks record directly which loads the engine waits for and which memory workers may still touch. These records do not
 depend on the core's events, so they are complete even after the core has raised (R12). Events only add data for
@@ -64,15 +64,15 @@ class OpenCopy(Struct, eq=False):
     Args:
         request: the request that loads or fetches; None for a store.
         pinned: when host slots were pinned for it; None if none are.
-        job: the job's number, once planned.
+        job: the job's id; None until it is planned.
         tokens: how many tokens a load or fetch brings.
         planned: when a load or fetch was planned; None again once its wait has been counted.
         copy_s: copy time, summed over the ranks.
-        given: the job as sent to the workers; None before.
+        given: the job as sent to the workers; None until then.
         submitted: when it was sent to them.
         running: ranks that are still copying.
         is_overdue: whether its time limit has passed.
-        has_ended: whether the event of its end has come, or will never come.
+        has_ended: whether the event that reports its end has arrived, or will never arrive.
     """
 
     request: RequestId | None = None
@@ -93,7 +93,7 @@ class LoadAnswers(Struct):
 
     Args:
         loaded, failed: requests whose load succeeded or failed.
-        without_copy: requests among them whose load was never sent to a worker, so that no worker reports it.
+        without_copy: requests among them whose load was never sent to a worker, so no worker reports it.
         abandoned: jobs of these loads that some worker is still copying.
     """
 
@@ -104,7 +104,7 @@ class LoadAnswers(Struct):
 
 
 NO_ANSWERS = LoadAnswers()
-"""The answers in most steps; never modified."""
+"""No ended loads, as in most steps. It is shared and never modified."""
 
 
 class OpenCopies:
@@ -209,7 +209,7 @@ class OpenCopies:
         return jobs
 
     def answer(self, results: LoadResults) -> LoadAnswers:
-        """Return those of the ended loads that the engine was still waiting for."""
+        """Return the ended loads that the engine was still waiting for."""
         answers = LoadAnswers()
         for requests, ended in ((results.loaded, answers.loaded), (results.failed, answers.failed)):
             for request in requests:

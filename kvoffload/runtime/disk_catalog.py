@@ -1,4 +1,4 @@
-"""The disk's index on the scheduler's side. A thread of its own reads it, appends to it and removes it.
+"""The disk's index on the scheduler's side. A dedicated thread reads it, appends to it and removes it.
 
     start ─▶ identify the KV ─▶ lock its folder
     every rank's file is open ─▶ read the index ─▶ facts for the core, a few thousand blocks per step
@@ -6,9 +6,9 @@
     reset ─▶ the index is removed before the reset is answered; this process finds its own blocks without an index
 
 Only one hook waits for this thread: a reset, for at most `RESET_S`. If the disk fails, the index stays as it is,
-because a block that is read must match its checksum anyway. A reset must remove the index, and is incomplete if it
-cannot. After a reset nothing is recorded: the weights in memory may differ from those on disk, but the folder is named
-after the weights on disk, and the next process loads those.
+because every block read must match its checksum anyway. A reset must remove the index; if that fails, the reset is
+incomplete. After a reset nothing is recorded: the weights in memory may differ from those on disk, but the folder is
+named after the weights on disk, and the next process loads those.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WRITE_PERIOD_S = 0.1
 A crash loses the blocks whose records are not written yet.
 """
 _WRITES_A_SYNC = 10
-_PART = 2048  # most blocks or slots the core processes in one step; so many take a few milliseconds
+_PART = 2048  # the most blocks or slots that the core processes in one step, which takes a few milliseconds
 _GROWTH = 2**16  # slots that the core adds in one step
 
 log = get_logger("disk")
@@ -103,7 +103,7 @@ class DiskCatalog:
         self._entries = 0  # how many blocks the index has
         self._is_dirty = False
         self._writing: Future[None] | None = None
-        self._waiting: Future[None] | None = None  # the wait before the next try to lock the folder
+        self._waiting: Future[None] | None = None  # the wait before the next attempt to lock the folder
         self._lock_tries = 0
         self._do(self._lock)
 
@@ -139,7 +139,7 @@ class DiskCatalog:
 
     @property
     def is_opening(self) -> bool:
-        """Whether more facts about the index will come."""
+        """Whether the core still lacks some facts about the index."""
         return self.opening is not None or bool(self.due)
 
     def append(self, records: Sequence[DiskRecord]) -> None:
@@ -180,7 +180,7 @@ class DiskCatalog:
         self._executor.shutdown(wait=False)
 
     async def _write_now_and_then(self) -> None:
-        """Have queued records written and synced periodically, until cancelled."""
+        """Make the thread write and sync queued records periodically, until cancelled."""
         for number in count(1):
             await self._sleep(WRITE_PERIOD_S)
             has_more = bool(self._unwritten)
@@ -199,7 +199,7 @@ class DiskCatalog:
                 return work()
             except CancelledError:  # the engine stopped before its KV was identified
                 pass
-            except Exception as error:  # otherwise the tier would open forever, with nothing in the log
+            except Exception as error:  # otherwise the tier might never stop opening, with nothing in the log
                 self._fail(reason_of(error))
             return None
 
@@ -304,7 +304,7 @@ class DiskCatalog:
 def _find_index(
     folder: OpenFolder, files: tuple[bytes, ...], slots: int, key: TierKey | None
 ) -> IndexContents | None:
-    """Return the folder's index of these slot files, or None if there is none or it is unusable, which is logged."""
+    """Return the folder's index of these slot files, or None if it is missing or unusable. Log an unusable one."""
     try:
         found = load_index(folder, slots, key)
         if found is not None and found.header.files != files:
@@ -317,7 +317,7 @@ def _find_index(
 
 
 def _parts(entries: Entries, free: Sequence[SlotId], slots: int) -> Iterator[Callable[[], facts.Fact]]:
-    """Yield functions that make the facts for the core: numbers of slots, blocks, free slots, and the end of the index.
+    """Yield functions that make the facts for the core: slot counts, blocks, free slots, and the end of the index.
 
     The facts are made one by one, because a million live records would lengthen the garbage collector's pauses.
     """

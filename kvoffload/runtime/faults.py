@@ -61,7 +61,7 @@ class Faults:
     # -- a core that raises -------------------------------------------------------------------------------------
 
     def ask(self, name: str, question: Callable[[], Result], otherwise: Result) -> Result:
-        """Return the answer, or `otherwise` if the core raises now or has raised before."""
+        """Return the answer to `question`, or `otherwise` if the core raises now or has raised before."""
         if self.error is None:
             try:
                 return question()
@@ -90,7 +90,7 @@ class Faults:
         self._core.invariant_broken(fact)
 
     def _cut_off(self) -> None:
-        """Let the core end what it still can, then remove it from the bus and release blocks that no worker copies."""
+        """Let the core finish what it can, then remove it from the bus and release blocks that no copy touches."""
         cause, detail = DegradeCause.HANDLER_RAISED, self.error or ""
         self._bus.publish(InvariantBroken(cause, detail))
         self._bus.drop_handlers()
@@ -104,7 +104,7 @@ class Faults:
     # -- audits -------------------------------------------------------------------------------------------------
 
     def audit(self) -> list[str]:
-        """Return the problems found in the totals. Call it between hooks. The cost does not grow with the pool."""
+        """Return a line for each problem found. Call it between hooks. Its cost does not grow with the pool."""
         problems: list[str] = self.ask("audit", lambda: [*self._core.audit(), *self._engine_problems()], [])
         if self.error is not None:
             return self._problems_of_a_broken_core()

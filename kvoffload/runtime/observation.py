@@ -28,7 +28,7 @@ from kvoffload.telemetry.spans import NAME, SpanObserver, make_spans
 log = get_logger("scheduler")
 
 _PATIENCE_S = 5.0  # seconds for observers to write pending output when the engine stops
-_TAIL = 20  # lines of the journal that are logged when offloading goes off
+_TAIL = 20  # lines of the journal that are logged when offloading is switched off
 
 
 class Observation:
@@ -36,7 +36,7 @@ class Observation:
 
     Args:
         bus: the bus to observe.
-        shape: the engine's fixed facts.
+        shape: the engine's fixed properties.
         config: the operator's settings.
         identity: the engine's identity.
         hook: the current hook's time.
@@ -118,7 +118,8 @@ class Observation:
 
     def _degraded(self, event: OffloadingDegraded) -> None:
         self.saw_degradation = True
-        self._bus.afterwards(partial(self._log_degradation, event))  # by then the journal has its causes
+        # After the batch the journal contains the event's causes.
+        self._bus.afterwards(partial(self._log_degradation, event))
 
     def _log_degradation(self, event: OffloadingDegraded) -> None:
         journal = self.journal.tail(_TAIL)

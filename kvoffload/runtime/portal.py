@@ -4,7 +4,7 @@ A portal is a background thread with an event loop, and a few more threads for c
 threads, so that a copy that never ends cannot keep the process from exiting. Each starts at its first use, so an unused
 portal costs nothing and a fork before the first use is harmless.
 
-A fork copies the memory of the threads but not the threads. In the child a portal starts new ones at its next use. It
+A fork copies the process's memory but not its threads. In the child a portal starts new ones at its next use. It
 keeps the parent's loop open and untouched, because closing it would unregister the parent's descriptors.
 """
 
@@ -41,7 +41,7 @@ class DaemonExecutor(Executor):
 
     Args:
         name: prefix of the threads' names.
-        threads: the most threads; each submitted call starts one until there are this many.
+        threads: the maximum number of threads; each submitted call starts one until there are this many.
     """
 
     def __init__(self, name: str, threads: int) -> None:
@@ -144,7 +144,7 @@ class Portal:
             PortalClosed: the portal is closed.
         """
         self._leave_parent()
-        with self._lock:  # so that `close` sees and cancels every coroutine that began before it
+        with self._lock:  # so that `close` sees and cancels every coroutine that was started before it
             self._check_open()
             return self._begin(async_fn(*args, **kwargs), self._started_loop())
 
@@ -165,9 +165,8 @@ class Portal:
         ended = True
         if started is not None:
             loop, thread = started
-            if (
-                is_first and thread.is_alive()
-            ):  # a second cancellation would interrupt the cleanup that the first one started
+            # Cancel only once: a second cancellation would interrupt the cleanup that the first one started.
+            if is_first and thread.is_alive():
                 cancelled = self._begin(_cancel_all(), loop)
                 cancelled.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
             if thread is not threading.current_thread():

@@ -10,7 +10,7 @@ have other weights than its fingerprint says, so it uses a private generation un
 start may be a restart of this one, which must find nothing from before the reset. So the reset also replaces the value
 in the tier, and marks the new value.
 
-A running engine that sees the mark keeps the generation it has. So it keeps its hits, and brings no block from before
+A running engine that sees the mark keeps its own generation. This preserves its hits, and brings no block from before
 the reset into the generation of engines that start later. If the tier has lost the value, the next engine that looks
 makes a new one and the others follow, except those that have seen a reset.
 
@@ -83,8 +83,10 @@ class RemoteCatalog:
         self._fingerprint: str | None = None
         self._generation: str | None = None
         self._made_ms = 0  # when the generation last read from the tier was made
-        self._is_fixed = False  # it no longer follows the tier's: it is private, or the tier's was refused
-        self._has_shared = False  # this engine's blocks may be in the generation that the tier names
+        # Whether to ignore the tier's generation, because this engine's is private or the tier's was refused.
+        self._is_fixed = False
+        # Whether the generation that the tier names may contain this engine's blocks.
+        self._has_shared = False
         self._looks_at = float("-inf")
         self._must_replace = self._is_replacing = False
         self._opened: str | None = None  # the namespace that the core may use
@@ -124,7 +126,7 @@ class RemoteCatalog:
     def ask(self, request: RequestId, keys: tuple[BlockKey, ...]) -> None:
         """Ask which of a request's blocks the tier has.
 
-        It is asked only for the last rank's shards; if another rank's shard is missing, the fetch finds out.
+        Only the last rank's shards are looked up; if another rank's shard is missing, the fetch notices.
         """
         namespace = self._namespace or ""
         shard = Shard(namespace, self._ranks - 1, self._ranks)
@@ -197,7 +199,11 @@ class RemoteCatalog:
             log.info("remote_opened", namespace=self._namespace)
 
     def _replace(self) -> Future[bool] | None:
-        """Start to give the tier a new generation for engines that start later; the result says if it did."""
+        """Start writing a new generation to the tier, for engines that start later.
+
+        Returns:
+            A future that tells whether the tier took it; None while the KV is not identified.
+        """
         if self._fingerprint is None:
             return None
         name, done = generation_name(self._fingerprint), Future[bool]()

@@ -43,7 +43,7 @@ class SchedulerSide:
     """Offloading for one engine, on its scheduler's thread.
 
     Args:
-        shape: the engine's fixed facts.
+        shape: the engine's fixed properties.
         config: the operator's settings.
         device: the engine's block pool.
         portal: runs the observers; without it there are only the counters and the journal's ring, which are inline.
@@ -73,8 +73,9 @@ class SchedulerSide:
     ) -> None:
         self._clocks = clocks or Clocks()
         self._hook = HookTime()
-        # Requests that were answered "not yet" and are not admitted: when each first got this answer, and since when it
-        # has got no other answer. After the time limit a request is answered without waiting.
+        # Requests that were answered "not yet" and are not admitted. `_deferred` has the time of each one's first such
+        # answer, and after the time limit it is answered without waiting. `_waiting` has the time since which it has
+        # had no other answer.
         self._deferred: dict[RequestId, float] = {}
         self._waiting: dict[RequestId, float] = {}
         self.shape = shape
@@ -353,7 +354,7 @@ class SchedulerSide:
         return has_ended and is_forgotten
 
     def audit(self) -> list[str]:
-        """Return the problems found in the totals; any problem switches offloading off (R12).
+        """Return a line for each problem found; any problem switches offloading off (R12).
 
         Call it on the engine's thread, between two hooks. It also runs whenever the engine becomes idle; while requests
         run it can check little.

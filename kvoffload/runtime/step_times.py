@@ -17,10 +17,10 @@ from kvoffload.runtime.copies import HookTime
 
 _QUIET_WEIGHT = 1 / 16
 _SLOWDOWN_WEIGHT = 1 / 64
-_FIRST = 8  # steps per size; the mean starts at the shortest, because others may have compiled something
+_FIRST = 8  # first steps of each size; the mean starts at the shortest, because longer ones may include a compilation
 _OUTLIER = 4.0  # a longer step counts as this many times the usual length
 
-_RUNS = 33  # recent runs; their median, weighted by tokens, ignores a stall such as a compilation
+_RUNS = 33  # recent runs to keep; their median, weighted by tokens, ignores a stall such as a compilation
 _LONGEST_RUN = 32  # steps after which a run becomes a sample even if it continues
 # At least this share of a run's time counts as prefill, even if decode-only steps usually take as long as the run.
 _LEAST_SHARE = 0.1
@@ -36,11 +36,12 @@ Copies = tuple[Direction, ...]
 
 
 class StepTimes:
-    """Running means of decode-only steps with and without copies, to measure how much copies slow the engine.
+    """Mean durations of decode-only steps with and without copies, to measure how much copies slow the engine.
 
-    A step is compared with steps that decode about as many tokens (as many bits). The time from one step to the next
-    counts only if the step before was of the same kind, because an engine with two steps in flight schedules one while
-    another runs. Steps that prefill differ too much to be compared; they are assumed to slow down by the same share.
+    A step is compared with steps that decode about as many tokens (the same bit length). The time from one step to the
+    next counts only if the step before was of the same kind, because an engine with two steps in flight schedules one
+    while another runs. Steps that prefill differ too much to be compared; they are assumed to slow down by the same
+    share.
     One thread reports the steps in order.
     """
 
@@ -171,7 +172,7 @@ def _median(runs: Sequence[tuple[float, int]]) -> float:
 
 
 class FirstTokens:
-    """Measures times to first token, by what the lookup found. Runs on the engine's thread.
+    """Measures times to first token, for each kind of lookup result. Runs on the engine's thread.
 
     Each step checks the admitted requests that have no token yet. The measured time ends at the first step after the
     token, or at the request's end. A step without such requests costs one comparison.
@@ -184,7 +185,7 @@ class FirstTokens:
     def __init__(self, hook: HookTime, bus: Bus) -> None:
         self._hook = hook
         self.waiting: dict[RequestId, tuple[float, HasToken]] = {}
-        """For each request without a token: when it arrived, and whether it has one now. The caller adds requests."""
+        """For each request without a token: its arrival, and a check for its first token. The caller adds requests."""
         self.admitted: dict[RequestId, Found] = {}
         """Admitted requests without a token, with the result of their last lookup."""
         bus.count(LookupAnswered, self._settled)

@@ -44,10 +44,10 @@ _POLL_S = 0.02
 
 OPENING_S = 60.0
 _LONGEST_STEP_S = 1.0
-"""A longer pause between steps counts as this: without requests there are no steps, and no tier opens meanwhile."""
+"""A longer pause between steps counts as this, because no tier can open while an idle engine makes no steps."""
 
 _LATE_STEPS = 4
-"""After a pause, jobs are not overdue for this many steps: engines that schedule ahead report their ends late."""
+"""After a pause, jobs are not overdue for this many steps, as engines that schedule ahead report ended jobs late."""
 
 
 class TiersSide:
@@ -66,12 +66,13 @@ class TiersSide:
     Attributes:
         due: facts about the disk's index that are ready for the core; while there are any, a step takes facts.
         ended: ended calls to the remote tier; while there are any, a step takes facts.
-        polls_at: when a step takes facts although no call has ended.
+        polls_at: when a step takes facts even if no call has ended.
         asks: the core's questions for the remote tier.
         records: the core's records for the disk's index.
         overdue_at: when the open jobs become overdue, if none begins or ends before.
         awaits_files: whether some rank has not opened its slot file yet.
-        is_opening: whether steps must check a tier that is opening; False after the warning that one takes long.
+        is_opening: whether steps must check for tiers that are opening; False once all are open, or after the warning
+            that one is still opening.
     """
 
     def __init__(
@@ -199,7 +200,7 @@ class TiersSide:
         return all(are_done)
 
     def close(self) -> None:
-        """Write pending records and close the tiers, without waiting for one that hangs."""
+        """Write pending records and close the tiers; wait at most `disk_drain_s` for a disk that hangs."""
         self.record()
         for catalog in self._catalogs.values():
             catalog.close()
