@@ -104,11 +104,11 @@ class GatedCopier:
         self._held = True
 
     def refuse_submit(self, error: Exception) -> None:
-        """Raise `error` at the next submission, which then starts nothing."""
+        """Make the next submission raise `error` and start nothing."""
         self._submit_errors.append(error)
 
     def refuse_fence(self, error: Exception) -> None:
-        """Raise `error` at the next fence."""
+        """Make the next call of `fence` raise `error`."""
         self._fence_errors.append(error)
 
     def fence(self) -> Fence:

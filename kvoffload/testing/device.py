@@ -52,5 +52,5 @@ class FakeDevice:
             array[block, :page], rest = rest[:page], rest[page:]
 
     def snapshot(self) -> bytes:
-        """Return all bytes, padding included."""
+        """Return all bytes, including the padding."""
         return b"".join(array.tobytes() for array in self._arrays)

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 _LINE = 64
 CHUNK_BYTES = 64 * 2**20
-"""Pinning this much takes about 6 ms, in which the driver may block other calls. That is short compared with a step,
-but long compared with a driver call."""
+"""Pinning this much takes about 6 ms, during which the driver may block other calls. That is short compared with a
+step, but long compared with a driver call."""
 
 _RETRY_S = 1.0  # the first wait after memory could not be pinned; each further wait is twice as long
 _LONGEST_RETRY_S = 30.0
@@ -54,11 +54,11 @@ class Arena:
         slots: how many slots to prepare; 0 is allowed.
         allocator: allocates the chunks.
         chunk_bytes: approximate size of a chunk; a chunk has at least one slot.
-        clock: time, for pauses.
+        clock: the clock for pauses.
 
     Attributes:
         ready_slots: number of slots that can be used; never decreases before `close`. Readable from any thread.
-        geometry: addresses of all ready slots; a new object each time the arena has grown.
+        geometry: addresses of all ready slots; replaced by a new object whenever the arena grows.
         refusal: why growth stopped early; None if it did not.
     """
 
@@ -91,7 +91,7 @@ class Arena:
         return self.ready_slots < self.slots and self.refusal is None and not self._closed
 
     async def prepare_for(self, seconds: float) -> None:
-        """Prepare slots, starting no chunk after `seconds`. Stop if memory cannot be pinned now; `prepare` retries."""
+        """Prepare slots; start no chunk after `seconds`. Stop if memory cannot be pinned now: `prepare` retries."""
         deadline = self._clock.monotonic() + seconds
         with suppress(HostMemoryBusy):
             while self.is_growing and self._clock.monotonic() < deadline:
@@ -103,7 +103,7 @@ class Arena:
         A refused chunk ends growth: slots that are ready stay usable, and the reason is logged and kept in `refusal`.
 
         Args:
-            with_pauses: after each chunk, rest for as long as it took, because pinning blocks other driver calls.
+            with_pauses: after each chunk, pause for as long as it took, because pinning blocks other driver calls.
         """
         retry_s = _RETRY_S
         while self.is_growing:
@@ -133,18 +133,18 @@ class Arena:
         return found
 
     def read(self, slot: int, target: Sequence[Pages]) -> None:
-        """Copy a slot's bytes to `target`, which `views` has returned."""
+        """Copy a slot's bytes to `target`, a result of `views`."""
         for pages, part in zip(self._pages_of(slot), target, strict=True):
             part[:] = pages  # one numpy call copies many pages, without the GIL
 
     def write(self, slot: int, source: Sequence[Pages]) -> None:
-        """Copy `source`, which `views` has returned, to a slot."""
+        """Copy `source`, a result of `views`, to a slot."""
         for pages, part in zip(self._pages_of(slot), source, strict=True):
             pages[:] = part
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep the memory allocated within the context, even if `close` is called. Callable from any thread.
+        """Keep the arena's memory while the context is open, even if `close` is called. Callable from any thread.
 
         Raises:
             HostMemoryError: the arena is already closed.
@@ -159,7 +159,7 @@ class Arena:
             self._let_go()
 
     def close(self) -> None:
-        """Release all memory, now or when its last holder leaves `held`. No copy of the caller may be running.
+        """Release all memory, now or when its last holder leaves `held`. None of the caller's copies may still run.
 
         Closing twice does nothing.
         """
@@ -169,7 +169,7 @@ class Arena:
             self._let_go()
 
     def _pages_of(self, slot: int) -> list[Pages]:
-        """Return a slot's pages as arrays, [regions, page]; consecutive regions with one page size share an array."""
+        """Return a slot's pages as arrays, [regions, page]; consecutive regions of equal page size share an array."""
         if not 0 <= slot < self.ready_slots:
             raise IndexError(f"slot {slot} is not among the {self.ready_slots} ready slots")
         chunk, place = divmod(slot, self._chunk_slots)
@@ -208,7 +208,7 @@ class Arena:
                 reason=self.refusal,
             )
             return
-        if self._closed:  # while the chunk was being allocated
+        if self._closed:  # `close` was called while the chunk was being allocated
             chunk.release()
             return
         self._chunks.append(chunk)
@@ -225,7 +225,7 @@ def region_offsets(page_bytes: Sequence[int], count: int) -> list[int]:
 
 
 def _pages_at(starts: Sequence[int], sizes: Sequence[int], count: int) -> list[Pages]:
-    """Return a chunk's memory as arrays; consecutive regions with one page size share an array."""
+    """Return a chunk's memory as arrays; consecutive regions of equal page size share an array."""
     found: list[Pages] = []
     for size, group in groupby(zip(starts, sizes, strict=True), key=lambda region: region[1]):
         first, *others = [start for start, _ in group]

@@ -24,7 +24,7 @@ A call that hangs occupies its thread until it returns. A policy decides whether
     ErrorRow  opening ─worked─▶ closed ─8 errors in a row─▶ failed, for good
                  └─failed─▶ failed, for good                 while a call hangs, no other call starts
 
-Only a probe opens the resource. So a lost connection is retried as rarely as a remote tier that fails.
+Only a probe opens the resource, so a lost connection is retried as rarely as a failing remote tier.
 
 Which thread writes what:
 
@@ -39,7 +39,7 @@ Containers are accessed only by single operations, which are atomic in Python.
 
 If a thread returns from a compiled client while the interpreter is shutting down, the process aborts. So the exit of
 the process waits briefly until no thread is in a call, except for calls known to hang. It also waits until the client's
-own threads have left the interpreter: those of the S3 client wake our event loop, and our thread may be done before
+own threads have left the interpreter: the S3 client's threads wake our event loop, and our thread may finish before
 they return.
 """
 
@@ -68,7 +68,7 @@ _CONNECT_S = 30.0
 """Extra seconds for a probe that must connect first; no client takes longer to connect."""
 _PROBE = "kvo1/probe"  # name of the object that a probe reads; the object need not exist
 _EXIT_S = 1.0
-"""Seconds that the exit of the process may wait for calls to end; calls within one machine take milliseconds."""
+"""The longest time that the process waits at exit for calls, in seconds; calls within one machine take milliseconds."""
 _EXIT_PAUSE_S = 0.001
 
 
@@ -76,7 +76,7 @@ class Closable(Protocol):
     """A resource that calls are made to."""
 
     def close(self) -> None:
-        """Release the resource. No call to it is running."""
+        """Release the resource. Called only while no call to it is running."""
 
 
 ResourceT = TypeVar("ResourceT", bound=Closable)
@@ -86,7 +86,7 @@ Ended = Callable[["Call"], None]
 
 
 class CallEnded(KVOffloadError):
-    """Raised within a call that must not go on: its owner has ended it, or there is no connection."""
+    """Raised within a call that must not continue: its owner has ended it, or there is no connection."""
 
 
 @dataclass(slots=True, eq=False)
@@ -100,12 +100,12 @@ class Call:
         limit_s: seconds after which the call counts as hanging.
         is_write, is_probe: the kind of call, for the policy.
         job: the job that the call belongs to; None if it belongs to none.
-        began, took: when `work` began, and the seconds until the end or the time limit; 0 if the call was never made.
+        began, took: when `work` began, and the seconds it took, at most the time limit; 0 if the call was never made.
         result: the result of the call; None if it failed or was not made.
         error: why the call failed; None if it succeeded or was not made.
         is_stuck: whether `work` did not return in time.
         is_gone: whether the connection was lost.
-        is_cancelled: whether the call need not be made any more.
+        is_cancelled: whether the call is no longer needed.
         was_made: whether `work` was called.
         token: a list with one item; the thread that pops the item ends the call.
     """
@@ -137,7 +137,7 @@ class Call:
         return True
 
     def check(self) -> None:
-        """Check, within `work`, that the call has not been ended. Once it has, its job's host slots may be reused.
+        """Check, within `work`, that the call has not been ended. The host slots of an ended call's job may be reused.
 
         Raises:
             CallEnded: the owner's thread has ended the call.
@@ -151,11 +151,11 @@ class Policy(Protocol):
 
     Attributes:
         is_closed: whether calls are made (current flows through a closed circuit breaker).
-        is_file: whether calls go to a file. Opening a file and waiting in the queue for it may take any time; no call
-            starts while another hangs; and closing a file does not block. Opening a connection and waiting in the queue
-            for it have time limits, and an executor's thread closes the connection.
+        is_file: whether calls go to a file instead of a connection. For a file, neither opening nor waiting in the
+            queue has a time limit, no call starts while another hangs, and closing does not block. For a connection,
+            opening and waiting in the queue have time limits, and an executor's thread closes the connection.
         late: the log event for a hanging call that has returned after all.
-        log: a logger whose fields say whose calls these are.
+        log: a logger whose fields identify the owner of the calls.
     """
 
     is_closed: bool
@@ -173,19 +173,19 @@ class Policy(Protocol):
         """Return whether a probe is due; if so, the caller must make it."""
 
     def probe(self, resource: Any) -> None:  # noqa: ANN401
-        """Make a probe's call, on a thread that may wait."""
+        """Make the probe's call to the resource. Runs on a thread that may block."""
 
 
 class BlockingCalls(Generic[ResourceT]):
-    """The calls of one owner to one resource.
+    """Calls from one owner to one resource.
 
     Args:
         connect: opens the resource; may raise, and may block for a while.
-        executor: its threads make the calls, and may wait for any time; `close` shuts it down.
+        executor: its threads make the calls, and may block for any length of time; `close` shuts it down.
         monotonic: returns the time in seconds; callable from any thread.
         policy: decides whether calls are made.
-        timeout_s: seconds after which a call counts as hanging. A call to a connection that has waited in the queue for
-            as long is ended without being made, and the policy does not count it.
+        timeout_s: seconds after which a call counts as hanging. A call to a connection that has waited this long
+            in the queue is ended without being made, and the policy does not count it.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class BlockingCalls(Generic[ResourceT]):
         Args:
             work: the part that may hang. If it raises, the call fails.
             ended: receives the call, with its result, on the owner's thread once the call has ended.
-            use: receives what `work` has returned, if the thread gets the token; its return value becomes the result.
+            use: receives the return value of `work` if the thread gets the token; returns the result of the call.
             is_write: whether the call is a write, which waits for all queued reads.
             job: the job that the call belongs to, for `cancel`.
             limit_s: seconds after which the call counts as hanging; by default `timeout_s`.
@@ -330,7 +330,7 @@ class BlockingCalls(Generic[ResourceT]):
         try:
             resource = self._connected(call)
             result = call.work(call, resource)
-        except BaseException as raised:  # the call must end; a panic in a Rust client is not an Exception
+        except BaseException as raised:  # a panic in a Rust client is no Exception, but must end the call
             error = str(raised) or repr(raised)
             is_gone = isinstance(raised, RemoteGone)
             if is_gone:
@@ -356,7 +356,7 @@ class BlockingCalls(Generic[ResourceT]):
 
     def _connected(self, call: Call) -> ResourceT:
         """Return the resource; a probe opens it if it is not open."""
-        # Checked after the call is active, because `close` and `_disconnect` look at the active calls.
+        # Checked after the call has become active, because `close` and `_disconnect` look at the active calls.
         if self._is_closed:
             raise CallEnded("the connection was closed")
         resource = self.resource
@@ -371,7 +371,7 @@ class BlockingCalls(Generic[ResourceT]):
         self._policy.probe(resource)
 
     def _leave(self, resource: ResourceT | None) -> None:
-        """Clear a lost connection, unless another thread has done so already and a probe has made the next one."""
+        """Clear a lost connection, unless another thread has cleared it already and a probe has opened a new one."""
         with self._changing:
             if self.resource is resource:
                 self.resource = None
@@ -382,7 +382,7 @@ class BlockingCalls(Generic[ResourceT]):
                 return
             resource, self.resource = self.resource, None
         if resource is not None:
-            with suppress(OSError):  # a failing disk may raise this, which does no harm any more
+            with suppress(OSError):  # a failing disk may raise this, but the file is no longer needed
                 resource.close()
 
 
@@ -396,7 +396,7 @@ class Breaker:
     its dead nodes cannot deliver.
 
     Args:
-        log: a logger whose fields say whose calls these are.
+        log: a logger whose fields identify the owner of the calls.
     """
 
     is_file = False
@@ -411,7 +411,7 @@ class Breaker:
         self.is_closed = False  # the first call must be a probe
         self.log = log
         self._was_logged: bool | None = None  # the value of `is_closed` that was logged last
-        self._failures = [0, 0]  # reads that failed since a read succeeded, and the same for writes
+        self._failures = [0, 0]  # failed reads since the last successful read; the same for writes
         self._pause_s = self._FIRST_PAUSE_S
         self._probe_at = 0.0
         self._is_probing = False
@@ -472,7 +472,7 @@ class ErrorRow:
     While a call hangs, no other call starts; a hanging call does not count as an error.
 
     Args:
-        log: a logger whose fields say whose calls these are.
+        log: a logger whose fields identify the owner of the calls.
     """
 
     is_file = True
@@ -526,7 +526,7 @@ _MADE: weakref.WeakSet[BlockingCalls[Any]] = weakref.WeakSet()
 
 @atexit.register
 def _exit() -> None:
-    """Before the interpreter ends, stop new calls, and wait for running calls and for client threads in Python code."""
+    """Before the interpreter ends, prevent new calls; wait for running calls and for client threads in Python code."""
     until = time.monotonic() + _EXIT_S
     running: list[Future[None]] = []
     has_client = False

@@ -1,9 +1,9 @@
 """Checksums of a rank's host slots: computed after a store or fetch has filled them, compared after a load or spill.
 
 A load's slots are compared after the copy, not before, so a byte that changes in between is detected: if the slot is
-correct after the copy, it was correct during the copy (unless wrong bytes became right again). The hook still starts
-loads at once. When a corrupt block is found, its bytes are already on the device. This does no harm: the load has not
-been reported, its device blocks are leased until it is, and any failed copy leaves undefined bytes.
+correct after the copy, it was correct during the copy (unless wrong bytes became right again). The hook can start a
+load without waiting for this. When a corrupt block is found, its bytes are already on the device. This does no harm:
+the load has not been reported, its device blocks are leased until it is, and any failed copy leaves undefined bytes.
 
 Not detected: bytes that were already wrong when the store ended, and bytes that change on the way to the device.
 
@@ -22,8 +22,8 @@ slots every position is covered. For one slot it never changes.
 
     page of 8 KiB    | . . # . . . . . | . . . . . # . . |      two stretches, one line of each
 
-So a sample always detects that a page, or any 8 KiB of it, was overwritten. It detects a single changed byte in one
-case of 64.
+So a sample always detects that a page, or any 8 KiB of it, was overwritten. It detects a single changed byte with a
+probability of 1 in 64.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class CheckedTicket:
         """Return the batch's state. Once its copies have succeeded, start reading the slots.
 
         Raises:
-            Exception: the copier or the reader raised it; nothing of the batch runs any more.
+            Exception: the copier or the reader raised it; the batch has stopped running.
         """
         if self._work is None:
             state = self._copies.query()
@@ -124,7 +124,7 @@ class Checksums:
         """Start to compute the checksums of slots filled by stores, or to compare those of slots read by loads.
 
         Returns:
-            A future of the positions in `slots` whose bytes have changed; none for a store.
+            A future whose result is the positions in `slots` whose bytes have changed; empty for a store.
 
         Raises:
             Exception: nothing was started.
@@ -133,11 +133,11 @@ class Checksums:
         return self._executor.submit(work, slots)
 
     def take(self, *slots: int) -> None:
-        """Compute the checksums of slots that a fetch has filled. Reads on this thread."""
+        """Compute the checksums of slots that a fetch has filled. This thread reads the slots."""
         self._take(np.array(slots))
 
     def changed(self, slots: Sequence[int]) -> Positions:
-        """Return the positions in `slots` whose bytes have changed since they were filled. Reads on this thread."""
+        """Return the positions in `slots` whose bytes have changed since they were filled. This thread reads them."""
         return self._compare(np.array(slots))
 
     def _take(self, slots: Numbers) -> Positions:
@@ -150,7 +150,7 @@ class Checksums:
 
 
 def digests_of(reader: SlotReader, slots: Numbers) -> NDArray[np.uint64]:
-    """Return a digest of each slot, equal for equal bytes in the same slot."""
+    """Return a digest of each slot; equal bytes in the same slot have equal digests."""
     return np.fromiter(map(_digest, reader(slots)), np.uint64, len(slots))
 
 
@@ -173,7 +173,7 @@ def slots_in_place(arena: Arena) -> SlotReader:
 
 
 class _Scratch(threading.local):
-    """A buffer for each thread. In a new buffer for each call, touching the memory would take as long as filling it."""
+    """One buffer for each thread. Touching the memory of a new one for each call would take as long as filling it."""
 
     def __init__(self, size: int) -> None:
         self.memory = np.empty(size, np.uint8)
@@ -201,7 +201,7 @@ class GatheredSlots:
 
 
 class SampledSlots:
-    """Reads one line of every stretch of every page; a page shorter than a line is read whole.
+    """Reads one cache line of every 4 KiB stretch of every page; a page shorter than a line is read whole.
 
     The arrays in its attributes have one element for each line that is read in a slot.
     """

@@ -9,11 +9,12 @@ share one disk call.
 A call that hangs occupies its thread and that thread's buffer. Slots that the call may still change are not used again,
 and `Part.under_call` names them: file slots for a write, host slots for a read in place. A write in place quarantines
 no host slot: the bytes that it still reads there go only to file slots that are not used again. The job's other slots
-can be reused. Blocks of 1 and 4 MiB in 8 pages took 0.7 of the processor time when they were fetched in place.
+can be reused. Fetching blocks of 1 and 4 MiB, in 8 pages each, took 0.7 times as much processor time in place as
+through a buffer.
 
-With `verify`, a spill compares the host slots with the checksums computed when their blocks arrived: otherwise a bit
-that flipped in host memory would get a valid checksum on the disk. A fetch computes the checksums that later loads and
-spills compare with.
+With `verify`, a spill compares the host slots with the checksums computed when their blocks arrived: otherwise a block
+with a bit flipped in host memory would get a valid checksum on the disk. A fetch computes the checksums that later
+loads and spills compare with.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ THREADS = 6
 SYNC_PERIOD_S = 1.0
 _KEEPS_LOCK = 2**16
 _SHORT = 2**17
-"""Bytes. For more than `_KEEPS_LOCK`, the hash library releases the GIL and must get it back from other threads. For up
-to `_SHORT`, getting it back takes longer than the hash."""
+"""Bytes. For pieces above `_KEEPS_LOCK`, the hash library releases the GIL and must get it back from other threads. For
+pieces of up to `_SHORT`, getting it back takes longer than the hash."""
 _LONG = 2**16
-"""Least bytes of a page that is copied in place. Blocks with shorter pages have many of them, and each page in place is
-a separate part of a disk call and a separate update of the checksum."""
+"""The minimum size of a page that is copied in place, in bytes. Blocks with shorter pages have many of them, and each
+page in place is a separate part of a disk call and a separate update of the checksum."""
 
 log = get_logger("disk")
 
@@ -75,8 +76,8 @@ class RankDisk(TierJobs):
     Args:
         opening: opens the slot file.
         arena: the rank's host memory.
-        executor: its threads may wait for the disk.
-        clock: time.
+        executor: its threads make the disk calls, which may block.
+        clock: the clock for timeouts and reports.
         timeout_s: seconds after which a call counts as hanging.
         checksums: the checksums of the host slots; None if none are kept.
         key: authenticates file slots; None if they have checksums instead.
@@ -104,7 +105,7 @@ class RankDisk(TierJobs):
         calls.poll()  # starts the probe that opens the file
 
     def take(self) -> TierReport | None:
-        """Return the report since the last call, or None while it is not known whether the file can be opened."""
+        """Report the jobs that ended since the last call. Return None until the file is open or cannot be opened."""
         self.calls.poll()
         if self._policy.is_opening:
             return None
@@ -151,10 +152,10 @@ class DiskMover:
         self._key = key
         self._buffers = _SlotBuffers(arena, shape.pitch)
         self.is_synced = True
-        """Whether nothing was written since this was last set to True."""
+        """Whether nothing was written since the last sync was queued."""
 
     def positions_of(self, job: AnyJob) -> list[Sequence[int]]:
-        """Return the job's positions in groups that fill a piece, in the order of their file slots."""
+        """Return the job's positions, sorted by file slot, in groups that each fill a piece."""
         positions = sorted(range(len(job.targets)), key=job.targets.__getitem__)
         at_once = self._buffers.at_once
         return [positions[start : start + at_once] for start in range(0, len(positions), at_once)]
@@ -216,8 +217,8 @@ class DiskMover:
         Args:
             part: the part.
             call: the call that this runs in.
-            copy: `write` or `read` of the slot file.
-            data: the bytes of the slots to copy by position, in the order of the part.
+            copy: the slot file's `write` or `read` method.
+            data: the memory to copy from or to for each position, in the part's order.
             may_change: whether a hanging call may still change the job's file slots or host slots.
 
         Raises:
@@ -229,12 +230,12 @@ class DiskMover:
             run = positions[first:end]
             if may_change:
                 part.under_call = run
-            # After `under_call` is set, because the owner's thread takes the token before it reads `under_call`.
+            # After setting `under_call`, because the owner's thread takes the token before it reads `under_call`.
             call.check()
             copy(places[first], [piece for position in run for piece in data[position]])
 
     def _sum(self, file: SlotFile, place: int, pieces: Pieces) -> int:
-        """Return the checksum or MAC of a file slot's bytes. The index, which has its own MAC, names the block."""
+        """Return the checksum or MAC of a file slot's bytes. The index, which has its own MAC, names its block."""
         if self._key is None:
             return _checksum(pieces, self._shape.slot_bytes)
         context = b"slot " + file.id + self._shape.layout + place.to_bytes(8, "little")
@@ -283,7 +284,7 @@ class FileOpening:
         return file
 
     def _when_unlocked(self, folder: OpenFolder) -> SlotFile:
-        """Open the slot file. Retry while it is locked: workers of a killed engine may need a while to notice."""
+        """Open the slot file. Retry while it is locked: workers of a killed engine take a while to notice."""
         for number in range(LOCK_TRIES):
             try:
                 return open_slot_file(folder, self.shape, self.slots)

@@ -1,4 +1,4 @@
-"""Chooses the copier, the host memory and the checksums by the device of the engine's tensors and by the settings."""
+"""Chooses the copier, the host memory and the checksums, depending on the tensors' device and the settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_copier(
     """Return the copier for the layout's device. Called on the engine's thread, once the KV cache is on the device.
 
     On CUDA this measures which copies a kernel should do. This must happen before the engine warms up, captures graphs
-    and serves, because these and the measurement would disturb each other.
+    and serves, because that work and the measurement would disturb each other.
 
     Args:
         layout: the layout of the tensors to copy.
@@ -80,7 +80,7 @@ def make_checksums(verify: str, arena: Arena, *, executor: Executor) -> Checksum
 
     Args:
         verify: the setting `verify`.
-        arena: the host memory that has the slots.
+        arena: the rank's host memory.
         executor: its threads read the slots.
     """
     if verify == "off":

@@ -1,23 +1,23 @@
 """Copies from host memory to host memory, for engines whose device is the CPU.
 
 Copies compete with the engine's thread for the GIL. A thread that releases the GIL for each page may wait 5 ms to get
-it back while the engine's thread runs Python, and delays that thread each time it has it. So there are two ways to
-copy:
+it back while the engine's thread runs Python, and delays that thread each time it holds the GIL. So there are two ways
+to copy:
 
 * The patient way calls the kernel for up to 1,024 pieces at a time (`process_vm_readv` or `process_vm_writev` on this
   process); the GIL is free during each call. It is slower, because the kernel copies page by page.
-* The quick way takes the GIL more often. It calls `memmove` for each long piece. Short pieces it copies by numpy's
+* The quick way takes the GIL more often. It calls `memmove` for each long piece. It copies short pieces by numpy
   indexing, 512 at a time, through a buffer that stays in the cache: for a short piece, the kernel's lookup takes longer
   than the copy.
 
 The quick way is used while no other thread wants the GIL; a drop in its speed shows that one does. Pieces of a megabyte
-lose little by waiting for the GIL, so `memmove` always copies them. It copies everything if the kernel or a sandbox
-refuses the patient way's call.
+lose little by waiting for the GIL, so `memmove` always copies them. If the kernel or a sandbox refuses the patient
+way's system call, `memmove` copies everything.
 
 Batches are cut into pieces, which several threads copy. Requests wait for loads, but not for stores. So every free
 thread takes loads before stores, and only one thread at a time copies stores; it looks for loads after each piece. A
-load that arrives while stores are queued starts at once on another thread, and after at most one piece on the thread
-that copies stores.
+load that arrives while stores are queued starts at once on another thread; the thread that copies stores joins in
+after at most one piece.
 
     queue of loads    | a1 a2 a3 | b1 |        ◀── any thread
     queue of stores   | c1 c2 c3 c4 .. |       ◀── one thread, when there is no load
@@ -54,22 +54,22 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 4 * 2**20
 """Copying this much takes about 1 ms: long compared with the overhead of a piece, short compared with a load. With
-twice as much, a load is 4 % faster on an idle copier, and 5 % slower behind stores."""
+pieces twice as large, a load is 4 % faster on an idle copier, and 5 % slower behind stores."""
 
 _LOAD_THREADS = 2  # threads that copy one batch of loads; a single thread copies stores
 
 Copy = Callable[[CopyRuns], None]
 
 _PIECES = 1024  # the kernel's limit for one call
-_LONG = 2**20  # mean bytes of a piece from which memmove is faster even while the engine is busy
-_MIDDLE = 48 * 2**10  # mean bytes of a piece from which memmove is faster while the GIL is free
-_SHORT = 2**13  # mean bytes of a piece up to which indexing is faster
-_UNIT = 2**12  # most bytes of the units that indexing copies
+_LONG = 2**20  # mean piece size in bytes from which memmove is faster even while the engine is busy
+_MIDDLE = 48 * 2**10  # mean piece size in bytes from which memmove is faster while the GIL is free
+_SHORT = 2**13  # mean piece size in bytes up to which indexing is faster
+_UNIT = 2**12  # maximum size in bytes of the units that indexing copies
 _LEAST_UNIT = 2**9
 _ROWS = 512  # units that indexing copies in one call; for up to 500, numpy keeps the GIL
-_MEASURABLE = 2**21  # bytes of a copy from which its speed counts: a smaller copy may come from a cache
+_MEASURABLE = 2**21  # bytes; the speed of a smaller copy is ignored, because it may come from a cache
 _SLOWER = 2.5  # a copy this many times slower than the best has waited for the GIL, which takes as long as two copies
-_FORGET = 0.98  # factor on the best speed per copy: one copy from a cache must not count forever
+_FORGET = 0.98  # the best speed decays by this with each copy: one copy from a cache must not count forever
 
 
 class HostTicket:
@@ -97,7 +97,7 @@ class HostTicket:
         """Return the batch's state.
 
         Raises:
-            Exception: a copy raised it; nothing of the batch runs any more.
+            Exception: a copy raised it; the batch has stopped running.
         """
         if not self._has_ended:
             return TicketState.PENDING
@@ -126,8 +126,8 @@ class HostCopier:
     Args:
         executor: runs calls in order, on any number of threads.
         clock: measures the copies.
-        copy: copies in both directions; by default the fastest way for each direction.
-        piece_bytes: approximate bytes of a piece.
+        copy: the copy function for both directions; by default the fastest one for each direction.
+        piece_bytes: approximate size of a piece, in bytes.
     """
 
     slices = 0
@@ -216,7 +216,7 @@ def choose_copy(*, arena_is_target: bool = False) -> Copy:
     """Return the fastest copy function that this system allows, found by copying a few bytes.
 
     Args:
-        arena_is_target: whether it copies into the arena, which has huge pages, or out of it.
+        arena_is_target: whether the function copies into the arena, which has huge pages, or out of it.
     """
     vector = _vector_copy(far_is_target=arena_is_target)
     if vector is None:
@@ -241,7 +241,7 @@ def choose_copy(*, arena_is_target: bool = False) -> Copy:
 
 @dataclass
 class WatchfulCopy:
-    """Copies the quick way as long as that is quick, otherwise the patient way.
+    """Copies the quick way unless another thread seems to want the GIL; then copies the patient way.
 
     A thread that waits for the GIL becomes several times slower than it was before; a thread on a slow machine does
     not. A wrong guess costs a few percent of a copy's time.
@@ -298,7 +298,7 @@ def _vector_copy(*, far_is_target: bool) -> Copy | None:
     """Return the kernel's scattered copy within one process, or None if the system refuses it.
 
     The kernel looks up one side, the far one, page by page. The arena should be that side: it has huge pages if the
-    system has them, and an engine's tensors mostly do not. One call moves at most 2 GiB.
+    system supports them; an engine's tensors mostly have none. One call moves at most 2 GiB.
     """
     try:
         library = ctypes.CDLL(None, use_errno=True)

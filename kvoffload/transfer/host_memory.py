@@ -211,7 +211,7 @@ class PreferredNode:
             text = self.read(f"/sys/devices/system/node/node{self.node}/cpulist") or ""
             before = os.sched_getaffinity(0)
             os.sched_setaffinity(0, before & _processors(text))
-        except (OSError, ValueError, AttributeError):  # OSError also if the process may use none of them
+        except (OSError, ValueError, AttributeError):  # OSError also if the process may use no such processor
             return None
         return before
 
@@ -224,7 +224,7 @@ def slots_for(
     Args:
         bytes_per_rank: bytes of host memory that this rank may use.
         layout: the rank's device layout.
-        ranks: how many ranks on this machine will each take as much of the memory that is free now.
+        ranks: how many ranks on this machine will each use `bytes_per_rank` of the memory that is free now.
         read: reads the kernel's files; tests pass their own.
 
     Raises:
@@ -263,7 +263,7 @@ class MemoryLimit:
 def exceeded(needed: int, limits: Iterable[MemoryLimit]) -> MemoryLimit | None:
     """Return the tightest limit that `needed` bytes exceed, or None if they fit within all limits.
 
-    The start and the doctor both use this.
+    Both the engine's start and the doctor use this.
     """
     above = [limit for limit in limits if limit.left < needed]
     return min(above, key=lambda limit: limit.left, default=None)
@@ -328,7 +328,8 @@ def _advise(memory: mmap.mmap) -> None:
     With huge pages, scattered copies need fewer address translations. Without `MADV_DONTFORK`, each fork would copy the
     pinned pages.
 
-    khugepaged scans memory that is marked for huge pages, and holds the lock of the process's memory map meanwhile.
+    khugepaged scans memory that is marked for huge pages, and holds the lock of the process's memory map during the
+    scan.
     `MADV_COLLAPSE` would avoid the scans, but holds that lock while it waits for a kernel thread on every processor,
     which took up to 6 s beside vLLM's spinning threads.
     """

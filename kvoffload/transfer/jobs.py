@@ -58,7 +58,7 @@ class OpenJob:
 
     @property
     def is_over(self) -> bool:
-        """Whether none of its copies runs or will be started."""
+        """Whether no copy of the job is running or will be started."""
         return self.open_parts == 0 and (self.failed or self.started == len(self.job.slots))
 
     def resolve(self, ready_slots: int, blocks: int) -> None:
@@ -93,7 +93,7 @@ def _numbers(ids: Sequence[int]) -> Numbers:
 class JobLedger:
     """Accepts jobs and returns reports; each accepted job is reported exactly once.
 
-    The hook's thread accepts jobs and takes reports. That thread and the coroutine's may end jobs. Containers are
+    The hook's thread accepts jobs and takes reports. Both that thread and the coroutine's may end jobs. Containers are
     accessed only by single operations, which are atomic in Python.
     """
 
@@ -107,7 +107,7 @@ class JobLedger:
         return len(self._open)
 
     def accept(self, jobs: Sequence[DeviceJob], now: float) -> list[OpenJob]:
-        """Accept all of `jobs`, which have one direction, or none. A plan received twice must not be copied twice.
+        """Accept all of `jobs`, which have one direction, or none. Ids must increase, so no plan is copied twice.
 
         Raises:
             IllegalTransition: a job with this id or a higher one was already accepted; nothing changed.
@@ -126,8 +126,8 @@ class JobLedger:
     def end(self, open_job: OpenJob, now: float, slot_bytes: int) -> None:
         """Report a job that is over.
 
-        `queue_s` is all time without copies: waiting for the limit, the fence and the checksums, and until the end is
-        noticed.
+        `queue_s` is all time without copies: the waits for the limit, the fence and the checksums, and the delay until
+        the end is noticed.
         """
         job = open_job.job
         del self._open[job.id]

@@ -58,7 +58,7 @@ class Lane:
     A stream runs its batches in order, so a batch is queried only when its predecessor is no longer being copied. A
     batch that has not ended after `timeout_s` is set aside: it is no longer pending, later batches no longer wait for
     it, and only `reap_late` queries it, rarely. Its memory is not reused until it has ended, because its jobs are not
-    reported before.
+    reported until then.
 
     `add` may run at the same time as any other method; the other methods must exclude each other.
 

@@ -51,8 +51,8 @@ class DeviceLayout:
 
     Args:
         regions: the regions; no address appears twice.
-        meaning: what the bytes of a page mean, as far as the engine's identity does not say it: for example the
-            attention backends and the order of a cache's dimensions. Processes share blocks only if it is equal.
+        meaning: describes the bytes of a page as far as the engine's identity does not, for example by the attention
+            backends and the order of a cache's dimensions. Processes share blocks only if their meanings are equal.
 
     Raises:
         EngineContractError: there is no region, or the regions differ in their number of blocks or in their device.
@@ -162,7 +162,7 @@ def _region(tensor: torch.Tensor) -> DeviceRegion:
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether the elements fill one piece of memory, whatever the order of the dimensions."""
+    """Return whether the elements fill one piece of memory without gaps; the dimensions may be in any order."""
     expected = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1 and stride != expected:

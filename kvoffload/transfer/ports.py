@@ -18,7 +18,7 @@ HELD_COPIES = 256
 """A copier keeps the GIL while it enqueues a batch of up to this many copies, unless many are pending on the stream."""
 
 Fence: TypeAlias = object
-"""Recorded by a copier on the hook's thread; copies wait for it. Only the copier knows what it is."""
+"""Recorded by a copier on the hook's thread; copies wait for it. Opaque to all other code."""
 
 ReadText: TypeAlias = Callable[[str], str | None]
 """Returns a file's text, or None if it cannot be read."""
@@ -61,8 +61,8 @@ class Ticket(Protocol):
     def query(self) -> TicketState:
         """Return the batch's state, without blocking. Not called again once the batch has ended.
 
-        A batch whose query raises counts as failed, so a copier may raise only when nothing of the batch runs any more.
-        `DeviceLost` means that nothing of any of its batches runs any more.
+        A batch whose query raises counts as failed, so a copier may raise only once the batch has stopped running.
+        `DeviceLost` means that all batches of the copier have stopped running.
         """
         ...
 
@@ -78,13 +78,13 @@ class Copier(Protocol):
     Two threads may call `submit` at once, but never for the same direction.
 
     Attributes:
-        slices: how many parts of batches queries have started so far; stays 0 if `submit` always starts whole batches.
+        slices: how many parts of batches `Ticket.query` has started so far; 0 if `submit` always starts whole batches.
     """
 
     slices: int
 
     def fence(self) -> Fence:
-        """Return a fence behind everything that the calling thread, which is the hook's, has enqueued so far."""
+        """Return a fence behind everything that the calling thread (the hook's) has enqueued so far."""
         ...
 
     def submit(self, direction: Direction, runs: CopyRuns, fences: Sequence[Fence]) -> Ticket:

@@ -13,12 +13,12 @@ waits for them and cutting them into batches takes time.
   copier raises. The last section of this file follows one job; the sections before it decide which thread may do what,
   and when.
 * `_admission` is held while jobs are submitted, and once by `drain`, which ends submission.
-* `_reaping` guards the heads of the lanes and the number of open parts of each store. The hook only tries to take it:
-  while the coroutine holds it, the coroutine notices ends. The coroutine waits for it; the hook holds it only for a few
-  queries.
+* `_reaping` guards the heads of the lanes and the number of open parts of each store. The hook takes it only if it
+  is free; otherwise the coroutine is already handling ended batches. The coroutine waits for it, because the hook holds
+  it only for a few queries.
 * The bytes of stores in flight stay under a limit that adapts below `store_bytes_in_flight` (`AdaptiveLimit`). A batch
-  has at most half of the limit, so the copier has another batch while the end of one is being noticed. If loads and
-  stores share a resource, a load waits for at most the limit's number of bytes.
+  has at most half of the limit, so the copier has another batch while the end of the first is being noticed. If loads
+  and stores share a resource, a load waits for at most the limit's number of bytes.
 * When nothing is pending, the coroutine sleeps until a job arrives; a job that arrives while it is awake makes no
   system call. While copies are pending, the coroutine polls each lane. Its pauses double as long as nothing ends, and
   it makes none while a large batch is being started in slices.
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 log = get_logger("transfer")
 
 _CLOSING = "the pump is closing"
-_FIRST_PAUSE_S = 0.0002  # shorter than copying a few blocks takes
+_FIRST_PAUSE_S = 0.0002  # shorter than the copy of a few blocks
 LONGEST_PAUSE_S = 0.005
 """Python's thread switch interval: polling more often gains nothing while the engine's thread computes."""
 
@@ -115,7 +115,7 @@ class TransferPump:
         rank: the rank.
         arena: the rank's host memory; `close` closes it.
         copier: moves the bytes; `close` closes it.
-        clock: time, for pauses, timeouts and reports.
+        clock: the clock for pauses, timeouts and reports.
         store_bytes_in_flight: the highest limit on the bytes of submitted stores; a single block may exceed it.
         timeout_s: seconds after which a submitted batch counts as hanging.
         checksums: the checksums of the arena's slots; None if none are kept.
@@ -159,7 +159,7 @@ class TransferPump:
         """Return a fence behind all that the calling thread has enqueued on the device, or None after an error."""
         try:
             return self._copier.fence()
-        except Exception as error:  # `submit_loads` then records a later fence, which is as safe
+        except Exception as error:  # `submit_loads` then records a later fence, which is equally safe
             log.warning("fence_refused", rank=self._rank, reason=repr(error))
             return None
 
@@ -221,7 +221,7 @@ class TransferPump:
         """Return the jobs that ended since the last call and the number of ready slots, or None if nothing has changed.
 
         Args:
-            is_due: return a report in any case, because the caller has something to add.
+            is_due: return a report even if nothing has changed, because the caller has something to add.
         """
         reports = self._ledger.take_reports()
         # `is_growing` must be read first: once it is False, `ready_slots` is final.
@@ -372,7 +372,7 @@ class TransferPump:
     def _reap(self) -> bool:
         """Handle the batches that have ended; return whether there were any."""
         now = self._clock.monotonic()
-        is_load_pending = bool(self._loads)  # before loads are reaped: those ran beside the stores
+        is_load_pending = bool(self._loads)  # read before reaping: loads that end now ran beside the stores
         ended = [*self._loads.reap(now)]
         for batch in self._stores.reap(now):
             ended.append(batch)

@@ -1,8 +1,8 @@
 """Copies between the host slots of one rank and a remote tier, in batches.
 
 A batch goes through the calling thread's buffer, which is registered with the remote client. A value is verified before
-it is copied from there to a host slot. A call that hangs can change only this buffer, so its job's host slots can be
-reused. With a key, a batch also goes through a second buffer, which only this process can write.
+it is copied from the buffer to a host slot. A call that hangs can change only this buffer, so its job's host slots can
+be reused. With a key, a batch also goes through a second buffer, which only this process can write.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from kvoffload.transfer.tier_jobs import Part
 
 MOST_BLOCKS = 64
-"""Most blocks in a batch; larger batches are not faster."""
-_MOST_BYTES = 32 * 2**20  # most bytes in a batch, and so in a thread's buffer
+"""The maximum number of blocks in a batch; larger batches are not faster."""
+_MOST_BYTES = 32 * 2**20  # maximum size of a batch, and therefore of a thread's buffer, in bytes
 _LINE = 64
 
 log = get_logger("remote")
 
 
 def batch_blocks(layout: DeviceLayout) -> int:
-    """Return how many blocks one call to a remote tier copies at most."""
+    """Return the maximum number of blocks that one call to a remote tier copies."""
     return max(min(MOST_BLOCKS, _MOST_BYTES // (layout.slot_bytes + TRAILER_BYTES + _LINE)), 1)
 
 
@@ -56,10 +56,10 @@ def remote_calls(
 
     Args:
         connect: opens the connection; may raise, and may block for a while.
-        executor: its threads make the calls, and may wait for any time.
+        executor: its threads make the calls, and may block for any length of time.
         monotonic: returns the time in seconds; callable from any thread.
-        timeout_s: seconds that a call may wait in the queue, and again as many that it may take.
-        who: log fields that say whose calls these are.
+        timeout_s: how many seconds a call may wait in the queue, and how many it may then take.
+        who: log fields that identify the owner of the calls.
     """
     return BlockingCalls(connect, executor, monotonic, Breaker(log.bind(**who)), timeout_s)
 
@@ -110,8 +110,8 @@ class RemoteMover:
                 seal(value, shard.name(job.targets[position]), self._layout, self._key)
             find_corrupt(part, self._checksums, log)
         self._copy(own, buffers)
-        # After the copies: if the slots hold other blocks by now, their bytes must not be written under these blocks'
-        # names.
+        # Checked after the copies: if the slots have been reused, the copied bytes must not be written under the names
+        # of the part's blocks.
         call.check()
         values = {
             position: value
@@ -151,7 +151,7 @@ class RemoteMover:
         return part
 
     def _values(self, store: RemoteStore | None, count: int) -> list[memoryview]:
-        """Return room for `count` values in the thread's buffer. Register that with `store`, unless `store` is None."""
+        """Return space for `count` values in the thread's buffer. If `store` is given, register the buffer there."""
         own = self._buffers
         buffer: memoryview | None = getattr(own, "buffer", None)
         if buffer is None:
@@ -165,8 +165,8 @@ class RemoteMover:
     def _own(self, count: int) -> list[memoryview]:
         """Return the calling thread's memory in which values are sealed and verified.
 
-        With a key, this is not the registered memory: Mooncake lets other machines write there at any time, even
-        between the verification and the copy.
+        With a key, this memory is not registered: Mooncake lets other machines write to registered memory at any time,
+        even between the verification and the copy.
         """
         if self._key is None:
             return self._values(None, count)

@@ -1,6 +1,6 @@
 """Turns pairs of slots and blocks into the fewest contiguous copies.
 
-A block has a page in each region, and so has a slot. A chunk of host memory is region-major, so the pages of
+Both a block and a slot have one page in each region. A chunk of host memory is region-major, so the pages of
 consecutive slots are adjacent in every region:
 
     device, region 0   | b4 | b5 | b6 | b7 |          host chunk   | region 0: s0 s1 s2 s3 | region 1: s0 s1 s2 s3 |
@@ -108,7 +108,7 @@ def pieces_at(address: int, count: int, width: int) -> NDArray[np.void]:
 
 
 def geometry_of(layout: DeviceLayout, chunk_slots: int) -> Geometry:
-    """Return the geometry of `layout`, without chunks."""
+    """Return the geometry of `layout`, with no host chunks yet."""
     regions = layout.regions
     return Geometry(
         page=np.array(layout.page_bytes, np.int64),
@@ -120,7 +120,7 @@ def geometry_of(layout: DeviceLayout, chunk_slots: int) -> Geometry:
 
 
 def merge_runs(geometry: Geometry, direction: Direction, slots: Numbers, blocks: Numbers) -> CopyRuns:
-    """Return the copies between `slots[i]` and `blocks[i]` for every `i`; all must be in range."""
+    """Return the copies between `slots[i]` and `blocks[i]` for every `i`; all slots and blocks must be in range."""
     slots, blocks = _sorted_by_block(slots, blocks)
     chunks = slots // geometry.chunk_slots
     places = slots - chunks * geometry.chunk_slots  # `np.divmod` takes five times as long as these two lines

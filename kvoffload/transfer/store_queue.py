@@ -69,7 +69,7 @@ class StoreQueue:
         return parts
 
     def batch_ended(self, batch: Batch, now: float, *, is_load_pending: bool) -> None:
-        """Adapt the limit to the speed of an ended batch, compared with batches whose copies are about as long.
+        """Adapt the limit to the speed of an ended batch, compared with batches whose copies are about as large.
 
         Args:
             batch: the batch, which did not fail.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TierReport(NamedTuple):
-    """What a rank reports about a tier.
+    """A rank's report about one tier.
 
     Args:
         jobs: reports of the jobs that ended since the last report.
@@ -45,7 +45,7 @@ class Part:
         job: the job.
         positions: positions of these blocks in the job, in the order in which they are copied.
         whole: positions that were copied successfully.
-        corrupt: positions whose bytes differ from those that were stored.
+        corrupt: positions whose bytes differ from the stored ones.
         under_call: positions whose slots a hanging call may still change: file slots in a spill, host slots in a fetch.
         sums: for a spill to the disk, the checksums by position.
     """
@@ -87,7 +87,7 @@ class Mover(Protocol):
         """Read a part's blocks into memory that only this call uses, and verify them."""
 
     def fill(self, part: Part) -> Part:
-        """Copy the correct blocks into their host slots, which are still the job's: this thread took the token."""
+        """Copy the correct blocks into their host slots, which still belong to the job: this thread took the token."""
 
 
 @dataclass(slots=True, eq=False)
@@ -99,8 +99,8 @@ class _OpenJob:
         accepted_at: when the job was submitted.
         open_parts: how many parts have not ended.
         began, ended: when the first of its calls began, and when the last one ended.
-        whole, corrupt: positions that were copied successfully and corrupt positions, from all parts that have ended.
-        missing: the other positions of these parts. Cancelled parts are left out, because the tier may have their
+        whole, corrupt: the positions copied successfully and the corrupt positions, in all parts that have ended.
+        missing: the other positions in ended parts. Cancelled parts are left out, because the tier may have their
             blocks.
         stuck: positions whose slots hanging calls may still change.
         sums: checksums by position.
@@ -120,7 +120,7 @@ class _OpenJob:
     is_cancelled: bool = False
 
     def note(self, part: Part, call: Call) -> None:
-        """Add an ended part. Its results count only if its call succeeded; otherwise a thread may still write."""
+        """Add an ended part. Its results count only if its call succeeded; otherwise a thread may still change them."""
         self.open_parts -= 1
         if call.was_made:
             self.began = min(self.began, call.began)
@@ -193,11 +193,11 @@ class TierJobs:
                 self.calls.submit(partial(copy, part), ended, use, is_write=is_put, job=job.id)
 
     def cancel(self, jobs: Collection[JobId]) -> None:
-        """Start no more reads of these fetches, because no request waits for them any more."""
+        """Start no more reads for these fetches, because no request waits for them any more."""
         self.calls.cancel(jobs)
 
     def take(self) -> TierReport | None:
-        """Return the report since the last call, or None while it is not known whether the tier can be used."""
+        """Report the jobs that ended since the last call. Return None until it is known whether the tier works."""
         self.calls.poll()
         return self._report()
 
