@@ -45,7 +45,7 @@ class AttentionInput:
     """The input of one attention group for a step."""
 
     write_blocks: torch.Tensor  # int64 [tokens]: the block to which each new token's KV is written
-    write_offsets: torch.Tensor  # int64 [tokens]: the token's place in that block
+    write_offsets: torch.Tensor  # int64 [tokens]: the token's offset in that block
     spans: tuple[Span, ...]
 
 

@@ -80,7 +80,7 @@ class BlockPool:
         self._unrefer(self._held, list(blocks))
 
     def index(self, block: int, key: bytes) -> None:
-        """Make `block` findable by `key`. Its contents must be confirmed."""
+        """Make `block` findable by `key`. The block's contents must be confirmed."""
         self._drop_key(block)
         self._keys[block] = key
         self._index.setdefault(key, {})[block] = None
@@ -104,7 +104,7 @@ class BlockPool:
         self._unrefer(self._leased, list(blocks))
 
     def key_of(self, block: int) -> bytes | None:
-        """Return the key of the block's contents; None while they are not certain."""
+        """Return the key of the block's contents; None while the contents are not confirmed."""
         return self._keys.get(block)
 
     def cached_block(self, key: bytes) -> int | None:

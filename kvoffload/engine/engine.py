@@ -132,7 +132,7 @@ class Engine:
             self._end(self._open[request_id][0], error=None)
 
     def preempt(self, request_id: str) -> bool:
-        """Take a running request's blocks away and compute it again later. Return False if it is not running."""
+        """Take a running request's blocks away to compute it again later. Return False if it is not running."""
         request, _ = self._open.get(request_id, (None, None))
         if request is None or request.state is not RequestState.RUNNING:
             return False
@@ -189,7 +189,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End open requests and shut the plugin down, without waiting for anything. For engines driven by hand."""
+        """End open requests and shut the plugin down, without waiting for anything, in an engine driven by hand."""
         self._refuse_all(EngineStopped("the engine has stopped"))
         self._shut_down()
 

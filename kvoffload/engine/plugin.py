@@ -113,7 +113,7 @@ class SchedulerPlugin:
 
     * `request_id`, `num_tokens` and `num_prompt_tokens`;
     * `keys(group)`: the keys of all full blocks;
-    * `confirmed_tokens`: the number of tokens whose KV is certainly in the request's blocks;
+    * `confirmed_tokens`: the number of tokens whose KV is known to be in the request's blocks;
     * `shared_tokens`: the number of tokens that full-attention blocks on the device cover, even if the device has no
       recurrent state after them;
     * `trace_parent`: the caller's W3C `traceparent`, unchecked, or None.

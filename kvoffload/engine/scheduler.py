@@ -137,7 +137,7 @@ class Scheduler:
         """Let requests run whose load succeeded, and put those whose load failed back in the queue."""
         for request_id in results.loaded:
             self._load_ended(request_id, self._run_loaded)
-        for request_id in reversed(results.failed):  # so that the first of them is first in the queue
+        for request_id in reversed(results.failed):  # the first one must become the queue's head
             self._load_ended(request_id, self._retry)
 
     def audit(self, pool: BlockPool) -> list[str]:

@@ -29,7 +29,7 @@ class PrefixHit:
 
     blocks: int
     tables: tuple[tuple[int, ...], ...]
-    full_blocks: int = 0  # length of the prefix in the full-attention groups alone, which may be longer
+    full_blocks: int = 0  # blocks of the prefix found in the full-attention groups, which may be longer
 
 
 class BlockTables:
@@ -85,7 +85,8 @@ class BlockTables:
     def states_made(self, request: Request, end: int) -> list[StateMade]:
         """Index and return the recurrent states that a step up to `end` writes; none if it ends inside a block.
 
-        Call it after the step's last prefix search: until the forward pass has run, an indexed state lacks its bytes.
+        Call it after the step's last prefix search: an indexed block does not hold its state until the forward pass has
+        run.
         """
         position, rest = divmod(end, self._block_tokens)
         if rest:
@@ -143,7 +144,7 @@ class BlockTables:
     def _missing(self, group: GroupFacts, positions: int, confirmed: int) -> int:
         """Return how many new blocks a table needs to grow by `positions`.
 
-        A recurrent group keeps writing to its block until that is complete.
+        A recurrent group keeps writing to its block until the block is complete.
         """
         if group.kind != "recurrent":
             return positions

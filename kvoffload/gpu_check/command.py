@@ -92,13 +92,13 @@ def run(args: argparse.Namespace) -> int:
     chosen = _chosen(args.only)
     log = args.output.with_suffix(".log")
     with written(log):
-        pass  # empties the log, and fails now if a folder or a permission is missing
+        pass  # empties the log; fails early if a folder or a permission is missing
     about, found = _about(options), list[Line]()
     for line in (line for part in chosen for line in lines_of(part, options, log)):
         if not found and line.is_met is False:
             raise CommandError(f"there is no GPU to check: {line.words}")
         found.append(_judged(line, found))
-        with written(args.output) as file:  # before printing: every printed line is already on disk
+        with written(args.output) as file:  # write before printing, so that every printed line is on disk
             json.dump({**about, "lines": [_plain(one) for one in found]}, file, indent=1)
         print(json.dumps(_plain(found[-1])) if args.json else found[-1].text, flush=True)
         if line.is_last:
@@ -114,7 +114,7 @@ def exit_code(lines: Iterable[Line]) -> Exit:
 
 
 def _judged(line: Line, before: Sequence[Line]) -> Line:
-    """Return the line, without a verdict if it is a time or speed of the emulated driver (named in the first line)."""
+    """Return the line, without a verdict if it is a time or speed on the emulated driver, named in the first line."""
     if before and before[0].words.startswith(_EMULATED) and line.unit:
         return replace(line, what=f"{line.what} ({_EMULATED})", is_met=None)
     return line

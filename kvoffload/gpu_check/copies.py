@@ -22,7 +22,7 @@ from kvoffload.transfer.host_memory import read_file
 _PIECES = (4096, 33_808)  # bytes: one step of the page kernel, and eight steps with a remainder
 _SHORT = tuple(kib << 10 for kib in (4, 8, 16, 24, 32, 64))
 _LONG = (256 << 10, 1 << 20)
-# By piece size: the share of a large copy's speed to reach in one direction.
+# For each piece size: the share of a large copy's speed that copies in one direction should reach.
 _GOALS = {4 << 10: None, 64 << 10: 0.9, 1 << 20: 0.95}
 _BOTH_WAYS = 0.9
 _AS_FAST = 0.95
@@ -34,7 +34,7 @@ _PROFILED = 8 << 10
 _UNKNOWN = GpuProfile()
 
 
-_Medians = dict[tuple[Direction, int], float]  # GB/s, by direction and bytes of a piece
+_Medians = dict[tuple[Direction, int], float]  # GB/s, by direction and piece size in bytes
 _ATTRIBUTES = {
     "capability": 75,
     "copy engines": 40,
@@ -95,7 +95,7 @@ def _compared(
 
 
 def speeds(options: Options) -> Iterator[Line]:
-    """Yield the speed of each way of copying by piece size, and of the way that the copier itself chooses."""
+    """Yield, for each piece size, the speed of each way of copying and of the way that the copier itself chooses."""
     rig = Rig(options)
     engine: _Medians = {}
     large = {ways: rig.speeds(options.size, ways) for ways in _WAYS}
@@ -147,8 +147,8 @@ def _one_by_one(options: Options) -> Iterator[Line]:
 def profile(options: Options) -> Iterator[Line]:
     """Measure how to use the page kernel best on this card, and write the profile that engines read when they start.
 
-    It takes the smallest number of thread blocks that is nearly as fast as the fastest, to leave as much of the device
-    as possible to the engine's own kernels.
+    The profile gets the smallest number of thread blocks that is nearly as fast as the fastest, to leave as much of the
+    device as possible to the engine's own kernels.
     """
     rig = Rig(options)
     rig.with_profile(_UNKNOWN, *Direction)

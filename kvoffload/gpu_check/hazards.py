@@ -69,7 +69,7 @@ def captures(options: Options) -> Iterator[Line]:
 
 
 def _captured(rig: Rig, call: Callable[[], object]) -> str:
-    """Return three codes: of the capture's begin, of a call on another thread during the capture, and of its end."""
+    """Return the error codes of beginning a capture, of `call` on another thread meanwhile, and of ending it."""
     library = rig.driver.library
     graph = ctypes.c_void_p()
     found: list[object] = ["none"]  # stays "none" if the call hangs

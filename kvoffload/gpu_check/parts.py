@@ -35,9 +35,9 @@ class Options:
 
     Args:
         device: the GPU, as torch names it.
-        mib: MiB of one large copy; host and device get twice as much memory each.
+        mib: the size of one large copy, in MiB; host and device get twice as much memory each.
         repeats: how often each measurement is repeated.
-        host_gib: host memory of an engine, in GiB.
+        host_gib: the host memory that an engine offloads to, in GiB.
     """
 
     device: str
@@ -47,7 +47,7 @@ class Options:
 
     @property
     def size(self) -> int:
-        """Bytes of one large copy."""
+        """The size of one large copy, in bytes."""
         return self.mib << 20
 
 
@@ -56,11 +56,11 @@ class Part:
     """One part of the check, which runs in its own process.
 
     Args:
-        what: its subject, for the line that says how it failed.
+        what: the part's subject, with which the line about its failure begins.
         where: the function that yields its lines, as MODULE:FUNCTION.
         limit_s: seconds after which the process is killed.
         arguments: the function's arguments after the options.
-        is_check: whether its failure means that nothing should be offloaded on this machine.
+        is_check: whether a failure of this part means that nothing should be offloaded on this machine.
     """
 
     what: str
@@ -126,7 +126,7 @@ def measured(
     at_most: float | None = None,
     is_check: bool = False,
 ) -> Line:
-    """Return the line for at least one sample, whose median is compared with the goal."""
+    """Return the line for one or more samples, comparing their median with the goal."""
     median = statistics.median(samples)
     target, is_met = "", None
     if at_least is not None:
@@ -137,7 +137,7 @@ def measured(
 
 
 def in_words(what: str, words: str, wanted: str) -> Line:
-    """Return the line for an answer in words, whose goal is met if it equals `wanted`."""
+    """Return the line for an answer in words; the goal is met if `words` equals `wanted`."""
     return Line(what, words=words, target=wanted, is_met=words == wanted)
 
 
@@ -198,7 +198,7 @@ def lines_of(part: Part, options: Options, log: Path) -> Iterator[Line]:
 
 
 def _problem(code: int | None, limit_s: float, log: Path, began: int) -> str:
-    """Return how a part failed, with the end of its output; empty if it succeeded."""
+    """Describe how a part failed, with the end of its output; return an empty text if it succeeded."""
     if code == 0:
         return ""
     if code is None:

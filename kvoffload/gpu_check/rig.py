@@ -1,4 +1,4 @@
-"""Host and device memory of one GPU, and copies between them, made by the copier that ships.
+"""Host and device memory of one GPU, and copies between them, made by the copier that workers use.
 
 Host memory is allocated like the arena's. Host and device have twice `Options.size` each: loads use the first half,
 stores the second, so that both can run at the same time.
@@ -103,7 +103,7 @@ class Rig:
         return max(ticket.copy_seconds or 0.0 for ticket in tickets)
 
     def speeds(self, piece: int, ways: Sequence[Direction]) -> list[float]:
-        """Return the GB/s of copying all memory in pieces of `piece` bytes, in all directions of `ways` at once."""
+        """Copy all memory in pieces of `piece` bytes, in all `ways` at once; return the GB/s of each repeat."""
         found = []
         for repeat in range(self.repeats + 1):
             runs = [(way, self.runs(way, piece)) for way in ways]
@@ -116,7 +116,7 @@ class Rig:
         """Copy random bytes to the device and back to another place; return how many come back wrong.
 
         Args:
-            piece: bytes of each copy; as many copies are made as fit.
+            piece: the size of each copy, in bytes; as many copies are made as fit into the memory.
 
         Raises:
             CopyError: the driver refuses copies.

@@ -93,8 +93,8 @@ def measure(
     """Start both engines and compare them.
 
     Args:
-        what: how each line begins.
-        host_bytes: host memory of the engine that offloads.
+        what: the prefix of each output line.
+        host_bytes: the size of the host memory that one of the engines offloads to.
         shape: entries of the model's configuration that replace those of `write_model`.
         options: vLLM's options for both engines.
     """

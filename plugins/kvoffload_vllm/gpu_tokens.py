@@ -47,7 +47,7 @@ _SHAPE: Mapping[str, Any] = {
 _LEAST_LIMIT = 0.05
 _TIMES_NOISE = 3
 _MOST_NOISE = 0.2
-_NOT_A_NUMBER = 1e6  # counts as the difference if a log-probability is infinite or NaN
+_NOT_A_NUMBER = 1e6  # the difference if a log-probability is infinite or NaN
 _HERE = "kvoffload_vllm.gpu_tokens"
 _ENGINE_S = 150
 _PINNING_S = 90
@@ -86,7 +86,7 @@ def lines(options: Options) -> Iterator[Line]:
     os.environ.update(ENVIRONMENT)
     few = {"host_bytes": _FEW_BYTES}
     with_graphs: dict[str, dict[str, Any]] = {
-        "": {"host_bytes": options.host_gib << 30},  # takes so long to pin that graphs are captured meanwhile
+        "": {"host_bytes": options.host_gib << 30},  # pinning this much overlaps the capture of graphs
         ', layout "blocks"': {**few, "layout": "blocks"},
         ', batch_copies "off"': {**few, "batch_copies": "off"},
     }
@@ -133,7 +133,7 @@ def plain(
         model: the model's folder.
         target: the file for the answers.
         engine: vLLM's options.
-        what: how each line begins.
+        what: the prefix of each output line.
     """
     with closing(_engine(model, engine, None)) as vllm:
         answers, again = _answers(vllm), _answers(vllm, at_once=_FEWER_PROMPTS)
@@ -158,7 +158,7 @@ def offloading(
         model: the model's folder.
         expected: the file with the answers of a vLLM without kvoffload.
         engine: vLLM's options.
-        what: how each line begins.
+        what: the prefix of each output line.
         settings: kvoffload's settings.
 
     Raises:

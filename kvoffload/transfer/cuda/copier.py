@@ -9,21 +9,22 @@ Stream priorities affect the page kernel only. Copy engines ignore them.
 
 The fence is an event that the hook's own thread records on its current stream. Both directions wait for it: a store
 must read after the forward pass has written, and a load must write after earlier kernels have read or zeroed the
-block. A host slot needs no fence: it is loaded only after its store was seen to end.
+block. A host slot needs no fence: it is loaded only after its store is known to have ended.
 
 The start event is recorded behind the waits, so the two events time the copies only. Nothing here waits for the
-device. Both events exist before anything is enqueued. If recording the end event fails, the batch stays pending, and
-each query tries again.
+device. Both events are created before anything is enqueued. If recording the end event fails, the batch stays pending,
+and each query tries again.
 
-A batch is enqueued in slices, as far as its stream has room: a call on a full stream would block, on the store stream
-for a whole forward pass. A load is submitted on the engine's thread, which enqueues one slice. Each later query
-enqueues more: one slice on the engine's thread, a few on the transfer coroutine's thread, which starts to query at
-once. Later batches may overtake the remaining slices. That is safe: the stream has already waited for this batch's
-fences, its blocks stay leased until its last slice has ended, and its end event is recorded behind that slice.
+A batch is enqueued in slices, only while its stream has room: a call on a full stream would block, and on the store
+stream it could block for a whole forward pass. A load is submitted on the engine's thread, which enqueues one slice.
+Each later query enqueues more: one slice on the engine's thread, a few on the transfer coroutine's thread, which starts
+querying immediately. Later batches may overtake the remaining slices. That is safe: the stream has already waited for
+this batch's fences, its blocks stay leased until its last slice has ended, and its end event is recorded behind that
+slice.
 
 Slices for the page kernel come first. When all descriptor buffers are in use, these slices wait for a free one.
 
-`kvoffload gpu-check` measures how to use the kernel best, once for each card and driver, and writes the result to a
+`kvoffload gpu-check` measures the best settings for the kernel, once for each card and driver, and writes them to a
 file:
 
     ~/.cache/kvoffload/nvidia-h100-80gb-hbm3-cuda-13-0.json     {"programs": 12, "fewest": 32, "stores": false}
@@ -77,8 +78,8 @@ class GpuProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the page kernel is used. The defaults were chosen without measuring on a device.
 
     Args:
-        programs: thread blocks of a launch. 32 keep 128 KiB in flight, about twice what fills a bus with 50 GB/s and a
-            latency of 1.2 us.
+        programs: the number of thread blocks per launch. 32 thread blocks keep 128 KiB in flight, about twice as much
+            as a bus with 50 GB/s and a latency of 1.2 us needs.
         fewest: the smallest number of short copies in a batch that is worth a launch.
         stores: whether stores use the kernel; its thread blocks take multiprocessors from the forward pass.
     """
@@ -119,7 +120,7 @@ class _Slice(NamedTuple):
 
     Args:
         runs: the copies.
-        by_kernel: whether the page kernel makes them, instead of the copy engine.
+        by_kernel: whether the page kernel makes the copies; otherwise the copy engine does.
     """
 
     runs: CopyRuns
@@ -132,7 +133,7 @@ class CudaTicket:
     Args:
         copier: the copier that submits this batch.
         direction: the direction of all its copies.
-        left: the slices to enqueue; the first ones are enqueued at once.
+        left: the slices to enqueue; the first ones are enqueued immediately.
         fences: events that all copies wait for.
 
     Raises:
@@ -199,7 +200,7 @@ class CudaTicket:
         slices = 1 if is_hook else _SLICES_BESIDE
         while self._left and enqueued < slices and self._enqueue_one(may_wait=not is_hook):
             enqueued += 1
-            with contextlib.suppress(Exception):  # a later mark will do, and queries retry the end event
+            with contextlib.suppress(Exception):  # a later mark is enough; queries retry the end event
                 if self._left:
                     self._mark()
                 else:
@@ -336,7 +337,7 @@ def split(runs: CopyRuns, below: int, fewest: int) -> tuple[CopyRuns, CopyRuns]:
 
     Args:
         runs: the copies of one batch.
-        below: the size of a run, in bytes, from which the copy engine is as fast.
+        below: the run size in bytes from which the copy engine is as fast as the kernel.
         fewest: the smallest number of short copies that is worth a launch.
     """
     is_short = (runs.size < below) & ((runs.target | runs.source) % _ALIGNED == 0)

@@ -40,10 +40,10 @@ log = get_logger("transfer")
 SCRATCH_BYTES = 8 * 2**20
 _PIECES: tuple[int, ...] = tuple(2**power for power in range(11, 19))  # 2 KiB to 256 KiB
 _REPEATS = 5
-_WINS = 0.95  # the kernel wins with less than this share of the engine's time; a smaller lead is noise
-_LONGEST_S = 5.0  # time limit for all measuring, without compiling the kernel
+_WINS = 0.95  # the kernel wins if it takes less than this share of the copy engine's time; a smaller lead is noise
+_LONGEST_S = 5.0  # time limit for all measurements, not counting the kernel's compilation
 _PATIENCE_S = 10.0  # time limit for one batch
-_MARGIN = 1.5  # the covering copies last this many times as long as enqueuing last took
+_MARGIN = 1.5  # covering copies must last this many times as long as enqueuing the previous batch took
 _MOST_COVERS = 64
 
 
@@ -75,7 +75,7 @@ def learn(copier: CudaCopier, device: str) -> None:
 
 @dataclass
 class Trial:
-    """Times batches that the page kernel or the copy engine makes, by the device's own events.
+    """Uses the device's own events to time batches made by the page kernel or the copy engine.
 
     Args:
         driver: the driver that makes the copies.

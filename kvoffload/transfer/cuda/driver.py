@@ -3,8 +3,8 @@
 torch provides one number, the handle of the engine's current stream. Everything else is our own:
 
 * streams, because torch's come from a pool of 32 that other code uses too, with one priority only;
-* events, because torch creates an event when it is first recorded, and copies may be running by that time;
-* registration of memory, because the CUDA runtime keeps a refusal as an error, which torch's next check would find.
+* events, because torch creates an event when it is first recorded, when copies may already be running;
+* memory registration, because the CUDA runtime keeps a refusal as an error, which torch's next check would find.
 
 Each method makes the device's context current on the calling thread, and puts every thread but the engine's into the
 relaxed capture mode. Otherwise, while some thread captures a graph, a call that is unsafe during captures would fail
@@ -12,7 +12,7 @@ and spoil the graph.
 
 A call that enqueues an operation blocks if the stream's command buffer is full, and our streams wait behind fences for
 whole forward passes. So the driver counts the operations pending on each stream: when an event has passed, everything
-before it has ended. A call keeps the GIL only if there is certainly room. Copiers ask `has_room` before they enqueue
+before it has ended. A call keeps the GIL only if this count guarantees room. Copiers ask `has_room` before they enqueue
 more.
 """
 
@@ -46,15 +46,15 @@ if TYPE_CHECKING:
 log = get_logger("transfer")
 
 KERNEL_COPIES = 8192
-"""The most copies that one launch of the page kernel makes."""
+"""The maximum number of copies in one launch of the page kernel."""
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 _BLACKWELL = 10  # batches of many copies were reported to crash or hang on these devices
-# Copies in one batch call: they fit into `_ROOM`, and a call with 51,828 copies was reported to crash a driver.
+# The most copies in one batch call. They fit into `_ROOM`; a call with 51,828 copies was reported to crash a driver.
 _SLICE = 512
-_CALLS = 256  # copies per slice if each takes a call of its own; they take about a millisecond
+_CALLS = 256  # copies per slice if each is enqueued by a separate call; these calls take about a millisecond
 # The most operations pending on a stream: about 1,000 launches are known to fit. A copy in a batch may take as much
 # room as a launch, so it counts as one operation.
 _ROOM = 768
@@ -104,7 +104,7 @@ class Event:
 class _Queue:
     """Counts the operations enqueued on one of our streams.
 
-    Two threads that count at the same time may lose operations; the next event that passes corrects the number pending.
+    Two threads that count at the same time may lose operations; the next event that passes corrects the pending count.
 
     Args:
         enqueued: operations enqueued so far.
@@ -244,11 +244,11 @@ class NvidiaDriver:
             queue.waiting = queue.enqueued
 
     def has_passed(self, event: Event) -> bool:
-        """Whether all work before `event` is done.
+        """Return whether all work before `event` is done.
 
         Raises:
             DeviceLost: the device runs nothing more for this process.
-            CudaError: the driver refused the query, which says nothing about the work.
+            CudaError: the driver refused the query, so it is unknown whether the work is done.
         """
         self.enter()
         code = self.library.query_event(event.handle)
@@ -315,7 +315,7 @@ class NvidiaDriver:
 
     @contextmanager
     def scratch(self, size: int, stream: int) -> Iterator[CudaScratch]:
-        """Lend `size` bytes of device memory and twice as many of host memory, for work on `stream` only.
+        """Lend `size` bytes of device memory and twice as much host memory, for work on `stream` only.
 
         The device memory comes from the driver's own pool: torch's pool would keep it, and may lend memory that
         another stream still uses. The host memory stays pinned.
@@ -394,8 +394,8 @@ class NvidiaDriver:
     def _keeps_lock(self, stream: int, operations: int) -> bool:
         """Count `operations` as enqueued; return whether to keep the GIL during the call that enqueues them.
 
-        Short calls keep the GIL, so that no wait for it falls between a batch's events. Calls that may block release
-        it, and so do calls on the engine's streams, because only the engine knows what is pending there.
+        Short calls keep the GIL, so that no wait for the GIL falls between a batch's events. Calls that may block
+        release it. So do calls on the engine's streams, because only the engine knows how much is pending there.
         """
         queue = self._queues.get(stream)
         if queue is None:
@@ -406,7 +406,7 @@ class NvidiaDriver:
     def _copy_in_batches(
         self, call: Mapping[bool, Callable[..., int]], direction: Direction, runs: CopyRuns, stream: int
     ) -> None:
-        """Enqueue the copies in slices. One set of attributes applies to each slice, from its copy 0 on."""
+        """Enqueue the copies in slices. One set of attributes applies to all copies of a slice."""
         columns = [np.ascontiguousarray(column) for column in (runs.target, runs.source, runs.size)]
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
         rest = self._attributes[direction], ctypes.byref(first), 1, ctypes.byref(failed), stream

@@ -114,7 +114,7 @@ class CudaLibrary:
         raise AttributeError(f"{name} is not among the functions that were bound")
 
     def batch_copy(self) -> Mapping[bool, Callable[..., int]] | None:
-        """Return the batched copy function by whether it holds the GIL; None for drivers before 12.8."""
+        """Return the batched copy function, keyed by whether it holds the GIL; None for drivers before 12.8."""
         if self._get_address is None:
             return None
         found, status = c_void_p(), c_int()
@@ -139,7 +139,7 @@ class CudaLibrary:
 
 
 def _typed(function: Any, types: tuple[Any, ...]) -> Any:  # noqa: ANN401  # ctypes has no types for these
-    """Set a function's types and return it. Each look-up in a library makes a new object, so no other one changes."""
+    """Set a function's types and return it. Each look-up makes a new object, so other look-ups are unaffected."""
     function.argtypes = types
     function.restype = c_int
     return function

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _WORDS = 512  # eight-byte words that a program has in flight
 _WARPS = 4
-_BUFFERS = 8  # the most launches in flight on one stream
+_BUFFERS = 8  # the maximum number of launches in flight on one stream
 _ROW_BYTES = 24
 
 
@@ -65,7 +65,7 @@ class PageKernel:
     Args:
         driver: the device's driver, with its context current on the calling thread.
         stream: handle of the stream.
-        programs: the most thread blocks of a launch.
+        programs: the maximum number of thread blocks per launch.
 
     Raises:
         Exception: the kernel does not compile or load, or an allocation fails.
@@ -103,11 +103,11 @@ class PageKernel:
         launch = self._launchers[min(len(self._launchers), count) - 1]
         launch(buffer.target, count, _WORDS, stream=self._stream)
         self._driver.record(buffer.end, self._stream)
-        self._buffers.append(buffer)  # after an error it is dropped: the device may still read it
+        self._buffers.append(buffer)  # after an error the buffer is dropped: the device may still read it
 
     def _free_buffer(self) -> _Buffer:
         """Remove and return the oldest buffer, whose launch must have ended; raise `BufferError` if there is none."""
-        with suppress(IndexError):  # none is left while other threads use them, or after failed launches
+        with suppress(IndexError):  # other threads use all buffers, or failed launches dropped them
             buffer = self._buffers.popleft()
             with suppress(CudaError):  # if the query is refused, a later call repeats it
                 if self._driver.has_passed(buffer.end):
