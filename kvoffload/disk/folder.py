@@ -1,7 +1,7 @@
 """The folders of the disk tier: one for each fingerprint, and in it one for each replica.
 
 disk_path/                       weights.json: digests of weight files
-    <fingerprint>/               identity.json: the parts of the fingerprint, readable by people
+    <fingerprint>/               identity.json: the parts of the fingerprint, human-readable
         replica0/                lock, index, slots0, slots1, ...
 """
 
@@ -20,7 +20,7 @@ from kvoffload.disk.open_folder import OpenFolder, close_locked, lock, open_root
 from kvoffload.model.errors import DiskError
 
 _LOCK = "lock"
-_LONGEST_HOLDER = 200  # characters of the lock file that an error quotes
+_LONGEST_HOLDER = 200  # the most characters of the lock file that an error quotes
 
 
 @dataclass(frozen=True, slots=True)

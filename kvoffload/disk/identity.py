@@ -30,7 +30,7 @@ class KVIdentity:
         parallel: how the model is spread over ranks.
         settings: other settings that change KV values: data types of weights and KV, quantization, overrides
             of the model.
-        groups: kind, tokens per block, reach in tokens and lookahead of each KV cache group.
+        groups: for each KV cache group its kind, tokens per block, reach in tokens and lookahead flag.
     """
 
     engine: str
@@ -57,7 +57,7 @@ def with_key(identity: KVIdentity, key: TierKey | None) -> KVIdentity:
 
 
 def index_key(identity: KVIdentity, key: TierKey | None) -> TierKey | None:
-    """Return a key that authenticates only the index of this KV."""
+    """Derive the key that authenticates the index of this KV; None without a tier key."""
     return None if key is None else key.of(identity.fingerprint)
 
 

@@ -8,7 +8,7 @@
 The index is a log of three events: a slot was filled with a block (put), invalidated, or read (use). The
 checksum of a batch covers its number and the log's generation, so that a batch from an older log or at
 another position is rejected. With a key, the checksums of the header, the batches and the ranks' shards are
-MACs, so that an index by another writer is rejected. Reading stops at the first incomplete batch. Lost
+MACs, so that an index from a writer without the key is rejected. Reading stops at the first incomplete batch. Lost
 records cost hits, never correctness: a slot whose invalidation is lost is still indexed under its old block,
 but its bytes do not match that block's checksums.
 
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 INDEX_NAME, _NEW = "index", "index.new"
 _MAGIC, _VERSION = b"KVOINDEX", 2
-_HEADER = struct.Struct("<8sIH16s")  # magic, version, ranks, generation; then the files' ids
-_BATCH = struct.Struct("<IIQ8s")  # magic, bytes of the records, number, checksum
+_HEADER = struct.Struct("<8sIH16s")  # magic, version, ranks, generation; the slot files' ids follow
+_BATCH = struct.Struct("<IIQ8s")  # magic, length of the records in bytes, batch number, checksum
 _BATCH_MAGIC = 0x4B564F42
 _SUM_BYTES = 8
 _NUMBER = struct.Struct("<Q")
@@ -54,9 +54,9 @@ _ID_BYTES = 16
 _KEY_BYTES = 64
 _PUT, _INVALIDATE, _USE = 1, 2, 3
 _MOST_RECORDS = 4096
-"""The most records in one batch of a rewritten index. The batches before a damaged one can still be read."""
-_LEAST_GARBAGE = 2**16  # records without effect; rewriting pays only with at least so many
-_MOST_UNWRITTEN = 2**20  # allowance for records that pile up while the disk hangs, then are appended together
+"""The most records in one batch of a rewritten index. Only batches before a damaged one can still be read."""
+_LEAST_GARBAGE = 2**16  # rewriting pays only if more than this many records are obsolete
+_MOST_UNWRITTEN = 2**20  # allowance for records that queue up while the disk hangs
 _HEAD_BYTES = 2**16  # room for the ids of 4,000 ranks' files
 
 
@@ -102,7 +102,7 @@ class Entries:
     def puts(self, start: int = 0, end: int | None = None) -> list[Put]:
         """Return the entries from `start` to `end` as put records."""
         part = self.records[start:end]
-        raw = part["key"].tobytes()  # all keys at once: one by one takes ten times as long
+        raw = part["key"].tobytes()  # converting keys one by one takes ten times as long
         sizes = zip(range(0, len(raw), _KEY_BYTES), part["key_bytes"].tolist(), strict=True)
         keys: list[Any] = [raw[place : place + size] for place, size in sizes]
         sums: Iterable[tuple[int, ...]] = zip(*part["sums"].T.tolist(), strict=True)
@@ -121,7 +121,7 @@ class IndexContents:
 
     Args:
         header: its generation and slot files.
-        entries: the blocks that can be found.
+        entries: which block each slot holds after the last complete batch.
         end: offset in bytes of the end of the last complete batch.
         is_cut: whether an incomplete batch follows `end`.
     """
@@ -133,13 +133,13 @@ class IndexContents:
 
 
 def record_type(ranks: int) -> np.dtype[np.void]:
-    """Return the numpy type of a record in the file. Only puts use its key and checksums."""
+    """Return the numpy type of a record in the file. Only put records use the key and checksum fields."""
     key = ("key_bytes", "u1"), ("key", f"V{_KEY_BYTES}")
     return np.dtype([("slot", "<u4"), ("kind", "u1"), *key, ("sums", "<u8", (ranks,))])
 
 
 def encode_header(header: IndexHeader) -> bytes:
-    """Return a header as the bytes at the start of an index."""
+    """Return the encoded header, which starts an index."""
     fixed = _HEADER.pack(_MAGIC, _VERSION, len(header.files), header.generation)
     packed = fixed + b"".join(header.files)
     return packed + _sum(header.key, b"index", packed)
@@ -199,7 +199,7 @@ def read_index(data: bytes, slots: int, key: TierKey | None = None) -> IndexCont
 
     Args:
         data: the whole index.
-        slots: the number of slots in each file. Records of higher slots are ignored.
+        slots: the number of slots in each file. Records for slots beyond it are ignored.
         key: authenticates header and batches; None for plain checksums.
 
     Raises:
@@ -255,7 +255,7 @@ def _read_batch(header: IndexHeader, number: int, data: bytes, start: int) -> ND
 
 
 def _entries(header: IndexHeader, batches: Iterable[NDArray[np.void]]) -> Entries:
-    """Return the entries after these batches. numpy keeps the last of several assignments to a slot."""
+    """Return the entries that result from these batches. numpy keeps the last of several assignments to a slot."""
     records = np.concatenate([Entries.none(len(header.files)).records, *batches])
     records = records[records["slot"] < header.slots]
     places, is_change = np.arange(len(records)), records["kind"] != _USE
@@ -350,7 +350,7 @@ def load_index(folder: OpenFolder, slots: int, key: TierKey | None = None) -> In
 
     Args:
         folder: the folder of the index.
-        slots: the number of slots in each file. Records of higher slots are ignored.
+        slots: the number of slots in each file. Records for slots beyond it are ignored.
         key: authenticates header and batches; None for plain checksums.
 
     Raises:
@@ -365,7 +365,7 @@ def load_index(folder: OpenFolder, slots: int, key: TierKey | None = None) -> In
     try:
         size = os.fstat(descriptor).st_size
         header = read_header(_read_all(descriptor, min(size, _HEAD_BYTES)), slots, key)
-        # `is_mostly_garbage` bounds the number of records without effect.
+        # `is_mostly_garbage` bounds the number of obsolete records.
         most_records = 2 * header.slots + _LEAST_GARBAGE + _MOST_UNWRITTEN
         most = _HEAD_BYTES + most_records * (_BATCH.size + record_type(len(header.files)).itemsize)
         if size > most:
@@ -376,7 +376,7 @@ def load_index(folder: OpenFolder, slots: int, key: TierKey | None = None) -> In
 
 
 def start_index(folder: OpenFolder, header: IndexHeader, entries: Entries | None = None) -> IndexLog:
-    """Replace the folder's index with a synced one of these entries, and return it.
+    """Replace the folder's index with a new, synced index of these entries, and return the new one.
 
     Args:
         folder: the folder of the index; the caller has locked it.

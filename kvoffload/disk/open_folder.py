@@ -17,10 +17,10 @@ from types import TracebackType
 from kvoffload.model.errors import DiskError
 
 LOCK_TRIES, LOCK_PAUSE_S = 60, 1.0
-"""How often to try a lock, and how long to pause between tries: the previous engine may still be shutting
-down, or hang until it is killed."""
+"""How many times to try a lock, and the seconds between tries: the previous engine may still be shutting down,
+or hang until it is killed."""
 SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""Flags for opening a name that may be a trap. Without O_NONBLOCK, opening a pipe would wait for its other end."""
+"""Flags for opening a name that may be a trap. Without O_NONBLOCK, opening a pipe would block until it has a writer."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _OTHERS_WRITE = 0o022
 _LOCKED: set[int] = set()
@@ -32,7 +32,7 @@ class OpenFolder:
     `open_folder`, `open_root` and `make` return it.
 
     Attributes:
-        path: the path when it was opened.
+        path: the folder's path when it was opened.
         descriptor: the folder's file descriptor.
         lock: descriptor of its lock file, which `close` unlocks; None if the folder is not locked.
     """
@@ -65,7 +65,7 @@ class OpenFolder:
         """Return the descriptor of a file in this folder. With `O_CREAT`, make a missing file with mode 0600.
 
         Raises:
-            DiskError: the file is not a plain file of this user, has hard links, or others may write to it.
+            DiskError: the file is not a plain file of this user, has other hard links, or others may write to it.
             OSError: the file is missing or cannot be opened.
         """
         return _checked(self.path / name, flags, 0o600, self.descriptor, name)
@@ -144,8 +144,8 @@ def _leave_locks() -> None:
     """In a forked child, close the locked files, because a child that outlives its parent would keep the locks.
 
     `fcntl` locks would not be inherited, but closing any descriptor of the file would release them. Each
-    descriptor now refers to /dev/null: its number stays in use, so that the child cannot close another file
-    by it.
+    descriptor then refers to /dev/null: its number stays in use, so that a later close of that number in the
+    child cannot close another file.
     """
     if not _LOCKED:
         return

@@ -12,8 +12,8 @@ from kvoffload.model.errors import ConfigError
 
 LEAST_BYTES, MOST_BYTES = 32, 4096
 SUM_BYTES = 8
-"""Length of a MAC that replaces a checksum in the disk's files. It is enough: a forger can test a guess only
-on an engine, which drops the block if the guess is wrong."""
+"""Length in bytes of each MAC that replaces a checksum in the disk tier's files. Eight bytes are enough: a forger can
+test a guess only on an engine, which drops the block if the guess is wrong."""
 
 _ALLOWED = (
     "it must be a plain file of user {} that group and others cannot use (mode 0600 or 0400), "
@@ -39,7 +39,7 @@ class TierKey:
         """Return a MAC of 32 bytes, which cannot be computed without the secret.
 
         Args:
-            context: the kind of data and its position. The first word is different for each use of the key.
+            context: the kind of data and its position. Its first word is different for each use of the key.
             data: pieces, authenticated as if they were concatenated.
         """
         state = hmac.new(self._secret, len(context).to_bytes(8, "little") + context, "sha256")

@@ -1,7 +1,7 @@
 """The identity of a model's weights: a snapshot's commit, or a digest of all bytes of its folder.
 
 A digest takes as long as reading the weights, so it is computed on a separate thread. Digests are remembered
-by inode, size and time of change (ctime), which no program can set. A file that changed less than two seconds
+by inode, size and time of change (ctime); no program can set a ctime. A file that changed less than two seconds
 ago could change again without a new ctime, so its digest is not remembered.
 """
 
@@ -26,8 +26,8 @@ from kvoffload.model.errors import DiskError
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CHUNK = 2**23
-_MOST_MEMORY = 2**24  # bytes read from the file of remembered digests
-_MAC_BYTES = 32  # at the end of that file, if there is a key
+_MOST_MEMORY = 2**24  # the most bytes read from the file of remembered digests
+_MAC_BYTES = 32  # length of the MAC at the end of that file, if there is a key
 _SETTLED_NS = 2 * 10**9  # longer than one tick of any file system's clock
 
 _Known = dict[str, tuple[int, int, str]]
@@ -61,15 +61,15 @@ def weights_identity(
     Args:
         folder: the model's folder.
         memory: the file of remembered digests.
-        key: authenticates the memory, because with a forged digest the engine would use the KV of other
+        key: authenticates that file, because with a forged digest the engine would use the KV of other
             weights. None if all writers are trusted.
         loaded_ns: a time before the engine began to load the weights, in nanoseconds since 1970. A file that
             changed after it may differ from the loaded one. None allows changes at any time.
         now_ns: returns nanoseconds since 1970, on the file system's clock.
 
     Raises:
-        DiskError: another user owns the memory; or the weights cannot be read, change while they are read, or
-            changed after `loaded_ns`.
+        DiskError: another user owns the file of remembered digests; or the weights cannot be read, change while
+            they are read, or changed after `loaded_ns`.
     """
     if (commit := snapshot_commit(folder)) is not None:
         return f"commit {commit}"
@@ -80,7 +80,7 @@ def weights_identity(
     with place:
         reader = _Reader(_recall(place, memory.name, key), loaded_ns, now_ns)
         digest = _digest_of(folder, reader)
-        with suppress(OSError):  # as above
+        with suppress(OSError):  # without remembered digests, the next start only takes longer
             _remember(place, memory.name, reader.known, key)
     return digest
 

@@ -43,15 +43,15 @@ from kvoffload.remote.values import FORMAT, Shard
 
 LOOK_PERIOD_S = 1.0
 """Seconds between two listings. Packs that others have written since the last listing are not found yet."""
-_PAGE = 1000  # names in one answer of S3
+_PAGE = 1000  # the most names in one listing response of S3
 _INDEXES_AT_ONCE = 128  # indexes read concurrently, so a page takes eight rounds
 _MOST_SHARDS = 2  # shards whose catalogues are kept; a reset adds one, because it changes the namespace
 _SMALL_BYTES = 256  # the most bytes read of an object that is not a pack
-_LOGGED_CHARACTERS = 100  # of a name that is quoted: another writer chose it
+_LOGGED_CHARACTERS = 100  # the most characters quoted of a name that another writer chose
 _GAP_BYTES = 2**20  # the largest gap between values that are read together
 _STATUS = re.compile(r"status code: (\d{3}[A-Za-z ]*)")
 _REASON = re.compile(r"kind: (\w+)[^{]*source: reqwest|InvalidCertificate\(\s*(\w+)|\"(dns error)\"")
-_OF_THE_OBJECT = re.compile(r"4(?!08|29)")  # a repeated read would fail too, unlike 408 and 429
+_OF_THE_OBJECT = re.compile(r"4(?!08|29)")  # another read would also fail, unlike after 408 or 429
 _INSTALL = "the object store's client cannot be loaded ({}); install kvoffload[s3]"
 
 T = TypeVar("T")
@@ -111,9 +111,8 @@ class BucketStore:
         self._lock = threading.Lock()
         self._catalogues: dict[Shard, Catalogue] = {}
         limit = timedelta(seconds=timeout_s)
-        allows_http = (
-            os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
-        )  # passed on here, because the client ignores the variable when it gets other options
+        # The client ignores this variable when it gets other options, so it is passed on as an option.
+        allows_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
         with self._translated():
             self._bucket = S3Store(
                 address.bucket,
@@ -128,7 +127,8 @@ class BucketStore:
 
     def get(self, shard: Shard, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[int]:
         catalogue = self._catalogue(shard)
-        if not catalogue.places.keys() >= set(keys):  # list only now: it may take as long as reading a value
+        if not catalogue.places.keys() >= set(keys):
+            # Listing may take as long as reading a value, so list only when a key is unknown.
             self._looked(shard, set(keys))
         arrived = dict.fromkeys(range(len(keys)), MISSING)
         by_pack: dict[str, list[tuple[int, Place]]] = {}
@@ -136,7 +136,7 @@ class BucketStore:
             place = catalogue.places.get(key)
             if place is not None and place.size == len(buffers[position]):
                 by_pack.setdefault(place.pack, []).append((position, place))
-            elif place is not None:  # not this value; do not read it, because it may be huge
+            elif place is not None:  # a value of another size; not read, because it may be huge
                 arrived[position] = place.size
         runs = [run for pack, parts in by_pack.items() for run in _runs(pack, parts)]
         reads = [self._read_range(*run[:3]) for run in runs]
@@ -252,7 +252,7 @@ class BucketStore:
             except _BadNameError as error:
                 page = []
                 if ends is not None and catalogue.is_new(ends):
-                    catalogue.add(ends, {})  # so that the warning is logged once
+                    catalogue.add(ends, {})  # so that the next listing does not log the warning again
                     log.warning("remote_window_skipped", window=window, reason=str(error))
         return page, page[-1][0] if len(page) == _PAGE else ends
 
@@ -309,7 +309,7 @@ class BucketStore:
     async def _read_range(self, pack: str, start: int, size: int) -> memoryview | None:
         """Read a range; None if the object is gone.
 
-        The client's `get_ranges` would panic if the object ends before a range.
+        The client's `get_ranges` is not used, because it panics if the object ends before a range.
         """
         try:
             with self._translated():
@@ -325,7 +325,8 @@ class BucketStore:
     def _translated(self) -> Iterator[None]:
         """Translate the client's errors.
 
-        Messages contain only kind and status, because a server's answer may repeat a credential's name.
+        Messages contain only the error's type and status and the client's own words, because a server's answer may
+        repeat a credential's name.
         """
         try:
             yield

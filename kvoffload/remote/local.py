@@ -25,8 +25,8 @@ from kvoffload.remote.mooncake_child import load_client
 _START_S = 20.0
 _POLL_S = 0.02
 _NODE_READY = "the node is ready"
-_NODE_BUFFER = 2**24  # bytes of the node's own client
-_LOG_LINES = 3  # quoted from the log of a server that does not start
+_NODE_BUFFER = 2**24  # bytes of the buffer of the node's own client
+_LOG_LINES = 3  # how many log lines an error quotes when a server does not start
 # On Linux the kernel kills the server when the thread that started it ends (PR_SET_PDEATHSIG); the setting
 # survives exec.
 _EXEC = """
@@ -95,7 +95,7 @@ class LocalMooncake:
 
     Args:
         folder: folder for their logs.
-        node_bytes: bytes of memory in the node.
+        node_bytes: the node's memory, in bytes.
         options: further options of the master.
 
     Attributes:

@@ -8,13 +8,13 @@ Behaviour of the client that this file relies on or works around (observed with 
 * Connecting holds the GIL: for 2 s if a proxy closes each connection, 90 s without a master, 600 s if the
   master is suspended. So the engine's process first checks that a master answers, and starts no child
   otherwise.
-* Any call of an open connection takes 4.3 s without a master, 30 s if the master is suspended, and 60 s if a
+* Any call on an open connection takes 4.3 s without a master, 30 s if the master is suspended, and 60 s if a
   node is suspended. A thread that waits for a suspended node uses a whole core.
 * If a thread returns from a call while the interpreter exits, the process aborts.
 * Objects are immutable: a put under an existing name does nothing and is reported as successful.
 * For ten seconds after a node has died, the master still reports the node's objects, and reports puts of them
   as successful. A get of such an object takes 0.7 s.
-* Hard-pinned objects are not evicted. The generation is stored as one.
+* Hard-pinned objects are not evicted. The generation is stored as a hard-pinned object.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CONNECT_S = 10.0
 _END_S = 1.0  # seconds to wait for a killed process to exit
 _LEAST_S = 1e-3
 _NOT_FOUND = -704
-_NO_ANSWER = -800  # and below: the transfer broke off, or the call got no answer
+_NO_ANSWER = -800  # this code or a lower one: the transfer broke off, or the call got no answer
 _NO_REQUEST = bytes(32)
 _CHILD = """
 import json, sys
@@ -55,11 +55,11 @@ main(int(sys.argv[2]), int(sys.argv[3]))
 
 
 class MooncakeStore:
-    """A connection to a Mooncake Store. It lends the store no memory. It ends with the thread that opened it.
+    """A connection to a Mooncake Store. It contributes no memory to the store. It ends with the thread that opened it.
 
     Args:
         address: the master's address.
-        timeout_s: seconds that the master may take to answer at first, and that each call may take.
+        timeout_s: seconds that the master's first answer may take, and that each call may take.
 
     Raises:
         RemoteError: the client is not installed, or no master answers.
@@ -170,10 +170,8 @@ def _start(timeout_s: float) -> tuple[subprocess.Popen[bytes], socket.socket]:
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     control.settimeout(timeout_s)
     command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), str(os.getpid()), str(theirs.fileno())]
-    environment = {
-        **os.environ,
-        "CUDA_VISIBLE_DEVICES": "",
-    }  # it copies host memory only, and must not use GPU memory
+    # The child copies only host memory, and must not use GPU memory.
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     with theirs:
         try:
             process = subprocess.Popen(

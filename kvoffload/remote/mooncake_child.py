@@ -1,7 +1,7 @@
 """The child process that calls Mooncake's client for the engine's process (`mooncake.py`).
 
-    engine's process ── control socket: one end of a new pair for each call ─▶ main thread, which starts a thread for each call
-                     ── the other end: request ─▶ ◀─ answer ─────────────────▶ that thread, which calls the client
+    engine's process ── control socket: one end of a new pair for each call ─▶ main thread: starts a thread per call
+                     ── the other end: request ─▶ ◀─ answer ─────────────────▶ that thread: calls the client
 
 Values are in memory that both processes map, so a request has only names and positions in memory. This
 process imports neither an engine nor torch. It exits when the control socket is closed. The kernel kills it
@@ -49,11 +49,10 @@ class _Client:
     """Mooncake's client, and the memory shared with the engine's process."""
 
     def __init__(self) -> None:
-        self._memories: dict[
-            int, tuple[mmap.mmap, int]
-        ] = {}  # mapping and address, by descriptor in the engine's process
+        # mapping and address, by descriptor in the engine's process
+        self._memories: dict[int, tuple[mmap.mmap, int]] = {}
 
-    def make(self, call: str, arguments: Sequence[Any], memory: int | None) -> Any:  # noqa: ANN401  # depends on the call
+    def make(self, call: str, arguments: Sequence[Any], memory: int | None) -> Any:  # noqa: ANN401  # varies by call
         if call == "setup":
             return self._setup(*arguments)
         if call == "register_buffer":

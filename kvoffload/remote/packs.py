@@ -75,10 +75,10 @@ def index_bytes(name: str, size: int) -> int:
 
     Args:
         name: the pack's name within the shard's folder.
-        size: bytes of the pack, as the bucket lists it.
+        size: the pack's size in bytes, as the bucket lists it.
 
     Raises:
-        BadPackError: the name is not a pack's, or claims an impossible size of the index.
+        BadPackError: the name is not that of a pack, or claims an impossible index size.
     """
     if (found := _NAME.fullmatch(name)) is None:
         raise BadPackError("no pack is called so")
@@ -107,8 +107,8 @@ def places_in(pack: str, index: bytes | memoryview, size: int) -> dict[BlockKey,
 
     Args:
         pack: the pack's name.
-        index: the bytes that were read; they are not trusted, because any writer may have made them.
-        size: bytes of the pack.
+        index: the bytes read as the index; they are not trusted, because any writer may have made them.
+        size: the pack's size in bytes.
 
     Raises:
         BadPackError: the index is incomplete, or describes values beyond the pack's end.
@@ -157,7 +157,7 @@ class Catalogue:
         self._next_ends = ""
 
     def is_new(self, pack: str) -> bool:
-        """Whether a listed pack must be read: it is not in the catalogue, nor older than a forgotten pack."""
+        """Whether a listed pack must be read: it is not in the catalogue and newer than those dropped at the limit."""
         return pack not in self.packs and pack < self._floor
 
     def newest_listed(self, newest: str, listed_to: str | None, now_ms: int) -> None:
@@ -184,7 +184,7 @@ class Catalogue:
             self._walk_ends = self._next_ends
 
     def add(self, pack: str, places: dict[BlockKey, Place]) -> None:
-        """Remember a pack. Of two packs with the same key the newer is used, because the older one expires first."""
+        """Remember a pack. If two packs have a key, the newer one is used, because the older one expires first."""
         if pack >= self._floor:
             return
         self.packs[pack] = list(places)

@@ -37,10 +37,10 @@ class Refusals:
 
 
 class SharedMemory(mmap.mmap):
-    """Memory that another process can map. It has no name, and is freed with the last process that maps it.
+    """Memory that another process can map. It has no name, and is freed when no process maps it any more.
 
     Attributes:
-        descriptor: file descriptor to map it by.
+        descriptor: the file descriptor for mapping it.
         address: its address in this process.
     """
 
@@ -58,7 +58,7 @@ class SharedMemory(mmap.mmap):
 
 
 class RemoteStore(Protocol):
-    """One connection to a store. Several threads may call at once.
+    """One connection to a store. Several threads may use it at once.
 
     Calls block, some for a minute if the store is dead. If a call fails for one key, the answer for that key
     says so. If it fails for all keys, it raises `RemoteError`. After `RemoteGone` all further calls fail, and
@@ -69,7 +69,7 @@ class RemoteStore(Protocol):
         """Return which blocks the store claims to have. The claim may be wrong."""
 
     def get(self, shard: Shard, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[int]:
-        """Read values into buffers of their size. Return how many bytes of each arrived, `MISSING` or `FAILED`."""
+        """Read values into buffers of their size. Return for each the bytes that arrived, `MISSING` or `FAILED`."""
 
     def put(self, shard: Shard, keys: Sequence[BlockKey], values: Sequence[memoryview]) -> list[bool]:
         """Write values; return which of them the store now has. Values that it already had remain unchanged.
@@ -91,14 +91,14 @@ class RemoteStore(Protocol):
         """Write a small object, replacing any object with the same name."""
 
     def register(self, buffer: memoryview) -> None:
-        """Register a whole `SharedMemory` for use by later calls. It must outlive the connection."""
+        """Register a whole `SharedMemory` for use by later calls. The memory must outlive the connection."""
 
     def close(self) -> None:
         """End the connection. No other call may be running."""
 
 
 def open_store(address: RemoteAddress, timeout_s: float) -> RemoteStore:
-    """Connect to a store; may block. The store's client is loaded only now.
+    """Connect to a store; may block. Only the client that the address needs is imported.
 
     Args:
         address: the store's address.

@@ -1,10 +1,10 @@
 """The value of one rank's shard of a block: the bytes of its host slot, and a trailer to verify them.
 
-    |<----------- slot_bytes ----------->|<--------- TRAILER_BYTES --------->|
-    | the slot's pages, region by region | magic, length, XXH3, whose it is  |    without a key
-    |                                    | magic, length, HMAC-SHA256 of all |    with one
+    |<----------- slot_bytes ----------->|<---------------- TRAILER_BYTES ---------------->|
+    | the slot's pages, region by region | magic, length, XXH3, hash of name and layout    |    without a key
+    |                                    | magic, length, HMAC-SHA256 with name and layout |    with a key
 
-Stores are not trusted: another writer may use our names, a value may be truncated, and a store may confuse
+Stores are not trusted: another writer may use the same names, a value may be truncated, and a store may confuse
 values. A value is used only if its length, checksum and name match. Forged values are detected only with a
 key.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvoffload.disk.tier_key import TierKey
 
 FORMAT = "kvo1"
-_HEAD = struct.Struct("<4sIQ")  # magic, kind, bytes
+_HEAD = struct.Struct("<4sIQ")  # magic, kind, length of the slot's bytes
 _CHECKSUM = struct.Struct("<Q16s")
 _MAGIC = FORMAT.encode()
 _CHECKED, _AUTHENTICATED = 1, 2
@@ -69,7 +69,7 @@ class Generation(NamedTuple):
     """The generation that engines share.
 
     Args:
-        name: random, 32 hexadecimal digits.
+        name: 32 random hexadecimal digits.
         is_after_reset: whether it was made because an engine was reset.
         made_ms: when it was made, in milliseconds since 1970; 0 without a key.
     """
@@ -83,7 +83,7 @@ def new_generation(name: str, key: TierKey | None, after_ms: int, *, is_after_re
     """Return the value of a new random generation.
 
     Args:
-        name: its name in the store.
+        name: the store's name for it, from `generation_name`.
         key: authenticates it; None if all writers are trusted.
         after_ms: when the previous generation was made, in milliseconds since 1970. The new one gets a later
             time, even if this engine's clock is behind.
@@ -127,7 +127,7 @@ def seal(value: memoryview, name: str, layout: bytes, key: TierKey | None = None
 
 
 def is_whole(value: memoryview, arrived: int, name: str, layout: bytes, key: TierKey | None = None) -> bool:
-    """Whether all bytes arrived (`arrived` is their number), and are the value with this name and layout."""
+    """Whether all bytes arrived (`arrived` counts them) and the trailer fits them, this name and this layout."""
     size = len(value) - TRAILER_BYTES
     return arrived == len(value) and hmac.compare_digest(
         value[size:], _trailer(value[:size], name, layout, key)

@@ -1,4 +1,4 @@
-"""The plugin that the reference engine finds by its entry point, and the plugin's side on each rank."""
+"""The plugin that the reference engine finds by its entry point, and the plugin's worker side on each rank."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class ReferencePlugin:
     """Offloading for one reference engine, whose ranks all run in the engine's process and share a portal.
 
     Args:
-        portal: gives the threads; by default a new portal, which is closed with the engine.
+        portal: runs the background work; by default a new portal. It is closed when the engine shuts down.
         clocks: clocks of the scheduler's side; by default the real ones.
         clock: clock of the transfer coroutines; by default the real one.
         make_copier: makes each rank's copier; by default a copier for the engine's device.
-        promises: the engine's promises; by default all, because the engine keeps them all.
+        promises: the engine's promises; by default all of them, because the reference engine keeps them all.
     """
 
     def __init__(

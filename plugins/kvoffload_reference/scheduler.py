@@ -16,7 +16,7 @@ from kvoffload.runtime.scheduler_side import SchedulerSide
 
 
 class PoolDevice:
-    """The engine's block pool, with the core's interface. A lease is a reference of the plugin on a block."""
+    """Adapts the engine's block pool to the core's interface. A lease is one reference the plugin holds on a block."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -42,7 +42,7 @@ class PoolDevice:
         return DeviceBlockId(block) if block is not None else None
 
     def lease_problems(self, leases: Mapping[DeviceBlockId, int]) -> list[str]:
-        """Compare leases block by block, because the engine counts the plugin's references separately."""
+        """Compare the core's leases with the engine's separate count of the plugin's references, block by block."""
         counted = self._pool.leases()
         return [
             f"block {block} is leased {leases.get(DeviceBlockId(block), 0)} times, the engine counts {counted.get(block, 0)}"
@@ -193,5 +193,5 @@ def _blocks(table: Sequence[int]) -> tuple[DeviceBlockId, ...]:
 
 
 def _keys(known: Sequence[bytes]) -> tuple[BlockKey, ...]:
-    """Convert keys. The engine makes them in the form that kvoffload uses."""
+    """Convert keys by type only: the engine makes them in the form that kvoffload uses."""
     return tuple(map(BlockKey, known))
