@@ -11,7 +11,8 @@ from kvoffload.model.config import size_text
 from kvoffload.transfer.host_memory import exceeded, memory_limits, read_file
 
 _SPARE = 10  # a tenth of the memory should stay free
-_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # since torch 2.9, and the older name
+# The name since torch 2.9, and the older name.
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _LESS = "lower host_bytes, or free memory"
 _GOOD_PAGE = 64 * 2**10
 _BATCHED = 12080  # since this CUDA version, one driver call copies many blocks
@@ -24,7 +25,7 @@ The measurements are in `tests/bench/README.md`.
 
 
 def needed_bytes(setup: Setup) -> int:
-    """Return the bytes of host memory for all ranks on this machine, in whole blocks if a block's size is known."""
+    """Return how many bytes of host memory all local ranks need, in whole blocks if a block's size is known."""
     sizes = setup.sizes
     share = setup.config.host_bytes // sizes.ranks
     if sizes.block_bytes is not None:

@@ -33,14 +33,14 @@ def examine_rank(
 ) -> list[Finding]:
     """Check the memory that a rank is about to use. The first rank on a machine checks for all ranks there.
 
-    Reads only small kernel files, and queries no device. Other ranks return no findings.
+    The checks read only small kernel files and query no device. For other ranks, the list is empty.
 
     Args:
         rank: the rank's number.
         ranks: the number of the engine's ranks.
         config: the operator's settings.
         layout: the layout of the rank's KV memory.
-        local_ranks: the number of the engine's ranks on this machine; by default all.
+        local_ranks: the number of the engine's ranks on this machine; by default all ranks.
         checks: the checks to run.
     """
     local_ranks = local_ranks or ranks

@@ -48,7 +48,7 @@ class Doctor(Protocol):
         """Add the adapter's options to the parser."""
 
     def read_arguments(self, args: argparse.Namespace) -> Given:
-        """Return the engine's settings, sizes and checks, as these options give them.
+        """Return the engine's settings, sizes and checks, as given by these options.
 
         Raises:
             KVOffloadError: an option's value cannot be read.
@@ -137,7 +137,7 @@ def worst(findings: Sequence[Finding]) -> Verdict:
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """Return one JSON object."""
+    """Return the worst verdict and all findings as one JSON object."""
     plain = [
         {"check": one.check, "verdict": one.verdict, "finding": one.text, "remedy": one.remedy}
         for one in findings

@@ -10,7 +10,7 @@ from kvoffload.model.errors import KVOffloadError
 
 
 class Exit(IntEnum):
-    """Exit codes. The last three are those that shells report for a process ended by that signal."""
+    """Exit codes. The last three are those that shells report for a process that SIGHUP, SIGINT or SIGTERM ended."""
 
     OK = 0
     FAILED = 1  # the command ran, but found a problem or failed

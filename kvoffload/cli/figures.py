@@ -45,11 +45,11 @@ Series = Mapping[str, Sequence[tuple[float, float]]]
 
 @dataclass(slots=True)
 class Account:
-    """A journal's samples, and its events as the metrics count them.
+    """A journal's samples, and the metrics' counts of its events.
 
     Args:
         lines: the number of lines read.
-        dropped_lines: the number of lines missing between those.
+        dropped_lines: the number of missing lines, known from gaps in the sequence numbers.
         seconds: the time from the first line to the last.
         samples: lookups, first tokens and copies by event class, each with the seconds since the first line.
         slots: after each change, the seconds since the first line and the number of host slots by state. Slots filled
@@ -77,7 +77,7 @@ def add_up(records: Iterable[Record]) -> Account:
             begun = record.time
         elif record.sequence > before:
             account.dropped_lines += record.sequence - before - 1
-        else:  # another process wrote from here on
+        else:  # another process wrote the lines from here on
             slots.clear()
         before, at, message = record.sequence, record.time - begun, record.message
         account.lines += 1

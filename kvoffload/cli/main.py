@@ -36,7 +36,7 @@ ENTRY_POINT_GROUP = "kvoffload.commands"
 
 
 _WRITE_ERRORS = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPIPE}
-"""Errors of writing to standard output; they name no file."""
+"""Error numbers of a failed write to standard output; such an error has no file name."""
 
 
 class Command(Protocol):

@@ -70,7 +70,7 @@ def render(account: Account, lines: Lines) -> str:
 
 
 def _said(account: Account, lines: Lines) -> Iterator[str]:
-    """Yield lines on what ran, where, when and with which settings, and on missing parts of the journal."""
+    """Yield lines that say what ran, where, when and with which settings, and what is missing from the journal."""
     from kvoffload.telemetry.provenance import as_line
 
     provenance = lines.provenance

@@ -1,4 +1,4 @@
-"""`kvoffload top`: shows a row per engine of running servers, updated until Ctrl-C or printed once."""
+"""`kvoffload top`: shows one row for each engine of running servers, updated until Ctrl-C or printed once."""
 
 from __future__ import annotations
 
@@ -66,20 +66,21 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One engine's row. Rates cover the time between two scrapes; None if there was only one.
+    """One engine's row. Rates cover the time between two scrapes; a rate is None if there was only one.
 
     Args:
         engine: the server, and the engine's name if the server gives one.
-        off_because: the causes for which offloading is off; empty if it is on.
-        hit_rate, hit_rate_now: share of looked-up prompt tokens found on the host, since the start and between scrapes.
-        saved_tokens, saved_tokens_per_s: prompt tokens found on the host.
+        off_because: the causes that switched offloading off; empty if it is on.
+        hit_rate, hit_rate_now: share of looked-up prompt tokens found on the host, since the start and between
+            the two scrapes.
+        saved_tokens, saved_tokens_per_s: prompt tokens found on the host, since the start and per second.
         net_s, net_s_per_s: seconds of prefill saved, minus the time lost to waiting for loads and to interference.
         miss_cause: the most frequent cause of a lookup's first missing block; None without misses.
         miss_share: the share of that cause among the lookups that missed.
         host_bytes: bytes of host memory that are wanted, reserved (pinned) and used.
-        disk: the tier's state; "off" without a disk.
+        disk: the disk tier's state; "off" without a disk.
         disk_bytes: bytes of the disk tier: its capacity, and how many are used.
-        remote: the tier's state; "off" without a remote tier. Its size is not known.
+        remote: the remote tier's state; "off" without one. The tier's size is not known.
     """
 
     engine: str
@@ -114,7 +115,7 @@ class Server:
     problem: str = ""
 
     def scrape(self) -> None:
-        """Read the page. After a failure, the last readings stay."""
+        """Read the page. After a failure, the last readings are kept."""
         try:
             with urllib.request.urlopen(self.url, timeout=_TIMEOUT_S) as answer:
                 text = answer.read(_LARGEST_PAGE).decode("utf-8", "replace")
@@ -125,7 +126,7 @@ class Server:
             self.problem = f"it answers {error.code} {error.reason}"
         except PageError as error:
             self.problem = str(error)
-        # The server is unreachable, died while it answered, hangs, or redirects to something that is no URL.
+        # The server is unreachable, died while it answered, hangs, or redirects to an invalid URL.
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             self.problem = f"not reachable: {str(reason) or type(error).__name__}"

@@ -1,4 +1,4 @@
-"""All metrics, each declared once: name, help, kind, labels, and either its reader or the events that count it.
+"""All metrics, each declared once: name, help, kind, labels, and either its reader or the events that increase it.
 
 The exporters, dashboards/metrics.md and the dashboard tests use this table.
 """
@@ -50,7 +50,7 @@ class LookupResult(Enum):
 
 
 class HostBytes(Enum):
-    """The states by which host memory is counted."""
+    """The amounts of host memory that are reported; each one includes the next."""
 
     WANTED = "wanted"  # the full size, reached once all of it is ready
     RESERVED = "reserved"  # pinned and ready so far
@@ -82,7 +82,7 @@ class LoadWait(Enum):
 
     OWN_LOAD = "own_load"
     OTHERS_LOAD = "others_load"  # another request is loading the same prefix, which is loaded only once
-    FETCH = "fetch"  # the load cannot begin before a fetch from a tier below the host
+    FETCH = "fetch"  # the load must first wait for a fetch from a tier below the host
 
     __hash__ = object.__hash__  # by identity, for the same reason as `Cause`
 
@@ -198,7 +198,7 @@ class Label:
     Args:
         name: the label's name in queries.
         enum: all values that the label can take; None if they are known only once an engine runs.
-        served: the values that this metric serves; by default all of the enum.
+        served: the values that this metric serves; by default all values of the enum.
     """
 
     name: str
@@ -271,13 +271,13 @@ _INFO = tuple(
 _SUCCEEDED = ("outcome", CopyOutcome.DONE)
 
 # fmt: off
-# Copies: from one small block over a fast link to a whole prompt at the default timeout, 30 s.
+# Copy times range from one small block on a fast link to a whole prompt at the default timeout of 30 s.
 _COPY_BUCKETS = (
     5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30,
 )
-# First tokens: from a short prompt on a fast device to a long prompt behind a queue.
+# Times to first token range from a short prompt on a fast device to a long prompt behind a queue.
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-# Hooks: a few microseconds when nothing happens; a millisecond is far too much.
+# Hooks take a few microseconds when there is nothing to do; a millisecond is far too long.
 _HOOK_BUCKETS = (1e-6, 2.5e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.1)
 # fmt: on
 

@@ -29,7 +29,7 @@ from kvoffload.telemetry.catalogue import (
     Series,
 )
 
-# The most raw samples that one series keeps until `take_samples`, which is called about once a second.
+# The maximum number of raw samples that a series keeps between two calls of `take_samples`, about a second apart.
 _KEPT = 1 << 14
 _HIT = (LookupResult.HIT.value,)
 _MISS = (LookupResult.MISS.value,)
@@ -92,7 +92,7 @@ class Snapshot:
         return series.samples if series else 0
 
     def minus(self, earlier: Snapshot) -> Snapshot:
-        """Return how much each counter grew since `earlier`, without unchanged counters and histograms."""
+        """Return how much each counter grew since `earlier`, leaving out unchanged counters and all histograms."""
         added = {
             name: Counter(series) - Counter(earlier.counts.get(name, {}))
             for name, series in self.counts.items()
@@ -129,7 +129,7 @@ class Counters:
 
     def __init__(self) -> None:
         self.changes = 0
-        """How often anything was counted. Hook times are left out, because every step has them."""
+        """Increases whenever anything is counted, except hook times, which every step has."""
         self._counts: dict[str, dict[Labels, int]] = {
             metric.name: dict.fromkeys(metric.series, 0)
             for metric in CATALOGUE
@@ -180,7 +180,7 @@ class Counters:
                 one.kept = []
 
     def take_samples(self) -> dict[str, dict[Labels, list[float]]]:
-        """Return the raw samples kept since the last call, without empty series. For the counting thread only."""
+        """Return the raw samples since the last call, without empty series. Only the counting thread may call this."""
         taken: dict[str, dict[Labels, list[float]]] = {}
         for name, series in self._histograms.items():
             for labels, one in series.items():

@@ -76,7 +76,8 @@ def serve(registry: CollectorRegistry, host: str = "127.0.0.1", port: int = DEFA
     """
     try:
         server, thread = start_http_server(port, host, registry)
-    except (OSError, ValueError, OverflowError) as error:  # the last two: invalid name, invalid port
+    # ValueError means an invalid host name, OverflowError an invalid port.
+    except (OSError, ValueError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         advice = "choose another address, or port 0 for any free one"
         raise ConfigError([f"metrics cannot be served on {host}:{port} ({reason}); {advice}"]) from error

@@ -31,8 +31,8 @@ from kvoffload.model.errors import ConfigError
 from kvoffload.model.facts import DiskRestored, StepScheduled
 from kvoffload.telemetry.records import BEGUN, rotated, summary_of, to_plain
 
-_BATCH = 1024  # the most entries per write
-_AT_A_TIME = 64  # messages handed over together; handling them one by one would mean cold processor caches
+_BATCH = 1024  # the maximum number of entries per write
+_AT_A_TIME = 64  # messages per call from the bus; a call for each message would find cold processor caches
 _OWNERS = 0o600
 
 Entry = tuple[int, float, object]
@@ -80,8 +80,8 @@ class Journal:
 
     def tail(self, count: int) -> list[str]:
         """Return the last `count` lines, oldest first. Any thread may call this."""
-        # Copy in this order: a message that moves to the ring in between is in both copies, never in neither. Its
-        # number shows that it is the same message.
+        # Copy in this order: a message that moves to the ring in between is then in both copies, not in neither, and
+        # its number identifies the duplicate.
         young, ring = list(self._young), self._ring.copy()
         last = ring[-1][0] if ring else 0
         _extend(ring, [entry for entry in _entries(young) if entry[0] > last])
@@ -156,8 +156,8 @@ class JournalFile:
     """A file of lines that only its owner can read and only one process writes.
 
     Other users who may create files in the folder could make the name a link to another file. So a symbolic link, a
-    file with a second hard link, and another user's file are refused. An existing file of the same user is continued,
-    and other users lose access to it.
+    file with a second hard link, and another user's file are refused. An existing file of the same user is appended
+    to, and other users lose access to it.
 
     A bounded journal has two files, each of at most half the bound: a full file replaces the one named `.1`.
 

@@ -1,4 +1,4 @@
-"""Logs rare events for operators; events that every step has are not logged."""
+"""Logs rare events for operators; events that occur in every step are not logged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvoffload.bus.bus import Bus
     from kvoffload.bus.feed import Feed
 
-QUIET_S = 10.0  # the least time between two warnings of one kind
+QUIET_S = 10.0  # the minimum time between two warnings of one kind
 
 _LOGGED: Mapping[type[Event], tuple[str, str]] = {
     JobAbandoned: ("error", "job_abandoned"),
@@ -48,7 +48,7 @@ class AtMostEvery:
     """Allows one line every `seconds` for each key, and counts the lines held back.
 
     Args:
-        seconds: the least time between two lines of the same key.
+        seconds: the minimum time between two lines with the same key.
         now: the clock, in seconds.
     """
 
@@ -73,7 +73,7 @@ class LogObserver:
     """Logs the events of the feed that `subscribe` returns.
 
     Args:
-        now: the clock that spaces repeated warnings.
+        now: the clock for limiting repeated warnings, in seconds.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:

@@ -1,4 +1,4 @@
-"""Draws a timeline as OpenTelemetry spans. Importing this module needs the packages of the extra `otel`.
+"""Draws a timeline as OpenTelemetry spans. Importing this module requires the extra `otel`.
 
     request                 from its arrival to its end; a child of the engine's span if there is one
       lookup                one per admission, with its result; pins are events of the request's span
@@ -35,7 +35,7 @@ _SCOPE = "kvoffload"
 _REMEMBERED = 4096  # requests whose context is kept, because a copy may end after its request
 _INSIDE = (What.QUEUED, What.COPY)
 _OUTER = (What.STORE, What.LOAD, What.SPILL, What.FETCH)
-# The outcomes of a rank's copy have the same values.
+# These also match the failures in `CopyOutcome`, the outcome of a rank's copy, which have the same values.
 _FAILURES = {one.value for one in (LoadOutcome.FAILED, LoadOutcome.CORRUPT, LoadOutcome.ABANDONED)}
 
 
@@ -43,7 +43,7 @@ class SpanCanvas:
     """A `Canvas` that draws a timeline as spans.
 
     Args:
-        tracer: makes the spans.
+        tracer: creates the spans.
     """
 
     def __init__(self, tracer: Tracer) -> None:
@@ -76,7 +76,7 @@ class SpanCanvas:
         span.end(_nanoseconds(at))
 
     def span(self, track: Track, what: What, title: str, start: float, end: float, args: Args) -> None:
-        """Draw a span, except for steps."""
+        """Draw a span. Steps are not drawn."""
         if what is What.STEP:
             return
         context = self._outer if what in _INSIDE else self._context(track, args)
@@ -103,7 +103,7 @@ class SpanCanvas:
             alone.end(when)
 
     def _context(self, track: Track, args: Args) -> Context:
-        """Return the context of the span's request, or an empty one, as for a store."""
+        """Return the context of the span's request, or an empty one if the span has no request, such as a store."""
         if (request := self._open.get(track)) is not None:
             return set_span_in_context(request, Context())
         return self._contexts.get(str(args.get("request")), Context())
@@ -113,7 +113,7 @@ class OwnIds(IdGenerator):
     """Generates ids from a separate random generator.
 
     The SDK uses the process-wide generator, which engines seed. All engines would then use the same ids, and an engine
-    that draws from this generator would get different numbers when spans are on.
+    that draws from that generator would get different numbers when spans are on.
     """
 
     def __init__(self) -> None:

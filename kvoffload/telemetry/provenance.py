@@ -38,7 +38,7 @@ def describe_run(
 
 
 def describe_process(unix_s: float) -> Provenance:
-    """Return the part that needs no engine: kvoffload's version, the time, the process and the machine."""
+    """Return the provenance that needs no engine: kvoffload's version, the time, the process and the machine."""
     return {
         "kvoffload": kvoffload.__version__,
         "began": datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="seconds"),

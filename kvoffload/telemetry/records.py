@@ -120,7 +120,7 @@ _EVENTS = {cls.__name__: cls for cls in Event.__subclasses__()}
 BEGUN = "JournalBegun"
 """The event name of each file's first line, which contains the provenance."""
 
-_LONGEST_LINE = 1 << 24  # bytes; a line that lists all slots of a large host has a few hundred thousand
+_LONGEST_LINE = 1 << 24  # bytes; a line that lists all slots of a large host takes a few hundred thousand
 _END_OF_TIME = 1e11  # seconds: the year 5138
 _TAIL_BYTES = 1 << 20
 _START = re.compile(rb'\{"seq": ?\d+, ?"t": ?(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?), ?"event": ?"(\w+)"')
@@ -255,7 +255,7 @@ def _read_file(path: Path, part: Part, on_begun: OnBegun) -> Iterator[Record]:
 
 
 def _parse(line: bytes, part: Part, on_begun: OnBegun) -> Record | None:
-    """Return a line's record, or None for a file's first line and for lines outside of `part`."""
+    """Return a line's record, or None for a file's first line and for lines outside `part`."""
     found = _START.match(line)
     if found is not None and found[2] != BEGUN.encode() and not part.since <= float(found[1]) <= part.until:
         return None

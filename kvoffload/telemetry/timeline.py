@@ -187,7 +187,7 @@ def write_trace(records: Iterable[Record], file: TextIO, provenance: Callable[[]
 
 
 class Rows:
-    """Assigns overlapping spans of a lane to different rows, because spans on one line may only nest."""
+    """Assigns overlapping spans of a lane to different rows, because spans on one line may nest but not overlap."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[str, str], list[tuple[float, int]]] = {}  # heaps of (end, row)
@@ -328,7 +328,7 @@ class Timeline:
         self._canvas.instant(track, type(event).__name__, at, summary_of(event).fields)
 
     def _on_first_token(self, at: float, event: events.FirstTokenReached) -> None:
-        if event.request in self._requests:  # a request with an answer of one token has already ended
+        if event.request in self._requests:  # a request that generates one token has already ended
             self._on_instant(at, event)
 
     def _on_answered(self, at: float, event: events.LookupAnswered) -> None:

@@ -37,7 +37,7 @@ _QUIET = {"MC_LOG_LEVEL": os.environ.get("MC_LOG_LEVEL", "ERROR")}
 
 
 class Screen:
-    """Prints results to standard output and all else to standard error. Progress is shown only on a terminal.
+    """Prints results to standard output and everything else to standard error. Progress is shown only on a terminal.
 
     Args:
         quiet: whether to show no progress.
@@ -94,13 +94,13 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def local_store(kind: str, node_bytes: int = 2**28) -> Iterator[LocalMooncake | LocalBucket]:
-    """Run a server for a remote tier on this machine, and set the environment variables that clients of it need.
+    """Run a server for a remote tier on this machine, and set the environment variables that its clients need.
 
     The server's files are temporary.
 
     Args:
         kind: one of `LOCAL_STORES`.
-        node_bytes: memory of Mooncake's node.
+        node_bytes: the memory of Mooncake's node, in bytes.
 
     Raises:
         RemoteError: the server is not installed, or does not start.
@@ -145,7 +145,7 @@ def _lower_tier(args: argparse.Namespace) -> Iterator[Mapping[str, object]]:
 
 @contextmanager
 def _scratch(prefix: str, parent: str | None = None) -> Iterator[Path]:
-    """Make a folder that is removed at the end."""
+    """Create a folder, and remove it when the `with` block ends."""
     with tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 

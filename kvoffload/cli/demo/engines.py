@@ -1,4 +1,4 @@
-"""The two engines, and their audit. The only difference: one of them loads the plugin, by its entry point."""
+"""The two engines, and their audit. They differ only in that one of them loads the plugin, by its entry point."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PLUGIN = "kvoffload"
 _CACHE_SHARE = 4  # by default the conversations need this many times the device's cache, unless there are few
 _LEAST_LENGTH = 4096  # tokens; `max_model_len` is at least this
-_SPARE_LENGTH = 16  # tokens; the warm-up's prompt is as long as a first message, and its answer may be longer
+_SPARE_LENGTH = 16  # tokens; the warm-up's answer may be longer than those of the conversations
 _TINY = ModelConfig(hidden_size=64, heads=4, kv_heads=2, head_dim=16, ffn_size=96)
 _WINDOW_TOKENS = {"small": 256, "tiny": 48}
 _AT_REST = {"empty", "ready", "quarantined"}
@@ -89,7 +89,7 @@ async def open_engines(options: DemoOptions) -> AsyncIterator[Engines]:
 
 
 def kv_blocks(options: DemoOptions, config: EngineConfig) -> int:
-    """Return how many blocks, in all groups, the conversations together need to continue from their ends."""
+    """Return how many blocks, in all groups together, are needed to continue every conversation from its end."""
     return options.conversations * _conversation_blocks(options, config)
 
 
@@ -144,7 +144,8 @@ def _make(config: EngineConfig, plugin: EnginePlugin | None) -> Engine:
 
 
 def _device_blocks(options: DemoOptions, config: EngineConfig, capacity: Capacity) -> int:
-    # One request is in the middle of its prompt, where windows and chunks need the most blocks; the rest are past it.
+    # One request is in the middle of its prompt, where windows and chunks need the most blocks; the others have
+    # finished theirs.
     others = min(options.concurrency, options.conversations) - 1
     least = capacity.request_blocks(options.conversation_tokens)
     least += others * _conversation_blocks(options, config)

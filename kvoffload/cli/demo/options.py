@@ -21,7 +21,7 @@ LOCAL_STORES = {"mooncake": "Mooncake", "s3": "SeaweedFS (S3)"}
 """The servers for a remote tier that the demo can start, with their display names."""
 LAYERS: dict[str, GroupKind] = {"full": "full", "window": "sliding_window", "recurrent": "recurrent"}
 """Values of --layers, and the engine's names for them."""
-_LEAST_BEFORE = 2  # turns before the kill: only blocks that were found again are spilled
+_LEAST_BEFORE = 2  # turns before the kill, because only blocks that were found again are spilled
 _HOST_BYTES, _DISK_BYTES = "256MiB", "1GiB"
 
 
@@ -39,7 +39,8 @@ class DemoOptions:
         model: "small" or "tiny".
         layers: one of `LAYERS`; except for "full", every sixth layer has full attention.
         device: "cpu", "cuda" or "cuda:N".
-        device_blocks: blocks of the device's KV cache; None for about a quarter of the conversations' need.
+        device_blocks: blocks of the device's KV cache; None for about a quarter of those that the
+            conversations need.
         seed: the seed of the model's weights and of the messages.
         offload: kvoffload's settings.
         killed_in: the turn, numbered from 0, during which an engine that begins the conversations is killed; None for
@@ -62,7 +63,7 @@ class DemoOptions:
 
     @property
     def conversation_tokens(self) -> int:
-        """Tokens of a conversation's last prompt and its answer, together the longest request."""
+        """The tokens of the longest request: a conversation's last prompt and its answer."""
         return self.first_tokens + (self.turns - 1) * self.turn_tokens + self.turns * self.answer_tokens
 
 
@@ -100,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def demo_options(args: argparse.Namespace) -> DemoOptions:
-    """Return the parsed options. A remote tier that the demo must start first has no setting yet.
+    """Return the parsed options. If the demo starts the remote tier itself, the tier's URL is not set yet.
 
     Raises:
         KVOffloadError: the options contradict each other, or a setting is wrong.
@@ -137,14 +138,14 @@ def _settings(args: argparse.Namespace) -> dict[str, object]:
         raise CommandError(f"{twice[0]} is set twice: by an option of its own and by --config")
     disk = {"disk_bytes": _DISK_BYTES} if args.disk is not None else {}
     if args.remote in LOCAL_STORES:
-        del typed["remote_url"]  # its URL is known only once it runs
+        del typed["remote_url"]  # the server's URL is known only once it runs
     settings = {"host_bytes": _HOST_BYTES, **disk, **typed, **given}
     parse_config(settings)
     return settings
 
 
 def _store(text: str) -> str:
-    """Parse a kind of local server or a URL, for `type=`."""
+    """Parse the name of a local server or a URL, for `type=`."""
     try:
         if text not in LOCAL_STORES:
             parse_store(text)

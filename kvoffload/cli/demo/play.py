@@ -97,7 +97,7 @@ class Player:
         self.turns: list[Turn] = []
         """The turns played so far, in order."""
         self.elapsed_s = 0.0
-        """Seconds that the rounds took, added up."""
+        """The total time of all rounds, in seconds."""
         self._engine = engine
         self._conversations = conversations
         self._params = SamplingParams(options.answer_tokens)

@@ -16,7 +16,7 @@ from kvoffload.model.wire import Tier
 from kvoffload.telemetry.counters import Snapshot
 
 _LOGPROB_LIMIT = 1e-3
-_SHOWN = 10  # mismatches shown one by one
+_SHOWN = 10  # how many mismatches are listed
 _LABEL, _NUMBER = 42, 19
 _TEXT_LABEL = 20  # width of the label in a row whose value is text
 _WIDTH = _LABEL + 2 * _NUMBER

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvoffload.engine import Engine
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
-_TIMEOUT_S = 30.0  # until host memory, the disk's index and the remote tier are ready
+_TIMEOUT_S = 30.0  # the longest wait for host memory, the disk's index and the remote tier
 _POLL_S = 0.01
 
 
@@ -51,7 +51,7 @@ async def run_demo(options: DemoOptions, screen: Screen, args: argparse.Namespac
 
     Raises:
         KVOffloadError: the demo cannot run with these options; nothing has been run.
-        EngineError: as above, or the engine stopped.
+        EngineError: an engine refuses its settings, or stopped.
     """
     engine_config(options)  # refuses bad sizes and devices before a process starts
     registry = CollectorRegistry()
@@ -161,7 +161,7 @@ async def _become_ready(engine: Engine, offload: SchedulerSide, options: DemoOpt
     clock = asyncio.get_running_loop().time
     deadline = clock() + _TIMEOUT_S
     while True:
-        # The prompt depends on the process, so that no lower tier has it.
+        # Seed the prompt with the process id, so that no lower tier already has its blocks.
         await warm_up(engine, options.first_tokens, os.getpid())
         states = {tier_state(offload, tier) for tier in (Tier.DISK, Tier.REMOTE)}
         is_open = states <= {TierState.OPEN, TierState.OFF}
