@@ -131,7 +131,7 @@ def start_worker(worker: VllmWorker, vllm_config: VllmConfig, kv_cache_config: K
 
 
 def join_logging() -> None:
-    """Log kvoffload's lines through vLLM's handlers, at vLLM's level, unless kvoffload's logger has its own."""
+    """Log through vLLM's handlers and at vLLM's level, unless kvoffload's logger has its own handlers."""
     ours, theirs = logging.getLogger(ROOT), logging.getLogger("vllm")
     if ours.handlers or not theirs.handlers:
         return
@@ -142,14 +142,17 @@ def join_logging() -> None:
 
 
 def _replica(vllm_config: VllmConfig) -> int:
-    """Return the engine's index among data-parallel engines. For a dense model, vLLM gives them all rank 0."""
+    """Return the engine's index among data-parallel engines.
+
+    This is not its data-parallel rank: for a dense model, vLLM gives all engines rank 0.
+    """
     return int(vllm_config.parallel_config.data_parallel_index)
 
 
 def _lower_tiers(
     vllm_config: VllmConfig, config: OffloadConfig, groups: VllmGroups, key: TierKey | None = None
 ) -> tuple[Identification | None, DiskPlace | None, RemotePlace | None]:
-    """Return the KV's identification and its places on the disk and in the remote tier, each None if not set.
+    """Return the KV's identification and its places on the disk and in the remote tier, each None if not used.
 
     Each data-parallel engine has its own files on the disk; all of them share the remote tier.
 

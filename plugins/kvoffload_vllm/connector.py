@@ -91,7 +91,7 @@ class KVOffloadConnector(VllmScheduler, VllmWorker, KVConnectorBase_V1, Supports
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose loads ended. Only vLLM before 0.30 calls this.
 
-        That vLLM learns of failed loads from `get_block_ids_with_load_errors`, and only if the model has one group.
+        These versions learn of failed loads from `get_block_ids_with_load_errors`, and only if the model has one group.
         """
         received = self.take_received()
         self._bad_blocks = received.bad_blocks

@@ -1,4 +1,4 @@
-"""The doctor's checks for vLLM, run before and at its start. Importing vLLM takes seconds, so this module does not."""
+"""The doctor's checks for vLLM, run before and during its start. They never import vLLM, which would take seconds."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def read_arguments(args: argparse.Namespace) -> Given:
 
 
 def recurrent_states(block_tokens: int, interval: int | None) -> Check:
-    """Return the check of which recurrent states vLLM keeps.
+    """Return a check that reports which recurrent states vLLM keeps.
 
     Args:
         block_tokens: tokens in one block of a model with recurrent layers.
@@ -91,7 +91,7 @@ def recurrent_states(block_tokens: int, interval: int | None) -> Check:
 
 
 def block_hashes(algorithm: str) -> Check:
-    """Return the check of vLLM's hash algorithm, `prefix_caching_hash_algo`, if there is a tier below the host."""
+    """Return the check of vLLM's `prefix_caching_hash_algo`. It is needed only with a tier below the host."""
     finding = go(f"blocks are found by {algorithm}")
     if algorithm not in _HASHES:
         finding = warn(
@@ -161,7 +161,7 @@ def _transfer(transfer: dict[str, Any] | None) -> Finding:
 
 
 def _connector(transfer: dict[str, Any]) -> dict[str, Any] | None:
-    """Return our connector's configuration, perhaps an entry of a MultiConnector; None if there is none."""
+    """Return our connector's configuration, which may be an entry of a MultiConnector; None if there is none."""
     extra = transfer.get("kv_connector_extra_config")
     several = extra.get("connectors") if isinstance(extra, dict) else None
     entries = (transfer, *(several if isinstance(several, list) else ()))

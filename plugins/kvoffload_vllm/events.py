@@ -1,7 +1,7 @@
 """KV cache events for routers: which blocks arrived on the host or a tier below it, and which left.
 
 An event contains a block's tokens. They are known only while the block's request is alive, but the block may be stored
-long after. So `BlockNotes` takes a note when a block is computed or loaded, and keeps it while the block may still
+much later. So `BlockNotes` takes a note when a block is computed or loaded, and keeps it while the block may still
 arrive on a tier. Notes contain token ids, so they are kept here instead of in the core, and only if vLLM publishes
 events. A block that another process left on the disk or in the remote tier is published when its note is taken. Events
 about the remote tier cover only the blocks that this engine wrote there or asked it for.
@@ -39,13 +39,13 @@ _TOKEN = "i"  # four bytes a token
 
 @dataclass(frozen=True, slots=True)
 class BlockNote:
-    """The data of one block that its events contain.
+    """The data about one block that its events contain.
 
     Args:
         parent: hash of the block before it, None for a prompt's first block.
         tokens: its token ids, packed: a tuple would take eight times the memory.
         adapter: id and name of the LoRA adapter that computed it, None without one.
-        extra_keys: vLLM's extra keys, which its hash covers besides the tokens; None if it has none.
+        extra_keys: vLLM's extra keys, which the block's hash covers besides the tokens; None if there are none.
     """
 
     parent: bytes | None
@@ -71,9 +71,9 @@ class BlockNotes:
             block stays on the device while it is being copied.
 
     Attributes:
-        awaited: keys that arrived on tiers and have no note yet, each with those tiers.
+        awaited: keys of blocks that arrived on tiers and have no note yet, each with these tiers.
         late: awaited keys whose note has been taken since the last `TierEvents.take`.
-        by_ratio: notes by block hash, for each block size counted in hashes.
+        by_ratio: for each block size, counted in hashes: the notes by block hash.
     """
 
     def __init__(self, groups: VllmGroups, wire: Wire, is_held: Callable[[BlockKey], bool]) -> None:
@@ -246,7 +246,7 @@ class Wire:
         hash: converts a block hash to its form in events.
         extra_keys: takes a request, the start and end of a block in tokens, and the index of the request's next media
             item. Returns the extra keys that the block's hash covers, and the index of the media item after the block.
-        kinds: by vLLM's group number, vLLM's name of the attention kind, and the window if there is one.
+        kinds: by vLLM's group number, vLLM's name for the attention kind, and the window if there is one.
     """
 
     stored: Callable[..., Any]

@@ -35,7 +35,7 @@ class VllmGroups:
 
     Args:
         shape: the engine's shape, as the core uses it.
-        ids: vLLM's number of each group.
+        ids: vLLM's number for each group.
         hash_tokens: how many tokens each block hash of a request covers.
     """
 
@@ -69,7 +69,7 @@ def vllm_groups(
         vllm_config: the engine's configuration.
         kv_cache_config: the configuration of its KV cache.
         features: vLLM's features for connectors; by default those of the installed vLLM.
-        sizes: the tokens of a scheduler block and of a block hash; by default those of `find_block_sizes`.
+        sizes: how many tokens a scheduler block and a block hash cover; by default `find_block_sizes` determines them.
         recovers_loads: True if vLLM recomputes the tokens of a failed load, False if it fails the request.
 
     Raises:
@@ -102,7 +102,7 @@ def vllm_groups(
 def find_block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int, int]:
     """Return how many tokens vLLM's scheduler block covers, and how many a block hash covers.
 
-    The length of a hit is a multiple of the scheduler block.
+    The length of a hit is a multiple of the scheduler block's size.
     """
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 

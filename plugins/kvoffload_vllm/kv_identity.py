@@ -1,4 +1,4 @@
-"""Determines the KV identity: everything that vLLM's KV depends on besides its keys. Tiers below the host need it.
+"""Determines the KV identity: everything that vLLM's KV depends on, except its keys. Tiers below the host need it.
 
     engine created ─▶ first step ─▶ identity known ─▶ disk: folder locked ─▶ sent to workers ─▶ files open ─▶ index read
                                                    └▶ remote tier: generation read ─▶ each job carries the namespace
@@ -115,7 +115,7 @@ class Identification:
         return identity
 
     def close(self) -> None:
-        """End all waits, because the engine is stopping, perhaps before its first step."""
+        """Wake all waiting threads, because the engine is stopping, perhaps before its first step."""
         self._is_closed = True
         self._stepped.set()
 
@@ -249,7 +249,7 @@ def _keys(vllm_config: VllmConfig) -> str:
 
 
 def _settings(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return the other settings that change the KV: common ones by name, the rest within vLLM's digests."""
+    """Return the other settings that change the KV: common ones by name, the rest as part of vLLM's digests."""
     model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
     attention: Any = getattr(vllm_config, "attention_config", None)
     draft: Any = vllm_config.speculative_config
@@ -300,7 +300,7 @@ def _rope_types(settings: Mapping[str, Any], *, in_rope: bool = False) -> set[st
 
 
 def _device() -> str:
-    """Return the GPU's name or a digest of the CPU's instruction set: attention's layout of a block depends on it."""
+    """Return the GPU's name or a digest of the CPU's instruction set: the layout inside a block depends on it."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -309,7 +309,7 @@ def _device() -> str:
     return f"cpu {sha256(' '.join(sorted(set(flags))).encode()).hexdigest()[:16]}"
 
 
-_CPU_FLAGS = ("flags", "Features")  # how the line with the instruction set begins on x86 and on ARM
+_CPU_FLAGS = ("flags", "Features")  # the prefix of the line with the instruction set, on x86 and on ARM
 
 
 def _process_began_ns() -> int:

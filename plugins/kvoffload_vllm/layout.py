@@ -1,14 +1,14 @@
 """Finds where vLLM's KV blocks lie in memory. It reads the actual placement of the tensors and assumes no layout.
 
 Since 0.29, vLLM describes where each layer's pages lie in a common allocation: layer `l`'s page of block `b` is at
-`offset + l * layer_stride + b * block_stride`. The next page is either the next block's in the same layer, or the next
-layer's in the same block:
+`offset + l * layer_stride + b * block_stride`. In memory, the page after it belongs either to the next block in the
+same layer, or to the next layer in the same block:
 
     layer outermost    | A0 A1 A2 .. | B0 B1 B2 .. |       one region per layer, or per part of a layer, such as a head
     block outermost    | A0 B0 | A1 B1 | A2 B2 | ..        one region
 
 Before 0.29, each tensor is an allocation of its own, or part of a slab with the blocks outermost. The strides of a
-layer's view show which dimensions lie outside the blocks, for example when keys and values are stored apart.
+layer's view show which dimensions lie outside the blocks, for example if all keys are stored before all values.
 
 Groups share memory: a block belongs to one group at a time, and every group uses the same bytes for it. So a region is
 identified by its address, and is counted once.
@@ -37,9 +37,9 @@ BLOCKS_OUTERMOST = "BLHNC"
 
 
 def preferred_layout(vllm_config: VllmConfig) -> str | None:
-    """Return the layout that the settings ask vLLM for, None for vLLM's choice. The worker checks which one it got.
+    """Return the layout to request from vLLM, None to let vLLM choose. The worker checks which layout it got.
 
-    vLLM calls this before the settings are validated, so it reads only this setting.
+    vLLM calls this before the settings are validated, so it reads only the setting `layout`.
     """
     settings = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
     offers_layouts = importlib.util.find_spec("vllm.v1.kv_cache_layout") is not None  # since 0.29
@@ -54,7 +54,8 @@ def layout_of_caches(caches: Caches, kv_cache_config: KVCacheConfig) -> DeviceLa
         kv_cache_config: the worker's KV cache configuration.
 
     Raises:
-        EngineContractError: the tensors cannot be described as pages of blocks, or their bytes do not add up.
+        EngineContractError: the tensors cannot be described as pages of blocks, or the pages overlap or differ
+            from the tensors in total size.
     """
     blocks = kv_cache_config.num_blocks
     tensors = kv_cache_config.kv_cache_tensors
@@ -76,7 +77,8 @@ def layout_of_caches(caches: Caches, kv_cache_config: KVCacheConfig) -> DeviceLa
 def meaning_of_caches(caches: Caches, kv_cache_config: KVCacheConfig, layers: Mapping[str, object]) -> str:
     """Return a text that says what a block's bytes mean: each layer's attention backend and the form of its cache.
 
-    vLLM chooses both when it loads the model, so only a worker knows them. The number of blocks has no influence.
+    vLLM chooses both when it loads the model, so only a worker knows them. The text does not depend on the number of
+    blocks.
 
     Args:
         caches: each layer's view of the KV cache, by layer name.
@@ -137,7 +139,7 @@ def _older_regions(tensor: KVCacheTensor, caches: Caches, blocks: int) -> Iterat
 
 
 def _regions_by_strides(name: str, view: torch.Tensor, blocks: int) -> Iterator[DeviceRegion]:
-    """Yield a region for each index of the dimensions outside the blocks: keys and values for `[2, blocks, ...]`."""
+    """Yield a region for each index of the dimensions outside the blocks, for example one each for keys and values."""
     block_dim = _block_dimension(name, view, blocks)
     kernel_blocks = view.shape[block_dim] // blocks  # a block may hold several kernel blocks
     item, strides = view.element_size(), view.stride()
@@ -150,7 +152,7 @@ def _regions_by_strides(name: str, view: torch.Tensor, blocks: int) -> Iterator[
         raise EngineContractError(
             f"a block's bytes are scattered in {name}, of shape {tuple(view.shape)} and strides {strides}"
         )
-    page = strides[block_dim] * kernel_blocks * item  # includes the padding after it, if there is any
+    page = strides[block_dim] * kernel_blocks * item  # includes any padding after it
     for places in itertools.product(*(range(view.shape[d]) for d in outer)):
         offset = sum(place * strides[d] for place, d in zip(places, outer, strict=True))
         yield _region(view.data_ptr() + offset * item, page, page, blocks, view)
@@ -192,7 +194,7 @@ def _check_apart(layout: DeviceLayout) -> None:
 
 
 def _total_bytes(tensors: Sequence[KVCacheTensor]) -> int:
-    # Each placed tensor, and each part of a slab, has the size of the whole common allocation.
+    # Since 0.29, and before that for parts of a slab, `size` is that of the whole common allocation.
     common = [tensor.size for tensor in tensors if _is_part(tensor)]
     alone = [tensor.size for tensor in tensors if not _is_part(tensor)]
     return int(max(common, default=0) + sum(alone))

@@ -1,8 +1,8 @@
 """Computes the sizes of vLLM's KV blocks from a model's `config.json`, without importing vLLM, which takes seconds.
 
 A wrong size is worse than none. So a model type is supported only if a test compares its sizes with those of a stock
-vLLM. These are models whose layers all have full attention and pages of one size, and DeepSeek's models with multi-head
-latent attention. A block has one page in each layer.
+vLLM. The supported types are models whose layers all have full attention and pages of one size, and DeepSeek's models
+with multi-head latent attention. A block has one page in each layer.
 
 A `config.json` may come from anywhere, so each value that is read has a type and bounds.
 """
@@ -32,7 +32,7 @@ _DEFAULTS: Mapping[str, Mapping[str, int]] = {"qwen3": {"head_dim": 128, "num_ke
 
 _FULL = "full_attention"
 _LARGEST_CONFIG = 1 << 20  # bytes
-_SHOWN = 40  # characters of a text from the file that an error quotes
+_SHOWN = 40  # how many characters of a text in the file an error quotes
 
 _Layers = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -76,7 +76,7 @@ class ModelSizes:
     Args:
         page_bytes: bytes of one block in one layer.
         pages: pages in one block, one for each layer.
-        about: the calculation of the sizes, for people.
+        about: describes the calculation, for people.
     """
 
     page_bytes: int
@@ -141,7 +141,7 @@ def kv_sizes(model: ModelConfig, options: Options) -> ModelSizes:
 
 
 def _page(model: ModelConfig, item: int, options: Options) -> tuple[int, str]:
-    """Return the bytes of a block in one layer, and the calculation."""
+    """Return how many bytes a block takes in one layer, and a text that describes the calculation."""
     tokens = options.block_size
     if model.model_type == _MLA:
         width = _needed(model, "kv_lora_rank") + _needed(model, "qk_rope_head_dim")

@@ -18,16 +18,16 @@ Payload = dict[str, dict[str, Any]]
 
 _COMMA = ","
 _MIB = 1 << 20
-# The least time between messages of a busy engine. Scrapes are rarer, and a message costs as much as planning several
+# The minimum time between messages of a busy engine. Scrapes are rarer, and a message costs as much as planning several
 # copies.
 _APART_S = 1.0
 
 
 class Changes:
-    """Creates one engine's messages, on the thread that counts.
+    """Creates one engine's messages, on the thread that updates its counters.
 
-    An engine can have only one instance, because it takes the samples out of the counters. A call without changes costs
-    two comparisons, a call with changes one comparison per metric.
+    An engine can have only one instance, because `take` removes the samples from the counters. Without changes, `take`
+    costs two comparisons; with changes, one comparison per metric.
 
     Args:
         source: the scheduler's side, whose counters and gauges are sent.

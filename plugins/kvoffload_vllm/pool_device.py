@@ -1,4 +1,4 @@
-"""Gives the core access to vLLM's block pool. To lease a block is to take a reference to it."""
+"""Gives the core access to vLLM's block pool. Leasing a block takes a reference to it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class VllmDevice:
     def keys_of(self, blocks: Sequence[DeviceBlockId]) -> list[BlockKey | None]:
         known = self._pool.blocks
         if not self._partly_hashed:
-            return [known[block].block_hash for block in blocks]  # vLLM's keys are also the core's
+            return [known[block].block_hash for block in blocks]  # vLLM and the core use the same keys
         return [self._whole_key(known[block]) for block in blocks]
 
     def block_of(self, key: BlockKey) -> DeviceBlockId | None:
@@ -79,7 +79,7 @@ class VllmDevice:
 
 
 def split_key(key: BlockKey) -> tuple[bytes, int]:
-    """Return the block hash and vLLM's group number that a key consists of."""
+    """Split a key into its block hash and vLLM's group number."""
     return key[:-GROUP_BYTES], int.from_bytes(key[-GROUP_BYTES:], "big")
 
 

@@ -63,7 +63,7 @@ class KeyMaker:
 
 
 class Tracked(Struct, eq=False):
-    """One of vLLM's requests, and how far it was reported.
+    """One of vLLM's requests, and how much of it was reported to the core.
 
     Args:
         request: vLLM's request.
@@ -71,7 +71,7 @@ class Tracked(Struct, eq=False):
         last_hash: the last reported hash. It covers the earlier ones, so it changes if any of them is rewritten.
         noted: the number of block hashes noted for events since the request got its block table.
         found_tokens: the number of tokens that the device held at the last lookup.
-        boundary: the number of confirmed tokens at which there is something new to report; `ProgressReports` writes it.
+        boundary: once this many tokens are confirmed, there is progress to report. `ProgressReports` sets it.
     """
 
     request: Request
@@ -110,7 +110,7 @@ class ProgressReports:
 
     Args:
         shape: the engine's fixed facts.
-        groups: vLLM's numbers of the groups that are offloaded.
+        groups: vLLM's numbers for the groups that are offloaded.
         keys: turns block hashes into keys.
         device: vLLM's block pool.
         tracked: the requests, by name.
@@ -141,7 +141,7 @@ class ProgressReports:
         self._every = self._reports_every(1)
         self.steps = 0
         self._soon: dict[str, int] = {}
-        """Requests that computed several tokens in a step since their last check, and how many they computed last."""
+        """For each request with a step of several tokens since its last check, the tokens of its latest such step."""
         self._late: dict[str, _Table] = {}
         """By request, its newly allocated blocks that are not reported yet."""
 
@@ -163,7 +163,7 @@ class ProgressReports:
     def step(
         self, output: SchedulerOutput, states: Sequence[facts.StateHandedOff]
     ) -> tuple[tuple[facts.Progress, ...], list[DeviceBlockId]]:
-        """Return the progress to report in this step, and newly allocated blocks that this progress may lack."""
+        """Return the progress to report in this step, and newly allocated blocks that it may not include."""
         scheduled, cached, late = output.num_scheduled_tokens, output.scheduled_cached_reqs, self._late
         resumed, groups, tables = cached.resumed_req_ids, self._groups, cached.new_block_ids
         self.steps += 1
@@ -187,7 +187,7 @@ class ProgressReports:
         return progress, reallocated
 
     def _take_soon(self, scheduled: Mapping[str, int]) -> list[str]:
-        """Return the requests to check. An unscheduled one must wait: if it was preempted, vLLM reports that later."""
+        """Return the requests to check. Unscheduled ones must wait: if one was preempted, vLLM reports that later."""
         found = [
             name
             for name, tokens in self._soon.items()

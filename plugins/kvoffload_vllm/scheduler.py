@@ -36,7 +36,7 @@ _output_tokens = attrgetter("num_output_tokens")
 
 
 class VllmScheduler:
-    """The connector's hooks that vLLM's scheduler calls.
+    """The connector hooks that vLLM's scheduler calls.
 
     Args:
         offload: the runtime's scheduler side.
@@ -79,7 +79,7 @@ class VllmScheduler:
             groups.shape, groups.ids, self._keys, device, self._tracked, report_every, tier_events
         )
         self._unsent: tuple[LoadAnswers, ...] = ()
-        """Ended loads that no worker reports unless asked. vLLM learns only from workers how a load ended."""
+        """Ended loads that the next message asks workers to report: vLLM learns only from workers how a load ended."""
 
     # -- before a step ------------------------------------------------------------------------------------------
 
@@ -109,8 +109,9 @@ class VllmScheduler:
         if not self._state_tokens:
             found = self.offload.lookup(name, num_computed_tokens, request.num_tokens, new_keys)
             return found, bool(found)
-        # vLLM ends a prefill chunk at this boundary and keeps the recurrent state. Before each lookup it sets the
-        # boundary to the end of the prefix that the device holds without a state; after the lookup it reads it.
+        # vLLM ends a prefill chunk at this boundary and keeps the recurrent state there. Before each lookup it sets
+        # the boundary to the end of the prefix that the device holds without a state. After the lookup it reads the
+        # boundary again.
         kept = getattr(request, "shared_prefix_boundary", None)
         found = self.offload.lookup(name, num_computed_tokens, request.num_tokens, new_keys, kept or 0)
         if kept is not None and found is not None:
@@ -195,7 +196,7 @@ class VllmScheduler:
         self.offload.ended(facts.RequestEnded(request.request_id, confirmed, new_keys, holds_blocks, late))
 
     def get_kv_connector_stats(self) -> KVOffloadStats | None:
-        """Return the changes of the metrics, None if there are none. A busy engine returns them only once a second."""
+        """Return the metric changes, None if there are none. A busy engine returns changes at most once a second."""
         if self._changes.now() < self._changes.next_s and (self._tracked or self.has_pending_push_work()):
             return None
         changes = self._changes.take()

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class KVOffloadStats(KVConnectorStats):  # type: ignore[misc]  # the type checker runs without vLLM
-    """One message: the changes of metrics since the last message, in `data`, in the format of the module `payload`."""
+    """One message: `data` holds the metric changes since the last message, in the format that `payload` describes."""
 
     def reset(self) -> None:
-        """Remove all changes. This replaces the dictionary, because another object may hold the old one."""
+        """Remove all changes. Create a new dictionary, because another object may still hold the old one."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVOffloadStats:
@@ -34,7 +34,7 @@ class KVOffloadStats(KVConnectorStats):  # type: ignore[misc]  # the type checke
 
 
 class KVOffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # the type checker runs without vLLM
-    """The catalogue's metrics in one front end, for all its engines."""
+    """The catalogue's metrics in one of vLLM's front ends, for all engines it serves."""
 
     def __init__(self, vllm_config: VllmConfig, *metrics: Any) -> None:  # noqa: ANN401  # see `build_prom_metrics`
         super().__init__(vllm_config, *metrics)

@@ -1,4 +1,6 @@
-"""Decides whether a vLLM configuration can be offloaded. Others are refused at start, so that no wrong block is served.
+"""Decides whether a vLLM configuration can be offloaded.
+
+Unsupported configurations are refused at start, so that no wrong block is served.
 
 A prefix hit needs the blocks of every group that vLLM looks up for it. A group may be left out only if vLLM says that a
 hit does not need it (`prefix_cacheable` is False: vLLM rebuilds its contents). If we cannot copy one of the needed
@@ -39,11 +41,11 @@ NEEDED = (
     "has_pending_push_work",
     "on_new_request",
     "requires_kv_delivery",
-    "supports_divergent_local_hybrid_hits",  # since 0.28; older vLLM used states that no hit had loaded
+    "supports_divergent_local_hybrid_hits",  # since 0.28; older versions used recurrent states that no hit had loaded
 )
 """Names that vLLM's base class of connectors must have."""
 
-_WRAPPER = "kv_cache_specs"  # attribute of a spec that holds one spec for each layer
+_WRAPPER = "kv_cache_specs"  # the attribute in which a group's spec holds one spec for each layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class Features:
     """The features that this vLLM offers to connectors.
 
     Args:
-        reports_failed_loads: a failed load can be reported by request, so that models with several groups can recover.
+        reports_failed_loads: a failed load can be reported per request, so that models with several groups can recover.
         hands_off_states: a step names the recurrent states that it completes, block by block.
         lacks: names that the connector needs and this vLLM does not have.
     """
@@ -78,7 +80,7 @@ def layer_specs(spec: KVCacheSpec) -> tuple[KVCacheSpec, ...]:
 
 
 def is_needed_for_hits(group: KVCacheGroupSpec) -> bool:
-    """Whether vLLM looks this group's blocks up for a prefix hit."""
+    """Whether vLLM looks up this group's blocks for a prefix hit."""
     return bool(getattr(group.kv_cache_spec, "prefix_cacheable", True))
 
 

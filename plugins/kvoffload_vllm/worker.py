@@ -41,14 +41,14 @@ class Received:
 
 
 class VllmWorker:
-    """The connector's hooks that one of vLLM's workers calls.
+    """The connector hooks that a vLLM worker calls.
 
     Args:
         offload: the runtime's worker side.
         closed: called last when the worker stops.
         examine: runs the doctor's checks; called before any host memory is allocated.
-        identity: the KV identity, which names the disk's folder. It is set when the scheduler's side has sent it, and
-            cancelled when the worker stops.
+        identity: a future for the KV identity, which names the folder on the disk. It gets its result when the
+            scheduler's side has sent the identity, and is cancelled when the worker stops.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class VllmWorker:
     def bind(self, metadata: KVOffloadMetadata) -> None:
         """Begin a step with its plan.
 
-        This notes loads that ended without a copy, because vLLM learns of ended loads only from workers.
+        Loads that ended without a copy are recorded here, because vLLM learns of ended loads only from workers.
 
         Both of vLLM's model runners call this after they have zeroed and copied blocks for the step, and before its
         forward pass.
@@ -94,7 +94,7 @@ class VllmWorker:
             self._loading[load.id] = (load.extra, load.targets)
         for ended in metadata.ended:
             for job in ended.abandoned:
-                # A copy that has ended here was already reported. One that still runs keeps its blocks leased.
+                # A copy that already ended on this worker was reported then. A running copy keeps its blocks leased.
                 if job in self._loading:
                     self._load_ended(job, failed=True)
             self._received.finished.update(ended.without_copy)
@@ -128,7 +128,7 @@ class VllmWorker:
         return received
 
     def build_connector_worker_meta(self) -> KVOffloadWorkerMetadata | None:
-        """Return this rank's report to the scheduler's side, None if there is none."""
+        """Return this rank's report for the scheduler's side, None if there is none."""
         report, self._report = self._report, None
         return KVOffloadWorkerMetadata((report,)) if report is not None else None
 
