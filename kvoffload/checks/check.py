@@ -104,7 +104,7 @@ def run_checks(checks: Iterable[Check], setup: Setup) -> list[Finding]:
 
 
 def go(text: str) -> Finding:
-    """Return the finding of a check that found no problem."""
+    """Return a finding that says the check passed."""
     return Finding(Verdict.GO, text)
 
 

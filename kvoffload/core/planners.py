@@ -134,7 +134,7 @@ class LazyPlanner:
         """
         reach = self._enough - self._state.device.free_blocks()
         if reach > 0:
-            # The engine frees the deepest first, so those are evicted first.
+            # The engine frees the deepest blocks first, so they are also evicted first.
             self._stores.offer(self._unknown(record)[-reach:], last_chance=True)
 
     def preempted(self, record: RequestRecord) -> None:

@@ -108,7 +108,7 @@ class Stores:
             self._settle(offer.key, outcome)
 
     def offer_again(self, offers: Sequence[Offer]) -> None:
-        """Decide again in the next step on offers that waited for a failed job."""
+        """Reconsider in the next step the offers that waited for a failed job."""
         self.again += offers
 
     def arrived_otherwise(self, offers: Sequence[Offer]) -> None:
@@ -147,14 +147,14 @@ class Stores:
         self._stop_waiting(record)
 
     def schedule(self, job: Store) -> None:
-        """Report the step's store job, which is about to be submitted; the next offer opens another one."""
+        """Report the step's store job just before it is submitted. Later offers go into a new job."""
         self.batch = None
         self._state.tally.events.append(StoreScheduled(job.id, len(job.slots)))
 
     # -- deciding -----------------------------------------------------------------------------------------------
 
     def _decide(self, offers: Sequence[Offer], *, last_chance: bool) -> None:
-        """Accept or decline each offer, or let it wait. If room is short, the first offers get it."""
+        """Accept, decline or defer each offer. If there are too few slots, earlier offers take precedence."""
         state = self._state
         if state.degraded is not None:
             for offer in offers:

@@ -81,7 +81,7 @@ class Tally:
     def take(self, *, everything: bool = False) -> list[Event]:
         """Return the events since the last call, and forget them.
 
-        While jobs are planned, sums are included only with `everything`.
+        Sums are left out while jobs are being planned, unless `everything` is set.
         """
         events, self.events = self.events, []
         self.has_sums = False

@@ -54,7 +54,7 @@ class LowerTier:
         is_closed: True while the tier cannot be used; for the disk this is final.
         failing: ranks whose calls to the tier fail or hang.
         in_flight: keys that open spills are bringing to the tier.
-        limit: how many blocks open spills and a warm start may have, as a share of the maximum.
+        limit: the share of the maximum number of blocks that open spills and a warm start may have.
         slot_bytes: the size in bytes of a host slot, on the rank where it is largest.
         least_tokens: how many tokens a fetch must add to a hit; fewer tokens are recomputed instead.
         candidates: keys that were found again and may be spilled, in the order in which the host evicts them.

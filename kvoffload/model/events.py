@@ -143,7 +143,7 @@ class StoreScheduled(Event, frozen=True):
 
 
 class StoreEnded(Event, frozen=True):
-    """`blocks` offers got their final outcome."""
+    """The final outcome of `blocks` store offers is known."""
 
     outcome: StoreOutcome
     blocks: int

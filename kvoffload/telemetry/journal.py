@@ -90,7 +90,7 @@ class Journal:
     async def run(self) -> None:
         """Write the file until the bus is closed. If there is no file, return immediately.
 
-        After a write error only the file stops.
+        After a write error, nothing more is written to the file; the journal in memory goes on.
         """
         if self._feed is None or self._file is None:
             return

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvoffload.transfer.layout import DeviceLayout
     from kvoffload.transfer.ports import Clock
 
-    # Pages of regions with one page size: [regions, slots, page] for a chunk, [regions, page] for a slot.
+    # Pages of all regions that share a page size: [regions, slots, page] for a chunk, [regions, page] for a slot.
     Pages: TypeAlias = NDArray[np.uint8]
 
 _LINE = 64
