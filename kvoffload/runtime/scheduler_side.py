@@ -331,7 +331,7 @@ class SchedulerSide:
         return self.faults.cause
 
     @property
-    def weights_id(self) -> KVIdentity | None:
+    def disk_identity(self) -> KVIdentity | None:
         """The identity of the KV in the disk's folder; None before this process has locked the folder."""
         tiers = self._tiers_side
         return tiers.disk.identity if tiers is not None and tiers.disk is not None else None

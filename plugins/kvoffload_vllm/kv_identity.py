@@ -110,7 +110,7 @@ class Identification:
         if self._is_sent:
             return None
         self._stepped.set()
-        identity = offload.weights_id
+        identity = offload.disk_identity
         self._is_sent = identity is not None
         return identity
 

@@ -187,7 +187,7 @@ class Simulation:
         self.engine.reset_prefix_cache()
         below = self.offload._tiers_side
         replaced = self._store.replaced if self._store is not None else 0
-        self._was_reset |= below is not None and below.reset() and self.offload.weights_id is not None
+        self._was_reset |= below is not None and below.reset() and self.offload.disk_identity is not None
         self._reset_namespaces |= dict.fromkeys(self._namespaces, replaced)
         self._left_namespaces |= self._namespaces
 

@@ -16,7 +16,7 @@ IDENTITY = KVIdentity("engine", "weights", "keys", {"tensor": 2})
 
 
 def offload(identity: KVIdentity | None) -> Any:
-    return SimpleNamespace(weights_id=identity)
+    return SimpleNamespace(disk_identity=identity)
 
 
 def test_the_identity_is_looked_for_from_the_first_step_on_and_sent_once_the_disk_has_it() -> None:
