@@ -44,7 +44,28 @@ def audit(core: OffloadCore) -> list[str]:
 
 def audit_side(side: SchedulerSide) -> list[str]:
     """Return every broken invariant, as the scheduler's side and as this module see them."""
-    return [*side.audit(), *audit(side.core)]
+    return [*side.audit(), *audit(side.core), *_copies(side)]
+
+
+def _copies(side: SchedulerSide) -> Iterator[str]:
+    """Compare the runtime's table of open copies with its own records, and at rest with nothing."""
+    copies = side.copies
+    running = Counter(
+        (copy.given.direction, copy.is_overdue)
+        for copy in copies.by_job.values()
+        if copy.given is not None and copy.running
+    )
+    for direction, is_overdue in product(Direction, (False, True)):
+        counted, found = copies.count(direction, is_overdue=is_overdue), running[direction, is_overdue]
+        if counted != found:
+            yield f"open {direction.value}s, overdue {is_overdue}: {counted} counted, {found} found"
+    for request, copy in copies.by_request.items():
+        if request not in copies.awaited and copy.pinned is None:
+            yield f"the copy of {request} is neither awaited nor pinned"
+    if not (side.core.state.requests.live or side.core.state.jobs.pending) and side.degraded is None:
+        left = [*copies.awaited, *copies.by_request]
+        if left:
+            yield f"copies of {left} are left"
 
 
 def _without_pool(state: CoreState, stores: Stores) -> Iterator[str]:
