@@ -24,10 +24,10 @@ WHEEL := $(CURDIR)/$(VENV)/wheel
 AGAINST_WHEEL = HYPOTHESIS_PROFILE=$(PROFILE) KVOFFLOAD_WHEEL=$(WHEEL) PYTHONPATH=$(WHEEL) PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
 WITHOUT_VLLM = env $(AGAINST_WHEEL) $(BIN)/pytest $(WORKERS)
 WITH_VLLM = env $(AGAINST_WHEEL) $(VLLM) -m pytest $(WORKERS)
-VLLM_TESTS := $(filter-out tests/vllm_versions,$(wildcard tests/vllm_*))
+VLLM_TESTS := tests/vllm --ignore=tests/vllm/versions
 BENCH = OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.bench
 VLLM_BENCH = VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=$(CURDIR) $(VLLM) -m tests.bench
-VERSIONS = env $(AGAINST_WHEEL) $(VLLM) -m tests.vllm_versions.matrix
+VERSIONS = env $(AGAINST_WHEEL) $(VLLM) -m tests.vllm.versions.matrix
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check quick test-fast format test-vllm test-all quick-others recurrent-matrix disk-traffic store-traffic sharing-ranks vllm-versions lint types imports size coverage deep disk-kills simulate explore same journeys mutants soak vllm-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hooks bench-queue bench-remote bench-scale bench-serve bench-trace bench-verify docs site dashboards screenshot lock venv wheel vllm-env kernel-env tools clean
@@ -82,16 +82,16 @@ quick-others:  ## run make quick with other Pythons, where they exist
 	done
 
 recurrent-matrix: $(VENV)/wheel/ready vllm-env  ## test recurrent models in every setting
-	$(AGAINST_WHEEL) $(VLLM) -m tests.vllm_adapter.recurrent_matrix $(ARGS)
+	$(AGAINST_WHEEL) $(VLLM) -m tests.vllm.recurrent_matrix $(ARGS)
 
 disk-traffic: $(VENV)/wheel/ready vllm-env  ## mix traffic on vLLMs with a disk, two ranks too (long)
-	$(AGAINST_WHEEL) $(VLLM) -m tests.vllm_adapter.disk_traffic $(ARGS)
+	$(AGAINST_WHEEL) $(VLLM) -m tests.vllm.disk_traffic $(ARGS)
 
 store-traffic: $(VENV)/wheel/ready vllm-env  ## mix traffic on two vLLMs that share a store (long)
-	$(AGAINST_WHEEL) $(VLLM) -m tests.vllm_adapter.store_traffic $(ARGS)
+	$(AGAINST_WHEEL) $(VLLM) -m tests.vllm.store_traffic $(ARGS)
 
 sharing-ranks: $(VENV)/wheel/ready vllm-env  ## share a store between vLLMs of two ranks each (long)
-	$(AGAINST_WHEEL) $(VLLM) -m pytest -m vllm tests/vllm_adapter/sharing_ranks.py $(ARGS)
+	$(AGAINST_WHEEL) $(VLLM) -m pytest -m vllm tests/vllm/sharing_ranks.py $(ARGS)
 
 vllm-versions: $(VENV)/wheel/ready vllm-env kernel-env  ## run a smaller suite on several versions of vLLM
 	$(VERSIONS) $(VERSIONS_ARGS)
@@ -144,7 +144,7 @@ soak: venv vllm-env  ## run an hour of traffic; nothing may grow (long)
 ##@ Try and measure
 
 vllm-demo: vllm-env  ## compare a stock vllm serve without and with kvoffload
-	@$(VLLM) tests/vllm_stock/demo.py $(ARGS)
+	@$(VLLM) tests/vllm/stock/demo.py $(ARGS)
 
 grafana: venv  ## start Prometheus and Grafana in containers, and a demo
 	docker compose -f dashboards/compose.yml up --detach --wait
@@ -215,7 +215,7 @@ wheel: $(VENV)/wheel/ready  ## build the wheel into .venv/dist
 	@:
 
 vllm-env:  ## set up a stock vLLM in .venv/vllm
-	@$(PYTHON) tests/vllm_stock/install.py --versions all $(VLLM_ENV_ARGS)
+	@$(PYTHON) tests/vllm/stock/install.py --versions all $(VLLM_ENV_ARGS)
 
 kernel-env: venv  ## set up Triton in .venv/triton (200 MB)
 	@test -d $(VENV)/triton || $(PIP) install --no-deps --target $(VENV)/triton triton==3.9.0

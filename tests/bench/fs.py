@@ -23,7 +23,7 @@ from kvoffload.cli.parser import positive
 from tests.bench.lines import Line, line, ratios
 from tests.bench.results import add_output_arguments, give_out
 from tests.bench.vllm_engines import kv_transfer, require_vllm
-from tests.vllm_stock import checkpoints, engines
+from tests.vllm.stock import checkpoints, engines
 
 OURS, FS, NONE = "kvoffload", "fs tier", "no connector"
 LARGER = {
@@ -69,7 +69,7 @@ class Size:
 
     def transfer(self, name: str, folder: Path) -> dict[str, Any]:
         """Return the engine's option for a connector. Fetches may fill a quarter of our host: a prompt."""
-        from tests.vllm_stock import fs_peer
+        from tests.vllm.stock import fs_peer
 
         host = 4 * self.blocks * self.block_bytes
         disk = {"disk_path": str(folder), "disk_bytes": 2 * host}

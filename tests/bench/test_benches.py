@@ -1,4 +1,4 @@
-"""Each bench runs with its smallest settings and prints its lines. Those on vLLM are in tests/vllm_adapter."""
+"""Each bench runs with its smallest settings and prints its lines. Those on vLLM are in tests/vllm."""
 
 from __future__ import annotations
 

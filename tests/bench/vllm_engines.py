@@ -238,9 +238,9 @@ def find_connectors() -> tuple[dict[str, dict[str, Any]], str]:
     if on_gpu:
         peer = kv_transfer("SimpleCPUOffloadConnector", cpu_bytes_to_use=HOST_BYTES)
         return {OURS: ours, PEER: peer}, "SimpleCPUOffloadConnector as vLLM ships it"
-    from tests.vllm_stock import peer as on_host
+    from tests.vllm.stock import peer as on_host
 
-    note = "SimpleCPUOffloadConnector, its copies replaced by tests.vllm_stock.peer"
+    note = "SimpleCPUOffloadConnector, its copies replaced by tests.vllm.stock.peer"
     return {OURS: ours, PEER: on_host.kv_transfer(HOST_BYTES)}, note
 
 

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from tests.vllm_adapter.engine_rig import Rig
+    from tests.vllm.engine_rig import Rig
 
 BLOCKS = 8
 """Whole blocks of each prompt; one more token follows them."""
@@ -266,8 +266,8 @@ class Vllm:
         self._asked = 0
 
     def ask(self, seed: int, tokens: int) -> None:
-        from tests.vllm_adapter.engine_rig import Asked
-        from tests.vllm_stock.engines import BLOCK
+        from tests.vllm.engine_rig import Asked
+        from tests.vllm.stock.engines import BLOCK
 
         self._asked += 1
         self._rig.ask(f"r{self._asked}", Asked((seed,) * (BLOCKS * BLOCK + 1), tokens))
@@ -301,7 +301,7 @@ def reference() -> Journeys:
 
 def vllm() -> Journeys:
     """Trace a stock vLLM; needs its environment."""
-    from tests.vllm_adapter.engine_rig import offloading
+    from tests.vllm.engine_rig import offloading
 
     tracer = Tracer()
     try:

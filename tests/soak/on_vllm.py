@@ -15,8 +15,8 @@ from kvoffload.transfer import host_copier
 from kvoffload.transfer.runs import CopyRuns
 from tests.core.audit import audit_side
 from tests.soak.growth import Reading, read
-from tests.vllm_adapter.engine_rig import DEVICE_BLOCKS, Asked, Rig, offloading
-from tests.vllm_stock import checkpoints
+from tests.vllm.engine_rig import DEVICE_BLOCKS, Asked, Rig, offloading
+from tests.vllm.stock import checkpoints
 
 _MODEL: checkpoints.Kind = "gemma3"  # windows, and full attention beside them
 _PEOPLE = 6

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from tests.tooling.scripts import ROOT
-from tests.vllm_versions import matrix
-from tests.vllm_versions.test_small_suite import SCENES
+from tests.vllm.versions import matrix
+from tests.vllm.versions.test_small_suite import SCENES
 
 README = (ROOT / "plugins" / "kvoffload_vllm" / "README.md").read_text(encoding="utf-8")
 SEVERAL_GROUPS = "all these, hybrid model", "all these, recurrent layers (LFM2)"
@@ -26,7 +26,7 @@ def test_rows_that_were_not_run_stay() -> None:
 def junit(**results: str) -> str:
     """What pytest writes of a suite, by test: nothing for passed."""
     cases = (
-        f'<testcase file="tests/vllm_versions/test_small_suite.py" name="{name}">{result}</testcase>'
+        f'<testcase file="tests/vllm/versions/test_small_suite.py" name="{name}">{result}</testcase>'
         for name, result in results.items()
     )
     return f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>"

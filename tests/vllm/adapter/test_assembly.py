@@ -1,0 +1,89 @@
+"""What both sides make of vLLM's configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvoffload.model.config import OffloadConfig
+from kvoffload.model.errors import ConfigError
+from tests.captured_logs import capture_logs
+from tests.vllm.engine_rig import MARKS
+
+pytestmark = MARKS
+
+
+# vLLM tells each engine of a dense model that it is alone, and those of a mixture of experts how many they are.
+@pytest.mark.parametrize("engines_known", [1, 2])
+@pytest.mark.parametrize(("index", "file"), [(0, "journal"), (1, "journal.dp1")])
+def test_each_engine_of_a_server_has_a_journal_of_its_own(index: int, file: str, engines_known: int) -> None:
+    parallel = SimpleNamespace(
+        data_parallel_index=index,
+        data_parallel_size=engines_known,
+        data_parallel_rank=index if engines_known > 1 else 0,
+        world_size=1,
+    )
+    from kvoffload_vllm import assembly
+
+    extra = SimpleNamespace(kv_connector_extra_config={"journal_path": "/somewhere/journal"})
+    given: Any = SimpleNamespace(kv_transfer_config=extra, parallel_config=parallel)
+    assert assembly._config(given).journal_path == Path("/somewhere", file)
+
+
+def test_memory_of_each_rank_is_multiplied_by_vllms_ranks() -> None:
+    from kvoffload_vllm import assembly
+
+    extra = SimpleNamespace(kv_connector_extra_config={"cpu_bytes_to_use_per_rank": "1KiB"})
+    parallel = SimpleNamespace(
+        world_size=4, data_parallel_index=1, data_parallel_size=2, data_parallel_rank=1
+    )
+    given: Any = SimpleNamespace(kv_transfer_config=extra, parallel_config=parallel)
+    assert assembly._config(given).host_bytes == 4096
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "disk", "warned"),
+    [("xxhash", Path("/d"), ["block hashes"]), ("sha256", Path("/d"), []), ("xxhash", None, [])],
+)
+def test_hashes_for_which_collisions_can_be_searched_are_one_warning_at_the_start(
+    algorithm: str, disk: Path | None, warned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvoffload_vllm import assembly
+
+    monkeypatch.setattr(assembly, "find_problems", lambda *_, **__: [])
+    given: Any = SimpleNamespace(
+        cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm),
+        parallel_config=SimpleNamespace(data_parallel_index=0),
+    )
+    nothing: Any = None
+    with capture_logs() as lines:
+        assembly._lower_tiers(given, OffloadConfig(disk_path=disk), nothing)
+    assert [line["check"] for line in lines if line["event"] == "doctor_warning"] == warned
+
+
+def test_vllm_knows_no_other_hashes() -> None:
+    from typing import get_args
+
+    from vllm.config.cache import PrefixCachingHashAlgo
+
+    from kvoffload_vllm.doctor import _HASHES
+
+    known = set(get_args(PrefixCachingHashAlgo))
+    assert known - set(_HASHES) == {"xxhash", "xxhash_cbor"}
+
+
+@pytest.mark.parametrize("side", ["start_scheduler", "start_worker"])
+def test_a_key_file_that_cannot_be_used_stops_each_sides_start(
+    side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvoffload_vllm import assembly
+
+    config = OffloadConfig(tier_key_file=tmp_path / "key")
+    monkeypatch.setattr(assembly, "_check", lambda *_: (None, config))
+    monkeypatch.setattr(assembly, "find_failure_policy", lambda _: "recompute")
+    nothing: Any = None
+    with pytest.raises(ConfigError, match=r"tier_key_file: .* is not used"):
+        getattr(assembly, side)(nothing, nothing, nothing)

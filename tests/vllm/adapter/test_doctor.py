@@ -1,0 +1,239 @@
+"""What vLLM's adapter asks before a vLLM starts; and, where there is one, in its own environment and at its start."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload.checks.check import Setup, run_checks
+from kvoffload.cli.main import main
+from kvoffload.model.config import OffloadConfig
+from kvoffload.testing import FakeDevice
+from kvoffload_vllm import doctor
+from kvoffload_vllm.support import NEWEST_RUN, VERSIONS
+from tests.captured_logs import capture_logs
+from tests.doctor.trees import Machine, ask, machine, setup
+from tests.vllm.adapter.stand_ins import cache_config, full, group, vllm_config
+
+GOOD = {
+    "kv_connector": "KVOffloadConnector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"host_bytes": "1MiB"},
+}
+
+
+def found(capsys: pytest.CaptureFixture[str], transfer: object, *argv: str) -> dict[str, Any]:
+    main(["doctor", "--json", "--kv-transfer-config", json.dumps(transfer), *argv])
+    return {one.pop("check"): one for one in json.loads(capsys.readouterr().out)["findings"]}
+
+
+def test_a_good_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "transfer.json"
+    path.write_text(json.dumps(GOOD))
+    main(["doctor", "--json", "--kv-transfer-config", str(path)])
+    checks = {one["check"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
+    for name in ("settings", "vllm connector", "load failures"):
+        assert checks[name]["verdict"] == "go", name
+    assert checks["host memory"]["finding"].startswith("1.0 MiB fit")
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "text"),
+    [
+        ({"kv_load_failure_policy": "fail"}, "load failures", "vLLM fails every request whose load fails"),
+        ({"kv_load_failure_policy": None}, "load failures", "vLLM"),
+        (
+            {"kv_load_failure_policy": "fail", "kv_connector_extra_config": {"verify": "full"}},
+            "load failures",
+            "whose load fails; with verify 'full' the connector refuses to start",
+        ),
+        ({"kv_role": "kv_producer"}, "vllm connector", "kv_role is 'kv_producer'"),
+        ({"kv_role": None}, "vllm connector", "kv_role is None; it must be 'kv_both'"),
+        ({"kv_connector": "Another"}, "vllm connector", "kv_connector is 'Another'"),
+        ({"kv_connector_extra_config": {"lazy": 1}}, "settings", "unknown key 'lazy'"),
+        ({"kv_connector_extra_config": [1]}, "settings", "kv_connector_extra_config"),
+    ],
+)
+def test_what_is_wrong_with_a_configuration(
+    changes: dict[str, object], check: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = found(capsys, {**GOOD, **changes})[check]
+    assert one["verdict"] == "no-go"
+    assert text in one["finding"]
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(-1e9, 1e9) | st.text(max_size=5),
+    lambda each: (
+        st.lists(each, max_size=2) | st.dictionaries(st.sampled_from(sorted(GOOD)), each, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*GOOD, "connectors"]), anything, max_size=5), st.booleans())
+def test_property_any_configuration_gets_its_findings(changes: dict[str, Any], is_ours: bool) -> None:
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser.add_argument_group())
+    transfer = {**GOOD, **changes} if is_ours else changes
+    found = doctor.read_arguments(parser.parse_args(["--kv-transfer-config", json.dumps(transfer)]))
+    assert isinstance(found.settings, dict)
+    for answer in run_checks(found.checks, Setup(OffloadConfig())):
+        assert "the check itself failed" not in answer.text
+
+
+def test_vllms_own_default_for_failed_loads_is_a_no_go(capsys: pytest.CaptureFixture[str]) -> None:
+    transfer = {key: value for key, value in GOOD.items() if key != "kv_load_failure_policy"}
+    assert found(capsys, transfer)["load failures"]["verdict"] == "no-go"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "verdict"),
+    [("sha256", "go"), ("sha256_cbor", "go"), ("xxhash", "warning"), ("xxhash_cbor", "warning")],
+)
+def test_hashes_for_which_collisions_can_be_searched_are_a_warning(
+    tmp_path: Path, algorithm: str, verdict: str
+) -> None:
+    found = ask((doctor.block_hashes(algorithm),), "block hashes", setup(), machine(tmp_path))
+    assert found[0] == verdict
+    assert algorithm in found[1]
+
+
+@pytest.mark.parametrize(("interval", "verdict"), [(0, "warning"), (1056, "go"), (None, "go")])
+def test_where_hits_of_recurrent_models_end(tmp_path: Path, interval: int | None, verdict: str) -> None:
+    check = doctor.recurrent_states(528, interval)
+    found = ask((check,), "recurrent states", setup(), machine(tmp_path))
+    assert found[0] == verdict
+    assert "end at multiples of 528 tokens; shorter prefixes are never found" in found[1]
+
+
+def test_one_of_several_connectors(capsys: pytest.CaptureFixture[str]) -> None:
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [{"kv_connector": "Another"}, "odd", {**GOOD}]},
+    }
+    checks = found(capsys, several)
+    assert checks["vllm connector"]["verdict"] == "go"
+    assert checks["host memory"]["finding"].startswith("1.0 MiB fit")
+
+
+def ask_vllms(name: str, where: Machine) -> tuple[str, str]:
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser.add_argument_group())
+    return ask(doctor.read_arguments(parser.parse_args([])).checks, name, setup(), where)
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict", "text"),
+    [
+        (None, "not known", "vLLM is not installed"),
+        ("0.32.0+cpu", "go", "vLLM 0.32.0+cpu"),
+        ("0.34.0", "warning", "is newer than any that was run"),
+        ("1.0", "warning", "is newer"),
+    ],
+)
+def test_version(tmp_path: Path, version: str | None, verdict: str, text: str) -> None:
+    def find(name: str) -> str:
+        if version is None:
+            raise PackageNotFoundError(name)
+        return version
+
+    reported = ask_vllms("vllm version", machine(tmp_path, version=find))
+    assert reported[0] == verdict
+    assert text in reported[1]
+
+
+def test_the_newest_version_is_one_that_the_words_name() -> None:
+    assert ".".join(map(str, NEWEST_RUN)) in VERSIONS
+
+
+@pytest.mark.parametrize(
+    ("names", "environ", "verdict", "text"),
+    [
+        (["kvoffload"], {}, "go", "will find the connector"),
+        ([], {}, "no-go", "is not registered"),
+        (["kvoffload"], {"VLLM_PLUGINS": "a,b"}, "no-go", "does not load"),
+        (["kvoffload"], {"VLLM_PLUGINS": ""}, "no-go", "does not load"),
+        (["kvoffload"], {"VLLM_PLUGINS": "a,kvoffload"}, "go", "find"),
+    ],
+)
+def test_registration(
+    tmp_path: Path, names: list[str], environ: dict[str, str], verdict: str, text: str
+) -> None:
+    def find(group: str, name: str) -> list[str]:
+        assert group == "vllm.general_plugins"
+        return [one for one in names if one == name]
+
+    reported = ask_vllms("vllm plugin", machine(tmp_path, entry_points=find, environ=environ))
+    assert reported[0] == verdict
+    assert text in reported[1]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_in_vllms_own_environment() -> None:
+    assert importlib.util.find_spec("vllm") is not None
+    argv = ["--json", "--kv-transfer-config", json.dumps(GOOD)]
+    command = [sys.executable, "-m", "kvoffload", "doctor", *argv]
+    reported = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
+    checks = {one["check"]: one for one in json.loads(reported.stdout)["findings"]}
+    for name in ("vllm version", "vllm plugin", "vllm connector", "load failures"):
+        assert checks[name]["verdict"] == "go", checks[name]
+    assert reported.returncode == 0
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("policy", "reported"), [("fail", ["load failures"]), ("recompute", [])])
+def test_vllms_connector_warns_of_failed_loads(
+    policy: str, reported: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvoffload_vllm import assembly
+    from kvoffload_vllm.worker import VllmWorker
+
+    monkeypatch.setattr(assembly, "_check", lambda *_: (None, OffloadConfig(host_bytes=2 * 131072)))
+    monkeypatch.setattr(assembly, "find_failure_policy", lambda _: policy)
+    given = vllm_config(world_size=1)
+    given.parallel_config.rank = 0
+    worker = VllmWorker.__new__(VllmWorker)
+    assembly.start_worker(worker, given, cache_config(group(full())))
+    with capture_logs() as lines:
+        worker.register(FakeDevice(9, [65536, 65536]).layout)
+        worker.close()
+    found = [line["check"] for line in lines if line["event"] == "doctor_warning"]
+    assert [check for check in found if check == "load failures"] == reported
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_vllms_worker_warns_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvoffload_vllm import assembly
+    from kvoffload_vllm.worker import VllmWorker
+
+    monkeypatch.setattr(assembly, "_check", lambda *_: (None, OffloadConfig(host_bytes=2 * 131072)))
+    monkeypatch.setattr(assembly, "find_failure_policy", lambda _: "recompute")
+    given = vllm_config(world_size=1)
+    given.parallel_config.rank = 0
+    worker = VllmWorker.__new__(VllmWorker)
+    assembly.start_worker(worker, given, cache_config(group(full())))
+    with capture_logs() as lines:
+        worker.register(FakeDevice(9, [65536, 65536]).layout)
+        worker.close()
+    reported = [line for line in lines if line["event"] == "doctor_warning"]
+    (pool,) = [line for line in reported if line["check"] == "host pool"]
+    assert "blocks on the host, 8 on the device" in pool["finding"]

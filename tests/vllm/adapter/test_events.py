@@ -1,0 +1,286 @@
+"""Events for routers: what came to the host and what left it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+from kvoffload.core.key_index import KeyIndex
+from kvoffload.model.ids import BlockKey, SlotId
+from kvoffload.model.wire import Tier
+from kvoffload_vllm.events import BlockNotes, TierEvents, Wire, publishes_events
+from kvoffload_vllm.groups import VllmGroups, vllm_groups
+from kvoffload_vllm.pool_device import split_key
+from kvoffload_vllm.progress import KeyMaker
+from kvoffload_vllm.support import Features
+from tests.vllm.adapter.stand_ins import cache_config, full, group, spec, vllm_config, window
+
+Extra = tuple[tuple[Any, ...] | None, int]
+
+
+def extra_keys(request: Any, start: int, end: int, media: int) -> Extra:
+    """As vLLM's: the salt is in the first block, an image where it begins; images are looked at in order."""
+    found = [(name, at - start) for name, at in request.images[media:] if start <= at < end]
+    salt = [request.salt] if request.salt and not start else []
+    return (*found, *salt) or None, media + len(found)
+
+
+WIRE = Wire(
+    lambda **fields: ("stored", fields),
+    lambda **fields: ("removed", fields),
+    bytes.hex,
+    extra_keys,
+    {0: ("full_attention", None), 2: ("sliding_window", 4)},
+)
+
+
+def groups(num_blocks: int = 100) -> VllmGroups:
+    """vLLM's groups 0 and 2, with blocks of 4 and 2 tokens; a hash for each 2."""
+    left_out = group(spec("CircularBufferSpec", 8, prefix_cacheable=False))
+    config = cache_config(group(full(4)), left_out, group(window(4, 2)), num_blocks=num_blocks)
+    return vllm_groups(vllm_config(), config, features=Features(), sizes=(4, 2))
+
+
+def request(**fields: Any) -> Any:
+    values: dict[str, Any] = {
+        "block_hashes": [bytes([n]) for n in range(4)],
+        "all_token_ids": list(range(100, 109)),
+        "lora_request": None,
+        "images": [],
+        "salt": None,
+        **fields,
+    }
+    return SimpleNamespace(**values)
+
+
+def reported(of: Any, computed_tokens: int = 8) -> tuple[TierEvents, tuple[tuple[BlockKey, ...], ...]]:
+    known = groups()
+    maker, _, _ = tiers()
+    maker.notes.take(of, 0, computed_tokens)
+    return maker, KeyMaker(known.hash_ratios, known.ids).keys(of.block_hashes, 0)
+
+
+def events(maker: TierEvents, *ledger: tuple[BlockKey, bool], tier: Tier = Tier.HOST) -> list[Any]:
+    return list(maker.events(tier, ledger))
+
+
+def test_a_block_that_came_is_published_with_its_tokens_and_parent() -> None:
+    maker, (large, small) = reported(request())
+    first, second, third = events(maker, (large[0], True), (large[1], True), (small[3], True))
+    assert first[1]["token_ids"] == [100, 101, 102, 103]
+    assert (first[1]["block_hashes"], first[1]["parent_block_hash"]) == (["01"], None)
+    assert (second[1]["block_hashes"], second[1]["parent_block_hash"]) == (["03"], "01")
+    assert (second[1]["block_size"], second[1]["group_idx"], second[1]["medium"]) == (4, 0, "CPU")
+    assert (third[1]["block_hashes"], third[1]["parent_block_hash"]) == (["03"], "02")
+    assert (third[1]["block_size"], third[1]["group_idx"], third[1]["token_ids"]) == (2, 2, [106, 107])
+
+
+def test_parents_are_published_before_their_children() -> None:
+    """Slots are filled deepest first, which is the order in which they become evictable, and jobs one after another."""
+    maker, (large, small) = reported(request())
+    order = [small[1], small[0], large[1], small[3], large[0], small[2]]
+    reported_of = [
+        (fields["group_idx"], fields["block_hashes"][0])
+        for _, fields in events(maker, *[(k, True) for k in order])
+    ]
+    assert reported_of == [(2, "00"), (2, "01"), (0, "01"), (0, "03"), (2, "02"), (2, "03")]
+
+
+def test_a_group_is_published_by_its_kind_and_window() -> None:
+    maker, (large, small) = reported(request())
+    kinds = [
+        (fields["kv_cache_spec_kind"], fields["kv_cache_spec_sliding_window"])
+        for _, fields in events(maker, (large[0], True), (small[0], True))
+    ]
+    assert kinds == [("full_attention", None), ("sliding_window", 4)]
+
+
+def test_what_else_a_blocks_hash_covers_is_published() -> None:
+    maker, (large, small) = reported(request(salt="s", images=[("cat", 1), ("dog", 7)]))
+    fields = [event for _, event in events(maker, *[(key, True) for key in (*large, *small)])]
+    assert [one["extra_keys"] for one in fields] == [
+        [(("cat", 1), "s")],
+        [(("dog", 3),)],
+        [(("cat", 1), "s")],
+        [None],
+        [None],
+        [(("dog", 1),)],
+    ]
+
+
+def test_the_adapter_of_a_block_is_published() -> None:
+    maker, (large, _) = reported(request(lora_request=SimpleNamespace(adapter_id=7, name="poems")))
+    ((_, fields),) = events(maker, (large[0], True))
+    assert (fields["lora_id"], fields["lora_name"]) == (7, "poems")
+
+
+def test_blocks_that_left_are_published_by_group() -> None:
+    maker, (large, small) = reported(request())
+    one, other = events(maker, (large[0], False), (small[0], False), (large[1], False))
+    assert one == (
+        "removed",
+        {"block_hashes": ["01", "03"], "medium": "CPU", "group_idx": 0, "locality": "LOCAL"},
+    )
+    assert (other[1]["block_hashes"], other[1]["group_idx"]) == (["00"], 2)
+
+
+def test_of_a_block_that_came_and_left_the_last_holds() -> None:
+    maker, (large, _) = reported(request())
+    key = large[0]
+    assert [kind for kind, _ in events(maker, (key, True), (key, False))] == ["removed"]
+    assert [kind for kind, _ in events(maker, (key, False), (key, True))] == ["stored"]
+
+
+def test_a_block_that_comes_again_is_published_in_full_again() -> None:
+    maker, (large, _) = reported(request())
+    for came in (True, False, True):
+        ((_, fields),) = events(maker, (large[0], came))
+    assert fields["token_ids"] == [100, 101, 102, 103]
+
+
+def test_a_block_without_a_note_is_left_out_and_so_is_its_end() -> None:
+    """With no parent and no tokens it would read as the first block of a prompt."""
+    maker, (large, _) = reported(request(), computed_tokens=4)
+    assert events(maker, (large[1], True)) == []
+    assert [fields["block_hashes"] for _, fields in events(maker, (large[0], True))] == [["01"]]
+    ((kind, fields),) = events(maker, (large[0], False), (large[1], False))
+    assert (kind, fields["block_hashes"]) == ("removed", ["01"])
+    assert len(events(maker, (large[1], False))) == 1  # left out once
+
+
+# -- notes ----------------------------------------------------------------------------------------------------------
+
+
+def taker(holds: Callable[[BlockKey], bool], device_blocks: int, *, count: int = 1) -> BlockNotes:
+    """Of `count` groups with blocks of 2 tokens."""
+    config = cache_config(*[group(full(2))] * count, num_blocks=device_blocks + 1)
+    return BlockNotes(vllm_groups(vllm_config(), config, features=Features(), sizes=(2, 2)), WIRE, holds)
+
+
+def count_of(notes: BlockNotes) -> int:
+    return sum(map(len, notes.by_ratio.values()))
+
+
+def prompt(hashes: Iterable[int]) -> Any:
+    block_hashes = [number.to_bytes(2, "big") for number in hashes]
+    return request(block_hashes=block_hashes, all_token_ids=list(range(2 * len(block_hashes))))
+
+
+def key(number: int, group_number: int = 0) -> BlockKey:
+    return BlockKey(number.to_bytes(2, "big") + group_number.to_bytes(4, "big"))
+
+
+def test_only_blocks_that_are_computed_are_noted_each_once() -> None:
+    notes = taker(lambda key: True, 10)
+    assert notes.take(prompt(range(4)), 0, 5) == 2
+    assert count_of(notes) == 2
+    assert notes.take(prompt(range(4)), 2, 5) == 2
+    assert notes.take(prompt(range(4)), 2, 100) == 4  # more is computed than is hashed yet
+    assert notes.take(prompt(range(4)), 0, 8) == 4
+    assert count_of(notes) == 4
+
+
+def test_groups_with_blocks_of_one_size_share_notes() -> None:
+    notes = taker(lambda key: True, 10, count=3)
+    notes.take(prompt(range(4)), 0, 8)
+    assert count_of(notes) == 4
+    assert notes.get(key(1, 0)) is notes.get(key(1, 2)) is not None
+
+
+def test_a_note_is_kept_while_the_device_holds_its_block() -> None:
+    """A lazy store may come long after the block's request has gone."""
+    on_device = {key(number) for number in range(0, 12, 2)}
+    notes = taker(on_device.__contains__, 12)
+    for start in range(0, 1000, 10):
+        notes.take(prompt(range(start, start + 10)), 0, 20)
+        assert count_of(notes) <= 24
+    assert all(notes.get(key) is not None for key in on_device)
+    on_device.clear()
+    notes.take(prompt(range(2000, 2040)), 0, 80)
+    assert count_of(notes) == 12
+
+
+def test_a_note_is_kept_while_one_of_its_groups_holds_the_block() -> None:
+    on_device = {key(3, 1)}
+    notes = taker(on_device.__contains__, 4, count=2)
+    notes.take(prompt(range(40)), 0, 80)
+    assert notes.get(key(3, 0)) is not None
+    assert notes.get(key(4, 0)) is None
+
+
+# -- settings and keys ----------------------------------------------------------------------------------------------
+
+
+def test_only_an_engine_that_publishes_events_has_any() -> None:
+    assert not publishes_events(SimpleNamespace(kv_events_config=None))
+    for on in (True, False):
+        config: Any = SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=on))
+        assert publishes_events(config) is on
+
+
+def test_a_key_is_a_hash_and_vllms_number_of_the_group() -> None:
+    _, (_, small) = reported(request())
+    assert split_key(small[2]) == (b"\x02", 2)
+
+
+def test_a_disk_and_a_store_are_storage_here_and_elsewhere() -> None:
+    maker, (large, _) = reported(request())
+    for tier, place in ((Tier.DISK, ("STORAGE", "LOCAL")), (Tier.REMOTE, ("STORAGE", "REMOTE"))):
+        for came in (True, False):
+            ((_, fields),) = events(maker, (large[0], came), tier=tier)
+            assert (fields["medium"], fields["locality"]) == place
+
+
+def tiers() -> tuple[TierEvents, dict[Tier, KeyIndex], tuple[BlockKey, ...]]:
+    known, indexes = groups(), {tier: KeyIndex() for tier in (Tier.HOST, Tier.DISK, Tier.REMOTE)}
+    device = SimpleNamespace(block_of=lambda key: None)
+    large, _ = KeyMaker(known.hash_ratios, known.ids).keys(request().block_hashes, 0)
+    return TierEvents(known, indexes, WIRE, device), indexes, large  # type: ignore[arg-type]
+
+
+def test_each_tier_reports_what_came_to_it_and_left_it() -> None:
+    published, indexes, large = tiers()
+    published.notes.take(request(), 0, 8)
+    assert list(published.take()) == []
+    for index in indexes.values():
+        index.add(large[:1], [SlotId(0)])
+    indexes[Tier.HOST].remove([large[0]])
+    found = [(kind, fields["medium"], fields["locality"]) for kind, fields in published.take()]
+    assert found == [
+        ("removed", "CPU", "LOCAL"),
+        ("stored", "STORAGE", "LOCAL"),
+        ("stored", "STORAGE", "REMOTE"),
+    ]
+
+
+def test_a_block_that_came_before_its_note_is_reported_with_it() -> None:
+    """As an earlier process left it on the disk, or another engine wrote it to the store."""
+    published, indexes, large = tiers()
+    for tier in (Tier.DISK, Tier.REMOTE):
+        indexes[tier].add(large[:2], [SlotId(0), SlotId(1)])
+    assert list(published.take()) == []
+    indexes[Tier.REMOTE].remove([large[0]])
+    assert list(published.take()) == []
+    published.notes.take(request(), 0, 8)
+    found = [(fields["block_hashes"], fields["locality"]) for _, fields in published.take()]
+    assert found == [(["01"], "LOCAL"), (["03"], "LOCAL"), (["03"], "REMOTE")]
+    assert list(published.take()) == []
+
+
+def test_notes_of_blocks_on_the_host_are_kept_while_they_may_be_written_further_down() -> None:
+    published, indexes, large = tiers()
+    indexes[Tier.HOST].add(large[:1], [SlotId(0)])
+    assert published.notes._is_held(large[0])
+    assert not published.notes._is_held(large[1])
+
+
+def test_what_leaves_before_its_note_leaves_nothing() -> None:
+    published, indexes, large = tiers()
+    for tier in (Tier.DISK, Tier.REMOTE):
+        indexes[tier].add(large[:1], [SlotId(0)])
+    list(published.take())
+    for tier in (Tier.DISK, Tier.REMOTE):
+        indexes[tier].remove([large[0]])
+    assert list(published.take()) == []
+    assert not published.notes.awaited

@@ -1,0 +1,244 @@
+"""vLLM's groups become ours, or are refused with every reason at once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvoffload.model.errors import ConfigError
+from kvoffload.model.groups import AttentionKind
+from kvoffload.model.ids import BlockKey
+from kvoffload_vllm.groups import VllmGroups, vllm_groups
+from kvoffload_vllm.progress import KeyMaker
+from kvoffload_vllm.support import Features, find_problems
+from tests.vllm.adapter.stand_ins import cache_config, full, group, spec, vllm_config, window
+
+NEW = Features()
+
+
+def translate(
+    *groups: Any, sizes: tuple[int, int] | None = None, features: Features = NEW, **settings: Any
+) -> VllmGroups:
+    return vllm_groups(
+        vllm_config(**settings), cache_config(*groups), features=features, sizes=sizes or (16, 16)
+    )
+
+
+def problems(*groups: Any, features: Features = NEW, config: Any = None, **settings: Any) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        vllm_groups(
+            vllm_config(**settings),
+            config or cache_config(*groups),
+            features=features,
+            sizes=(16, 16),
+        )
+    return caught.value.problems
+
+
+def test_the_shape_is_what_the_engine_is() -> None:
+    shape = translate(group(full()), sizes=(64, 16)).shape
+    assert (shape.ranks, shape.device_blocks, shape.step_tokens, shape.alignment) == (4, 99, 512, 64)
+
+
+@pytest.mark.parametrize(
+    ("one", "kind", "reach"),
+    [
+        (full(), AttentionKind.FULL, None),
+        (spec("MLAAttentionSpec"), AttentionKind.FULL, None),
+        (spec("SinkFullAttentionSpec", sink_len=16), AttentionKind.FULL, None),
+        (window(80), AttentionKind.SLIDING_WINDOW, 80),
+        (spec("SlidingWindowMLASpec", sliding_window=64), AttentionKind.SLIDING_WINDOW, 64),
+        (spec("ChunkedLocalAttentionSpec", attention_chunk_size=48), AttentionKind.CHUNKED_LOCAL, 48),
+        # The hybrid manager is off: vLLM keeps all blocks of a layer whose attention has a window.
+        (spec("FullAttentionSpec", sliding_window=80), AttentionKind.FULL, None),
+    ],
+)
+def test_each_known_spec(one: Any, kind: AttentionKind, reach: int | None) -> None:
+    (translated,) = translate(group(one)).shape.groups
+    assert (translated.kind, translated.reach_tokens, translated.block_tokens) == (kind, reach, 16)
+    assert not translated.has_lookahead
+
+
+@pytest.mark.parametrize("length", range(0, 400, 16))
+def test_a_hit_needs_every_block_that_vllm_gives_a_request_for_it(length: int) -> None:
+    # A block that vLLM allocates for a hit counts as computed afterwards; one that is not loaded would be garbage.
+    (translated,) = translate(group(window(80, extra_retained_tokens=5))).shape.groups
+    skipped_by_vllm = max(length - 80 + 1 - 5, 0)
+    assert translated.first_needed_token(length) == skipped_by_vllm
+
+
+def test_layers_of_one_type_may_differ_in_size() -> None:
+    layers = {"a": spec("FullAttentionSpec", head_size=64), "b": spec("MLAAttentionSpec", head_size=576)}
+    wrapped = spec("UniformTypeKVCacheSpecs", 16, kv_cache_specs=layers, prefix_cacheable=True)
+    (translated,) = translate(group(wrapped)).shape.groups
+    assert translated.kind is AttentionKind.FULL
+
+
+def test_layers_of_one_group_must_look_back_equally() -> None:
+    wrapped = spec("UniformTypeKVCacheSpecs", 16, kv_cache_specs={"a": window(32), "b": window(48)})
+    assert problems(group(wrapped)) == (
+        "the layers of KV cache group 0 differ in attention kind, block size or window",
+    )
+
+
+def test_a_block_has_the_last_of_its_hashes() -> None:
+    groups = translate(group(full(32)), group(window(80, 16)), sizes=(32, 8))
+    assert groups.hash_ratios == (4, 2)
+    keys = KeyMaker(groups.hash_ratios, groups.ids).keys([bytes([n]) for n in range(12)], 0)
+    assert [key[0] for key in keys[0]] == [3, 7, 11]
+    assert [key[0] for key in keys[1]] == [1, 3, 5, 7, 9, 11]
+
+
+def test_groups_in_which_a_part_of_a_block_has_a_hash_are_known() -> None:
+    groups = translate(group(full(32)), group(window(80, 16)), sizes=(32, 16))
+    assert groups.partly_hashed == {0: 32}
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"blocks of 16 tokens.*multiple of the 32 of a block hash"):
+        translate(group(full()), sizes=(32, 32))
+
+
+# -- groups that are left out ---------------------------------------------------------------------------------------
+
+
+def test_a_group_that_hits_do_without_is_left_out() -> None:
+    ring = group(spec("CircularBufferSpec", 128, prefix_cacheable=False))
+    groups = translate(group(full()), ring, group(window(80)))
+    assert groups.ids == (0, 2)
+    assert [one.group for one in groups.shape.groups] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["CrossAttentionSpec", "EncoderOnlyAttentionSpec", "RSWASpec", "HiddenStateCacheSpec", "SpecOfTomorrow"],
+)
+def test_a_group_that_hits_need_cannot_be_left_out(name: str) -> None:
+    (problem,) = problems(group(full()), group(spec(name)))
+    assert problem.startswith(f"KV cache group 1 is of {name}; known are FullAttentionSpec, ")
+
+
+@pytest.mark.parametrize("field", [{"host_resident": True}, {"enable_kv_transfer": False}])
+def test_hisparse_is_refused_by_its_groups(field: dict[str, bool]) -> None:
+    assert "HiSparse" in problems(group(full(), **field))[0]
+
+
+def test_hisparse_is_refused_by_its_setting() -> None:
+    assert "HiSparse" in problems(config=cache_config(group(full()), hisparse_host_num_blocks=5))[0]
+
+
+def test_a_model_without_a_cache_is_refused() -> None:
+    assert "nothing to offload" in problems()[0]
+
+
+# -- recurrent states -----------------------------------------------------------------------------------------------
+
+
+def mamba(mode: str) -> Any:
+    return group(spec("MambaSpec", 64, mamba_cache_mode=mode))
+
+
+def test_states_that_are_not_handed_off_are_refused() -> None:
+    (problem,) = problems(group(full()), mamba("align"))
+    assert problem == (
+        "KV cache group 1 holds recurrent (Mamba) states, which this vLLM does not hand to connectors; "
+        "use vLLM 0.30 or newer, or a model with attention only"
+    )
+
+
+def test_states_are_handed_off_in_one_mode_only() -> None:
+    (problem,) = problems(group(full()), mamba("all"), features=Features(hands_off_states=True))
+    assert "in mode all" in problem
+    assert problem.endswith("start with --mamba-cache-mode align")
+
+
+def test_states_that_are_handed_off() -> None:
+    groups = translate(
+        group(full()), mamba("align"), features=Features(hands_off_states=True), sizes=(64, 16)
+    )
+    assert groups.shape.groups[1].kind is AttentionKind.RECURRENT
+    assert groups.shape.promises.hands_off_states
+
+
+def test_keys_of_states_end_in_vllms_number_of_the_group() -> None:
+    left_out = group(spec("Odd", prefix_cacheable=False))
+    groups = translate(
+        left_out,
+        mamba("align"),
+        group(full(64)),
+        features=Features(hands_off_states=True),
+        sizes=(64, 16),
+    )
+    assert groups.shape.state_key_ends == {(1).to_bytes(4, "big")}
+    keys = [BlockKey(b"hash\0\0\0\1"), BlockKey(b"hash\0\0\0\2"), None]
+    assert groups.shape.count_states(keys) == 1
+
+
+def test_a_recurrent_group_never_reads_ahead() -> None:
+    """A draft's prefix needs a state a block earlier, and vLLM keeps no second one behind it."""
+    draft = SimpleNamespace(use_eagle_block_drop=lambda: True)
+    groups = translate(
+        mamba("align"),
+        group(full(64)),
+        features=Features(hands_off_states=True),
+        sizes=(64, 16),
+        draft=draft,
+    )
+    assert ahead(groups) == [False, True]
+
+
+# -- settings -------------------------------------------------------------------------------------------------------
+
+
+def test_every_problem_is_listed_at_once() -> None:
+    reported = problems(
+        group(spec("Odd")),
+        group(full()),
+        features=Features(reports_failed_loads=False),
+        kv_role="kv_producer",
+        enable_prefix_caching=False,
+        decode_context_parallel_size=2,
+    )
+    assert reported == (
+        "kv_role is 'kv_producer'; it must be 'kv_both', because blocks are both stored and loaded",
+        "prefix caching is off, and blocks are found by their prefix; start with --enable-prefix-caching",
+        "decode_context_parallel_size is 2; it must be 1, tensor and pipeline parallelism may be any",
+        reported[3],
+        reported[4],
+    )
+    assert reported[3].startswith("KV cache group 0 is of Odd; known are ")
+    assert reported[4].endswith("use vLLM 0.30 or newer, or a model with one group")
+
+
+@pytest.mark.parametrize(("ranks", "refusals"), [(1, 0), (2, 1)])
+def test_ranks_that_each_have_a_scheduler_are_refused(ranks: int, refusals: int) -> None:
+    config = vllm_config(world_size=ranks)
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    reported = find_problems(config, cache_config(group(full())), NEW)
+    assert len(reported) == refusals
+    assert all("is 'external_launcher' with 2 ranks" in one for one in reported)
+
+
+def test_one_group_recovers_on_an_older_vllm_too() -> None:
+    assert translate(group(full()), features=Features(reports_failed_loads=False)).ids == (0,)
+
+
+# -- drafts with lookahead -----------------------------------------------------------------------------------------
+
+
+def ahead(groups: VllmGroups) -> list[bool]:
+    return [one.has_lookahead for one in groups.shape.groups]
+
+
+def test_a_marked_group_reads_ahead_and_so_does_one_with_the_same_spec() -> None:
+    groups = translate(group(full(), is_eagle_group=True), group(window(80)), group(full()))
+    assert ahead(groups) == [True, False, True]
+
+
+@pytest.mark.parametrize("method", ["use_eagle_block_drop", "use_eagle"])
+@pytest.mark.parametrize("drops", [True, False])
+def test_where_no_group_is_marked_all_read_ahead(method: str, drops: bool) -> None:
+    draft = SimpleNamespace(**{method: lambda: drops})
+    assert ahead(translate(group(full()), group(window(80)), draft=draft)) == [drops, drops]

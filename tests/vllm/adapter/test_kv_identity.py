@@ -1,0 +1,326 @@
+"""What vLLM's KV depends on: equal where the numbers are equal, other where they are not, and refused where nothing is known."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvoffload.disk.identity import KVIdentity
+from kvoffload.disk.tier_key import TierKey
+from kvoffload.model.errors import DiskError
+from tests.vllm.adapter.stand_ins import cache_config, full, group, vllm_config
+from tests.vllm.engine_rig import MARKS
+from tests.vllm.stock import checkpoints, engines
+
+pytestmark = MARKS
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.make("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """vLLM's own configuration, in a process that has begun after all files were written and that hashes blocks."""
+    from vllm.v1.core import kv_cache_utils
+
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"seed", raising=False)
+    monkeypatch.setattr("kvoffload_vllm.kv_identity._process_began_ns", time.time_ns)
+
+    def make(model: Path | str, **options: Any) -> Any:
+        from vllm.engine.arg_utils import EngineArgs
+
+        options = {**engines.OPTIONS, **options}
+        return EngineArgs(str(model), skip_tokenizer_init=True, **options).create_engine_config()
+
+    return make
+
+
+def find(config: Any, root: Path, by_hand: str | None = None, key: TierKey | None = None) -> KVIdentity:
+    from kvoffload_vllm.groups import vllm_groups
+    from kvoffload_vllm.kv_identity import find_identity
+    from kvoffload_vllm.support import Features
+
+    sizes = (32, 32)
+    groups = vllm_groups(vllm_config(), cache_config(group(full(32))), features=Features(), sizes=sizes)
+    return find_identity(config, groups, root, by_hand, key)
+
+
+def test_the_same_model_at_another_place_is_the_same(
+    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path
+) -> None:
+    moved = shutil.copytree(checkpoint, tmp_path / "moved")
+    first, second = (find(settings(model), tmp_path) for model in (checkpoint, moved))
+    assert first.fingerprint == second.fingerprint
+    assert first.weights.startswith("digest ")
+
+
+def test_each_key_and_none_have_names_of_their_own(
+    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path
+) -> None:
+    keys = None, TierKey(bytes(32)), TierKey(b"x" * 32)
+    found = [find(settings(checkpoint), tmp_path, "named", key) for key in keys]
+    assert len({each.fingerprint for each in found}) == 3
+    assert found[1] == find(settings(checkpoint), tmp_path, "named", TierKey(bytes(32)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "bfloat16"},
+        {"kv_cache_dtype": "fp8"},
+        {"hf_overrides": {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"}}},
+        {"block_size": 64},
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"prefix_caching_hash_algo": "sha256_cbor"},
+    ],
+    ids=str,
+)
+def test_another_setting_is_another_folder(
+    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    first, second = (find(settings(checkpoint, **more), tmp_path) for more in ({}, options))
+    assert first.fingerprint != second.fingerprint
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_gpu_blocks_override": 64},
+        {"gpu_memory_utilization": 0.5},
+        {"max_num_seqs": 3},
+        {"max_model_len": 512},
+    ],
+    ids=str,
+)
+def test_an_engine_with_other_room_is_the_same(
+    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    first, second = (find(settings(checkpoint, **more), tmp_path) for more in ({}, options))
+    assert first == second
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 16,
+    "long_factor": [4.0] * 16,
+    "original_max_position_embeddings": 512,
+}
+
+
+@pytest.mark.parametrize("rope", [LONGROPE, {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}])
+def test_the_longest_request_counts_where_rope_depends_on_it(
+    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path, rope: dict[str, Any]
+) -> None:
+    """vLLM chooses between LongRoPE's factors by whether `max_model_len` is above the original length."""
+    overrides = {"rope_parameters": rope}
+    first, second, third = (
+        find(settings(checkpoint, hf_overrides=overrides, max_model_len=longest), tmp_path)
+        for longest in (512, 1024, 512)
+    )
+    assert first.fingerprint != second.fingerprint
+    assert first == third
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "depends"),
+    [
+        ({"model_type": "qwen3"}, False),
+        ({"rope_scaling": None, "quantization_config": {"type": "int"}}, False),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, False),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, False),
+        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, True),
+        ({"text_config": {"rope_scaling": {"type": "su"}}}, True),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, True),
+        ({"rope_scaling": {"rope_type": "one of the future"}}, True),
+        ({"model_type": "llama4", "text_config": {}}, True),
+    ],
+    ids=str,
+)
+def test_what_depends_on_the_longest_request(hf_config: dict[str, Any], *, depends: bool) -> None:
+    from kvoffload_vllm.kv_identity import _depends_on_length
+
+    assert _depends_on_length(hf_config) is depends
+
+
+def test_vllm_has_no_other_ropes() -> None:
+    """A new kind counts as depending on the length until someone has looked."""
+    from inspect import getsource
+
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    from kvoffload_vllm.kv_identity import _LENGTHLESS_ROPES
+
+    known = set(
+        re.findall(r'"(\w+)"', "".join(re.findall(r"scaling_type (?:==|in) .*", getsource(get_rope))))
+    )
+    assert known - _LENGTHLESS_ROPES == {"dynamic", "longrope"}
+
+
+def test_vllm_decides_nothing_else_by_the_longest_request() -> None:
+    """A file that is new here must be read: what it decides may change the KV, as in Llama 4."""
+    import vllm
+
+    root = Path(vllm.__file__).parent / "model_executor"
+    decides = re.compile(r"max_model_len *[<>]|[<>]=? *[\w.]*max_model_len")
+    paths = [path for part in ("models", "layers") for path in (root / part).rglob("*.py")]
+    found = {path.name for path in paths if decides.search(path.read_text())}
+    # The others limit a length alone.
+    assert found == {"phi3_long_rope_scaled_rope.py", "llama4.py", "config.py", "voxtral_realtime.py"}
+
+
+def test_data_parallel_engines_are_the_same(
+    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path
+) -> None:
+    config = settings(checkpoint)
+    alone = find(config, tmp_path)
+    config.parallel_config.data_parallel_size = 2
+    config.parallel_config.data_parallel_index = config.parallel_config.data_parallel_rank = 1
+    assert find(config, tmp_path) == alone
+
+
+def test_another_seed_of_the_hashes_is_another_folder(
+    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(checkpoint)
+    first = find(config, tmp_path)
+    monkeypatch.setattr("vllm.v1.core.kv_cache_utils.NONE_HASH", b"another")
+    assert find(config, tmp_path).fingerprint != first.fingerprint
+
+
+def test_other_weights_are_another_folder_whatever_their_names_and_sizes(
+    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path
+) -> None:
+    other = checkpoints.make("qwen3", tmp_path / "other", seed=1)
+    first, second = (find(settings(model), tmp_path) for model in (checkpoint, other))
+    assert first.weights != second.weights
+    assert replace(first, weights="") == replace(second, weights="")
+
+
+def test_the_weights_of_a_draft_model_count(
+    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path
+) -> None:
+    other = checkpoints.make("qwen3", tmp_path / "other", seed=1)
+    config = settings(checkpoint)
+    alone = find(config, tmp_path)
+    found = []
+    for model in (checkpoint, other):
+        draft = settings(model).model_config
+        config.speculative_config = SimpleNamespace(
+            method="draft_model", num_speculative_tokens=2, draft_model_config=draft, draft_load_config=None
+        )
+        found.append(find(config, tmp_path))
+    assert len({alone.fingerprint, *(each.fingerprint for each in found)}) == 3
+    assert found[1].weights == f"{alone.weights}, {find(settings(other), tmp_path).weights}"
+
+
+def test_a_snapshot_of_the_hub_is_its_commit(
+    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path
+) -> None:
+    place = tmp_path / "hub" / "models--org--name"
+    (place / "blobs").mkdir(parents=True)
+    (place / "snapshots" / COMMIT).mkdir(parents=True)
+    for path in checkpoint.iterdir():
+        shutil.copy(path, place / "blobs" / path.name)
+        (place / "snapshots" / COMMIT / path.name).symlink_to(f"../../blobs/{path.name}")
+    config = settings(place / "snapshots" / COMMIT)
+    assert find(config, tmp_path).weights == f"commit {COMMIT}"
+    config.model_config.model = "org/name"  # as it is named where the hub can be reached
+    config.model_config.revision = COMMIT
+    config.load_config.download_dir = str(tmp_path / "hub")
+    assert find(config, tmp_path).weights == f"commit {COMMIT}"
+    config.model_config.revision = "f" * 40
+    config.model_config.hf_config._commit_hash = None
+    with pytest.raises(DiskError, match="cannot be determined"):
+        find(config, tmp_path)
+
+
+def test_weights_that_changed_since_the_process_began_are_unknown_unless_named(
+    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = shutil.copytree(checkpoint, tmp_path / "changed")
+    config = settings(changed)
+    newest = max(path.stat().st_ctime_ns for path in changed.iterdir())
+    monkeypatch.setattr("kvoffload_vllm.kv_identity._process_began_ns", lambda: newest - 1)
+    with pytest.raises(DiskError, match="has changed since this engine started"):
+        find(config, tmp_path)
+    assert find(config, tmp_path, "v7").weights == "named v7"
+
+
+def test_a_process_has_begun_before_now_and_after_the_machine() -> None:
+    from kvoffload_vllm.kv_identity import _process_began_ns
+
+    began = _process_began_ns()
+    assert time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) < began < time.time_ns()
+    assert abs(began - _process_began_ns()) < 10**9
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "random seed": ({"prefix_caching_hash_algo": "xxhash"}, "PYTHONHASHSEED"),
+    "dummy": ({"load_format": "dummy"}, "weights_id"),
+    "object store": ({"model_weights": "s3://bucket/model"}, "weights_id"),
+    "measured scales": ({"calculate_kv_scales": True}, "calculate_kv_scales"),
+}
+
+
+def problems(checkpoint: Path, changes: dict[str, Any], *, named: bool = False) -> list[str]:
+    from kvoffload_vllm.kv_identity import find_problems
+
+    model = SimpleNamespace(model=str(checkpoint), model_weights="")
+    cache = SimpleNamespace(prefix_caching_hash_algo="sha256")
+    load = SimpleNamespace(load_format="auto")
+    for place in (model, cache, load):
+        for name, value in changes.items():
+            if hasattr(place, name) or (place is cache and name == "calculate_kv_scales"):
+                setattr(place, name, value)
+    config: Any = SimpleNamespace(
+        model_config=model, cache_config=cache, load_config=load, speculative_config=None
+    )
+    return find_problems(config, has_identity=named)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_no_restart_could_find_is_refused_with_the_remedy(
+    checkpoint: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    changes, remedy = REFUSED[case]
+    assert problems(checkpoint, {}) == []
+    (problem,) = problems(checkpoint, changes)
+    assert remedy in problem
+    assert bool(problems(checkpoint, changes, named=True)) == (remedy != "weights_id")
+
+
+def test_a_model_of_another_hub_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.envs.VLLM_USE_MODELSCOPE", True, raising=False)
+    (problem,) = problems(checkpoint, {})
+    assert "ModelScope" in problem
+
+
+def test_a_model_in_one_file_is_refused(checkpoint: Path) -> None:
+    (problem,) = problems(checkpoint / "config.json", {})
+    assert "a file and not a folder" in problem
+
+
+def test_a_seed_that_is_set_is_the_same_in_every_process(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert problems(checkpoint, {"prefix_caching_hash_algo": "xxhash"}) == []
+    monkeypatch.delenv("PYTHONHASHSEED")
+    monkeypatch.delattr("vllm.v1.core.kv_cache_utils.get_none_hash_seed")  # as before 0.29
+    (problem,) = problems(checkpoint, {})
+    assert "PYTHONHASHSEED" in problem

@@ -1,0 +1,273 @@
+"""Sizes of KV blocks from a model's configuration: the arithmetic, what is refused, and the numbers of a stock vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.cli.main import main
+from kvoffload.model.errors import ConfigError
+from kvoffload_vllm.model_sizes import (
+    MODEL_TYPES,
+    ModelSizes,
+    Options,
+    SizesNotKnown,
+    kv_sizes,
+    model_of,
+)
+
+QWEN3_8B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 36,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 512,
+}
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "float16",
+    "vocab_size": 512,
+}
+# Silent about heads and head dimension: those of the model class hold.
+QWEN3_SILENT = {k: v for k, v in QWEN3_8B.items() if k not in ("head_dim", "num_key_value_heads")}
+DEEPSEEK_V2_LITE: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_hidden_layers": 27,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 512,
+}
+MODELS = {
+    "qwen3": QWEN3_8B,
+    "llama": LLAMA_8B,
+    "qwen3-silent": QWEN3_SILENT,
+    "deepseek": DEEPSEEK_V2_LITE,
+}
+
+
+def sizes(config: dict[str, Any], options: Options) -> ModelSizes:
+    return kv_sizes(model_of(config), options)
+
+
+def test_only_model_types_that_are_compared_below_are_computed() -> None:
+    assert {config["model_type"] for config in MODELS.values()} == set(MODEL_TYPES)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "page", "pages"),
+    [
+        (QWEN3_8B, Options(), 2 * 16 * 8 * 128 * 2, 36),
+        (QWEN3_8B, Options(tensor_parallel_size=2, block_size=32), 2 * 32 * 4 * 128 * 2, 36),
+        (QWEN3_8B, Options(tensor_parallel_size=16), 2 * 16 * 1 * 128 * 2, 36),
+        (QWEN3_8B, Options(kv_cache_dtype="fp8"), 2 * 16 * 8 * 128, 36),
+        (LLAMA_8B, Options(), 2 * 16 * 8 * 128 * 2, 32),
+        (DEEPSEEK_V2_LITE, Options(tensor_parallel_size=8), 16 * 576 * 2, 27),
+        ({**QWEN3_8B, "torch_dtype": "float32"}, Options(), 2 * 16 * 8 * 128 * 2, 36),
+    ],
+)
+def test_the_arithmetic(config: dict[str, Any], options: Options, page: int, pages: int) -> None:
+    found = sizes(config, options)
+    assert (found.page_bytes, found.pages, found.block_bytes) == (page, pages, page * pages)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "qwen3_next"},
+        {"model_type": "gemma2"},
+        {"model_type": "gemma3_text"},
+        {"model_type": ["qwen3"]},
+        {"model_type": None, "text_config": QWEN3_8B},
+        {"layer_types": ["linear_attention"] * 36},
+        {"layer_types": ["sliding_attention"] * 36},
+        {"use_sliding_window": True},
+    ],
+)
+def test_what_is_not_compared_with_a_stock_vllm_is_not_computed(change: dict[str, Any]) -> None:
+    with pytest.raises(SizesNotKnown):
+        sizes({**QWEN3_8B, **change}, Options())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_hidden_layers": None}, "num_hidden_layers"),
+        ({"torch_dtype": "float8_e4m3fn"}, "the dtype 'float8_e4m3fn'"),
+        ({"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, "give --kv-cache-dtype"),
+    ],
+)
+def test_what_does_not_follow_from_the_configuration_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        sizes({**QWEN3_8B, **change}, Options())
+
+
+def save(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_the_doctor_uses_the_models_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["doctor", "--json", "--model", str(save(tmp_path, QWEN3_8B)), "--kv-cache-memory-bytes", "3GiB"]
+    assert main(argv) == 0
+    found = {one["check"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
+    assert "1,365 blocks fit the KV cache" in found["model sizes"]["finding"]
+    assert "3,640 blocks on the host, 1,365 on the device" in found["host pool"]["finding"]
+    assert "pages of 64.0 KiB" in found["copy speed"]["finding"]
+
+
+def test_a_folder_without_a_configuration_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--model", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+HOSTILE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "layers 0": (QWEN3_8B, {"num_hidden_layers": 0}),
+    "layers -5": (QWEN3_8B, {"num_hidden_layers": -5}),
+    "layers 10^18": (QWEN3_8B, {"num_hidden_layers": 10**18}),
+    "layers 10^4000": (QWEN3_8B, {"num_hidden_layers": 10**4000}),
+    "layers true": (QWEN3_8B, {"num_hidden_layers": True}),
+    "layers 36.5": (QWEN3_8B, {"num_hidden_layers": 36.5}),
+    "layers a text": (QWEN3_8B, {"num_hidden_layers": "36"}),
+    "heads 0": (LLAMA_8B, {"num_attention_heads": 0}),
+    "KV heads -8": (LLAMA_8B, {"num_key_value_heads": -8}),
+    "KV heads a list": (LLAMA_8B, {"num_key_value_heads": [8, 4]}),
+    "no heads": (LLAMA_8B, {"num_attention_heads": None}),
+    "more heads than width": (LLAMA_8B, {"hidden_size": 8}),
+    "head_dim a text": (QWEN3_8B, {"head_dim": "128"}),
+    "head_dim a list": (QWEN3_8B, {"head_dim": [128]}),
+    "layer_types a number": (QWEN3_8B, {"layer_types": 36}),
+    "layer_types of numbers": (QWEN3_8B, {"layer_types": [1] * 36}),
+    "too few layer_types": (QWEN3_8B, {"layer_types": ["full_attention"]}),
+    "quantization_config a text": (QWEN3_8B, {"quantization_config": "fp8"}),
+    "quantization_config a list": (QWEN3_8B, {"quantization_config": ["fp8"]}),
+    "dtype an escape": (QWEN3_8B, {"torch_dtype": "\x1b]0;title\x07"}),
+    "dtype of a million letters": (QWEN3_8B, {"torch_dtype": "f" * 1_000_000}),
+    "MLA without rope": (DEEPSEEK_V2_LITE, {"qk_rope_head_dim": None}),
+    "MLA without latent": (DEEPSEEK_V2_LITE, {"kv_lora_rank": None}),
+    "use_sliding_window a text": (QWEN3_8B, {"use_sliding_window": "no"}),
+}
+FILES: dict[str, bytes] = {
+    "empty": b"",
+    "a list": b"[]",
+    "not UTF-8": b'{"model_type": "\xff"}',
+    "nested": b'{"a":' * 100_000,
+    "huge": b" " * (2 << 20) + b"{}",
+}
+
+
+def change(folder: Path, kind: str, name: str) -> None:
+    """Make one hostile file."""
+    path = folder / "config.json"
+    if kind == "config":
+        config, fields = HOSTILE[name]
+        save(folder, {**config, **fields})
+    elif kind == "file":
+        path.write_bytes(FILES[name])
+    elif name == "pipe":
+        os.mkfifo(path)
+    elif name == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(("config", name) for name in HOSTILE),
+        *(("file", name) for name in FILES),
+        *(("special", name) for name in ("pipe", "folder", "endless")),
+    ],
+)
+def test_a_hostile_model_is_one_line(
+    kind: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(tmp_path, kind, name)
+    assert main(["doctor", "--model", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("kvoffload: error: --model")
+    assert err.rstrip("\n").isprintable()
+    assert len(err) < 600
+
+
+@pytest.mark.parametrize(
+    "config", [{**QWEN3_8B, "model_type": "\x1b[2J"}, {"text_config": "x"}, {"text_config": [1]}]
+)
+def test_a_model_whose_sizes_are_not_computed_is_not_known(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["doctor", "--model", str(save(tmp_path, config))]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "model sizes: sizes of " in " ".join(out.split())
+    assert "give --block-bytes and --device-blocks" in " ".join(out.split())
+    assert "\x1b" not in out
+    main([*argv, "--verbose", "--block-bytes", "1MiB", "--device-blocks", "1000"])
+    assert "go model sizes: given as vLLM's start logs them" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_sizes_are_those_of_a_stock_vllm(model: str, cache_dtype: str, tmp_path: Path) -> None:
+    """vLLM makes the layers without their weights, and says what its own pages and blocks are."""
+    from tests.vllm.adapter.stock_sizes import stock_sizes
+
+    tokens = 16 if model == "deepseek" else 32  # what vLLM's backends for a CPU take
+    found = sizes(MODELS[model], Options(block_size=tokens, kv_cache_dtype=cache_dtype))
+    stock = stock_sizes(save(tmp_path, MODELS[model]), tokens, cache_dtype)
+    assert (found.page_bytes, found.block_bytes) == stock
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model", MODELS)
+def test_ranks_share_heads_as_those_of_a_stock_vllm(model: str, tmp_path: Path) -> None:
+    from tests.vllm.adapter.stock_sizes import stock_kv_heads
+
+    folder = save(tmp_path, MODELS[model])
+    whole = sizes(MODELS[model], Options()).page_bytes
+    for ranks in (1, 2, 8, 32):
+        share = sizes(MODELS[model], Options(tensor_parallel_size=ranks)).page_bytes
+        assert share * stock_kv_heads(folder, 1) == whole * stock_kv_heads(folder, ranks)

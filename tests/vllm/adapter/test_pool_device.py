@@ -1,0 +1,67 @@
+"""What vLLM's reference counts can tell of our leases."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvoffload.model import facts
+from kvoffload.model.engine import AuditsLeases
+from kvoffload.model.ids import BlockKey, DeviceBlockId, Rank
+from kvoffload.model.wire import TransferReport
+from kvoffload_vllm.pool_device import VllmDevice
+from tests.core.audit import audit_side
+
+
+def test_a_block_with_fewer_references_than_leases_is_reported() -> None:
+    device = VllmDevice()
+    assert isinstance(device, AuditsLeases)
+    leases = {DeviceBlockId(1): 1, DeviceBlockId(2): 2}
+    assert device.lease_problems({}) == []  # vLLM has not handed its pool over yet
+    pool: Any = SimpleNamespace(blocks=[SimpleNamespace(ref_cnt=count) for count in (1, 3, 1)])
+    device.bind(pool)
+    assert device.lease_problems(leases) == ["block 2 is leased 2 times, vLLM counts 1 references"]
+    pool.blocks[2].ref_cnt = 2
+    assert device.lease_problems(leases) == []
+
+
+def test_a_hash_of_a_part_of_a_block_is_no_key() -> None:
+    """vLLM gives a prompt's end a hash within a block where it hashes finer; no lookup of ours asks for one."""
+    keys = [BlockKey(b"hash" + number.to_bytes(4, "big")) for number in (0, 1)]
+    blocks = [
+        SimpleNamespace(block_hash=key, block_hash_num_tokens=tokens)
+        for key, tokens in ((keys[0], 64), (keys[0], 48), (keys[1], 48), (None, None))
+    ]
+    pool: Any = SimpleNamespace(blocks=blocks)
+    device = VllmDevice({0: 32})  # in group 1 each block has one hash
+    device.bind(pool)
+    assert device.keys_of([DeviceBlockId(block) for block in range(4)]) == [keys[0], None, keys[1], None]
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")
+def test_lazy_stores_whole_blocks_alone() -> None:
+    """Of a prompt of 88 tokens vLLM hashes two blocks of 32, and the first half of the third."""
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    from tests.vllm.scheduler_rig import BLOCKS, adapter
+
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(16, sha256)
+    request = Request("a", list(range(88)), SamplingParams(max_tokens=1), None, block_hasher=hasher)
+    with adapter(32, 16, step_tokens=32, store_policy="lazy") as (scheduler, pool):
+        side = scheduler.offload
+        side.reported([TransferReport(Rank(0), (), ready_slots=50)])
+        blocks = pool.get_new_blocks(3)
+        pool.cache_full_blocks(request, blocks, 0, 2, 32, 0)
+        assert pool.cache_partial_block(request, blocks[2], 80, 0, 32) is not None
+        pool.get_new_blocks(BLOCKS - 3)  # so that ours are the next to be evicted
+        pool.free_blocks(blocks)
+        (job,) = side.step(facts.StepScheduled(0)).stores
+        assert set(job.targets) == {block.block_id for block in blocks[:2]}
+        assert audit_side(side) == []

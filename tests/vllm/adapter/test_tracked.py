@@ -1,0 +1,68 @@
+"""What is read of vLLM's request."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvoffload_vllm.progress import KeyMaker, Tracked
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.mark.parametrize(
+    ("fields", "parent"),
+    [
+        ({}, None),  # a vLLM that knows of no traces
+        ({"trace_headers": None}, None),
+        ({"trace_headers": {"tracestate": "a=b"}}, None),
+        ({"trace_headers": {"traceparent": PARENT, "tracestate": "a=b"}}, PARENT),
+    ],
+)
+def test_the_callers_trace_is_found(fields: dict[str, Any], parent: str | None) -> None:
+    request: Any = SimpleNamespace(request_id="a", **fields)
+    assert Tracked(request).trace_parent == parent
+
+
+@pytest.mark.parametrize(
+    ("hashes", "is_rewritten"),
+    [
+        ([b"a", b"b", b"c"], False),
+        ([b"a", b"b", b"c", b"d"], False),
+        ([b"a", b"b"], True),
+        ([], True),
+        ([b"a", b"b", b"x"], True),
+        ([b"a", b"b", b"x", b"y"], True),
+    ],
+)
+def test_hashes_that_were_rewritten_are_noticed(hashes: list[bytes], is_rewritten: bool) -> None:
+    request: Any = SimpleNamespace(request_id="a", block_hashes=[])
+    tracked, maker = Tracked(request), KeyMaker([1], [0])
+    tracked.new_keys(maker)
+    assert not tracked.is_rewritten
+    request.block_hashes = [b"a", b"b", b"c"]
+    assert not tracked.is_rewritten
+    tracked.new_keys(maker)
+    request.block_hashes = hashes
+    assert tracked.is_rewritten == is_rewritten
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")
+def test_it_is_where_vllm_keeps_it() -> None:
+    from tests.vllm.stock import engines  # sets vLLM's environment, which it reads when it is imported
+
+    assert engines.ENVIRONMENT
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    request = Request(
+        "a",
+        [1, 2, 3],
+        SamplingParams(max_tokens=1),
+        pooling_params=None,
+        trace_headers={"traceparent": PARENT},
+    )
+    assert Tracked(request).trace_parent == PARENT

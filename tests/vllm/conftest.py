@@ -1,0 +1,43 @@
+"""What several suites on a stock vLLM share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.remote.servers import Bucket, Mooncake
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.vllm.engine_rig import Hands
+
+
+@pytest.fixture
+def hands(engine: Hands) -> Iterator[Hands]:
+    """The module's `engine`, empty and with nothing held, before and after."""
+    rig, held = engine
+    rig.reported.clear()
+    rig.forget()
+    yield rig, held
+    held.copier.release()
+    rig.check_clean()
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    (folder := tmp_path / "bucket").mkdir()
+    server = Bucket(folder)
+    server.reach(monkeypatch)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def mooncake(tmp_path: Path) -> Iterator[Mooncake]:
+    (folder := tmp_path / "mooncake").mkdir()
+    server = Mooncake(folder)
+    yield server
+    server.close()

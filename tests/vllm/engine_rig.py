@@ -1,0 +1,389 @@
+"""A stock vLLM with the connector in this process: engine, both roles, and a way to look at and hold everything."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from kvoffload.core.machine import SlotState
+from kvoffload.model.ids import SlotId
+from kvoffload.runtime.copies import Clocks
+from kvoffload.runtime.scheduler_side import SchedulerSide
+from kvoffload.runtime.worker_side import WorkerSide
+from kvoffload.telemetry.counters import Snapshot
+from kvoffload.testing import FakeClock, GatedCopier
+from tests.conservation import conservation
+from tests.core.audit import audit_side
+from tests.vllm.stock import checkpoints, engines
+
+_SLOWER = 5 if engines.IS_V2_RUNNER else 1  # its kernels are interpreted
+MARKS = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(300 * _SLOWER),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+SLOT_BYTES = 32768  # of a block of either checkpoint
+DEVICE_BLOCKS = {  # too few for what is asked at once, enough for any one request
+    "qwen3": 40,
+    "gemma3": 72,
+    "lfm2": 90,
+    "granite4": 60,
+    "qwen3_next": 60,
+}
+_PATIENCE_S = 150.0 * _SLOWER  # on a machine that is busy with more than this
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request."""
+
+    prompt: tuple[int, ...]
+    count: int = 8
+    salt: str | None = None
+    prompt_logprobs: bool = False
+
+
+@dataclass
+class Reported:
+    """What came back."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    prompt_logprobs: tuple[float, ...]
+    cached: int
+    finished: bool
+
+
+def transfer_config(host_blocks: int, **extra: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "KVOffloadConnector",
+        "kv_connector_module_path": "kvoffload_vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"host_bytes": host_blocks * SLOT_BYTES, **extra},
+    }
+
+
+@dataclass
+class Rig:
+    """An engine in this process, step by step. Requests are asked by name."""
+
+    llm: Any
+    reported: dict[str, Reported] = field(default_factory=dict)
+
+    # -- the parts ----------------------------------------------------------------------------------------------
+
+    @property
+    def scheduler(self) -> Any:
+        return engines.scheduler_of(self.llm)
+
+    @property
+    def core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def connector(self) -> Any:
+        """The scheduler's; of several, ours."""
+        return _ours(self.scheduler.connector)
+
+    @property
+    def side(self) -> SchedulerSide:
+        side: SchedulerSide = self.connector.offload
+        return side
+
+    @property
+    def worker_connector(self) -> Any:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return _ours(get_kv_transfer_group())
+
+    @property
+    def pump(self) -> Any:
+        return self.worker_connector.offload.pump
+
+    @property
+    def counts(self) -> Snapshot:
+        return self.side.counters.snapshot()
+
+    def slots(self, state: SlotState) -> int:
+        return self.side.core.state.pool.count(state)
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def ask(self, name: str, asked: Asked, *, lora_request: Any = None, **sampling: Any) -> None:
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=asked.count,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            prompt_logprobs=0 if asked.prompt_logprobs else None,
+            **sampling,
+        )
+        prompt: dict[str, Any] = {"prompt_token_ids": list(asked.prompt)}
+        if asked.salt is not None:
+            prompt["cache_salt"] = asked.salt
+        self.llm.llm_engine.add_request(name, prompt, params, lora_request=lora_request)
+
+    def abort(self, *names: str) -> None:
+        self.llm.llm_engine.abort_request(list(names))
+
+    def request(self, name: str) -> Any:
+        """vLLM's own record of a request that lives."""
+        (found,) = [one for key, one in self.scheduler.requests.items() if key.partition("-")[0] == name]
+        return found
+
+    def is_done(self, name: str) -> bool:
+        return name in self.reported and self.reported[name].finished
+
+    def step(self) -> None:
+        for output in self.llm.llm_engine.step():
+            self.reported[output.request_id] = _reported(output)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Step on until something holds."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline, "it does not come about"
+            self.step()
+
+    def run(
+        self, asked: Mapping[str, Asked], then: Callable[[int], None] | None = None
+    ) -> dict[str, Reported]:
+        """Ask all at once and step until all is done; `then` is called before each step with its number."""
+        for name, one in asked.items():
+            self.ask(name, one)
+        self.finish(then)
+        return {name: self.reported[name] for name in asked if name in self.reported}
+
+    def finish(self, then: Callable[[int], None] | None = None) -> None:
+        """Step until the engine has nothing left to do, copies included."""
+        deadline, number = time.monotonic() + _PATIENCE_S, 0
+        while self.scheduler.has_requests():
+            assert time.monotonic() < deadline, f"the engine still has {list(self.scheduler.requests)}"
+            if then is not None:
+                then(number)
+            self.step()
+            number += 1
+
+    def put_on_host_only(self, *prompts: Sequence[int]) -> None:
+        """Compute prompts, let them be stored, and make the device forget them."""
+        self.run({f"w{number}": Asked(tuple(prompt), 1) for number, prompt in enumerate(prompts)})
+        assert self.scheduler.reset_prefix_cache()
+
+    def forget(self) -> None:
+        """Make device and host forget everything; nothing may run."""
+        assert self.scheduler.reset_prefix_cache(reset_connector=True)
+
+    def check_clean(self, *, degraded: bool = False) -> None:
+        """With all done: every device block is free, no record is left, every invariant holds, bytes are the same on both sides."""
+        self.check_scheduler_clean(degraded=degraded)
+        assert not self.worker_connector._loading
+        self.check_bytes()
+
+    def check_scheduler_clean(self, *, degraded: bool = False) -> None:
+        """As above, without what the worker has: it may live in a process of its own."""
+        self.finish()
+        assert engines.held_blocks(self.llm) == 0
+        assert audit_side(self.side) == []
+        assert conservation(self.counts, drained=True) == []
+        assert (self.side.core.state.degraded is not None) == degraded
+        state = self.side.core.state
+        assert not state.requests.live.values()
+        assert not state.requests.finishing
+        assert not state.jobs.open.values()
+        ours = self.connector
+        assert not ours._tracked
+        assert not ours._unsent
+        assert not self.scheduler.requests
+
+    def check_bytes(self) -> None:
+        """Of every block that both sides hold, both hold the same."""
+        pool, device, arena = self.side.core.state.pool, self.side.core.state.device, self.pump._arena
+        state_bytes = self._state_bytes()
+        for key, slot in pool.index.items():
+            block = device.block_of(key)
+            if block is None:
+                continue
+            for number, region in enumerate(arena.layout.regions):
+                start = region.address + block * region.block_stride
+                size = state_bytes.get(key[-4:], region.page_bytes)
+                ours = np.frombuffer(arena.pages(slot)[number], np.float32)[: size // 4]
+                theirs = np.frombuffer((ctypes.c_ubyte * size).from_address(start), np.float32)
+                assert np.allclose(ours, theirs, atol=1e-4, rtol=1e-3), (slot, block)
+
+    def _state_bytes(self) -> dict[bytes, int]:
+        """By the end of its keys: of a recurrent group, the bytes of a layer's state. The rest of a page is padding."""
+        specs = [group.kv_cache_spec for group in self.scheduler.kv_cache_config.kv_cache_groups]
+        return {
+            number.to_bytes(4, "big"): sum(
+                math.prod(shape) * dtype.itemsize
+                for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+            )
+            for number, spec in enumerate(specs)
+            if hasattr(spec, "shapes")
+        }
+
+
+class Reports:
+    """What vLLM hears of loads, step by step: requests by name."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.received: list[str] = []
+        self.failed: list[str] = []
+        tell = rig.scheduler._update_from_kv_xfer_finished
+
+        def listen(output: Any) -> None:
+            self.received += [one.partition("-")[0] for one in output.finished_recving or ()]
+            self.failed += [one.partition("-")[0] for one in output.failed_recving or ()]
+            tell(output)
+
+        self._patch = patch.object(rig.scheduler, "_update_from_kv_xfer_finished", side_effect=listen)
+
+    def __enter__(self) -> Reports:
+        self._patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.stop()
+
+
+@dataclass
+class Held:
+    """What a test holds in its hands."""
+
+    copier: GatedCopier = field(default_factory=lambda: GatedCopier(held=False))
+    clock: FakeClock = field(default_factory=FakeClock)
+
+    @property
+    def loads(self) -> list[Any]:
+        """Loads that wait for the test."""
+        return [one for one in self.copier.open_tickets if one.direction.value == "load"]
+
+    @property
+    def stores(self) -> list[Any]:
+        return [one for one in self.copier.open_tickets if one.direction.value == "store"]
+
+
+Hands = tuple[Rig, Held]
+
+
+@contextmanager
+def offloading(
+    kind: checkpoints.Kind,
+    folder: Path,
+    host_blocks: int = 256,
+    *,
+    held: Held | None = None,
+    extra: Mapping[str, Any] | None = None,
+    two_steps: bool = False,
+    checkpoint: Path | None = None,
+    **options: Any,
+) -> Iterator[Rig]:
+    """An engine with the connector; with `held`, its copies and its scheduler's time-outs are the test's.
+
+    With `two_steps`, scheduling is asynchronous. With `checkpoint`, it runs another model than `kind`.
+    """
+    options = {
+        "num_gpu_blocks_override": DEVICE_BLOCKS[kind],
+        "kv_transfer_config": transfer_config(host_blocks, **(extra or {})),
+        **options,
+    }
+    with pytest.MonkeyPatch.context() as patched:
+        if held is not None:
+            patched.setattr("kvoffload_vllm.assembly.WorkerSide", partial(WorkerSide, copier=held.copier))
+            clocks = Clocks(monotonic=held.clock.monotonic)
+            patched.setattr("kvoffload_vllm.assembly.SchedulerSide", partial(SchedulerSide, clocks=clocks))
+        if two_steps:
+            for name, value in engines.TWO_STEPS.items():
+                patched.setenv(name, value)
+        model = checkpoint or checkpoints.make(kind, folder / kind)
+        with engines.in_process(model, **options) as llm:
+            assert not two_steps or llm.llm_engine.vllm_config.max_concurrent_batches == 2
+            _wait_for_host_memory()
+            yield Rig(llm)
+    check_threads_gone()
+
+
+def check_threads_gone() -> None:
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("kvoffload")]
+    for thread in ours:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in ours), ours
+
+
+@contextmanager
+def plain(kind: checkpoints.Kind, folder: Path, **options: Any) -> Iterator[Rig]:
+    """An engine without a connector."""
+    with engines.in_process(checkpoints.make(kind, folder / kind), **options) as llm:
+        yield Rig(llm)
+
+
+def corrupt_host(rig: Rig, position: int = 0) -> None:
+    """Overwrite one block that the host can hit; of each key's group the one at `position` in the pool."""
+    pool, arena = rig.side.core.state.pool, rig.pump._arena
+    ready = [slot for slot in range(pool.capacity) if pool.state(SlotId(slot)) == SlotState.READY]
+    for region in range(len(arena.layout.regions)):
+        page = arena.pages(ready[position])[region]
+        # Numbers near 1, where KV is spread round 0.
+        page[:] = bytes([0x40, 0x41, 0x42, 0x3F]) * (len(page) // 4)
+
+
+def same(reported: Reported, expected: Reported) -> bool:
+    """Whether two runs of a request agree: tokens exactly, log-probabilities closely."""
+    close = partial(pytest.approx, abs=1e-3)
+    return (
+        reported.tokens == expected.tokens
+        and reported.logprobs == close(expected.logprobs)
+        and (not reported.prompt_logprobs or reported.prompt_logprobs == close(expected.prompt_logprobs))
+    )
+
+
+def check_same(reported: Mapping[str, Reported], expected: Mapping[str, Reported]) -> None:
+    different = [name for name, one in reported.items() if not same(one, expected[name])]
+    assert not different, {name: (reported[name], expected[name]) for name in different}
+
+
+def _wait_for_host_memory() -> None:
+    """Wait until a worker in this process has its host memory, or was refused it: otherwise the first blocks find no room."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    group = get_kv_transfer_group() if has_kv_transfer_group() else None
+    for one in getattr(group, "_connectors", [group]):
+        if type(one).__name__ == "KVOffloadConnector":
+            preparing = one.offload._tasks[0]
+            assert not wait([preparing], _PATIENCE_S).not_done
+
+
+def _ours(connector: Any) -> Any:
+    for one in getattr(connector, "_connectors", [connector]):
+        if type(one).__name__ == "KVOffloadConnector":
+            return one
+    raise AssertionError(connector)
+
+
+def _reported(output: Any) -> Reported:
+    best = output.outputs[0]
+    chosen = [place[token].logprob for token, place in zip(best.token_ids, best.logprobs, strict=True)]
+    asked = zip(output.prompt_token_ids[1:], (output.prompt_logprobs or [])[1:], strict=False)
+    prompt = [place[token].logprob for token, place in asked]
+    return Reported(
+        tuple(best.token_ids), tuple(chosen), tuple(prompt), output.num_cached_tokens or 0, output.finished
+    )

@@ -1,0 +1,49 @@
+"""The connector as vLLM loads it, with copies that ask at a gate before they begin: imported by the engine's processes."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from kvoffload.transfer import host_copier
+from kvoffload.transfer.pump import TransferPump
+from kvoffload_vllm import connector
+from tests.vllm.copy_gate import CLOSED, CLOSED_EARLY, CLOSING, COPY, DONE, knock
+
+if TYPE_CHECKING:
+    from kvoffload.transfer.runs import CopyRuns
+
+_running: set[int] = set()
+_close = TransferPump.close
+
+
+class KVOffloadConnector(connector.KVOffloadConnector):
+    """Tells the gate when vLLM has ended a worker's, and whether a copy of the worker still ran then."""
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.role is KVConnectorRole.WORKER:
+            knock(CLOSED_EARLY if _running else CLOSED).close()
+
+
+def copy(runs: CopyRuns) -> None:
+    """Wait until the gate says so, copy, and report it."""
+    _running.add(id(runs))
+    with knock(COPY) as gate:
+        gate.recv(1)
+        host_copier.copy_by_memmove(runs)
+        _running.remove(id(runs))
+        with suppress(BrokenPipeError):  # a gate that is open does not wait for the end
+            gate.sendall(DONE)
+
+
+async def close(pump: TransferPump) -> None:
+    """Tell the gate that a worker drains its copies."""
+    knock(CLOSING).close()
+    await _close(pump)
+
+
+host_copier.choose_copy = lambda *, arena_is_target=False: copy
+setattr(TransferPump, "close", close)  # noqa: B010  # by its name, as types know no other method there

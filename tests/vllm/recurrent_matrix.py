@@ -1,0 +1,149 @@
+"""Models with recurrent layers in every setting that changes which states there are; writes its table.
+
+Each row is one engine: all scenes of `recurrent_rig`, compared with an engine without prefix caching and without a
+connector, and one with loaded states zeroed, which must differ.
+
+    python -m tests.vllm.recurrent_matrix [MODEL...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.tooling.scripts import load_script
+from tests.vllm.engine_rig import Reported, plain
+from tests.vllm.recurrent_rig import BLOCK_TOKENS, SCENES, Stage, failed, reloaded, requests, stage
+from tests.vllm.stock import checkpoints
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGE = ROOT / "plugins" / "kvoffload_vllm" / "README.md"
+SEED = 11
+HOST = 512
+HEAD = (
+    "model",
+    "settings",
+    "answers",
+    "different",
+    "largest error",
+    "tokens found",
+    "states loaded",
+    "zeroed",
+)
+
+
+def settings(kind: checkpoints.Kind) -> Iterator[tuple[str, int, dict[str, Any], dict[str, Any]]]:
+    """Yield each setting's name, blocks on the host, settings of the connector, and options of the engine."""
+    block = BLOCK_TOKENS[kind]
+    yield "eager", HOST, {}, {}
+    yield "lazy", HOST, {"store_policy": "lazy"}, {}
+    yield "12 blocks on the host", 12, {}, {}
+    yield "48 blocks on the host", 48, {}, {}
+    yield "no boundaries", HOST, {"recurrent_prefix_boundaries": False}, {}
+    yield "states every 2 blocks", HOST, {}, {"prefix_cache_retention_interval": 2 * block}
+    yield "all states", HOST, {}, {"prefix_cache_retention_interval": None}
+    if kind != "lfm2":  # whose answers are others then on a stock 0.32 without a connector, too
+        yield "hashes of half blocks", HOST, {}, {"prefix_match_unit": block // 2}
+    yield "two steps in flight", HOST, {}, {"two_steps": True}
+
+
+def rows(kind: checkpoints.Kind, folder: Path) -> Iterator[tuple[str, ...]]:
+    """Yield a row a setting."""
+    asked = requests(BLOCK_TOKENS[kind], SEED, 10 if kind == "qwen3_next" else 14)
+    with plain(kind, folder, num_gpu_blocks_override=512, enable_prefix_caching=False) as rig:
+        expected = rig.run(asked)
+    for name, host, extra, options in settings(kind):
+        chosen = {"asked": asked, "expected": expected, "extra": extra, **options}
+        with stage(kind, folder, host, **chosen) as on:
+            yield kind, name, *map(str, _play(on))
+
+
+def _play(on: Stage) -> tuple[object, ...]:
+    before, answers, different, error, found = on.rig.counts, 0, 0, 0.0, 0
+    for scene in (*SCENES, failed):
+        on.rig.forget()
+        reported = scene(on)
+        on.rig.check_clean()
+        answers, different = answers + len(reported), different + len(on.different(reported))
+        error = max(error, *_errors(reported, on.expected))
+        found += sum(one.cached for one in reported.values())
+    loaded = on.rig.counts.minus(before).count("kvoffload_state_blocks_total", "load")
+    on.rig.forget()
+    on.copier.zeroes_states = True
+    zeroed = len(on.different(reloaded(on)))
+    return answers, different, f"{error:.0e}", f"{found:,}", loaded, zeroed
+
+
+def _errors(reported: Mapping[str, Reported], expected: Mapping[str, Reported]) -> Iterator[float]:
+    for name, one in reported.items():
+        pairs = zip(one.logprobs, expected[name].logprobs, strict=True)
+        yield max(abs(left - right) for left, right in pairs)
+
+
+def render(table: list[list[str]]) -> str:
+    """Return the table in Markdown, a row a model, and when it was made."""
+    lines = [
+        HEAD,
+        ["---"] * len(HEAD),
+        *(_summed(model, table) for model in dict.fromkeys(row[0] for row in table)),
+    ]
+    when = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{body}\n\nvLLM 0.32.0 on a CPU, {when}, seed {SEED}."
+
+
+def _summed(model: str, table: list[list[str]]) -> list[str]:
+    """Return one row for all settings of a model: sums, and the largest error."""
+    _, settings, answers, different, errors, found, loaded, zeroed = zip(
+        *(row for row in table if row[0] == model), strict=True
+    )
+    sums = [_sum(column) for column in (answers, different, found, loaded, zeroed)]
+    return [model, str(len(settings)), *sums[:2], max(errors, key=float), *sums[2:]]
+
+
+def _sum(cells: Iterable[str]) -> str:
+    return f"{sum(int(cell.replace(',', '')) for cell in cells):,}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="run models with recurrent layers in every setting")
+    parser.add_argument("models", nargs="*", help="some of them; the table is left alone then")
+    parser.add_argument(
+        "--rows", help="one model's rows as JSON lines into this file, for the program itself"
+    )
+    asked = parser.parse_args()
+    if asked.rows:
+        return _write_rows(asked.models[0], Path(asked.rows))
+    table: list[list[str]] = []
+    with tempfile.TemporaryDirectory(prefix="kvoffload-recurrent-") as scratch:
+        for kind in asked.models or checkpoints.RECURRENT:
+            path = Path(scratch) / f"{kind}.jsonl"
+            # In a process of its own: what a model's engines leave behind is gone with it.
+            command = [sys.executable, "-m", __spec__.name, kind, "--rows", str(path)]
+            subprocess.run(command, cwd=ROOT, check=True)
+            table += map(json.loads, path.read_text().splitlines())
+    sys.stdout.write(f"\n{render(table)}\n")
+    if not asked.models:
+        text: str = load_script("readme").filled(PAGE.read_text(encoding="utf-8"), "recurrent", render(table))
+        PAGE.write_text(text, encoding="utf-8")
+    return int(any(row[3] != "0" for row in table))
+
+
+def _write_rows(kind: checkpoints.Kind, path: Path) -> int:
+    with tempfile.TemporaryDirectory(prefix="kvoffload-recurrent-") as folder, path.open("w") as out:
+        for row in rows(kind, Path(folder)):
+            out.write(json.dumps(row) + "\n")
+            sys.stderr.write(f"{' | '.join(row)}\n")
+            sys.stderr.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,297 @@
+"""A stock vLLM with a model of recurrent layers, its traffic, and scenes in which states go to the host and come back.
+
+One engine plays every scene. What it must answer it says itself, when requests do not read the prefix cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from kvoffload.core.jobs import Load
+from kvoffload.core.planners import LazyPlanner
+from kvoffload.model.groups import AttentionKind
+from kvoffload.model.wire import Direction
+from kvoffload.testing import GatedCopier
+from kvoffload.testing.copier import GatedTicket
+from tests.vllm.engine_rig import DEVICE_BLOCKS, Asked, Held, Reported, Rig, offloading
+from tests.vllm.stock import checkpoints
+
+CLOSE = 2e-3
+"""Log-probabilities may differ by so much: chunks end elsewhere, so that sums are made in another order."""
+
+BLOCK_TOKENS: Mapping[checkpoints.Kind, int] = {"lfm2": 32, "granite4": 64, "qwen3_next": 64}
+
+
+class StateCopier(GatedCopier):
+    """Copies at once. On request loads fail, or leave zeros where a recurrent state should be."""
+
+    def __init__(self) -> None:
+        super().__init__(held=False)
+        self.rig: Rig | None = None
+        self.fails = False
+        self.zeroes_states = False
+
+    def submit(self, direction: Direction, runs: Any, fences: Sequence[Any]) -> GatedTicket:
+        if direction is Direction.STORE or not (self.fails or self.zeroes_states):
+            return super().submit(direction, runs, fences)
+        if self.fails:
+            self.hold()
+            ticket = super().submit(direction, runs, fences)
+            ticket.fail()
+            self._held = False
+            return ticket
+        ticket = super().submit(direction, runs, fences)
+        assert self.rig is not None
+        for address, size in _pages_of_loaded_states(self.rig):
+            ctypes.memset(address, 0, size)
+        return ticket
+
+
+def _pages_of_loaded_states(rig: Rig) -> Iterator[tuple[int, int]]:
+    state = rig.side.core.state
+    suffixes = _suffixes(rig, AttentionKind.RECURRENT)
+    for job in [job for job in state.jobs.open.values() if isinstance(job, Load)]:
+        for slot, block in zip(job.slots, job.targets, strict=True):
+            key = state.pool.key(slot)
+            if key is not None and key[-4:] in suffixes:
+                for region in rig.pump._arena.layout.regions:
+                    yield region.address + block * region.block_stride, region.page_bytes
+
+
+def _suffixes(rig: Rig, kind: AttentionKind) -> set[bytes]:
+    numbers = zip(rig.connector._groups, rig.side.shape.groups, strict=True)
+    return {number.to_bytes(4, "big") for number, group in numbers if group.kind is kind}
+
+
+@dataclass
+class Stage:
+    """An engine whose copies a test steers, and what it answers without any cache."""
+
+    kind: checkpoints.Kind
+    rig: Rig
+    copier: StateCopier
+    requests: Mapping[str, Asked]
+    expected: Mapping[str, Reported]
+    draw: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def forget_on_device(self) -> None:
+        """Nothing runs: the device forgets everything, the host nothing. Lazy stores only what others drive out."""
+        self.rig.finish()
+        if isinstance(self.rig.side.core._planner, LazyPlanner):
+            length = 14 * BLOCK_TOKENS[self.kind]
+            count = DEVICE_BLOCKS[self.kind] // 14 + 1
+            texts = [tuple(self.draw.choices(range(256), k=length)) for _ in range(count)]
+            self.rig.run({f"f{number}": Asked(text, 1) for number, text in enumerate(texts)})
+        assert self.rig.scheduler.reset_prefix_cache()
+
+    def put_on_host(self) -> None:
+        """All that these requests leave behind is on the host and not on the device."""
+        self.rig.forget()
+        self.rig.run(self.requests)
+        self.forget_on_device()
+
+    def different(self, answers: Mapping[str, Reported]) -> list[str]:
+        """Return the requests whose tokens or log-probabilities are not those without a cache."""
+        return [name for name, answer in answers.items() if not same(answer, self.expected[name])]
+
+    def counted(self, metric: str, *labels: str) -> int:
+        return self.rig.counts.count(metric, *labels)
+
+
+def same(answer: Reported, expected: Reported) -> bool:
+    return answer.tokens == expected.tokens and answer.logprobs == pytest.approx(expected.logprobs, abs=CLOSE)
+
+
+def requests(block_tokens: int, seed: int = 5, count: int = 14) -> dict[str, Asked]:
+    """Prompts that share beginnings of whole blocks, and some that repeat and go on from others."""
+    draw = random.Random(seed)
+    stems = [[draw.randrange(256) for _ in range(6 * block_tokens)] for _ in range(2)]
+    asked: dict[str, Asked] = {}
+    for number in range(count):
+        kept = draw.choice((1, 2, 3, 4, 5, 6)) * block_tokens
+        tail = [draw.randrange(256) for _ in range(draw.randrange(1, 2 * block_tokens))]
+        asked[f"r{number}"] = Asked(tuple(stems[number % 2][:kept] + tail), draw.randrange(4, 24))
+        if number % 4 == 3:  # the next turn of a conversation
+            before = asked[f"r{number - 1}"].prompt
+            asked[f"r{number}"] = Asked(before + tuple(tail), 8)
+    return asked
+
+
+def without_cache(rig: Rig, asked: Mapping[str, Asked]) -> dict[str, Reported]:
+    """What the engine answers when nothing is found anywhere."""
+    for name, one in asked.items():
+        rig.ask(f"c{name}", one, skip_reading_prefix_cache=True)
+    rig.finish()
+    assert not any(rig.reported[f"c{name}"].cached for name in asked)
+    return {name: rig.reported[f"c{name}"] for name in asked}
+
+
+@contextmanager
+def stage(
+    kind: checkpoints.Kind,
+    folder: Path,
+    host_blocks: int = 512,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    asked: Mapping[str, Asked] | None = None,
+    expected: Mapping[str, Reported] | None = None,
+    **options: Any,
+) -> Iterator[Stage]:
+    """An engine for a model with recurrent layers; what it must answer, it says itself if that is not `expected`."""
+    copier = StateCopier()
+    with offloading(kind, folder, host_blocks, held=Held(copier=copier), extra=extra, **options) as rig:
+        copier.rig = rig
+        # The scans of gated delta nets are the slowest of those lent.
+        asked = asked or requests(BLOCK_TOKENS[kind], count=10 if kind == "qwen3_next" else 14)
+        expected = expected or without_cache(rig, asked)
+        rig.forget()
+        yield Stage(kind, rig, copier, asked, expected)
+
+
+# -- scenes: each ends in answers that were made with states from the host -----------------------------------------------
+
+
+def reloaded(on: Stage) -> dict[str, Reported]:
+    on.put_on_host()
+    return on.rig.run(on.requests)
+
+
+def mixed(on: Stage) -> dict[str, Reported]:
+    """Requests come while others run, again and again, with the device turned over by what they need."""
+    on.rig.forget()
+    answers: dict[str, Reported] = {}
+    names = list(on.requests)
+    for wave in range(3):
+        chosen = random.Random(wave).sample(names, len(names) // 2)
+        for number, name in enumerate(chosen):
+            on.rig.ask(name, on.requests[name])
+            if number % 2:
+                on.rig.step()
+        on.rig.finish()
+        answers |= {name: on.rig.reported[name] for name in chosen}
+    on.forget_on_device()
+    return answers | on.rig.run(on.requests)
+
+
+def preempted(on: Stage) -> dict[str, Reported]:
+    """The device holds few of these at once, so vLLM takes blocks back from running requests."""
+    on.put_on_host()
+    scheduler = on.rig.scheduler
+    longer = {name: Asked(one.prompt, 2 * BLOCK_TOKENS[on.kind]) for name, one in on.requests.items()}
+    with patch.object(scheduler, "_preempt_request", side_effect=scheduler._preempt_request) as taken_back:
+        answers = on.rig.run(longer)
+    assert taken_back.call_count > 0
+    return {
+        name: Reported(one.tokens[:count], one.logprobs[:count], (), one.cached, one.finished)
+        for name, one in answers.items()
+        for count in [on.requests[name].count]
+    }
+
+
+def aborted(on: Stage) -> dict[str, Reported]:
+    """Some end while their loads are under way, some while they run."""
+    on.put_on_host()
+    names = list(on.requests)
+    on.rig.reported.clear()
+    for name in names:
+        on.rig.ask(name, on.requests[name])
+    on.rig.step()
+    on.rig.abort(names[1], names[4])
+    for _ in range(4):
+        on.rig.step()
+    on.rig.abort(names[2], names[7])
+    on.rig.finish()
+    gone = {names[number] for number in (1, 2, 4, 7)}
+    return {name: answer for name, answer in on.rig.reported.items() if name not in gone}
+
+
+def reset(on: Stage) -> dict[str, Reported]:
+    """Nothing from before is found; what is computed afterwards is."""
+    on.put_on_host()
+    assert on.rig.connector.reset_cache()
+    before = on.counted("kvoffload_load_blocks_total", "loaded")
+    assert on.rig.run({"r5": on.requests["r5"]})["r5"].cached == 0
+    assert on.counted("kvoffload_load_blocks_total", "loaded") == before
+    on.rig.run(on.requests)
+    on.forget_on_device()
+    return on.rig.run(on.requests)
+
+
+def failed(on: Stage) -> dict[str, Reported]:
+    """Every load fails, and is computed again."""
+    on.put_on_host()
+    on.copier.fails = True
+    answers = on.rig.run(on.requests)
+    on.copier.fails = False
+    return answers
+
+
+SCENES: tuple[Callable[[Stage], dict[str, Reported]], ...] = (reloaded, mixed, preempted, aborted, reset)
+
+
+# -- shared prefixes ---------------------------------------------------------------------------------------------------
+
+SHARED_BLOCKS = 6
+
+
+@contextmanager
+def boundaries(on: Stage, *, are_on: bool) -> Iterator[None]:
+    """As the setting `recurrent_prefix_boundaries` has it."""
+    state = on.rig.side.core.state
+    before, state.policy = state.policy, dataclasses.replace(state.policy, prefix_boundaries=are_on)
+    yield
+    state.policy = before
+
+
+@contextmanager
+def lazily(on: Stage) -> Iterator[None]:
+    """As the setting `store_policy` "lazy" has it; nothing runs."""
+    core = on.rig.side.core
+    before, core._planner = core._planner, LazyPlanner(core.state, core.stores)
+    yield
+    on.rig.finish()
+    core._planner = before
+
+
+def shared_prefix(on: Stage, count: int, seed: int) -> list[Asked]:
+    """Prompts with one beginning and tails of their own."""
+    draw = random.Random(seed)
+    block = BLOCK_TOKENS[on.kind]
+    prefix = [draw.randrange(256) for _ in range(SHARED_BLOCKS * block)]
+    return [
+        Asked(tuple(prefix + [draw.randrange(256) for _ in range(2 * block + 5)]), 4) for _ in range(count)
+    ]
+
+
+def found_one_by_one(on: Stage, asked: Sequence[Asked]) -> list[int]:
+    """The tokens that each request finds, with the device turned over between any two."""
+    found = []
+    for number, one in enumerate(asked):
+        on.forget_on_device()
+        found.append(on.rig.run({f"j{number}": one})[f"j{number}"].cached)
+    return found
+
+
+def chunks(on: Stage, asked: Asked) -> int:
+    """The steps in which a request's prompt is computed."""
+    sizes: list[int] = []
+    schedule = on.rig.scheduler.schedule
+
+    def scheduling(*words: object) -> Any:
+        output = schedule(*words)
+        sizes.extend(tokens for tokens in output.num_scheduled_tokens.values() if tokens > 1)
+        return output
+
+    with patch.object(on.rig.scheduler, "schedule", scheduling):
+        on.rig.run({"chunks": asked})
+    return len(sizes)

@@ -1,0 +1,51 @@
+"""The adapter's scheduler side on a block pool of vLLM's, without an engine: a test calls the hooks itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.vllm.adapter.stand_ins import cache_config, full, group, vllm_config
+
+BLOCKS = 100
+
+
+@contextmanager
+def adapter(
+    block_tokens: int,
+    hash_tokens: int | None = None,
+    *,
+    step_tokens: int = 512,
+    report_every: int = 1,
+    now: Callable[[], float] = time.monotonic,
+    **settings: Any,
+) -> Iterator[tuple[Any, Any]]:
+    """One group of full attention; yields the scheduler's side and the pool. `now` spaces messages to vLLM's metrics."""
+    from vllm.v1.core.block_pool import BlockPool
+
+    from kvoffload.model.config import parse_config
+    from kvoffload.runtime.scheduler_side import SchedulerSide
+    from kvoffload_vllm.groups import vllm_groups
+    from kvoffload_vllm.payload import Changes
+    from kvoffload_vllm.pool_device import VllmDevice
+    from kvoffload_vllm.scheduler import VllmScheduler
+    from kvoffload_vllm.support import Features
+
+    hash_tokens = hash_tokens or block_tokens
+    groups = vllm_groups(
+        vllm_config(world_size=1, max_num_batched_tokens=step_tokens),
+        cache_config(group(full(block_tokens)), num_blocks=BLOCKS + 1),
+        features=Features(),
+        sizes=(block_tokens, hash_tokens),
+    )
+    device = VllmDevice(groups.partly_hashed)
+    side = SchedulerSide(groups.shape, parse_config({"host_bytes": 1 << 20, **settings}), device)
+    scheduler = VllmScheduler(side, device, groups, Changes(side, now), lambda: None, report_every)
+    pool = BlockPool(BLOCKS + 1, True, hash_tokens)
+    scheduler.bind_gpu_block_pool(pool)
+    try:
+        yield scheduler, pool
+    finally:
+        scheduler.close()

@@ -1,0 +1,161 @@
+"""A `vllm serve` with the connector: what is sent to it, what it leaves behind, and what its log may not say."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.stock import client, engines
+from tests.vllm.stock.client import Metrics, Reply
+
+MARKS = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
+
+BLOCK = engines.BLOCK
+SLOT_BYTES = 32768  # of a block of either checkpoint, all ranks together
+START_S = 400  # on a busy machine; alone it takes 15 s
+_PATIENCE_S = 120.0
+_BURST, _BURSTS = 16, 20  # requests at once, and how often they are sent until a copy is seen to be open
+
+Prompt = tuple[int, ...]
+
+_OUR_FRAME = re.compile(r'File ".*/(kvoffload_vllm|kvoffload/(bus|core|model|runtime|telemetry|transfer))/')
+_OUR_WORDS = ("core_raised", "offloading_off", "worker_not_closed", "coroutine_lost")
+
+
+def connector(host_blocks: int = 512) -> dict[str, Any]:
+    """As operators type it: known by name through the entry point."""
+    return {
+        "kv_connector": "KVOffloadConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"host_bytes": host_blocks * SLOT_BYTES},
+    }
+
+
+def draw(seed: int, count: int, length: int) -> list[Prompt]:
+    """Prompts that share nothing."""
+    random_ = random.Random(seed)
+    return [tuple(random_.randrange(256) for _ in range(length)) for _ in range(count)]
+
+
+def draw_families(seed: int) -> list[Prompt]:
+    """Prompts of several lengths that share prefixes, up to the middle of a block too."""
+    stems = draw(seed, 3, 420)
+    tails = draw(seed + 1, 12, 90)
+    kept = (420, 256, 100, 64)
+    return [stems[at % 3][: kept[at % 4]] + tail[: 20 + 6 * at] for at, tail in enumerate(tails)]
+
+
+def ask(
+    server: engines.Server,
+    prompts: Sequence[Prompt],
+    count: int = 8,
+    *,
+    at_once: int = 4,
+    salted: bool = False,
+) -> list[Reply]:
+    """Continue prompts, several at once; each with a salt of its own where they are to find nothing."""
+
+    def one(at: int) -> Reply:
+        return client.stream(server, prompts[at], count, salt=f"of prompt {at}" if salted else None)
+
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(one, range(len(prompts))))
+
+
+def check_same(replies: Sequence[Reply], expected: Sequence[Reply | engines.Answer]) -> None:
+    pairs = zip(replies, expected, strict=True)
+    different = [at for at, (reply, right) in enumerate(pairs) if not reply.agrees_with(right)]
+    assert not different, [(replies[at], expected[at]) for at in different]
+
+
+def until(condition: Callable[[], bool], seconds: float = _PATIENCE_S) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come about"
+        time.sleep(0.01)
+
+
+def settled(server: engines.Server) -> Metrics:
+    """The metrics once nothing runs and no copy is open."""
+    seen: list[Metrics] = []
+
+    def at_rest() -> bool:
+        seen.append(client.scrape(server))
+        latest = seen[-1]
+        running = latest("vllm:num_requests_running") + latest("vllm:num_requests_waiting")
+        open_jobs = latest("kvoffload_open_jobs")
+        offered, outcomes = latest("kvoffload_offered_blocks_total"), latest("kvoffload_store_blocks_total")
+        return not running and not open_jobs and offered == outcomes
+
+    until(at_rest)
+    return seen[-1]
+
+
+@contextmanager
+def burst(server: engines.Server) -> Iterator[list[Future[Reply]]]:
+    """Prompts that are under way, every one known to the engine and copies open, when the block begins.
+
+    None is sent later: vLLM never answers a request that reaches it while it ends.
+    """
+    with ThreadPoolExecutor(_BURST) as pool:
+        for attempt in range(_BURSTS):
+            prompts = draw(100 + attempt, _BURST, 900)
+            replies = [pool.submit(client.stream, server, prompt, 4) for prompt in prompts]
+            while (ended := sum(reply.done() for reply in replies)) < _BURST:
+                known = sum(map(server.metric, ("vllm:num_requests_running", "vllm:num_requests_waiting")))
+                if ended + known >= _BURST and server.metric("kvoffload_open_jobs") > 0:
+                    yield replies
+                    return
+    raise AssertionError("no copy was ever seen to be open")
+
+
+def processes(server: engines.Server) -> dict[int, str]:
+    """The server's processes that live, by id: it leads a session of its own, which its children do not leave."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (name := _member(entry, server.process.pid)):
+            found[int(entry.name)] = name
+    return found
+
+
+def shared_memory(server: engines.Server) -> set[Path]:
+    """Files in shared memory that the server's processes have mapped."""
+    found: set[Path] = set()
+    for process in processes(server):
+        words = [line.split() for line in Path(f"/proc/{process}/maps").read_text().splitlines()]
+        found.update(Path(line[5]) for line in words if len(line) > 5 and line[5].startswith("/dev/shm/"))
+    return {path for path in found if path.exists()}
+
+
+def check_nothing_is_left(server: engines.Server, shared: set[Path]) -> None:
+    """With the server gone: no process of its session lives, none of its shared memory is left."""
+    until(lambda: not processes(server), 30)
+    until(lambda: not any(path.exists() for path in shared), 30)
+
+
+def check_log(server: engines.Server) -> None:
+    """No error of ours, and no traceback that passes through our code."""
+    log = server.log.read_text()
+    assert not _OUR_FRAME.search(log), log[-8000:]
+    assert not [word for word in _OUR_WORDS if word in log], log[-8000:]
+
+
+def _member(entry: Path, session: int) -> str | None:
+    try:
+        # pid (name) state parent group session ...; the name may hold anything.
+        name, _, rest = entry.joinpath("stat").read_text().partition(" (")[2].rpartition(") ")
+        state, _, _, leader = rest.split()[:4]
+        title = entry.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    except (OSError, ValueError):
+        return None
+    return (title or name) if int(leader) == session and state != "Z" and os.getpid() != session else None

@@ -1,0 +1,197 @@
+"""`vllm serve` with two workers and the connector, through HTTP alone: answers, metrics, resets, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.serve.serve_rig import (
+    BLOCK,
+    MARKS,
+    SLOT_BYTES,
+    START_S,
+    ask,
+    burst,
+    check_log,
+    check_nothing_is_left,
+    check_same,
+    connector,
+    draw,
+    draw_families,
+    processes,
+    settled,
+    shared_memory,
+)
+from tests.vllm.stock import checkpoints, client, engines
+from tests.vllm.stock.client import Metrics
+from tests.vllm.stock.engines import Answer, Server
+
+pytestmark = MARKS
+
+DEVICE_BLOCKS = 40  # for 1,248 tokens, of the thousands that are asked
+OPTIONS = {
+    **engines.TWO_WORKERS,
+    "seconds": START_S,
+    "num_gpu_blocks_override": DEVICE_BLOCKS,
+    "enable_prompt_tokens_details": True,
+}
+FAMILIES, LONE, LONG = draw_families(1), draw(2, 6, 500), draw(3, 2, 150)
+LONG_ANSWER = 450
+EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an engine with one worker and without the connector answers."""
+
+    families: list[Answer]
+    lone: list[Answer]
+    long: list[Answer]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.make("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> Expected:
+    with engines.in_process(checkpoint) as plain:
+        return Expected(
+            engines.generate(plain, FAMILIES, 8),
+            engines.generate(plain, LONE, 8),
+            engines.generate(plain, LONG, LONG_ANSWER),
+        )
+
+
+@pytest.fixture(scope="module")
+def server(
+    checkpoint: Path, expected: Expected, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """One for all tests of this module but the last; the one before the last ends it."""
+    log = tmp_path_factory.mktemp("offloading") / "log"
+    options = {**OPTIONS, "shutdown_timeout": 60}  # With none, vLLM kills its workers where they stand.
+    with engines.serving(checkpoint, log, kv_transfer_config=connector(), **options) as running:
+        yield running
+
+
+def test_answers_are_those_of_one_worker_without_it(server: Server, expected: Expected) -> None:
+    before = settled(server)
+    assert server.complete("some text", 4)["choices"][0]["text"]
+    for _ in range(3):
+        check_same(ask(server, FAMILIES), expected.families)
+    assert settled(server)(EXTERNAL_HITS) > before(EXTERNAL_HITS)
+
+
+def test_metrics_agree_with_what_was_sent(server: Server, expected: Expected) -> None:
+    before = settled(server)
+    replies = ask(server, LONE * 2, at_once=1)
+    check_same(replies, expected.lone * 2)
+    after = settled(server)
+
+    def grown(name: str, *labels: str) -> int:
+        return after(name, *labels) - before(name, *labels)
+
+    sent = sum(reply.prompt_tokens for reply in replies)
+    found = sum(reply.cached_tokens for reply in replies)
+    on_device = grown("vllm:prefix_cache_hits_total")
+    assert sent == sum(map(len, LONE)) * 2
+    assert found >= sum(len(prompt) // BLOCK * BLOCK for prompt in LONE)  # all of the second round
+    assert grown(EXTERNAL_HITS) == found - on_device > 0
+    assert grown("kvoffload_lookup_tokens_total", "hit") == found - on_device
+    assert grown("kvoffload_lookup_tokens_total") == sent - on_device
+    assert grown("kvoffload_lookup_blocks_total", "hit") == (found - on_device) // BLOCK
+    assert grown("kvoffload_miss_blocks_total") == grown("kvoffload_lookup_blocks_total", "miss") > 0
+    assert grown("kvoffload_load_blocks_total", "loaded") == (found - on_device) // BLOCK
+    assert grown("kvoffload_transfer_bytes_total", "load") == (found - on_device) // BLOCK * SLOT_BYTES
+    assert grown("kvoffload_store_blocks_total", "stored") >= sum(len(prompt) // BLOCK for prompt in LONE)
+    assert after("kvoffload_slots") == after("kvoffload_capacity_slots") == 512
+    assert after("kvoffload_degraded") == after("kvoffload_contract_violations_total") == 0
+    assert grown("kvoffload_transfer_seconds_count", "load") == 2 * len(LONE)  # of each rank
+    assert grown("kvoffload_first_token_seconds_count") == len(replies)
+    assert grown("kvoffload_first_token_seconds_count", "host") == len(LONE)
+    check_benefit(before, after, found - on_device)
+    negative = {at: value for at, value in after.series.items() if at[0].startswith("vllm:") and value < 0}
+    assert not negative
+
+
+def check_benefit(before: Metrics, after: Metrics, loaded_tokens: int) -> None:
+    """Loaded tokens are priced at what one takes to prefill, which may have been measured anew in between."""
+
+    def grown(name: str, *labels: str) -> float:
+        return after.exact(name, *labels) - before.exact(name, *labels)
+
+    priced = grown("kvoffload_prefill_seconds_saved_total") * after.exact(
+        "kvoffload_prefill_tokens_per_second"
+    )
+    assert loaded_tokens / 5 < priced < loaded_tokens * 5
+    assert 0 < grown("kvoffload_load_wait_seconds_total", "own_load") < 60
+    assert after("kvoffload_break_even_tokens") > 0
+    assert 0 <= after.exact("kvoffload_interference_seconds_total") < 60
+
+
+def test_after_a_reset_at_rest_nothing_old_is_found(server: Server, expected: Expected) -> None:
+    ask(server, LONE)
+    settled(server)
+    assert server.post("/reset_prefix_cache?reset_external=true") == {"success": True}
+    before = settled(server)
+    check_same(ask(server, LONE), expected.lone)
+    after = settled(server)
+    for name in (EXTERNAL_HITS, "vllm:prefix_cache_hits_total"):
+        assert after(name) == before(name)
+    assert after("kvoffload_resets_total") == 1
+
+
+def test_after_a_reset_in_full_run_nothing_old_is_found(server: Server, expected: Expected) -> None:
+    ask(server, LONE)
+    control = settled(server)
+    ask(server, LONE)
+    assert settled(server)(EXTERNAL_HITS) > control(EXTERNAL_HITS)  # Without a reset they are found.
+
+    with ThreadPoolExecutor(len(LONG)) as pool:
+        begun = threading.Semaphore(0)
+        running = [pool.submit(client.stream, server, prompt, LONG_ANSWER, begun.release) for prompt in LONG]
+        assert all(begun.acquire(timeout=120) for _ in LONG)
+        answer = server.post("/reset_prefix_cache?reset_external=true")
+        assert not any(one.done() for one in running)
+        check_same([one.result() for one in running], expected.long)
+    assert answer == {"success": False}  # The device's own cache keeps what running requests hold.
+
+    before = settled(server)
+    check_same(ask(server, LONE), expected.lone)
+    check_same(ask(server, LONG, LONG_ANSWER), expected.long)
+    assert settled(server)(EXTERNAL_HITS) == before(EXTERNAL_HITS)
+    check_same(ask(server, LONE), expected.lone)
+    assert settled(server)(EXTERNAL_HITS) > before(EXTERNAL_HITS)  # What was computed since is found.
+
+
+def test_ended_amid_transfers_it_ends_in_order(server: Server) -> None:
+    assert any("Worker_TP1" in name for name in processes(server).values())
+    shared = shared_memory(server)
+    with burst(server) as replies:
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(180) == 0
+    assert all(len(reply.result().tokens) == 4 for reply in replies)  # What has begun is brought to its end.
+    check_nothing_is_left(server, shared)
+    check_log(server)
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_a_killed_worker_takes_only_its_server_along(checkpoint: Path, tmp_path: Path) -> None:
+    with engines.serving(checkpoint, tmp_path / "log", kv_transfer_config=connector(), **OPTIONS) as killed:
+        shared = shared_memory(killed)
+        (worker,) = (process for process, name in processes(killed).items() if "Worker_TP1" in name)
+        with burst(killed) as replies:
+            os.kill(worker, signal.SIGKILL)
+            killed.process.wait(180)
+        # It was in the middle of them.
+        assert any(isinstance(reply.exception(), OSError) for reply in replies)
+        check_nothing_is_left(killed, shared)
+        check_log(killed)

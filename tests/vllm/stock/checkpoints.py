@@ -1,0 +1,136 @@
+"""Small checkpoints with random weights, the same bytes on every machine: full attention, sliding window, recurrent.
+
+The weights are drawn wide, so that every token's choice hangs on the whole context: a block of wrong KV changes the
+tokens. The tokenizer is one token per byte, so that a server can take text too.
+
+    python checkpoints.py qwen3 FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tests.vllm.stock import hybrids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+Kind = Literal["qwen3", "gemma3", "lfm2", "granite4", "qwen3_next"]
+KINDS: tuple[Kind, ...] = ("qwen3", "gemma3")
+RECURRENT: tuple[Kind, ...] = ("lfm2", "granite4", "qwen3_next")
+"""Hybrids with recurrent layers, for which tests have files of their own."""
+
+VOCABULARY = 320  # 256 bytes, the end of a text, and some that stand for nothing
+END = 256
+WINDOW = 80  # Not a multiple of the block size, so that windows begin inside a block.
+WIDTH = 0.15  # Standard deviation of the weights.
+CONTEXT = 4096
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": CONTEXT,
+    "eos_token_id": END,
+    "pad_token_id": END,
+    "bos_token_id": None,
+    "tie_word_embeddings": False,
+}
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
+)
+
+
+def make(kind: Kind, folder: Path, *, seed: int = 0, **shape: int) -> Path:
+    """Writes the checkpoint into `folder`, unless it is there already; returns `folder`. `shape` comes before `SHAPE`."""
+    done = folder / "made.json"
+    recipe = json.dumps({"kind": kind, "seed": seed, "width": WIDTH, "window": WINDOW, **SHAPE, **shape})
+    if done.exists() and done.read_text() == recipe:
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    model = _model(kind, {**SHAPE, **shape})
+    draw(model, seed)
+    model.save_pretrained(folder)
+    hybrids.complete_config(folder)
+    tokenizer().save_pretrained(folder)
+    done.write_text(recipe)
+    return folder
+
+
+def _model(kind: Kind, shape: dict[str, Any]) -> PreTrainedModel:
+    import transformers
+
+    if kind in RECURRENT:
+        build = {"lfm2": hybrids.lfm2, "granite4": hybrids.granite4, "qwen3_next": hybrids.qwen3_next}
+        return build[kind](shape)
+    if kind == "qwen3":
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{"num_hidden_layers": 2, **shape}))
+    layers = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    config = transformers.Gemma3TextConfig(
+        num_hidden_layers=len(layers),
+        layer_types=layers,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=shape["head_dim"],
+        **shape,
+    )
+    return transformers.Gemma3ForCausalLM(config)
+
+
+def draw(model: PreTrainedModel, seed: int) -> None:
+    """Draws every weight, wide."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, weight in sorted(model.named_parameters()):
+            if weight.dim() > 1:  # The norms keep what they were made with.
+                weight.normal_(0.0, WIDTH, generator=generator)
+
+
+def make_adapter(folder: Path, seed: int) -> None:
+    """Writes a LoRA adapter for `qwen3`, in place of what is there."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(exist_ok=True)
+    chance = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(2):
+        name = f"base_model.model.model.layers.{layer}.self_attn.v_proj"
+        weights[f"{name}.lora_A.weight"] = torch.randn(8, 128, generator=chance) * 0.3
+        weights[f"{name}.lora_B.weight"] = torch.randn(64, 8, generator=chance) * 0.3
+    save_file(weights, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast as Fast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    plain = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    plain.decoder = decoders.ByteLevel()
+    wrapped = Fast(tokenizer_object=plain, eos_token="<end>", pad_token="<end>")
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="make a small checkpoint with random weights")
+    parser.add_argument("kind", choices=KINDS + RECURRENT)
+    parser.add_argument("folder", type=Path)
+    chosen = parser.parse_args()
+    make(chosen.kind, chosen.folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Speaks to a server: completions as they stream in, with the time of the first token, and its metrics by series."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from http.client import HTTPException, HTTPResponse
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+if TYPE_CHECKING:
+    from tests.vllm.stock.engines import Answer, Server
+
+_DATA, _END = b"data: ", b"[DONE]"
+_THEIRS = frozenset({"engine", "model_name"})  # labels that every series of a server has
+_TIMEOUT_S = 180
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came back for one prompt.
+
+    Args:
+        tokens, logprobs: of the answer.
+        prompt_tokens: tokens of the prompt.
+        cached_tokens: those of them that were not computed, by vLLM's account.
+        first_token_s: from sending the prompt.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    first_token_s: float
+
+    def agrees_with(self, other: Reply | Answer, limit: float = 1e-3) -> bool:
+        """Whether both are the same: tokens exactly, log-probabilities within a limit."""
+        if self.tokens != other.tokens or len(self.logprobs) != len(other.logprobs):
+            return False
+        return all(abs(one - two) <= limit for one, two in zip(self.logprobs, other.logprobs, strict=True))
+
+
+def stream(
+    server: Server,
+    prompt: Sequence[int],
+    count: int,
+    began: Callable[[], object] = lambda: None,
+    salt: str | None = None,
+) -> Reply:
+    """Continue a prompt greedily by `count` tokens, and watch them come; `began` is called at the first.
+
+    With a salt it finds nothing but what was computed with the same one.
+
+    Raises:
+        OSError: the server is not there, or went before it had said everything.
+    """
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    first, usage = 0.0, dict[str, Any]()
+    begun = time.perf_counter()
+    for event in _events(server, _body(prompt, count) | ({"cache_salt": salt} if salt else {})):
+        for choice in event["choices"]:
+            if not tokens:
+                first = time.perf_counter() - begun
+                began()
+            tokens += choice["token_ids"]
+            logprobs += choice["logprobs"]["token_logprobs"]
+        usage = event.get("usage") or usage
+    if not usage:
+        raise ConnectionError("the answer was cut off")
+    details = usage.get("prompt_tokens_details") or {}
+    return Reply(
+        tuple(tokens), tuple(logprobs), usage["prompt_tokens"], details.get("cached_tokens") or 0, first
+    )
+
+
+class Metrics:
+    """One answer of `/metrics`; the labels that every series has are left out."""
+
+    def __init__(self, text: str) -> None:
+        self.series: dict[tuple[str, tuple[str, ...]], float] = {}
+        self.written: dict[tuple[str, tuple[str, ...]], str] = {}  # A series as `/metrics` writes it.
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels = {name: value for name, value in sample.labels.items() if name not in _THEIRS}
+                key = sample.name, tuple(labels.values())
+                reported = ",".join(f'{name}="{value}"' for name, value in labels.items())
+                self.series[key] = self.series.get(key, 0.0) + sample.value
+                self.written[key] = f"{sample.name}{{{reported}}}" if reported else sample.name
+
+    def __call__(self, name: str, *labels: str) -> int:
+        """The sum over the series of a name that have these label values."""
+        return int(self.exact(name, *labels))
+
+    def exact(self, name: str, *labels: str) -> float:
+        """The same where it need not be a whole number."""
+        return sum(value for at, value in self.labelled(name) if set(labels) <= set(at))
+
+    def labelled(self, name: str) -> Iterator[tuple[tuple[str, ...], float]]:
+        """The series of a name, by their label values."""
+        return ((labels, value) for (at, labels), value in self.series.items() if at == name)
+
+
+def scrape(server: Server) -> Metrics:
+    """What the server's `/metrics` says now."""
+    return Metrics(server.get("/metrics"))
+
+
+def _body(prompt: Sequence[int], count: int) -> dict[str, object]:
+    return {
+        "model": "small",
+        "prompt": list(prompt),
+        "max_tokens": count,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def _events(server: Server, body: dict[str, object]) -> Iterator[dict[str, Any]]:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(server.root + "/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+        for line in _lines(answer):
+            event = json.loads(line)
+            if "error" in event:
+                raise ConnectionError(str(event["error"]))
+            yield event
+
+
+def _lines(answer: HTTPResponse) -> Iterator[bytes]:
+    try:
+        for line in answer:
+            data = line.removeprefix(_DATA).strip()
+            if line.startswith(_DATA) and data != _END:
+                yield data
+    except HTTPException as cut:
+        raise ConnectionError("the answer was cut off") from cut

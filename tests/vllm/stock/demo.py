@@ -1,0 +1,190 @@
+"""The same conversations with a stock `vllm serve`, without and with kvoffload, through the OpenAI API.
+
+    python tests/vllm/stock/demo.py [--model gemma3] [--conversations 8] [--turns 4] [--show-log]
+
+Run by the Python of an environment that has vLLM and kvoffload (`make vllm-demo` sets one up in `.venv/vllm`). The model
+is small and has random weights, so that its answers mean nothing and depend on every block of the KV cache. Where that
+environment's torch has a GPU the server runs there, else on the CPU.
+
+Exit status: 0, 1 where an answer differs or nothing was found on the host, 130 after Ctrl-C or SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+if torch.cuda.is_available():
+    os.environ.setdefault("VLLM_TARGET_DEVICE", "cuda")  # The next import would say "cpu".
+
+from kvoffload.cli.demo.command import Screen
+from kvoffload.cli.demo.options import DemoOptions
+from kvoffload.cli.demo.play import Conversation, TurnId, make_conversations, prompt_of
+from kvoffload.cli.exits import print_error
+from tests.vllm.stock import checkpoints, client, demo_report, engines
+from tests.vllm.stock.demo_report import Play
+
+CONNECTOR: dict[str, Any] = {
+    "kv_connector": "KVOffloadConnector",  # Known by name: the wheel's entry point makes vLLM find it.
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"host_bytes": "64MiB"},
+}
+FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 640, 64, 16
+MOST_TURNS = 1 + (engines.OPTIONS["max_model_len"] - FIRST_TOKENS - ANSWER_TOKENS) // (
+    TURN_TOKENS + ANSWER_TOKENS
+)
+AT_ONCE = 2  # Conversations that speak at the same time.
+START_S = 400  # The longest wait for a server; it takes 15 s on a machine that has nothing else to do.
+DEVICE_BLOCKS = {"qwen3": 64, "gemma3": 112}  # A third of what eight conversations need, or less.
+SETTLE_S = 30
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is played, and on what."""
+
+    kind: checkpoints.Kind
+    conversations: Sequence[Conversation]
+    checkpoint: Path
+    logs: Path
+
+
+def make_scene(asked: argparse.Namespace, folder: Path) -> Scene:
+    """Draw a model and conversations."""
+    options = DemoOptions(
+        conversations=asked.conversations,
+        turns=asked.turns,
+        first_tokens=FIRST_TOKENS,
+        turn_tokens=TURN_TOKENS,
+        answer_tokens=ANSWER_TOKENS,
+    )
+    transformers_logging.disable_progress_bar()
+    conversations = make_conversations(options)
+    return Scene(asked.model, conversations, checkpoints.make(asked.model, folder / asked.model), folder)
+
+
+def play(scene: Scene, name: str, screen: Screen, script: Play | None, **options: Any) -> Play:
+    """Start a server, take every turn of every conversation, and stop it.
+
+    `script` is an earlier play whose answers the prompts contain, so that both have the same prompts.
+    """
+    screen.say(f"starting `vllm serve` {name} kvoffload")
+    begun = time.monotonic()
+    with engines.serving(
+        scene.checkpoint,
+        scene.logs / f"{name}.log",
+        seconds=START_S,
+        num_gpu_blocks_override=DEVICE_BLOCKS[scene.kind],
+        enable_prompt_tokens_details=True,
+        **options,
+    ) as server:
+        screen.say(f"ready after {time.monotonic() - begun:.0f} s; the conversations begin")
+        client.stream(server, range(FIRST_TOKENS // 2), ANSWER_TOKENS)  # First uses of anything take long.
+        before = settled(server)
+        replies = _take_turns(server, scene.conversations, screen, script)
+        return Play(replies, before, settled(server))
+
+
+def _take_turns(
+    server: engines.Server, conversations: Sequence[Conversation], screen: Screen, script: Play | None
+) -> dict[TurnId, client.Reply]:
+    replies: dict[TurnId, client.Reply] = {}
+    said = script.replies if script is not None else replies
+
+    def take(turn: TurnId) -> None:
+        answers = [said[TurnId(turn.conversation, earlier)].tokens for earlier in range(turn.turn)]
+        prompt = prompt_of(conversations[turn.conversation], answers)
+        replies[turn] = client.stream(server, prompt, ANSWER_TOKENS)
+        screen.progress(f"{len(replies)} turns taken")
+
+    turns = len(conversations[0])
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        try:
+            for number in range(turns):
+                list(pool.map(take, [TurnId(each, number) for each in range(len(conversations))]))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return replies
+
+
+def settled(server: engines.Server) -> client.Metrics:
+    """The metrics once no copy is open; at the latest after a while."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        seen = client.scrape(server)
+        offered, outcomes = (seen(f"kvoffload_{name}_blocks_total") for name in ("offered", "store"))
+        if (offered == outcomes and not seen("kvoffload_open_jobs")) or time.monotonic() > deadline:
+            return seen
+        time.sleep(0.1)
+
+
+def run(asked: argparse.Namespace, screen: Screen) -> int:
+    """Play twice, and print what came of it."""
+    with tempfile.TemporaryDirectory(prefix="kvoffload-demo-") as scratch:
+        scene = make_scene(asked, Path(scratch))
+        try:
+            without = play(scene, "without", screen, None)
+            with_it = play(scene, "with", screen, without, kv_transfer_config=CONNECTOR)
+        finally:
+            if asked.show_log:
+                for log in sorted(scene.logs.glob("*.log")):
+                    print_error(log.read_text())
+    device = "GPU" if torch.cuda.is_available() else "CPU"
+    head = f"{asked.conversations} conversations of {asked.turns} turns, {asked.model}, {device}"
+    screen.result(demo_report.render(head, DEVICE_BLOCKS[asked.model], without, with_it))
+    return 0 if demo_report.holds(without, with_it) else 1
+
+
+def main() -> int:
+    """Read the command line and run the demo."""
+    parser = argparse.ArgumentParser(
+        description="conversations with `vllm serve`, without and with kvoffload"
+    )
+    parser.add_argument(
+        "--model", choices=checkpoints.KINDS, default="qwen3", help="full attention, or windows"
+    )
+    parser.add_argument("--conversations", type=_within(4, 64), default=8)
+    parser.add_argument("--turns", type=_within(2, MOST_TURNS), default=4)
+    parser.add_argument("--show-log", action="store_true", help="print the servers' logs at the end")
+    asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, _interrupt)
+    screen = Screen()
+    try:
+        return run(asked, screen)
+    except KeyboardInterrupt:
+        screen.say("interrupted; the server has ended")
+        return 130
+    except (OSError, TimeoutError) as error:
+        screen.say(f"the server could not go on: {error}")
+        return 1
+
+
+def _interrupt(signum: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _within(least: int, most: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"from {least} to {most}")
+        return int(text)
+
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""Starts a stock vLLM on a machine without a GPU, in this process or as a server, with options that make it small.
+
+vLLM reads its environment when it is imported, so this module, which sets it, comes first.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from kvoffload.remote.local import free_port
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vllm import LLM
+
+Foreign = Any  # Something of vLLM's, which is not installed where types are checked.
+
+BLOCK = 32  # Tokens of a block; vLLM's CPU platform wants a multiple of 32.
+
+ENVIRONMENT: Mapping[str, str] = {
+    "VLLM_TARGET_DEVICE": "cpu",  # The wheel is the one for CUDA; this makes it choose its CPU platform.
+    "TORCHDYNAMO_DISABLE": "1",  # The sampler's log-probabilities would be compiled for 20 s otherwise.
+    "OMP_NUM_THREADS": "1",  # The tensors are tiny: more threads cost more than they bring.
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",  # The route that resets the prefix cache.
+    "HF_HUB_OFFLINE": "1",
+}
+
+for _name, _value in ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+
+OPTIONS: Mapping[str, Any] = {
+    "enforce_eager": True,
+    "dtype": "float32",
+    "block_size": BLOCK,
+    "compilation_config": {"custom_ops": ["none"]},
+    "num_gpu_blocks_override": 128,
+    "kv_cache_memory_bytes": 1
+    << 26,  # Without it the worker wants nearly all of the machine's memory to be free.
+    "max_model_len": 1024,
+    "max_num_batched_tokens": 128,  # Longer prompts are computed in chunks.
+    "max_num_seqs": 16,
+}
+
+TWO_WORKERS: Mapping[
+    str, Any
+] = {  # For `serving`: tensor parallel on a machine with one memory node and two cores.
+    "tensor_parallel_size": 2,
+    "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+}
+IS_V2_RUNNER = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"  # as tests/vllm/versions/matrix.py sets it
+# Environment for a KV cache that may have its blocks outermost.
+BLOCK_LAYOUTS: Mapping[str, str] = {"VLLM_CPU_OPS_BLOCK_LAYOUTS": "1"}
+# Environment for asynchronous scheduling.
+TWO_STEPS: Mapping[str, str] = {"VLLM_CPU_OPS_ASYNC_SCHEDULING": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the engine made of one prompt."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]  # Of the tokens chosen.
+    cached: int  # Prompt tokens that were not computed.
+
+
+@contextmanager
+def in_process(checkpoint: Path, **options: object) -> Iterator[LLM]:
+    """An engine in this process, so that a test can look at its scheduler, block pool and connector.
+
+    One at a time: vLLM keeps the worker's connector in a variable of the process, so that an engine that still lives
+    would hand its connector to the next one.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+
+    # An engine's start and end collect garbage seven times. With what the imports made frozen that takes 0.1 s, not 2;
+    # vLLM would freeze the engine too, and thaw everything at its end.
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
+    with patch("gc.freeze"), patch("gc.unfreeze"):
+        llm = LLM(str(checkpoint), **{**OPTIONS, "skip_tokenizer_init": True, **options})
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+
+
+def scheduler_of(llm: LLM) -> Foreign:
+    """The scheduler of an engine in this process; its connector is `.connector`."""
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def generate(llm: LLM, prompts: Sequence[Sequence[int]], count: int, **sampling: object) -> list[Answer]:
+    """Continues each prompt greedily by `count` tokens, all prompts at once."""
+    from vllm import SamplingParams
+
+    wanted = SamplingParams(
+        temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, logprobs=0, **sampling
+    )
+    asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    done = llm.generate(asked, wanted, use_tqdm=False)
+    return [_answer(output) for output in done]
+
+
+def drain(llm: LLM, steps: int = 10_000) -> None:
+    """Steps on until the engine has nothing left to do: `generate` returns while a connector still copies."""
+    scheduler = scheduler_of(llm)
+    for _ in range(steps):
+        if not scheduler.has_requests():
+            return
+        llm.llm_engine.step()
+    raise TimeoutError(f"the engine still had work after {steps} steps")
+
+
+def held_blocks(llm: LLM) -> int:
+    """Device blocks that are not free; the null block, which never is, does not count."""
+    pool = scheduler_of(llm).kv_cache_manager.block_pool
+    return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+
+
+def _answer(output: Foreign) -> Answer:
+    best = output.outputs[0]
+    chosen = zip(best.token_ids, best.logprobs, strict=True)
+    logprobs = tuple(place[token].logprob for token, place in chosen)
+    return Answer(tuple(best.token_ids), logprobs, output.num_cached_tokens or 0)
+
+
+class Server:
+    """A running `vllm serve`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.process = process
+        self.log = log
+        self.root = f"http://127.0.0.1:{port}"
+
+    def get(self, path: str) -> str:
+        """The body of what the server answers."""
+        with urllib.request.urlopen(self.root + path, timeout=60) as answer:
+            return str(answer.read().decode())
+
+    def post(self, path: str, body: Mapping[str, object] | None = None) -> dict[str, Any]:
+        """Sends `body` as JSON; returns what comes back, empty for an empty answer."""
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.root + path, json.dumps(body or {}).encode(), headers)
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            text = answer.read()
+        return dict(json.loads(text)) if text else {}
+
+    def complete(self, prompt: Sequence[int] | str, count: int, **fields: object) -> dict[str, Any]:
+        """Continues a prompt greedily through the OpenAI API; returns the whole answer."""
+        body = {"model": "small", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True}
+        return self.post("/v1/completions", {**body, "return_token_ids": True, **fields})
+
+    def metric(self, name: str) -> float:
+        """The sum over a metric's samples in `/metrics`, whatever their labels."""
+        lines = [line.partition("#")[0].split() for line in self.get("/metrics").splitlines()]
+        return sum(float(line[-1]) for line in lines if line and line[0].partition("{")[0] == name)
+
+    def wait_until_ready(self, seconds: float) -> None:
+        """Returns when the server answers; raises, with the end of its log, where it does not."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                self.get("/health")
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(0.2)
+            else:
+                return
+        raise TimeoutError(f"the server is not ready; its last words:\n{self.log.read_text()[-4000:]}")
+
+    def stop(self, seconds: float = 60) -> int:
+        """Asks the server to end, and returns its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            return self.process.wait()
+
+
+@contextmanager
+def serving(
+    checkpoint: Path,
+    log: Path,
+    *,
+    seconds: float = 240,
+    environment: Mapping[str, str] | None = None,
+    **options: object,
+) -> Iterator[Server]:
+    """A `vllm serve` on a free port, ready; ended with the block. Underscores in options become dashes."""
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
+    named = {**OPTIONS, "host": "127.0.0.1", "port": port, "served_model_name": "small", **options}
+    with log.open("wb") as output:
+        process = _launch([*command, *_arguments(named)], output, environment or {})
+        server = Server(process, port, log)
+        try:
+            server.wait_until_ready(seconds)
+            yield server
+        finally:
+            server.stop()
+
+
+def _launch(command: list[str], output: IO[bytes], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    everything = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment}
+    return subprocess.Popen(
+        command, stdout=output, stderr=subprocess.STDOUT, env=everything, start_new_session=True
+    )
+
+
+def _arguments(options: Mapping[str, Any]) -> list[str]:
+    words: list[str] = []
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            words += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return words

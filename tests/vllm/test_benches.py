@@ -1,0 +1,63 @@
+"""Each bench on a stock vLLM runs with its smallest settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.bench import hooks, queue, serve
+from tests.bench.__main__ import main
+from tests.bench.fs import Size, differing, draw_prompts, files_in, play
+from tests.vllm.engine_rig import MARKS, SLOT_BYTES
+
+pytestmark = [*MARKS, pytest.mark.full]
+
+SMALL = Size(8, SLOT_BYTES, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "smaller", "lines"),
+    [
+        ("hooks", ["--running", "2", "--models", "qwen3", "--repeats", "1"], {"WINDOW_STEPS": 4}, 6),
+        ("queue", ["--waiting", "20", "--pairs", "1"], {"RUNNING": 2, "_STEPS": 8}, 4),
+        (
+            "serve",
+            ["--pairs", "1", "--conversations", "6"],
+            {"PROMPT_TOKENS": 128, "TURN_TOKENS": 32, "_SHAPE": {}},
+            7,
+        ),
+    ],
+)
+def test_a_bench_measures_and_keeps_its_lines(
+    name: str,
+    options: Sequence[str],
+    smaller: Mapping[str, object],
+    lines: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = {"hooks": hooks, "queue": queue, "serve": serve}[name]
+    for constant, value in smaller.items():
+        monkeypatch.setattr(bench, constant, value)
+    assert main([name, *options, "--save", str(tmp_path)]) == 0
+    (saved,) = tmp_path.iterdir()
+    kept = json.loads(saved.read_text())
+    assert "vllm" in kept["machine"]
+    assert [line["median"] > 0 for line in kept["lines"]] == [True] * lines
+
+
+def test_both_disks_serve_after_restarts_and_change_no_token(tmp_path: Path) -> None:
+    none, ours, fs = play(tmp_path, SMALL, turns=2, count=4)
+    assert len(none.answers) == 6
+    assert differing(none, ours) == differing(none, fs) == 0
+
+    blocks = [file for file in files_in(fs.folder) if file.suffix == ".bin"]
+    assert len(blocks) == 2 * 4 * SMALL.blocks  # also of the prompts that never return
+    for file in blocks:  # so what the tier loads is what its files hold
+        file.write_bytes(bytes(SLOT_BYTES))
+    fs.answers.clear()
+    fs.return_to(draw_prompts(SMALL, 4))
+    assert all(answer not in none.answers for answer in fs.answers)

@@ -1,0 +1,199 @@
+"""The setting `layout`: refused where vLLM's backend cannot, followed where it can; and the bytes in every layout of vLLM's.
+
+vLLM 0.29 and newer choose among six orders of layers, blocks, heads and tokens. Its CPU attention reads one of them. The
+lent one reads two, so that an engine is run in the other too; bytes are compared in all six.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.errors import ConfigError
+from kvoffload.model.ids import RequestId
+from kvoffload.model.wire import Direction, TransferPlan, TransferReport
+from tests.copy_jobs import device_job
+from tests.vllm.engine_rig import (
+    MARKS,
+    Asked,
+    check_same,
+    check_threads_gone,
+    offloading,
+    plain,
+    transfer_config,
+)
+from tests.vllm.stock import checkpoints, engines
+
+pytestmark = [
+    *MARKS,
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is not None
+        and importlib.util.find_spec("vllm.v1.kv_cache_layout") is None,
+        reason="before 0.29 vLLM has no layouts to choose from",
+    ),
+]
+
+LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+BLOCKS = 64  # enough for one request of the longest length, or vLLM refuses
+STORED, LOADED = (3, 1, 8), (5, 6, 2)
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp() / "checkpoints"
+
+
+def prompts() -> dict[str, Asked]:
+    stem = tuple(range(7, 7 + 96))
+    return {f"r{number}": Asked((*stem, *range(number, number + 60))) for number in range(4)}
+
+
+# -- the setting ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "pieces"), [("qwen3", 2), ("gemma3", 2)])
+def test_a_backend_that_cannot_is_refused(kind: checkpoints.Kind, pieces: int, folder: Path) -> None:
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    with (
+        pytest.raises(ConfigError, match=rf"layout is 'blocks', but the engine keeps .* in {pieces} pieces"),
+        offloading(kind, folder, extra={"layout": "blocks"}),
+    ):
+        pass
+    ensure_kv_transfer_shutdown()  # the refused worker's connector would be the next engine's
+    check_threads_gone()
+
+
+@pytest.mark.parametrize("kind", checkpoints.KINDS)
+def test_an_engine_whose_backend_can(
+    kind: checkpoints.Kind, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with plain(kind, folder, num_gpu_blocks_override=512) as rig:
+        expected = rig.run(prompts())
+    for name, value in engines.BLOCK_LAYOUTS.items():
+        monkeypatch.setenv(name, value)
+    for setting, pieces in (("engine", 2), ("blocks", 1)):
+        with offloading(kind, folder, extra={"layout": setting}) as rig:
+            assert len(rig.pump._arena.layout.regions) == pieces
+            rig.put_on_host_only(*(one.prompt for one in prompts().values()))
+            before = rig.counts
+            check_same(rig.run(prompts()), expected)
+            assert rig.counts.minus(before).count("kvoffload_load_blocks_total", "loaded") > 0
+            rig.check_clean()
+
+
+# -- the bytes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=checkpoints.KINDS)
+def model(request: pytest.FixtureRequest, folder: Path) -> tuple[Any, Any]:
+    """vLLM's configuration of an engine with the connector, and what its layers keep."""
+    with offloading(request.param, folder) as rig:
+        runner = rig.core.model_executor.driver_worker.worker.model_runner
+        return rig.llm.llm_engine.vllm_config, runner.get_kv_cache_spec()
+
+
+@pytest.fixture(params=LAYOUTS)
+def caches(
+    request: pytest.FixtureRequest, model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Any, Any, dict[str, Any]]:
+    """A KV cache in one of the layouts, made by vLLM: both configurations, and each layer's view."""
+    import torch
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+    from vllm.v1.worker.utils import allocate_kv_cache
+
+    vllm_config, specs = model
+    monkeypatch.setattr(vllm_config.cache_config, "kv_cache_layout", request.param)
+    monkeypatch.setattr(vllm_config.cache_config, "num_gpu_blocks_override", BLOCKS)
+    (config,) = get_kv_cache_configs(vllm_config, [specs], [1 << 26])
+    config.kv_cache_layout = request.param
+    views = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout[request.param])
+    return vllm_config, config, views
+
+
+@pytest.fixture
+def worker(caches: tuple[Any, Any, dict[str, Any]]) -> Iterator[Any]:
+    """The connector of a worker, with that cache registered."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from kvoffload_vllm.connector import KVOffloadConnector
+
+    vllm_config, config, views = caches
+    assert (
+        vllm_config.kv_transfer_config.kv_connector_extra_config
+        == transfer_config(256)["kv_connector_extra_config"]
+    )
+    with set_current_vllm_config(vllm_config):
+        connector = KVOffloadConnector(vllm_config, KVConnectorRole.WORKER, config)
+    connector.register_kv_caches(views)
+    until_reported(connector, lambda report: report.ready_slots >= len(STORED))
+    yield connector
+    connector.shutdown()
+    check_threads_gone()
+
+
+def copy(connector: Any, direction: Direction, blocks: tuple[int, ...]) -> None:
+    """Copy between the first host slots and these blocks by a step of the worker's, and see that it succeeds."""
+    from kvoffload_vllm.metadata import KVOffloadMetadata
+
+    job = device_job(len(direction.value), direction, range(len(blocks)), blocks, RequestId("r"))
+    is_load = direction is Direction.LOAD
+    plan = TransferPlan(loads=(job,)) if is_load else TransferPlan(stores=(job,))
+    connector.bind_connector_metadata(KVOffloadMetadata(plan))
+    connector.start_load_kv(None)
+    connector.wait_for_save()
+    connector.clear_connector_metadata()
+    report = until_reported(connector, lambda report: report.jobs)
+    assert [part.outcome for part in report.jobs] == [CopyOutcome.DONE]
+
+
+def until_reported(connector: Any, condition: Callable[[TransferReport], object]) -> TransferReport:
+    """Look for what the worker reports, as steps without a plan do, until something is true of it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        assert time.monotonic() < deadline, "it is not reported"
+        connector.get_transfer_results(set())
+        meta = connector.build_connector_worker_meta()
+        for report in meta.reports if meta is not None else ():
+            if condition(report):
+                return report
+
+
+def test_every_layer_gets_its_bytes_back(worker: Any, caches: tuple[Any, Any, dict[str, Any]]) -> None:
+    """Blocks go to the host and into other blocks; each layer finds there what it wrote, and nothing else changed."""
+    import torch
+
+    _, config, views = caches
+    generator = torch.Generator().manual_seed(0)
+    for view in views.values():  # groups overlay each other: what the last one wrote stays
+        view.copy_(torch.randn(view.shape, generator=generator))
+    before = {name: view.clone() for name, view in views.items()}
+    copy(worker, Direction.STORE, STORED)
+    for view in views.values():
+        view[list(STORED)] = -1.0
+    copy(worker, Direction.LOAD, LOADED)
+    others = [block for block in range(config.num_blocks) if block not in {*STORED, *LOADED}]
+    for name, view in views.items():
+        assert torch.equal(view[list(LOADED)], before[name][list(STORED)]), name
+        assert torch.equal(view[others], before[name][others]), name
+        assert bool((view[list(STORED)] == -1.0).all()), name
+
+
+def test_pieces_of_a_block(worker: Any, caches: tuple[Any, Any, dict[str, Any]]) -> None:
+    """One where blocks are outermost; else one a layer of a group, or one a head of it."""
+    _, config, views = caches
+    layers = max(len(group.layer_names) for group in config.kv_cache_groups)
+    heads = next(iter(views.values())).shape[1]
+    pieces = {"L": layers, "B": 1}[config.kv_cache_layout[0]] * (
+        heads if config.kv_cache_layout == "LHBNC" else 1
+    )
+    assert len(worker.offload.pump._arena.layout.regions) == pieces

@@ -1,0 +1,38 @@
+"""Two ranks of a stock vLLM launched by torchrun, each with a scheduler of its own: refused, on both."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.vllm.engine_rig import MARKS
+from tests.vllm.stock import checkpoints, engines
+
+if TYPE_CHECKING:
+    import pytest
+
+pytestmark = MARKS
+
+
+def test_each_rank_refuses_with_one_error(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    # It started, took each rank's host memory, and never used it: a rank's scheduler hears of its own worker only.
+    checkpoint = checkpoints.make("qwen3", tmp_path_factory.getbasetemp() / "checkpoints" / "qwen3")
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])]))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, "-m", "tests.vllm.externally_launched", str(checkpoint), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        env={**os.environ, **engines.TWO_WORKERS["environment"], "PYTHONPATH": path},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
+    for rank in ("0", "1"):
+        reported = (tmp_path / rank).read_text()
+        assert "distributed_executor_backend is 'external_launcher' with 2 ranks" in reported
+        assert "start with mp or ray" in reported

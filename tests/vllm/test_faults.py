@@ -1,0 +1,263 @@
+"""Rows of the fault matrix on a stock vLLM that no rule's own test has: late errors, clocks, threads, new weights, its counts.
+
+Host memory that is refused is `test_refused_memory.py`'s, processes that end are `test_deaths.py`'s.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import os
+import random
+import sys
+from collections.abc import Iterator
+from functools import partial
+from importlib import metadata
+from typing import Any
+
+import pytest
+
+from kvoffload.core.machine import SlotState
+from tests.captured_logs import capture_logs
+from tests.core.audit import audit_side
+from tests.vllm.engine_rig import (
+    MARKS,
+    Asked,
+    Hands,
+    Held,
+    Reported,
+    Rig,
+    check_same,
+    offloading,
+    same,
+)
+from tests.vllm.stock import engines
+
+pytestmark = MARKS
+
+TIMEOUT_S = 30
+
+
+def prompt(seed: int, length: int = 200) -> tuple[int, ...]:
+    random_ = random.Random(seed)
+    return tuple(random_.randrange(256) for _ in range(length))
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hands]:
+    held = Held()
+    journal = {"journal_path": str(tmp_path_factory.mktemp("journal") / "journal")}
+    folder = tmp_path_factory.getbasetemp() / "checkpoints"
+    with offloading("qwen3", folder, held=held, extra=journal) as rig:
+        yield rig, held
+
+
+def truth(rig: Rig, one: Asked, salt: str = "truth") -> Reported:
+    """What a request says that finds nothing."""
+    return rig.run({"truth": Asked(one.prompt, one.count, salt=salt)})["truth"]
+
+
+def start_loading(hands: Hands, asked: Asked) -> Any:
+    rig, held = hands
+    rig.put_on_host_only(asked.prompt)
+    held.copier.hold()
+    rig.ask("a", asked)
+    rig.until(lambda: held.loads)
+    return held.loads[0]
+
+
+def test_an_error_that_comes_after_its_load_was_abandoned(hands: Hands) -> None:
+    rig, held = hands
+    asked = Asked(prompt(1), 6)
+    expected = truth(rig, asked)
+    load = start_loading(hands, asked)
+    held.copier._held = False
+    held.clock.jump(TIMEOUT_S + 1)
+    rig.until(partial(rig.is_done, "a"))
+    rig.finish()
+    assert engines.held_blocks(rig.llm) > 0
+    quarantined = rig.slots(SlotState.QUARANTINED)
+    load.fail()
+    rig.run({"b": Asked(prompt(2), 3)})
+    assert engines.held_blocks(rig.llm) == 0
+    assert rig.slots(SlotState.QUARANTINED) == quarantined > 0
+    assert same(rig.reported["a"], expected)
+
+
+def test_a_clock_that_jumps_ahead(hands: Hands) -> None:
+    rig, held = hands
+    asked = {name: Asked(prompt(10 + number), 6) for number, name in enumerate("abc")}
+    expected = {name: truth(rig, one) for name, one in asked.items()}
+    start_loading(hands, asked["a"])
+    for name in "bc":
+        rig.ask(name, asked[name])
+    rig.until(lambda: held.stores)
+    held.copier._held = False
+    held.clock.jump(1e7)
+    rig.until(lambda: all(map(rig.is_done, asked)))
+    check_same({name: rig.reported[name] for name in asked}, expected)
+    held.copier.release()
+    rig.finish()
+    assert engines.held_blocks(rig.llm) == 0
+
+
+def test_vllms_own_reference_counts_are_compared(hands: Hands) -> None:
+    rig, held = hands
+    held.copier.hold()
+    rig.ask("a", Asked(prompt(20), 2))
+    rig.until(partial(rig.is_done, "a"))
+    rig.until(lambda: held.stores)
+    device: Any = rig.side.core.state.device
+    leases = rig.side.core.state.leases.counts
+    assert leases
+    assert device.lease_problems(leases) == []
+    block = device._pool.blocks[next(iter(leases))]
+    block.ref_cnt -= 1  # as if vLLM had taken back what we lease
+    assert len(device.lease_problems(leases)) == 1
+    block.ref_cnt += 1
+    assert audit_side(rig.side) == []
+
+
+def retrain(model: Any, factor: float) -> None:
+    """An update of the weights in place, which the opposite factor undoes."""
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data[: parameter.shape[0] // 2] *= factor
+
+
+@pytest.mark.parametrize("in_flight", ["nothing", "a store", "a load"])
+def test_after_a_reset_new_weights_are_served_from(hands: Hands, in_flight: str) -> None:
+    rig, held = hands
+    asked = Asked(prompt(30), 8)
+    rig.put_on_host_only(asked.prompt)
+    old = rig.run({"old": asked})["old"]
+    assert rig.scheduler.reset_prefix_cache()
+    if in_flight == "a load":
+        start_loading(hands, asked)
+        rig.abort("a")
+    elif in_flight == "a store":
+        held.copier.hold()
+        rig.ask("s", Asked(prompt(31), 2))
+        rig.until(partial(rig.is_done, "s"))
+        rig.until(lambda: held.stores)
+    rig.llm.apply_model(partial(retrain, factor=2.0))
+    try:
+        answer = rig.scheduler.reset_prefix_cache(reset_connector=True)
+        assert answer is (in_flight == "nothing")  # what is leased keeps vLLM's own cache from forgetting
+        assert not rig.side.core.state.pool.index
+        held.copier.release()
+        rig.finish()
+        assert rig.scheduler.reset_prefix_cache(reset_connector=True)
+        right = truth(rig, asked, "new weights")
+        assert not same(old, right)
+        assert same(rig.run({"new": asked})["new"], right)
+        assert rig.scheduler.reset_prefix_cache()
+        again = rig.run({"again": asked})["again"]
+        assert again.cached > 0
+        assert same(again, right)
+    finally:
+        held.copier.release()
+        rig.finish()
+        rig.llm.apply_model(partial(retrain, factor=0.5))
+        rig.forget()
+
+
+def test_a_counter_that_raises_is_removed_and_the_engine_goes_on(hands: Hands) -> None:
+    from kvoffload.model.events import StoreEnded
+
+    rig, _ = hands
+    asked = Asked(prompt(40), 6)
+    expected = truth(rig, asked)
+
+    def boom(event: object) -> None:
+        raise ValueError("no disk")
+
+    rig.side.bus.count(StoreEnded, boom)
+    before = rig.counts
+    rig.put_on_host_only(asked.prompt)
+    assert same(rig.run({"a": asked})["a"], expected)
+    assert rig.counts.minus(before).total("kvoffload_bus_removed_total") == 1
+    assert rig.reported["a"].cached > 0
+
+
+def test_a_full_disk_ends_the_journals_file_and_nothing_else(hands: Hands) -> None:
+    """The file's descriptor becomes that of a device that is always full: it is the system that refuses."""
+    rig, _ = hands
+    asked = Asked(prompt(43), 6)
+    expected = truth(rig, asked)
+    journal = rig.side.observation.journal
+    assert journal._file is not None
+    full = os.open("/dev/full", os.O_WRONLY)
+    before = rig.counts
+    with capture_logs() as logs:
+        # Within: the writer may have a batch at hand, and says only once that it stops.
+        os.dup2(full, journal._file._file.fileno())
+        os.close(full)
+        rig.put_on_host_only(asked.prompt)
+        reported = rig.run({"a": asked})["a"]
+        while not any(line["event"] == "journal_stopped" for line in logs):
+            assert same(truth(rig, asked, salt=str(len(logs))), expected)
+    (line,) = (line for line in logs if line["event"] == "journal_stopped")
+    assert line["log_level"] == "error"
+    assert os.strerror(errno.ENOSPC) in line["error"]
+    assert same(reported, expected)
+    assert reported.cached > 0
+    assert rig.counts.minus(before).total("kvoffload_journal_write_errors_total") == 1
+    kept = journal._file.path.read_text().splitlines()
+    assert kept
+    assert all(json.loads(one) for one in kept)
+    assert any("RequestEnded" in one for one in journal.tail(50))  # the ring goes on
+    assert rig.side.core.state.degraded is None
+
+
+def test_loaded_again_imported_twice_and_forked_amid_a_load(
+    hands: Hands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child of the process that the engine runs in finds the worker's threads gone, and gets its own."""
+    rig, held = hands
+    asked = Asked(prompt(44), 6)
+    expected = truth(rig, asked)
+    start_loading(hands, asked)
+    (point,) = [one for one in metadata.entry_points(group="vllm.general_plugins") if one.name == "kvoffload"]
+    point.load()()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "kvoffload_vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert importlib.import_module("kvoffload_vllm.connector").KVOffloadConnector is not type(rig.connector)
+    point.load()()
+    monkeypatch.undo()
+
+    async def answer() -> int:
+        return os.getpid()
+
+    portal = rig.worker_connector.offload._portal
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if portal.spawn(answer).result(30) == os.getpid() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert portal.spawn(answer).result(30) == os.getpid()
+    held.copier.release()
+    rig.until(partial(rig.is_done, "a"))
+    assert same(rig.reported["a"], expected)
+    assert rig.reported["a"].cached > 0
+
+
+def test_last_of_all_the_workers_loop_dies(hands: Hands) -> None:
+    """Loads are the hooks' own and come; stores fail. The last test of this file: nothing is stored from here on."""
+    rig, _ = hands
+    asked, other = Asked(prompt(41), 6), Asked(prompt(42), 6)
+    expected = truth(rig, asked)
+    right = truth(rig, other)
+    rig.put_on_host_only(asked.prompt)
+    loop, thread = rig.worker_connector.offload._portal._loop_thread
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(30)
+    before = rig.counts
+    reported = rig.run({"a": asked, "b": other})
+    assert same(reported["a"], expected)
+    assert same(reported["b"], right)
+    assert reported["a"].cached > 0
+    gained = rig.counts.minus(before)
+    assert gained.count("kvoffload_load_blocks_total", "loaded") > 0
+    assert gained.count("kvoffload_store_blocks_total", "failed") > 0
+    assert rig.side.core.state.degraded is None

@@ -1,0 +1,209 @@
+"""Hits, counted as vLLM takes them, beside those of vLLM's own connector: same requests, same room on the host.
+
+Both copy within the hook that orders the copy, and one thread does everything, so a run's counts are always the same.
+
+Hits are compared size by size. `FEWER` names the sizes at which ours are fewer, and why that is so:
+
+* A host smaller than the device cache can only add what the device has forgotten. Ours is least recently used (R15), the
+  device's own hits are uses, and what was evicted under a running request is stored again (R8): all that keeps what the
+  device has too. On a larger host it finds more, as what is hot is there when the device evicts it. The peer evicts in
+  the order of storing, which overlaps less with what the device keeps.
+* With plenty of room both save every token that can be saved. Where the device finds more of them itself, fewer hits are
+  left for the host.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+
+from kvoffload.model.wire import DeviceJob
+from kvoffload.transfer.ports import Fence
+from kvoffload.transfer.pump import TransferPump
+from tests.vllm.engine_rig import DEVICE_BLOCKS, MARKS, SLOT_BYTES, Held, offloading
+from tests.vllm.stock import checkpoints, engines
+
+pytestmark = [*MARKS, pytest.mark.full]
+
+SEEDS = (1, 2, 3)
+HOST_BLOCKS: Mapping[checkpoints.Kind, Sequence[int]] = {
+    "qwen3": (32, 48, 64, 128),
+    "gemma3": (32, 64, 96, 128, 512),
+}
+FEWER = {("qwen3", 32): 0.95, ("gemma3", 512): 1.0}
+"""To each, the least share of the tokens that that peer and device save, and that ours must also save."""
+CONVERSATIONS = 10
+WAVES = 8
+AT_ONCE = 5
+
+
+class Saved(NamedTuple):
+    """Prompt tokens that were not computed: those that came from the host, and these with those from the device."""
+
+    hits: int
+    tokens: int
+
+
+@dataclass
+class Counted:
+    """An engine whose connector's hits are added up where the scheduler takes them."""
+
+    llm: Any
+    hits: int = 0
+
+    def __post_init__(self) -> None:
+        connector = engines.scheduler_of(self.llm).connector
+        allocated = connector.update_state_after_alloc
+
+        def counting(request: Any, blocks: Any, external_tokens: int) -> None:
+            self.hits += external_tokens
+            allocated(request, blocks, external_tokens)
+
+        connector.update_state_after_alloc = counting
+
+    def saved(self, seeds: Sequence[int]) -> Saved:
+        """What is saved of the seeds' workloads, each on empty caches."""
+        self._run([[1] * engines.BLOCK])  # the host's memory is ready when this has ended
+        self._forget()
+        self.hits = tokens = 0
+        for seed in seeds:
+            tokens += sum(map(self._run, waves(seed)))
+            self._forget()
+        return Saved(self.hits, tokens)
+
+    def _run(self, wave: Sequence[Sequence[int]]) -> int:
+        answers = engines.generate(self.llm, wave, 4)
+        engines.drain(self.llm)
+        return sum(answer.cached for answer in answers)
+
+    def _forget(self) -> None:
+        assert engines.scheduler_of(self.llm).reset_prefix_cache(reset_connector=True)
+
+
+def waves(seed: int) -> Iterator[list[list[int]]]:
+    """Conversations that grow from turn to turn, a few of them at once; half share their beginning."""
+    draw = random.Random(seed)
+    shared = [draw.randrange(256) for _ in range(96)]
+    stories = [list(shared) if number % 2 else [] for number in range(CONVERSATIONS)]
+    for _ in range(WAVES):
+        asked = draw.sample(stories, AT_ONCE)
+        for story in asked:
+            story += [draw.randrange(256) for _ in range(draw.randrange(24, 90))]
+        yield [list(story) for story in asked]
+
+
+class OneThread(TransferPump):
+    """Does the coroutine's turns in the hooks, and never wakes it."""
+
+    def submit_stores(self, jobs: Sequence[DeviceJob]) -> None:
+        self._wakeup.set = lambda: None  # type: ignore[method-assign]
+        super().submit_stores(jobs)
+        self._turn()
+
+    def submit_loads(self, jobs: Sequence[DeviceJob], fence: Fence = None) -> None:
+        self._wakeup.set = lambda: None  # type: ignore[method-assign]
+        super().submit_loads(jobs, fence)
+
+
+Connector = Callable[[checkpoints.Kind, Path, int, str], AbstractContextManager[Counted]]
+
+
+@contextmanager
+def ours(kind: checkpoints.Kind, folder: Path, host_blocks: int, policy: str) -> Iterator[Counted]:
+    with (
+        patch("kvoffload.runtime.worker_side.TransferPump", OneThread),
+        offloading(kind, folder, host_blocks, held=Held(), extra={"store_policy": policy}) as rig,
+    ):
+        yield Counted(rig.llm)
+
+
+@contextmanager
+def peers(kind: checkpoints.Kind, folder: Path, host_blocks: int, policy: str) -> Iterator[Counted]:
+    from tests.vllm.stock import peer
+
+    transfer = peer.kv_transfer(host_blocks * SLOT_BYTES, lazy=policy == "lazy", inline=True)
+    checkpoint = checkpoints.make(kind, folder / kind)
+    options = {"num_gpu_blocks_override": DEVICE_BLOCKS[kind], "kv_transfer_config": transfer}
+    with engines.in_process(checkpoint, **options) as llm:
+        yield Counted(llm)
+
+
+@cache
+def saved(whose: Connector, kind: checkpoints.Kind, folder: Path, size: int, policy: str) -> Saved:
+    """What an engine with this connector saves. Two tests ask for the smallest hosts."""
+    with whose(kind, folder, size, policy) as counted:
+        return counted.saved(SEEDS)
+
+
+def side_by_side(
+    kind: checkpoints.Kind, folder: Path, policy: str, sizes: Sequence[int]
+) -> Mapping[int, tuple[Saved, Saved]]:
+    """By host size: ours and the peer's."""
+    return {
+        size: (saved(ours, kind, folder, size, policy), saved(peers, kind, folder, size, policy))
+        for size in sizes
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp() / "checkpoints"
+
+
+@pytest.mark.parametrize("kind", checkpoints.KINDS)
+def test_eager_hits_are_at_least_the_peers(kind: checkpoints.Kind, folder: Path) -> None:
+    table = side_by_side(kind, folder, "eager", HOST_BLOCKS[kind])
+    fewer = {size for size, (mine, other) in table.items() if mine.hits < other.hits}
+    assert fewer <= {size for named, size in FEWER if named == kind}, table
+    for size in fewer:
+        mine, other = table[size]
+        assert mine.tokens >= FEWER[kind, size] * other.tokens, table
+    assert sum(mine.hits for mine, _ in table.values()) >= sum(other.hits for _, other in table.values())
+    assert all(other.hits > 0 for size, (_, other) in table.items() if size >= DEVICE_BLOCKS[kind]), table
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "size"),
+    [
+        ("lfm2", "eager", 96),
+        ("lfm2", "eager", 256),
+        ("lfm2", "lazy", 256),
+        ("granite4", "eager", 256),
+        ("granite4", "lazy", 256),
+        ("qwen3_next", "eager", 96),
+    ],
+)
+def test_hits_of_a_model_with_recurrent_layers_are_at_least_the_peers(
+    kind: checkpoints.Kind, policy: str, size: int, folder: Path
+) -> None:
+    """States take a block each, of every group, and without one there is no hit."""
+    mine, other = side_by_side(kind, folder, policy, (size,))[size]
+    assert other.hits > 0
+    assert mine.hits >= other.hits, (mine, other)
+    assert mine.tokens >= other.tokens, (mine, other)
+
+
+@pytest.mark.parametrize("kind", checkpoints.KINDS)
+def test_lazy_hits_are_at_least_the_peers_lazy_ones(kind: checkpoints.Kind, folder: Path) -> None:
+    table = side_by_side(kind, folder, "lazy", (64, 128, 512))
+    assert all(mine.hits >= other.hits for mine, other in table.values()), table
+    assert all(mine.hits > 0 for mine, _ in table.values()), table
+
+
+@pytest.mark.parametrize("kind", checkpoints.KINDS)
+def test_on_a_host_smaller_than_the_device_lazy_saves_more_than_any_eager(
+    kind: checkpoints.Kind, folder: Path
+) -> None:
+    size = {"qwen3": 32, "gemma3": 64}[kind]
+    assert size < DEVICE_BLOCKS[kind]
+    eager = side_by_side(kind, folder, "eager", (size,))[size]
+    lazy = saved(ours, kind, folder, size, "lazy")
+    assert all(lazy.hits > other.hits and lazy.tokens > other.tokens for other in eager), (lazy, eager)

@@ -1,0 +1,182 @@
+"""Calls that a request costs on vLLM's scheduler, from the connector's hooks down, with all that watches them.
+
+Counted are Python's calls within kvoffload and its plugin, without the frames of comprehensions; what they call in C or in
+vLLM is not. Counts do not depend on the machine, so these are gates; time belongs to `make bench-hooks`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import count
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.ids import Rank
+from kvoffload.model.wire import NOTHING, JobReport, TransferReport
+from tests.vllm.engine_rig import MARKS
+from tests.vllm.scheduler_rig import BLOCKS, adapter
+
+pytestmark = MARKS
+
+BLOCK = 32
+WHOLE = 8
+"""Whole blocks of each prompt; a part of a block follows them."""
+PROMPT = WHOLE * BLOCK + 8
+LIVES = 64
+"""The journal works on many messages at a time, so what it costs is averaged."""
+
+MOST_CALLS = {
+    "a fresh request's life": 162,
+    "a returning request's life": 184,
+    "a lookup that misses": 10,
+    "a lookup that hits": 17,
+    "a step in which nothing happens": 13,
+}
+
+
+class Calls:
+    """Counts what the hooks call, by hook."""
+
+    def __init__(self) -> None:
+        self.by_hook: dict[str, Counter[str]] = {}
+
+    def of(self, what: str, hook: Callable[..., Any], *args: Any) -> Any:
+        """Call a hook; return what it returns."""
+        found = self.by_hook.setdefault(what, Counter())
+
+        def seen(frame: FrameType, event: str, _: object) -> None:
+            code = frame.f_code
+            is_ours = "kvoffload" in code.co_filename or code.co_filename == "<string>"
+            if event == "call" and is_ours and code.co_name not in _COMPREHENSIONS:
+                found[code.co_qualname] += 1
+
+        sys.setprofile(seen)
+        try:
+            return hook(*args)
+        finally:
+            sys.setprofile(None)
+
+    def total(self, *hooks: str) -> int:
+        return sum(self.by_hook[hook].total() for hook in hooks or self.by_hook)
+
+
+_COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
+
+
+class Life:
+    """One request's way through vLLM's scheduler, on a connector and a pool of vLLM's."""
+
+    def __init__(self, connector: Any, pool: Any, calls: Calls) -> None:
+        self.connector, self.pool, self.calls = connector, pool, calls
+        self.numbers = count()
+
+    def live(self, seed: int) -> None:
+        """Serve one request to its end: looked up, loaded if it is found, computed, stored and ended."""
+        connector, calls, name = self.connector, self.calls, f"r{next(self.numbers)}"
+        request = make_request(name, seed)
+        calls.of("seen", connector.on_new_request, request)
+        found, _ = calls.of("lookup", connector.get_num_new_matched_tokens, request, 0)
+        blocks = self.pool.get_new_blocks(WHOLE + 1)
+        table = SimpleNamespace(get_block_ids=lambda: ([block.block_id for block in blocks],))
+        calls.of("allocated", connector.update_state_after_alloc, request, table, found)
+        if found:
+            request.num_computed_tokens = found
+            self.pool.cache_full_blocks(request, blocks, 0, WHOLE, BLOCK, 0)
+            self.report(self.step())
+            calls.of("allocated", connector.update_state_after_alloc, request, table, 0)
+        self.report(self.step(request, PROMPT - found, is_new=True))
+        request.num_computed_tokens = PROMPT
+        request.append_output_token_ids(1)
+        if not found:
+            self.pool.cache_full_blocks(request, blocks, 0, WHOLE, BLOCK, 0)
+        self.report(self.step(request, 1))
+        calls.of("ended", connector.request_finished_all_groups, request, ([1],))
+        self.pool.free_blocks(reversed(blocks))
+
+    def step(self, request: Any = None, tokens: int = 0, *, is_new: bool = False) -> Any:
+        """Schedule one request, or nothing; return the plan."""
+        output = step_output(request, tokens, is_new=is_new)
+        plan = self.calls.of("step", self.connector.build_connector_meta, output).plan
+        self.calls.of("after step", self.connector.get_kv_connector_stats)
+        self.calls.of("after step", self.connector.take_events)
+        return plan
+
+    def report(self, plan: Any) -> None:
+        """All copies of a plan end well."""
+        from kvoffload_vllm.metadata import KVOffloadWorkerMetadata
+
+        if plan == NOTHING:
+            return
+        ended = [JobReport(job.id, job.direction, CopyOutcome.DONE, 1, 0.0, 0.0) for job in plan.jobs]
+        reports = (TransferReport(Rank(0), tuple(ended), BLOCKS),)
+        output = SimpleNamespace(kv_connector_worker_meta=KVOffloadWorkerMetadata(reports))
+        self.calls.of("report", self.connector.update_connector_output, output)
+
+
+def make_request(name: str, seed: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    return Request(name, [seed] * PROMPT, SamplingParams(max_tokens=9), None, block_hasher=hasher)
+
+
+def step_output(request: Any, tokens: int, *, is_new: bool) -> Any:
+    name = None if request is None else request.request_id
+    old = name is not None and not is_new
+    return SimpleNamespace(
+        preempted_req_ids=set(),
+        num_scheduled_tokens={} if name is None else {name: tokens},
+        total_num_scheduled_tokens=tokens,
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[name] * old, new_block_ids=[None] * old, resumed_req_ids=set()
+        ),
+        scheduled_new_reqs=[SimpleNamespace(req_id=name)] if is_new else [],
+        kv_cache_block_copies=(),
+    )
+
+
+@pytest.fixture(scope="module")
+def found() -> Iterator[dict[str, float]]:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from kvoffload_vllm.connector import KVOffloadConnector
+
+    with adapter(BLOCK, now=lambda: 0.0, report_every=16) as (scheduler, pool):
+        connector = KVOffloadConnector.__new__(KVOffloadConnector)
+        connector.__dict__.update(vars(scheduler), _role=KVConnectorRole.SCHEDULER)
+        scheduler.offload.reported([TransferReport(Rank(0), (), BLOCKS)])
+        warm, fresh, back, idle = (Life(connector, pool, Calls()) for _ in range(4))
+        keep = make_request("keep", 0)  # so that no end of a life is an end of all
+        connector.on_new_request(keep)
+        for seed in (*range(1, 20), 19):  # the last one returns
+            warm.live(seed)
+        for seed in range(LIVES):
+            fresh.live(100 + seed)
+        for seed in range(LIVES):
+            back.live(100 + LIVES - 5 + seed % 4)
+        for _ in range(LIVES):
+            idle.step()
+        counters = scheduler.offload.counters.snapshot()
+        assert counters.total("kvoffload_store_blocks_total") == (19 + LIVES) * WHOLE
+        assert counters.count("kvoffload_load_blocks_total", "loaded") == (1 + LIVES) * WHOLE
+        yield {
+            "a fresh request's life": fresh.calls.total() / LIVES,
+            "a returning request's life": back.calls.total() / LIVES,
+            "a lookup that misses": fresh.calls.total("lookup") / LIVES,
+            "a lookup that hits": back.calls.total("lookup") / LIVES,
+            "a step in which nothing happens": idle.calls.total() / LIVES,
+        }
+
+
+@pytest.mark.parametrize("what", MOST_CALLS)
+def test_calls_on_vllms_scheduler(what: str, found: dict[str, float]) -> None:
+    assert found[what] <= MOST_CALLS[what], found

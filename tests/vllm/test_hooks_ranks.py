@@ -1,0 +1,242 @@
+"""Several workers: what vLLM makes of what each rank tells, in any order, joined by vLLM's own aggregation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvoffload.disk.folder import DiskPlace
+from kvoffload.disk.identity import KVIdentity
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.ids import DeviceBlockId, JobId, Rank, RequestId
+from kvoffload.model.wire import Direction, JobReport, TransferPlan, TransferReport
+from kvoffload.runtime.copies import LoadAnswers
+from tests.copy_jobs import device_job
+from tests.vllm.engine_rig import MARKS
+
+if TYPE_CHECKING:
+    from kvoffload_vllm.worker import VllmWorker
+
+pytestmark = MARKS
+
+IDENTITY = KVIdentity("engine", "weights", "keys", {"tensor": 2})
+
+LOAD = JobId(7)
+BLOCKS = (DeviceBlockId(3), DeviceBlockId(4))
+REQUEST = RequestId("request")
+
+
+class Copies:
+    """One rank's copies, which end when the test says so."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = Rank(rank)
+        self._ended: list[JobReport] = []
+
+    def end(self, outcome: CopyOutcome) -> None:
+        self._ended.append(JobReport(LOAD, Direction.LOAD, outcome, 0, 0.0, 0.0))
+
+    def start_loads(self, plan: TransferPlan) -> None:
+        pass
+
+    begin_step = start_stores = start_loads
+
+    def take_report(self) -> TransferReport | None:
+        ended, self._ended = tuple(self._ended), []
+        return TransferReport(self._rank, ended, 8) if ended else None
+
+    def close(self) -> None:
+        pass
+
+
+class Workers:
+    """Two of our workers under vLLM's aggregation."""
+
+    def __init__(self) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+
+        from kvoffload_vllm.worker import VllmWorker
+
+        self.copies = [Copies(rank) for rank in range(2)]
+        self._workers = [VllmWorker(one, lambda: None, lambda _: ()) for one in self.copies]  # type: ignore[arg-type]
+        self._join = KVOutputAggregator(expected_finished_count=2)
+
+    def step(self, **reported: Any) -> Any:
+        """What the scheduler receives after a step in which the workers got this."""
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+        from kvoffload_vllm.metadata import KVOffloadMetadata
+
+        outputs = []
+        for worker in self._workers:
+            worker.bind(KVOffloadMetadata(**reported))
+            worker.start_load_kv(None)
+            worker.wait_for_save()
+            received = worker.take_received()
+            output = KVConnectorOutput(
+                finished_recving=received.finished or None,
+                failed_recving=received.failed,
+                kv_connector_worker_meta=worker.build_connector_worker_meta(),
+            )
+            worker.clear()
+            outputs.append(ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=output))
+        return self._join.aggregate(outputs).kv_connector_output
+
+
+def load() -> dict[str, Any]:
+    job = device_job(LOAD, Direction.LOAD, (0, 1), BLOCKS, REQUEST)
+    return {"plan": TransferPlan(loads=(job,))}
+
+
+def ranks_reported(output: Any) -> list[int]:
+    meta = output.kv_connector_worker_meta
+    return [report.rank for report in meta.reports] if meta is not None else []
+
+
+@pytest.mark.parametrize("outcomes", list(itertools.product(CopyOutcome, repeat=2)), ids=str)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_request_goes_on_when_the_last_rank_has_ended(
+    outcomes: Sequence[CopyOutcome], order: Sequence[int]
+) -> None:
+    workers = Workers()
+    assert workers.step(**load()).finished_recving is None
+    first, last = order
+    workers.copies[first].end(outcomes[first])
+    halfway = workers.step()
+    assert halfway.finished_recving is None
+    assert not halfway.failed_recving
+    assert ranks_reported(halfway) == [first], "the core hears of each rank at once"
+    workers.copies[last].end(outcomes[last])
+    end = workers.step()
+    assert end.finished_recving == {REQUEST}
+    assert bool(end.failed_recving) == (tuple(outcomes) != (CopyOutcome.DONE, CopyOutcome.DONE))
+    assert ranks_reported(end) == [last]
+    after = workers.step()
+    assert after.finished_recving is None
+    assert ranks_reported(after) == []
+
+
+def test_a_report_that_was_not_fetched_grows_and_has_the_present_state() -> None:
+    from kvoffload_vllm.worker import VllmWorker
+
+    reported = [
+        TransferReport(
+            Rank(0), (JobReport(JobId(1), Direction.STORE, CopyOutcome.DONE, 0, 0.0, 0.0),), 4, 0.5
+        ),
+        TransferReport(
+            Rank(0), (JobReport(JobId(2), Direction.STORE, CopyOutcome.DONE, 0, 0.0, 0.0),), 8, 0.75
+        ),
+    ]
+    copies = Copies(0)
+    copies.take_report = lambda: reported.pop(0) if reported else None  # type: ignore[method-assign]
+    worker = VllmWorker(copies, lambda: None, lambda _: ())  # type: ignore[arg-type]
+    for _ in range(3):
+        worker.take_received()
+    meta = worker.build_connector_worker_meta()
+    assert meta is not None
+    (report,) = meta.reports
+    assert [part.job for part in report.jobs] == [1, 2]
+    assert (report.ready_slots, report.store_share) == (8, 0.75)
+    assert worker.build_connector_worker_meta() is None
+
+
+def test_r13_a_step_begins_when_it_is_bound() -> None:
+    """Runner V2 starts loads behind the forward pass and all that follows it; their fence must not wait for that."""
+    from kvoffload_vllm.metadata import KVOffloadMetadata
+    from kvoffload_vllm.worker import VllmWorker
+
+    copies, called = Copies(0), []
+    for name in ("begin_step", "start_loads", "start_stores"):
+        setattr(copies, name, lambda plan, name=name: called.append(name))
+    worker = VllmWorker(copies, lambda: None, lambda _: ())  # type: ignore[arg-type]
+    worker.bind(KVOffloadMetadata(**load()))
+    assert called == ["begin_step"]
+    worker.start_load_kv(None)
+    worker.wait_for_save()
+    assert called == ["begin_step", "start_loads", "start_stores"]
+
+
+def test_a_worker_waits_for_the_identity_that_names_the_disks_folder(tmp_path: Path) -> None:
+    from kvoffload_vllm.metadata import KVOffloadMetadata
+
+    worker, place = worker_with_disk(tmp_path)
+    with ThreadPoolExecutor() as pool:
+        folder = pool.submit(place.make_folder)
+        assert not folder.done()
+        for _ in range(2):
+            worker.bind(KVOffloadMetadata(disk=IDENTITY))
+        assert folder.result().path == tmp_path / IDENTITY.fingerprint / "replica0"
+
+
+def test_a_worker_that_stops_waits_for_no_identity(tmp_path: Path) -> None:
+    from kvoffload_vllm.metadata import KVOffloadMetadata
+
+    worker, place = worker_with_disk(tmp_path)
+    with ThreadPoolExecutor() as pool:
+        folder = pool.submit(place.make_folder)
+        worker.close()
+        with pytest.raises(CancelledError):
+            folder.result()
+    worker.bind(KVOffloadMetadata(disk=IDENTITY))
+
+
+def worker_with_disk(root: Path) -> tuple[VllmWorker, DiskPlace]:
+    from kvoffload_vllm.worker import VllmWorker
+
+    identity: Future[KVIdentity] = Future()
+    worker = VllmWorker(Copies(0), lambda: None, lambda _: (), identity)  # type: ignore[arg-type]
+    return worker, DiskPlace(root, identity.result)
+
+
+def test_ranks_that_end_in_one_step_are_both_noted() -> None:
+    workers = Workers()
+    workers.step(**load())
+    for one in workers.copies:
+        one.end(CopyOutcome.DONE)
+    end = workers.step()
+    assert end.finished_recving == {REQUEST}
+    assert ranks_reported(end) == [0, 1]
+
+
+@pytest.mark.parametrize("ended", [(), (0,), (1,)])
+def test_an_abandoned_load_is_reported_once_by_each_rank(ended: Sequence[int]) -> None:
+    """A rank where it has ended has reported it; a later end is not reported again."""
+    workers = Workers()
+    workers.step(**load())
+    for rank in ended:
+        workers.copies[rank].end(CopyOutcome.DONE)
+    workers.step()
+    end = workers.step(ended=(LoadAnswers(failed=[REQUEST], abandoned=[LOAD]),))
+    assert end.finished_recving == {REQUEST}
+    assert end.failed_recving == {REQUEST}
+    late = [rank for rank in range(2) if rank not in ended]
+    for rank in late:
+        workers.copies[rank].end(CopyOutcome.DONE)
+    after = workers.step()
+    assert after.finished_recving is None
+    assert ranks_reported(after) == late, "the core gives the memory back when it hears of the end"
+
+
+def test_a_load_without_a_copy_is_reported_by_every_rank() -> None:
+    workers = Workers()
+    assert workers.step(ended=(LoadAnswers(loaded=[REQUEST], without_copy=[REQUEST]),)).finished_recving == {
+        REQUEST
+    }
+    end = workers.step(ended=(LoadAnswers(failed=[REQUEST], without_copy=[REQUEST]),))
+    assert (end.finished_recving, end.failed_recving) == ({REQUEST}, {REQUEST})
+
+
+def test_what_crosses_processes_can_be_pickled() -> None:
+    import pickle
+
+    from kvoffload_vllm.metadata import KVOffloadMetadata, KVOffloadWorkerMetadata
+
+    plan = KVOffloadMetadata(**load())
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    reports = (TransferReport(Rank(0), (JobReport(LOAD, Direction.LOAD, CopyOutcome.DONE, 0, 0.0, 0.0),), 3),)
+    assert pickle.loads(pickle.dumps(KVOffloadWorkerMetadata(reports))).reports == reports

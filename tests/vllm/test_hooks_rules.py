@@ -1,0 +1,524 @@
+"""The rules, one scenario each, on a real engine with both roles in this process and copies that the test ends."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from kvoffload.core.machine import SlotState
+from tests.vllm.engine_rig import (
+    MARKS,
+    SLOT_BYTES,
+    Asked,
+    Hands,
+    Held,
+    Reported,
+    Reports,
+    Rig,
+    check_same,
+    offloading,
+    same,
+)
+from tests.vllm.stock import checkpoints, engines
+
+pytestmark = MARKS
+
+
+def prompt(seed: int, length: int = 264) -> tuple[int, ...]:
+    random_ = random.Random(seed)
+    return tuple(random_.randrange(256) for _ in range(length))
+
+
+def truth(rig: Rig, one: Asked) -> Reported:
+    """A request that reads no cache, and whose blocks no other request finds."""
+    asked = Asked(one.prompt, one.count, salt="truth", prompt_logprobs=True)
+    return rig.run({"truth": asked})["truth"]
+
+
+@pytest.fixture(scope="module", params=checkpoints.KINDS)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hands]:
+    held = Held()
+    folder = tmp_path_factory.getbasetemp() / "checkpoints"
+    with offloading(request.param, folder, held=held, max_num_seqs=64) as rig:
+        yield rig, held
+
+
+def start_loading(hands: Hands, name: str, asked: Asked) -> Any:
+    """Put a prompt on the host only and let a request begin to load it; return the load, held."""
+    rig, held = hands
+    rig.put_on_host_only(asked.prompt)
+    held.copier.hold()
+    rig.ask(name, asked)
+    rig.until(lambda: held.loads)
+    (load,) = held.loads
+    return load
+
+
+# -- loads that end well, badly or never --------------------------------------------------------------------------------
+
+
+def test_r9_a_failed_load_is_recomputed(hands: Hands) -> None:
+    rig, held = hands
+    asked = Asked(prompt(1), 12)
+    expected = truth(rig, asked)
+    load = start_loading(hands, "a", asked)
+    before = rig.counts
+    with Reports(rig) as reports:
+        load.tear()
+        held.copier.release()
+        rig.finish()
+    assert same(rig.reported["a"], expected)
+    assert (reports.received, reports.failed) == (["a"], ["a"])
+    gained = rig.counts.minus(before)
+    assert gained.count("kvoffload_load_blocks_total", "failed") > 0
+    assert gained.count("kvoffload_load_blocks_total", "loaded") == 0
+    assert gained.total("kvoffload_load_scheduled_blocks_total") == 0, "it was not loaded again"
+    assert gained.count("kvoffload_miss_blocks_total", "load_failed") > 0
+
+
+def test_r9_requests_that_waited_for_a_failed_load_go_on(hands: Hands) -> None:
+    rig, held = hands
+    asked = {name: Asked((*prompt(2), number), 6) for number, name in enumerate("abc")}
+    expected = {name: truth(rig, one) for name, one in asked.items()}
+    load = start_loading(hands, "a", asked["a"])
+    for name in "bc":
+        rig.ask(name, asked[name])
+    for _ in range(5):
+        rig.step()
+    assert len(held.loads) == 1
+    load.fail()
+    held.copier.release()
+    rig.finish()
+    check_same({name: rig.reported[name] for name in asked}, expected)
+
+
+def test_r9_a_load_that_takes_too_long_is_recomputed_elsewhere(hands: Hands) -> None:
+    """Its blocks stay leased until the copy ends, which may still write to them."""
+    rig, held = hands
+    asked = Asked(prompt(3), 12)
+    expected = truth(rig, asked)
+    load = start_loading(hands, "a", asked)
+    held.copier._held = False  # for what comes; this one stays open
+    held.clock.jump(31)
+    with Reports(rig) as reports:
+        rig.until(partial(rig.is_done, "a"))
+    assert same(rig.reported["a"], expected)
+    assert (reports.received, reports.failed) == (["a"], ["a"])
+    assert load.is_open
+    rig.finish()  # what never ends is not waited for
+    leased = engines.held_blocks(rig.llm)
+    assert leased > 0
+    assert rig.slots(SlotState.QUARANTINED) >= leased
+
+    other = Asked(prompt(4, 200), 6)
+    right = truth(rig, other)
+    load.finish()  # over blocks that were not allocated
+    assert same(rig.run({"b": other})["b"], right)
+    assert engines.held_blocks(rig.llm) == 0
+    assert reports.received == ["a"]
+
+
+def test_abort_while_loading_is_reported_once(hands: Hands) -> None:
+    rig, held = hands
+    load = start_loading(hands, "a", Asked(prompt(5)))
+    with Reports(rig) as reports:
+        rig.abort("a")
+        for _ in range(3):
+            rig.step()
+        assert reports.received == []
+        assert engines.held_blocks(rig.llm) > 0
+        assert rig.scheduler.has_requests()
+        load.finish()
+        held.copier.release()
+        rig.finish()
+    assert (reports.received, reports.failed) == (["a"], [])
+    assert engines.held_blocks(rig.llm) == 0
+
+
+def test_abort_of_a_load_that_then_fails_is_reported_once(hands: Hands) -> None:
+    rig, held = hands
+    load = start_loading(hands, "a", Asked(prompt(6)))
+    with Reports(rig) as reports:
+        rig.abort("a")
+        rig.step()
+        load.fail()
+        held.copier.release()
+        rig.finish()
+    assert reports.received == ["a"]
+
+
+def test_abort_of_a_load_that_takes_too_long_is_reported_once(hands: Hands) -> None:
+    rig, held = hands
+    load = start_loading(hands, "a", Asked(prompt(7)))
+    with Reports(rig) as reports:
+        rig.abort("a")
+        held.clock.jump(31)
+        rig.finish()
+        assert reports.received == ["a"]
+        load.finish()
+        held.copier.release()
+        rig.run({"b": Asked(prompt(8))})
+    assert reports.received == ["a"]
+
+
+# -- what a lookup found ------------------------------------------------------------------------------------------------
+
+
+def answer(rig: Rig, change: Callable[[int | None], int | None]) -> Any:
+    """Let vLLM hear another number of tokens than the connector said."""
+    connector = rig.scheduler.connector
+    ask = connector.get_num_new_matched_tokens
+
+    def changed(request: Any, computed: int) -> tuple[int | None, bool]:
+        tokens = change(ask(request, computed)[0])
+        return tokens, bool(tokens)
+
+    return patch.object(connector, "get_num_new_matched_tokens", side_effect=changed)
+
+
+def test_r2_no_tokens_accepted_with_real_blocks(hands: Hands) -> None:
+    rig, _ = hands
+    asked = Asked(prompt(10))
+    expected = truth(rig, asked)
+    rig.put_on_host_only(asked.prompt)
+    before = rig.counts
+    with answer(rig, lambda tokens: 0):
+        assert same(rig.run({"a": asked})["a"], expected)
+    gained = rig.counts.minus(before)
+    assert gained.total("kvoffload_contract_violations_total") == 0
+    assert gained.count("kvoffload_lookup_blocks_total", "hit") == 0
+    assert gained.count("kvoffload_miss_blocks_total", "not_accepted") == 1
+    assert gained.count("kvoffload_pin_dropped_blocks_total", "not_accepted") > 0
+    assert gained.total("kvoffload_load_scheduled_blocks_total") == 0
+
+
+def test_r2_fewer_tokens_accepted(hands: Hands) -> None:
+    rig, _ = hands
+    asked = Asked(prompt(11))
+    expected = truth(rig, asked)
+    rig.put_on_host_only(asked.prompt)
+    before = rig.counts
+    with answer(rig, lambda tokens: tokens and tokens - 64):
+        reported = rig.run({"a": asked})["a"]
+    assert same(reported, expected)
+    gained = rig.counts.minus(before)
+    assert gained.count("kvoffload_pin_dropped_blocks_total", "not_accepted") > 0
+    if len(rig.side.shape.groups) == 1:
+        assert reported.cached == 256 - 64
+        assert gained.count("kvoffload_load_blocks_total", "loaded") == 6
+    else:  # an earlier end needs other window blocks, which vLLM had not kept
+        assert reported.cached == 0
+        assert gained.count("kvoffload_contract_violations_total", "tokens_without_pin") == 0
+
+
+def test_r2_tokens_that_no_lookup_found(hands: Hands) -> None:
+    rig, _ = hands
+    asked = Asked(prompt(12))
+    expected = truth(rig, asked)
+    before, first = rig.counts, [64]
+
+    def once(tokens: int | None) -> int | None:
+        return first.pop() if first else tokens
+
+    with answer(rig, once), Reports(rig) as reports:
+        assert same(rig.run({"a": asked})["a"], expected)
+    assert (reports.received, reports.failed) == (["a"], ["a"])
+    assert rig.counts.minus(before).count("kvoffload_contract_violations_total", "tokens_without_pin") > 0
+
+
+def test_r1_a_lookup_without_an_allocation_keeps_nothing(hands: Hands) -> None:
+    """The request is looked up again and again while the device is full, and then aborted."""
+    rig, _held = hands
+    wanted = Asked(prompt(13))
+    rig.put_on_host_only(wanted.prompt)
+    device = rig.scheduler.kv_cache_manager
+    before = rig.counts
+    with patch.object(device, "allocate_slots", return_value=None):
+        rig.ask("a", wanted)
+        for _ in range(5):
+            rig.step()
+        assert rig.slots(SlotState.PINNED) > 0
+        rig.abort("a")
+    assert rig.slots(SlotState.PINNED) == 0
+    gained = rig.counts.minus(before)
+    assert gained.count("kvoffload_pin_dropped_blocks_total", "looked_up_again") > 0
+    assert gained.count("kvoffload_pin_dropped_blocks_total", "request_ended") > 0
+    assert gained.total("kvoffload_lookup_blocks_total") == 0, "a lookup counts when it is admitted"
+
+
+# -- stores -------------------------------------------------------------------------------------------------------------
+
+
+def test_r3_a_prefix_on_its_way_is_not_stored_again(hands: Hands) -> None:
+    rig, held = hands
+    held.copier.hold()
+    before = rig.counts
+    for name in "abc":
+        rig.ask(name, Asked(prompt(20), 4))
+        rig.until(partial(rig.is_done, name))
+    filling = rig.slots(SlotState.FILLING)
+    assert filling
+    assert filling == len(rig.side.core.stores.in_flight.keys)
+    held.copier.release()
+    rig.finish()
+    assert rig.counts.minus(before).count("kvoffload_store_blocks_total", "stored") == filling
+
+
+def test_r4_a_failed_store_cannot_hit(hands: Hands) -> None:
+    rig, held = hands
+    asked = Asked(prompt(21))
+    expected = truth(rig, asked)
+    rig.forget()
+    held.copier.hold()
+    rig.ask("a", asked)
+    rig.until(partial(rig.is_done, "a"))
+    while rig.scheduler.has_requests():
+        for store in held.stores:
+            store.tear()
+        rig.step()
+    held.copier.release()
+    assert rig.slots(SlotState.READY) == 0
+    assert rig.scheduler.reset_prefix_cache()
+    reported = rig.run({"b": asked})["b"]
+    assert reported.cached == 0
+    assert same(reported, expected)
+
+
+def test_r5_no_block_under_a_copy_is_handed_out(hands: Hands) -> None:
+    """With all stores held, the engine computes more than the device holds, and goes on."""
+    rig, held = hands
+    asked = {f"r{number}": Asked(prompt(30 + number, 230), 8) for number in range(8)}
+    expected = {name: truth(rig, one) for name, one in asked.items()}
+    rig.forget()
+    held.copier.hold()
+    for name, one in asked.items():
+        rig.ask(name, one)
+    rig.until(lambda: all(map(rig.is_done, asked)))
+    leased = len(rig.side.core.state.leases.counts)
+    assert 0 < leased <= rig.side.shape.lease_limit
+    assert engines.held_blocks(rig.llm) == leased
+    held.copier.release()
+    rig.finish()
+    check_same({name: rig.reported[name] for name in asked}, expected)
+
+
+@pytest.mark.parametrize("engine", ["gemma3"], indirect=True)  # the model with windows
+def test_r7_window_blocks_are_handed_out_again(hands: Hands) -> None:
+    rig, _held = hands
+    asked = {f"r{number}": Asked(prompt(40 + number, 400), 80) for number in range(3)}
+    expected = {name: truth(rig, one) for name, one in asked.items()}
+    rig.forget()
+    before = rig.counts
+    check_same(rig.run(asked), expected)
+    assert rig.counts.minus(before).total("kvoffload_stale_blocks_zeroed_total") > 0
+    rig.check_bytes()
+    rig.scheduler.reset_prefix_cache()
+    check_same(rig.run(asked), expected)
+
+
+def test_has_work_while_copies_run_and_steps_without_tokens(hands: Hands) -> None:
+    rig, held = hands
+    connector = rig.scheduler.connector
+    assert not connector.has_pending_push_work()
+    held.copier.hold()
+    rig.ask("a", Asked(prompt(50), 2))
+    rig.until(partial(rig.is_done, "a"))
+    rig.until(lambda: held.stores)
+    for _ in range(5):
+        assert connector.has_pending_push_work()
+        assert rig.scheduler.has_requests()
+        rig.step()
+    assert not rig.scheduler.requests
+    held.copier.release()
+    rig.until(lambda: not connector.has_pending_push_work())
+    assert not rig.scheduler.has_requests()
+    assert rig.slots(SlotState.FILLING) == 0
+
+
+# -- resets -------------------------------------------------------------------------------------------------------------
+
+
+def test_r10_a_reset_under_a_store(hands: Hands) -> None:
+    rig, held = hands
+    held.copier.hold()
+    rig.ask("a", Asked(prompt(60), 2))
+    rig.until(partial(rig.is_done, "a"))
+    rig.until(lambda: held.stores)
+    assert rig.connector.reset_cache() is False
+    held.copier.release()
+    rig.finish()
+    assert rig.connector.reset_cache() is True
+    assert rig.slots(SlotState.READY) == 0
+    assert rig.scheduler.reset_prefix_cache()
+    assert rig.run({"b": Asked(prompt(60), 2)})["b"].cached == 0
+
+
+def test_r10_a_reset_under_a_load(hands: Hands) -> None:
+    rig, held = hands
+    asked = Asked(prompt(61))
+    expected = truth(rig, asked)
+    load = start_loading(hands, "a", asked)
+    assert rig.connector.reset_cache() is False
+    assert not rig.side.core.state.pool.index
+    load.finish()
+    held.copier.release()
+    rig.finish()
+    assert same(rig.reported["a"], expected)
+    assert rig.scheduler.reset_prefix_cache()
+    assert rig.run({"b": asked})["b"].cached == 0
+
+
+def test_r10_a_reset_of_running_requests(hands: Hands) -> None:
+    rig, _held = hands
+    asked = {name: Asked(prompt(62 + number), 20) for number, name in enumerate("ab")}
+    expected = {name: truth(rig, one) for name, one in asked.items()}
+    rig.put_on_host_only(asked["a"].prompt)
+    for name, one in asked.items():
+        rig.ask(name, one)
+    rig.until(lambda: all(name in rig.reported and len(rig.reported[name].tokens) > 4 for name in asked))
+    rig.until(lambda: not rig.side.core.state.leases.counts)
+    before = rig.counts
+    assert rig.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    rig.finish()
+    check_same({name: rig.reported[name] for name in asked}, expected)
+    assert rig.counts.minus(before).count("kvoffload_lookup_tokens_total", "hit") == 0
+
+
+# -- many at once -------------------------------------------------------------------------------------------------------
+
+
+def test_r14_many_requests_with_one_prefix_load_it_once(hands: Hands) -> None:
+    rig, held = hands
+    shared = prompt(70, 256)
+    one = {"one": Asked((*shared, 1), 1)}
+    rig.put_on_host_only((*shared, 99))  # vLLM keeps a window only where a hit may end
+    before = rig.counts
+    rig.run(one)
+    once = rig.counts.minus(before).count("kvoffload_transfer_bytes_total", "host", "load")
+    assert once >= 8 * SLOT_BYTES
+
+    asked = {f"r{number}": Asked((*shared, number), 2) for number in range(50)}
+    rig.forget()
+    expected = {name: truth(rig, asked[name]) for name in ("r0", "r49")}
+    rig.forget()
+    rig.put_on_host_only((*shared, 99))
+    held.copier.hold()
+    before = rig.counts
+    for name, request in asked.items():
+        rig.ask(name, request)
+    for _ in range(4):
+        rig.step()
+    assert len(held.loads) == 1
+    held.copier.release()
+    rig.finish()
+    gained = rig.counts.minus(before)
+    assert gained.count("kvoffload_transfer_bytes_total", "host", "load") <= 1.1 * once
+    assert gained.total("kvoffload_lookups_deferred_total") > 0
+    assert sum(rig.reported[name].cached >= 256 for name in asked) == 50
+    check_same({name: rig.reported[name] for name in expected}, expected)
+
+
+# -- the order of hooks -------------------------------------------------------------------------------------------------
+
+HOOKS = (
+    "handle_preemptions",
+    "bind_connector_metadata",
+    "start_load_kv",
+    "save_kv_layer",
+    "wait_for_save",
+    "get_transfer_results",
+    "build_connector_worker_meta",
+    "clear_connector_metadata",
+)
+
+
+def listen_to_hooks(rig: Rig, calls: list[str], *more: tuple[object, str]) -> Any:
+    """Note the worker's hooks, what they submit, and calls of `more`, in order."""
+    worker, pump = rig.worker_connector, rig.pump
+    patches = []
+    submitted = ((pump._queue, "add"), (pump, "_start_loads"))
+    for owner, name in [*((worker, name) for name in HOOKS), *submitted, *more]:
+        original = getattr(owner, name)
+
+        def noting(*args: Any, _name: str = name, _original: Any = original, **fields: Any) -> Any:
+            if not calls or calls[-1] != _name:  # one for all layers
+                calls.append(_name)
+            return _original(*args, **fields)
+
+        patches.append(patch.object(owner, name, side_effect=noting))
+    return patches
+
+
+def test_r13_loads_and_stores_start_on_the_hooks_thread_behind_the_forward_pass(hands: Hands) -> None:
+    rig, held = hands
+    asked = Asked(prompt(80), 40)
+    rig.put_on_host_only(asked.prompt)
+    calls: list[str] = []
+    patches = listen_to_hooks(rig, calls, (held.copier, "fence"))
+    for one in patches:
+        one.start()
+    fences, tickets = held.copier.fences, len(held.copier.tickets)
+    try:
+        rig.run({"a": asked})
+    finally:
+        for one in patches:
+            one.stop()
+    story = " ".join(calls)
+    assert "bind_connector_metadata fence start_load_kv _start_loads wait_for_save" in story
+    assert "wait_for_save fence add" in story
+    assert calls.count("_start_loads") == 1
+    steps = story.split("handle_preemptions ")[1:]
+    assert all(step.split()[0] == "bind_connector_metadata" for step in steps)
+    assert all(step.split()[-2:] == ["clear_connector_metadata", "wait_for_save"] for step in steps)
+    new = held.copier.tickets[tickets:]
+    assert all(ticket.fences for ticket in new)
+    assert held.copier.fences - fences == calls.count("add") + calls.count("_start_loads")
+
+
+@pytest.mark.skipif(engines.IS_V2_RUNNER, reason="the order of the V1 runner's hooks")
+def test_deferred_finalisation(hands: Hands) -> None:
+    """With a draft model, vLLM asks for results before it lets stores start, and clears the step's plan after."""
+    rig, _ = hands
+    runner = rig.core.model_executor.driver_worker.worker.model_runner
+    enter, sample = runner.maybe_get_kv_connector_output, runner.sample_tokens
+    asked = {f"r{number}": Asked(prompt(90 + number), 40) for number in range(3)}
+    expected = {name: truth(rig, one) for name, one in asked.items()}
+    rig.forget()
+
+    def sample_and_finalize(*args: Any, **fields: Any) -> Any:
+        output = sample(*args, **fields)
+        runner.finalize_kv_connector()
+        return output
+
+    def deferring(output: Any, defer_finalize: bool = False) -> Any:
+        return enter(output, defer_finalize=True)
+
+    with (
+        patch.object(runner, "maybe_get_kv_connector_output", deferring),
+        patch.object(runner, "sample_tokens", sample_and_finalize),
+    ):
+        check_same(rig.run(asked), expected)
+        assert rig.scheduler.reset_prefix_cache()
+        before = rig.counts
+        reported = rig.run(asked)
+    check_same(reported, expected)
+    assert rig.counts.minus(before).count("kvoffload_load_blocks_total", "loaded") > 0
+
+
+def test_a_request_that_reads_no_cache(hands: Hands) -> None:
+    rig, _ = hands
+    asked = Asked(prompt(100))
+    rig.put_on_host_only(asked.prompt)
+    before = rig.counts
+    rig.ask("a", asked, skip_reading_prefix_cache=True)
+    rig.finish()
+    assert rig.reported["a"].cached == 0
+    gained = rig.counts.minus(before)
+    assert gained.total("kvoffload_load_scheduled_blocks_total") == 0
+    assert gained.count("kvoffload_miss_blocks_total", "opted_out") == 1
+    assert gained.count("kvoffload_lookup_blocks_total", "hit") == 0

@@ -1,0 +1,75 @@
+"""What loading saves and costs, estimated on a stock vLLM, with one step in flight and with two."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.core.audit import audit_side
+from tests.vllm.engine_rig import MARKS, Asked, Rig, offloading
+
+pytestmark = MARKS
+
+TOKENS = 960
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp() / "checkpoints"
+
+
+def asked(count: int = 4) -> dict[str, Asked]:
+    draw = random.Random(3)
+    return {
+        f"p{number}": Asked(tuple(draw.randrange(256) for _ in range(TOKENS)), 8) for number in range(count)
+    }
+
+
+def reload(rig: Rig, requests: dict[str, Asked], times: int) -> None:
+    for _ in range(times):
+        for name, one in requests.items():
+            rig.run({name: one})
+            rig.reported.clear()
+            assert rig.scheduler.reset_prefix_cache()  # the device's alone
+
+
+def value(rig: Rig, name: str, *labels: str) -> float:
+    return rig.side.gauges()[f"kvoffload_{name}"][labels]
+
+
+@pytest.mark.parametrize("two_steps", [False, True])
+def test_loads_are_priced_at_what_vllm_takes_to_prefill(folder: Path, two_steps: bool) -> None:
+    with offloading("qwen3", folder, two_steps=two_steps) as rig:
+        requests = asked()
+        reload(rig, requests, 1)
+        rate = value(rig, "prefill_tokens_per_second")
+        assert rate > 0
+        assert value(rig, "prefill_seconds_saved_total") == 0
+        before = rig.counts
+        reload(rig, requests, 2)
+        loaded = rig.counts.minus(before).count("kvoffload_lookup_tokens_total", "hit")
+        assert loaded > TOKENS * len(requests)
+        saved = value(rig, "prefill_seconds_saved_total")
+        assert 0.2 < saved / (loaded / rate) < 5
+        assert 0 < value(rig, "load_wait_seconds_total", "own_load") < 60
+        assert value(rig, "break_even_tokens") > 0
+
+
+def test_what_auto_declines_is_computed_and_counted(folder: Path) -> None:
+    """Whatever pays on this machine: each lookup that found something is loaded, or declined because computing is faster."""
+    with offloading("qwen3", folder, extra={"min_load_tokens": "auto"}) as rig:
+        requests = asked(2)
+        reload(rig, requests, 1)
+        before = rig.counts
+        reload(rig, requests, 3)
+        found = rig.counts.minus(before)
+        hits = found.count("kvoffload_load_scheduled_blocks_total") > 0
+        declined = found.count("kvoffload_miss_blocks_total", "load_declined")
+        assert hits  # nothing was measured before the first
+        assert found.count("kvoffload_lookup_blocks_total", "miss") == found.total(
+            "kvoffload_miss_blocks_total"
+        )
+        assert (declined > 0) <= (value(rig, "break_even_tokens") > 0)
+        assert audit_side(rig.side) == []

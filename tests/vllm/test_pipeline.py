@@ -1,0 +1,201 @@
+"""Pipeline stages, and tensor-parallel ranks in them: each rank keeps other layers, so blocks differ in size by rank.
+
+The scheduler is in this process, each rank in one of its own. Tokens are compared with those of one rank without a
+connector. The control makes the host's bytes wrong on one rank alone, and the same comparison must fail.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import pytest
+
+from kvoffload.model.ids import SlotId
+from tests.conservation import conservation
+from tests.core.audit import audit_side
+from tests.vllm.engine_rig import (
+    MARKS,
+    Asked,
+    Reported,
+    Rig,
+    check_same,
+    offloading,
+    plain,
+    same,
+)
+from tests.vllm.stock import checkpoints, engines
+
+pytestmark = MARKS
+
+Result = TypeVar("Result")
+
+MAX_MODEL_LEN = 384
+DEVICE_BLOCKS = 44  # too few for all requests at once
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How an engine's layers are spread.
+
+    Args:
+        layers: of each pipeline stage.
+        ranks: tensor-parallel ranks of each stage.
+        pages: pages of one block on the ranks of each stage. Groups overlay each other, so a stage has as many as its
+            largest group has layers there.
+        kind: of the model.
+    """
+
+    layers: tuple[int, ...]
+    ranks: int
+    pages: tuple[int, ...]
+    kind: checkpoints.Kind = "gemma3"
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{'+'.join(map(str, self.layers))}x{self.ranks}"
+
+
+# Gemma 3's layers: two of a sliding window, one of full attention, and the same again. LFM2's: twice three short
+# convolutions, of which a rank has a share of the channels, and one of full attention.
+SHAPES = (Shape((4, 2), 2, (2, 1)), Shape((8,), 2, (2,), "lfm2"))
+
+
+def _requests() -> dict[str, Asked]:
+    draw = random.Random(7)
+    stem = [draw.randrange(256) for _ in range(160)]
+    asked = {}
+    for number in range(8):
+        tail = [draw.randrange(256) for _ in range(draw.randrange(20, 100))]
+        asked[f"r{number}"] = Asked(tuple(stem[: 32 * (number % 6)] + tail), 16)
+    return asked
+
+
+REQUESTS = _requests()
+
+
+class Ranks:
+    """An engine of several processes, and its answers by one rank."""
+
+    def __init__(self, rig: Rig, shape: Shape, expected: Mapping[str, Reported]) -> None:
+        self.rig = rig
+        self.shape = shape
+        self.expected = expected
+
+    def ask_each(self, question: Callable[[Any], Result]) -> list[Result]:
+        """Call a function with every rank's worker, in its process."""
+        found: list[Result] = self.rig.core.model_executor.collective_rpc(question)
+        return found
+
+    def put_on_host(self) -> None:
+        """All requests' blocks are on the host and not on the device."""
+        self.rig.forget()
+        check_same(self.rig.run(REQUESTS), self.expected)
+        assert self.rig.scheduler.reset_prefix_cache()
+
+    def check_clean(self) -> None:
+        """With all done, no block is held, no record is left, and no rank waits for a load."""
+        self.rig.finish()
+        side = self.rig.side
+        assert engines.held_blocks(self.rig.llm) == 0
+        assert audit_side(side) == []
+        assert conservation(self.rig.counts, drained=True) == []
+        state = side.core.state
+        assert state.degraded is None
+        assert not state.jobs.open.values()
+        assert not state.requests.live.values()
+        assert self.ask_each(open_loads) == [0] * len(self.shape.layers) * self.shape.ranks
+
+
+def open_loads(_: Any) -> int:
+    return len(_our_worker()._loading)
+
+
+def pages_of_a_block(_: Any) -> list[int]:
+    """The bytes of each."""
+    arena = _our_worker().offload.pump._arena
+    return [region.page_bytes for region in arena.layout.regions]
+
+
+def corrupt(worker: Any, rank: int) -> None:
+    """Overwrite all that one rank has on the host with numbers near 1; KV is spread round 0."""
+    if worker.vllm_config.parallel_config.rank != rank:
+        return
+    arena = _our_worker().offload.pump._arena
+    for slot in range(arena.ready_slots):
+        for region in range(len(arena.layout.regions)):
+            page = arena.pages(SlotId(slot))[region]
+            page[:] = bytes([0x40, 0x41, 0x42, 0x3F]) * (len(page) // 4)
+
+
+def _our_worker() -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=str)
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    shape: Shape = request.param
+    folder = tmp_path_factory.getbasetemp() / "checkpoints"
+    with plain(shape.kind, folder, num_gpu_blocks_override=512, max_model_len=MAX_MODEL_LEN) as rig:
+        expected = rig.run(REQUESTS)
+    spread: dict[str, Any] = {
+        "pipeline_parallel_size": len(shape.layers),
+        "tensor_parallel_size": shape.ranks,
+        "distributed_executor_backend": "mp",
+        "num_gpu_blocks_override": DEVICE_BLOCKS,
+        "max_model_len": MAX_MODEL_LEN,
+    }
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("VLLM_PP_LAYER_PARTITION", ",".join(map(str, shape.layers)))
+        cores = [str(rank % 2) for rank in range(len(shape.layers) * shape.ranks)]
+        patched.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(cores))
+        with offloading(shape.kind, folder, 512, **spread) as rig:
+            yield Ranks(rig, shape, expected)
+
+
+def test_each_rank_keeps_the_layers_of_its_stage(ranks: Ranks) -> None:
+    shape = ranks.shape
+    found = ranks.ask_each(pages_of_a_block)
+    assert [len(pages) for pages in found] == [n for n in shape.pages for _ in range(shape.ranks)]
+    assert ranks.rig.side.core.state.shape.ranks == len(found)
+
+
+def test_answers_from_the_host_are_those_without_it(ranks: Ranks) -> None:
+    """The device holds few of the requests at once, so vLLM also preempts some of a model of attention."""
+    ranks.put_on_host()
+    before, scheduler = ranks.rig.counts, ranks.rig.scheduler
+    with patch.object(scheduler, "_preempt_request", side_effect=scheduler._preempt_request) as preempted:
+        check_same(ranks.rig.run(REQUESTS), ranks.expected)
+    # LFM2's states take two blocks a group, however long a request is: these fit.
+    assert preempted.call_count > 0 or ranks.shape.kind == "lfm2"
+    ranks.check_clean()
+    assert ranks.rig.counts.minus(before).count("kvoffload_load_blocks_total", "loaded") > 0
+
+
+def test_requests_that_are_aborted_while_they_load(ranks: Ranks) -> None:
+    ranks.put_on_host()
+    for name, asked in REQUESTS.items():
+        ranks.rig.ask(name, asked)
+    ranks.rig.reported.clear()
+    ranks.rig.step()
+    ranks.rig.abort("r1", "r4")
+    for _ in range(4):
+        ranks.rig.step()
+    ranks.rig.abort("r2", "r5")
+    ranks.check_clean()
+    gone = {"r1", "r2", "r4", "r5"}
+    check_same({name: one for name, one in ranks.rig.reported.items() if name not in gone}, ranks.expected)
+
+
+def test_wrong_bytes_of_any_one_rank_are_noticed(ranks: Ranks) -> None:
+    for rank in range(len(ranks.shape.layers) * ranks.shape.ranks):
+        ranks.put_on_host()
+        ranks.ask_each(partial(corrupt, rank=rank))
+        reported = ranks.rig.run(REQUESTS)
+        assert not all(same(one, ranks.expected[name]) for name, one in reported.items()), rank
+        ranks.rig.finish()

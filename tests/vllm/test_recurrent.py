@@ -1,0 +1,178 @@
+"""Models with recurrent layers on a stock vLLM: their states go to the host and come back, and nothing changes.
+
+One engine start a model. `recurrent_matrix.py` plays the same scenes with other settings, at greater length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests.vllm.engine_rig import MARKS, Reported
+from tests.vllm.recurrent_rig import (
+    BLOCK_TOKENS,
+    SCENES,
+    SHARED_BLOCKS,
+    Stage,
+    boundaries,
+    chunks,
+    failed,
+    found_one_by_one,
+    lazily,
+    reloaded,
+    shared_prefix,
+    stage,
+)
+from tests.vllm.stock import checkpoints, engines
+
+pytestmark = MARKS
+
+OPTIONS: Mapping[checkpoints.Kind, dict[str, Any]] = {
+    "lfm2": {},
+    "granite4": {"prefix_match_unit": 32},  # a part of a block has a hash of its own
+    "qwen3_next": {"prefix_cache_retention_interval": 64},  # a state at every end of a block
+}
+"""The engine's options: each of vLLM's ways to keep states, once."""
+
+
+MODELS = checkpoints.RECURRENT[:1] if engines.IS_V2_RUNNER else checkpoints.RECURRENT
+"""The first alone on a runner whose kernels are interpreted, on top of layers that are slow already."""
+
+SPARSE = [kind for kind in MODELS if "prefix_cache_retention_interval" not in OPTIONS[kind]]
+"""Those that do not keep a state at every end of a block."""
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def on(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    from vllm.config import KVEventsConfig
+
+    folder = tmp_path_factory.getbasetemp() / "checkpoints"
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    with stage(request.param, folder, kv_events_config=events, **OPTIONS[request.param]) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def clean(on: Stage) -> Iterator[None]:
+    on.rig.forget()
+    yield
+    on.copier.fails = on.copier.zeroes_states = False
+    on.rig.check_clean()
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_answers_are_those_without_any_cache(
+    on: Stage, scene: Callable[[Stage], dict[str, Reported]]
+) -> None:
+    before = on.rig.counts
+    answers = scene(on)
+    assert not on.different(answers)
+    gained = on.rig.counts.minus(before)
+    assert gained.count("kvoffload_state_blocks_total", "store") > 0
+    assert gained.count("kvoffload_state_blocks_total", "load") > 0
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_a_state_of_zeros_is_noticed(on: Stage, scene: Callable[[Stage], dict[str, Reported]]) -> None:
+    """Were states not read, or wrong ones as good, the test above would say nothing."""
+    on.copier.zeroes_states = True
+    answers = scene(on)
+    assert on.different(answers)
+    on.copier.zeroes_states = False
+    on.rig.finish()
+    on.rig.forget()  # what was computed from zeros
+
+
+def test_a_state_that_is_stored_before_the_forward_pass_is_noticed(on: Stage) -> None:
+    """Its block has its key by then, but not its bytes."""
+    from kvoffload_vllm.worker import VllmWorker
+
+    bind = VllmWorker.bind
+
+    def bind_and_store(worker: VllmWorker, metadata: Any) -> None:
+        bind(worker, metadata)
+        worker.wait_for_save()
+
+    with patch.object(VllmWorker, "bind", bind_and_store):
+        on.put_on_host()
+    assert on.different(on.rig.run(on.requests))
+    on.rig.finish()
+    on.rig.forget()
+
+
+def test_failed_loads_are_computed_again(on: Stage) -> None:
+    before = on.rig.counts
+    assert not on.different(failed(on))
+    gained = on.rig.counts.minus(before)
+    assert gained.count("kvoffload_load_blocks_total", "failed") > 0
+
+
+def test_a_shared_prefix_is_found_from_the_third_request_on(on: Stage) -> None:
+    """The device has turned over between any two, so vLLM itself cannot know that the prefix is shared."""
+    before, prefix = on.rig.counts, SHARED_BLOCKS * BLOCK_TOKENS[on.kind]
+    found = found_one_by_one(on, shared_prefix(on, 6, seed=1))
+    keeps_all = "prefix_cache_retention_interval" in OPTIONS[on.kind]
+    assert found == [0, prefix if keeps_all else 0, *[prefix] * 4]
+    gained = on.rig.counts.minus(before)
+    asked = 0 if keeps_all else 1
+    assert gained.count("kvoffload_prefix_boundaries_asked_total") == asked
+    assert gained.count("kvoffload_prefix_boundaries_made_total") == asked
+    assert gained.count("kvoffload_miss_blocks_total", "no_state") == asked
+
+
+@pytest.mark.parametrize("on", SPARSE, indirect=True)
+def test_without_boundary_a_shared_prefix_is_never_found(on: Stage) -> None:
+    before = on.rig.counts
+    with boundaries(on, are_on=False):
+        assert found_one_by_one(on, shared_prefix(on, 4, seed=2)) == [0] * 4
+    assert on.rig.counts.minus(before).total("kvoffload_prefix_boundaries_asked_total") == 0
+
+
+@pytest.mark.parametrize("on", SPARSE, indirect=True)
+def test_a_boundary_costs_one_chunk_once_and_nothing_where_no_prefix_is_shared(on: Stage) -> None:
+    costs: dict[bool, list[int]] = {}
+    for are_on in (False, True):
+        on.rig.forget()
+        with boundaries(on, are_on=are_on):
+            one, two, alone = *shared_prefix(on, 2, seed=3), *shared_prefix(on, 1, seed=4)
+            costs[are_on] = []
+            for asked in (one, alone, two):
+                on.forget_on_device()
+                costs[are_on].append(chunks(on, asked))
+    first, alone_cost, second = costs[False]
+    # A step ends there anyway where its budget of tokens does.
+    budget = on.rig.scheduler.scheduler_config.max_num_batched_tokens
+    more = int(SHARED_BLOCKS * BLOCK_TOKENS[on.kind] % budget > 0)
+    assert costs[True] == [first, alone_cost, second + more]
+
+
+@pytest.mark.parametrize("on", MODELS[:1], indirect=True)  # the other layers take long on a CPU
+def test_lazy_stores_states_too(on: Stage) -> None:
+    before = on.rig.counts
+    with lazily(on):
+        assert not on.different(reloaded(on))
+        prefix = SHARED_BLOCKS * BLOCK_TOKENS[on.kind]
+        assert found_one_by_one(on, shared_prefix(on, 4, seed=15)) == [0, 0, prefix, prefix]
+    gained = on.rig.counts.minus(before)
+    assert gained.count("kvoffload_state_blocks_total", "store") > 0
+
+
+def test_events_name_the_kind_of_each_group(on: Stage) -> None:
+    """So a router does not take a state for a block of attention."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    batches: list[Any] = []
+    with patch.object(on.rig.scheduler.kv_event_publisher, "publish", side_effect=batches.append):
+        on.put_on_host()
+    stored = [event for batch in batches for event in batch.events if type(event).__name__ == "BlockStored"]
+    specs = [group.kv_cache_spec for group in on.rig.scheduler.kv_cache_config.kv_cache_groups]
+    kinds = {
+        (number, "mamba" if isinstance(spec, MambaSpec) else "full_attention")
+        for number, spec in enumerate(specs)
+    }
+    for medium in ("CPU", "GPU"):
+        found = {(event.group_idx, event.kv_cache_spec_kind) for event in stored if event.medium == medium}
+        assert found == kinds

@@ -1,0 +1,270 @@
+"""Kinds of requests: samples, beams, grammars, adapters, equal ids. Each answer is that of an engine without any cache.
+
+The engine with the connector has two steps in flight, and fails a request whose load fails, as vLLM does by default.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from kvoffload.core.machine import SlotState
+from tests.vllm.engine_rig import (
+    MARKS,
+    Asked,
+    Hands,
+    Held,
+    Reports,
+    Rig,
+    corrupt_host,
+    offloading,
+    plain,
+    transfer_config,
+)
+from tests.vllm.stock import adapters
+
+pytestmark = MARKS
+
+LAYERS = 2  # of the checkpoint
+PROMPT_BLOCKS = 8  # whole blocks of a prompt
+OPTIONS: dict[str, Any] = {
+    "num_gpu_blocks_override": 160,  # for what is asked at once to be stored without a decline
+    "skip_tokenizer_init": False,  # beams and grammars need it
+    "structured_outputs_config": {"backend": "xgrammar"},
+    "enable_lora": True,
+    "max_loras": 2,
+    "max_lora_rank": 8,
+    # On a CPU vLLM raises where a prompt of a request with a seed is computed in chunks.
+    "max_num_batched_tokens": 4096,
+}
+DEFAULT_POLICY = {
+    name: value for name, value in transfer_config(512).items() if name != "kv_load_failure_policy"
+}
+
+
+class Said(NamedTuple):
+    """One answer."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+Answers = list[list[Said]]  # of each request its samples or beams
+
+
+def prompt(seed: int) -> list[int]:
+    random_ = random.Random(seed)
+    return [random_.randrange(256) for _ in range(PROMPT_BLOCKS * 32 + 8)]
+
+
+def ask(rig: Rig, name: str, text: int, *, adapter: object = None, **sampling: Any) -> None:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        **{"temperature": 0, "max_tokens": 12, "ignore_eos": True, **sampling},
+        logprobs=0,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    rig.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt(text)}, params, lora_request=adapter)
+
+
+def finish(rig: Rig) -> list[Any]:
+    """Step until all is done; return vLLM's outputs."""
+    done = []
+    while rig.scheduler.has_requests():
+        done += rig.llm.llm_engine.step()
+    return done
+
+
+def answers(rig: Rig) -> Answers:
+    """Finish, and return what the requests say in the order of their names; where those are equal, of their tokens."""
+    said = [
+        (
+            output.request_id,
+            [
+                Said(
+                    tuple(one.token_ids),
+                    tuple(
+                        place[token].logprob for token, place in zip(one.token_ids, one.logprobs, strict=True)
+                    ),
+                )
+                for one in sorted(output.outputs, key=lambda one: one.index)
+            ],
+        )
+        for output in finish(rig)
+    ]
+    return [one for _, one in sorted(said)]
+
+
+def adapter(folder: Path, name: str) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    number = ord(name) - ord("a") + 1
+    return LoRARequest(
+        name, number, str(adapters.make(folder / "adapters" / name, layers=LAYERS, seed=number))
+    )
+
+
+# -- what is asked ------------------------------------------------------------------------------------------------------
+
+
+def samples(rig: Rig, _: Path) -> Answers:
+    for seed in range(4):
+        ask(rig, f"{seed}", seed, n=3, temperature=1.0, seed=seed)
+    return answers(rig)
+
+
+def beams(rig: Rig, _: Path) -> Answers:
+    """Each step of a search is a request for each beam. It ends up longer than a block."""
+    from vllm.sampling_params import BeamSearchParams
+
+    params = BeamSearchParams(beam_width=3, max_tokens=40, ignore_eos=True)
+    prompts = [{"prompt_token_ids": prompt(seed)} for seed in (10, 11)]
+    found = rig.llm.beam_search(prompts, params, use_tqdm=False)
+    finish(rig)
+    return [[Said(tuple(beam.tokens), (beam.cum_logprob,)) for beam in one.sequences] for one in found]
+
+
+def grammars(rig: Rig, _: Path) -> Answers:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    kinds: list[dict[str, Any]] = [
+        {"json": schema},
+        {"choice": ["alpha", "beta", "gamma"]},
+        {"regex": "[0-9]{3}-[a-f]{2,40}!"},
+        {"grammar": 'root ::= "(" [a-z] [a-z]* ")" "," root | "x"'},
+    ]
+    for number, kind in enumerate(kinds):
+        outputs = StructuredOutputsParams(**kind)
+        ask(rig, f"{number}", 20 + number, max_tokens=40, ignore_eos=False, structured_outputs=outputs)
+    return answers(rig)
+
+
+def one_prompt_for_each_adapter(rig: Rig, folder: Path) -> Answers:
+    """On a CPU vLLM gives the last adapter's weights to requests without one that are computed beside others."""
+    for seed in (30, 31):
+        for name in "ab":
+            ask(rig, f"{seed}{name}", seed, adapter=adapter(folder, name))
+    with_adapters = answers(rig)
+    for seed in (30, 31):
+        ask(rig, f"{seed}", seed)
+    return with_adapters + answers(rig)
+
+
+def equal_ids(rig: Rig, _: Path) -> Answers:
+    for seed in (40, 41, 40):
+        ask(rig, "same", seed)
+    at_once = answers(rig)
+    ask(rig, "same", 42)
+    return at_once + answers(rig)
+
+
+KINDS: Mapping[
+    str, tuple[Callable[[Rig, Path], Answers], int]
+] = {  # what is asked, and prompts of which all is found
+    "samples": (samples, 4),
+    "beams": (beams, 2),
+    "grammars": (grammars, 4),
+    "adapters": (one_prompt_for_each_adapter, 6),
+    "equal ids": (equal_ids, 3),
+}
+
+# -- the engines --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp() / "checkpoints"
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, Answers]:
+    with plain("qwen3", folder, enable_prefix_caching=False, **OPTIONS) as rig:
+        return {name: kind(rig, folder) for name, (kind, _) in KINDS.items()}
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, expected: dict[str, Answers]) -> Iterator[Hands]:
+    held = Held()
+    with offloading(
+        "qwen3", folder, held=held, two_steps=True, kv_transfer_config=DEFAULT_POLICY, **OPTIONS
+    ) as rig:
+        yield rig, held
+
+
+def agree(given: Answers, expected: Answers) -> bool:
+    tokens = [[said.tokens for said in one] for one in given]
+    logprobs = [number for one in given for said in one for number in said.logprobs]
+    expected_logprobs = [number for one in expected for said in one for number in said.logprobs]
+    return tokens == [[said.tokens for said in one] for one in expected] and logprobs == pytest.approx(
+        expected_logprobs, abs=1e-3
+    )
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_answers_are_those_of_an_uncached_run(
+    name: str, hands: Hands, expected: dict[str, Answers], folder: Path
+) -> None:
+    rig, _ = hands
+    kind, prompts = KINDS[name]
+    assert agree(kind(rig, folder), expected[name])
+    rig.check_clean()
+
+    assert rig.scheduler.reset_prefix_cache()
+    before = rig.counts
+    assert agree(kind(rig, folder), expected[name])
+    loaded = rig.counts.minus(before).count("kvoffload_load_blocks_total", "loaded")
+    assert loaded >= prompts * PROMPT_BLOCKS
+    rig.check_clean()
+
+    # The control: the comparison notices wrong KV.
+    for position in range(rig.slots(SlotState.READY)):
+        corrupt_host(rig, position)
+    assert rig.scheduler.reset_prefix_cache()
+    assert not agree(kind(rig, folder), expected[name])
+    rig.forget()
+
+
+def test_samples_of_one_prompt_load_it_once(hands: Hands) -> None:
+    rig, _ = hands
+    rig.put_on_host_only(prompt(50))
+    before = rig.counts
+    ask(rig, "a", 50, n=4, temperature=1.0, seed=1)
+    ((*four,),) = answers(rig)
+    assert len({one.tokens for one in four}) == 4
+    assert rig.counts.minus(before).count("kvoffload_load_blocks_total", "loaded") == PROMPT_BLOCKS
+
+
+def test_adapters_share_nothing_on_the_host(hands: Hands, folder: Path) -> None:
+    rig, _ = hands
+    found = []
+    for name in ("a", "b", None, "a", "b", None):
+        ask(rig, "one", 51, adapter=name and adapter(folder, name))
+        found += [output.num_cached_tokens for output in finish(rig)]
+        assert rig.scheduler.reset_prefix_cache()
+    assert found == [0, 0, 0] + [PROMPT_BLOCKS * 32] * 3
+
+
+def test_a_failed_load_fails_its_request_alone(hands: Hands) -> None:
+    """As vLLM does without a policy; others of the same prompt compute it, and nothing is left over."""
+    rig, held = hands
+    expected = rig.run({"a": Asked(tuple(prompt(52)), 6)})["a"]
+    assert rig.scheduler.reset_prefix_cache()
+    held.copier.hold()
+    ask(rig, "first", 52, max_tokens=6)
+    rig.until(lambda: held.loads)
+    ask(rig, "second", 52, max_tokens=6)
+    rig.step()
+    with Reports(rig) as reports:
+        held.loads[0].fail()
+        held.copier.release()
+        done = {output.request_id: output.outputs[0] for output in finish(rig)}
+    assert reports.failed == reports.received == ["first"]
+    assert (done["first"].finish_reason, list(done["first"].token_ids)) == ("error", [])
+    assert tuple(done["second"].token_ids) == expected.tokens

@@ -1,0 +1,87 @@
+"""`verify` on a stock vLLM: one flipped bit of host memory is found, and vLLM computes what it had spoilt."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvoffload.core.machine import SlotState
+from kvoffload.model.ids import SlotId
+from tests.vllm.engine_rig import MARKS, Asked, Reported, Reports, Rig, offloading, same
+from tests.vllm.stock import checkpoints
+
+pytestmark = MARKS
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp() / "checkpoints"
+
+
+@pytest.fixture(scope="module", params=checkpoints.KINDS)
+def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[Rig]:
+    with offloading(request.param, folder, extra={"verify": "full"}) as rig:
+        yield rig
+
+
+@pytest.fixture
+def rig(engine: Rig) -> Iterator[Rig]:
+    engine.reported.clear()
+    engine.forget()
+    yield engine
+    engine.check_clean()
+
+
+def prompt(seed: int, length: int = 264) -> tuple[int, ...]:
+    random_ = random.Random(seed)
+    return tuple(random_.randrange(256) for _ in range(length))
+
+
+def truth(rig: Rig, one: Asked) -> Reported:
+    """A request that reads no cache, and whose blocks no other request finds."""
+    return rig.run({"truth": Asked(one.prompt, one.count, salt="truth", prompt_logprobs=True)})["truth"]
+
+
+def ready_slots(rig: Rig) -> list[SlotId]:
+    pool = rig.side.core.state.pool
+    return [slot for slot in map(SlotId, range(pool.capacity)) if pool.state(slot) == SlotState.READY]
+
+
+def flip(rig: Rig, slot: int) -> None:
+    rig.pump._arena.pages(slot)[0][5] ^= 0x40
+
+
+def test_what_has_not_rotted_is_loaded(rig: Rig) -> None:
+    asked = Asked(prompt(1), 12)
+    expected = truth(rig, asked)
+    rig.put_on_host_only(asked.prompt)
+    before = rig.counts
+    reported = rig.run({"a": asked})["a"]
+    gained = rig.counts.minus(before)
+    assert same(reported, expected)
+    assert reported.cached > 0
+    assert gained.count("kvoffload_load_blocks_total", "loaded") > 0
+    assert gained.count("kvoffload_load_blocks_total", "corrupt") == 0
+
+
+def test_a_flipped_bit_is_found_counted_and_computed_again(rig: Rig) -> None:
+    asked = Asked(prompt(2), 12)
+    expected = truth(rig, asked)
+    rig.forget()
+    rig.put_on_host_only(asked.prompt)
+    before, lost = rig.counts, rig.slots(SlotState.QUARANTINED)
+    for slot in ready_slots(rig):
+        flip(rig, slot)
+    with Reports(rig) as reports:
+        reported = rig.run({"a": asked})["a"]
+    gained = rig.counts.minus(before)
+    corrupt = gained.count("kvoffload_load_blocks_total", "corrupt")
+    assert same(reported, expected)
+    assert (reports.received, reports.failed) == (["a"], ["a"])
+    assert gained.count("kvoffload_load_blocks_total", "loaded") == 0
+    assert rig.slots(SlotState.QUARANTINED) - lost == corrupt > 0
+    assert gained.count("kvoffload_transfers_total", "host", "load", "corrupt") == 1
+    rig.forget()  # also those that no load has read: they would be found at their next one

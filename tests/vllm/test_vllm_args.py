@@ -1,0 +1,91 @@
+"""What `kvoffload vllm-args` prints is what docs/install.md shows, and a stock vLLM reads the same from every form."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.cli.main import main
+from tests.tooling.scripts import ROOT
+from tests.vllm.stock import engines  # noqa: F401  # sets vLLM's environment before it is imported
+
+FORMS = ("flag", "dotted", "yaml", "python")
+WANTED = {
+    "kv_connector": "KVOffloadConnector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"host_bytes": "64GiB"},
+}
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(["vllm-args", "--host-bytes", "64GiB", *argv]) == 0
+    return capsys.readouterr().out.rstrip("\n")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_page_shows_what_it_prints(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = printed(capsys, "--form", form)
+    wanted = textwrap.indent(wanted, "    ") if form == "python" else wanted
+    assert wanted in (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_shows_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys) in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_flag_is_the_default_and_its_json_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    flag, value = shlex.split(printed(capsys))
+    assert flag == "--kv-transfer-config"
+    assert json.loads(value) == WANTED
+
+
+def test_other_settings_are_added(capsys: pytest.CaptureFixture[str]) -> None:
+    _, value = shlex.split(
+        printed(capsys, "--config", "verify=sample", "--config", '{"store_policy":"lazy"}')
+    )
+    assert json.loads(value)["kv_connector_extra_config"] == {
+        "host_bytes": "64GiB",
+        "verify": "sample",
+        "store_policy": "lazy",
+    }
+
+
+def test_settings_that_cannot_be_used_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["vllm-args", "--host-bytes", "many", "--config", "verfiy=full"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "did you mean verify?" in err
+    assert "host_bytes is 'many'" in err
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_stock_vllm_reads_every_form_alike(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    said = printed(capsys, "--form", form, "--config", "min_load_tokens=64")
+    if form == "python":
+        found = eval(said.removeprefix("kv_transfer_config="), {"KVTransferConfig": KVTransferConfig})
+    else:
+        argv = shlex.split(said)
+        if form == "yaml":
+            (tmp_path / "vllm.yaml").write_text(said)
+            argv = ["--config", str(tmp_path / "vllm.yaml")]
+        parser: Any = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        found = parser.parse_args(argv).kv_transfer_config
+        found = KVTransferConfig(**found) if isinstance(found, dict) else found
+    wanted = {**WANTED, "kv_connector_extra_config": {"host_bytes": "64GiB", "min_load_tokens": 64}}
+    assert {name: getattr(found, name) for name in wanted} == wanted

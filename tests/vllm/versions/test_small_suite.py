@@ -1,0 +1,200 @@
+"""What must hold on every version of vLLM, small enough to be run on each; every scene has a control.
+
+A scene ends in answers whose KV came, in part, from the host. They must be those of an engine without a connector. In
+the control every load brings wrong bytes, and the same comparison must fail.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from kvoffload.model.wire import Direction
+from kvoffload.testing import GatedCopier
+from kvoffload.testing.copier import GatedTicket
+from tests.vllm.engine_rig import (
+    MARKS,
+    Asked,
+    Held,
+    Reported,
+    Rig,
+    check_same,
+    offloading,
+    plain,
+    same,
+)
+from tests.vllm.stock import checkpoints
+from tests.vllm.versions.test_refusals import is_refused
+
+pytestmark = MARKS
+
+WRONG = bytes([0x40, 0x41, 0x42, 0x3F])  # a number near 1, where KV is spread round 0
+
+
+class Steered(GatedCopier):
+    """Copies at once; on request its loads fail, or claim to have brought what they did not."""
+
+    def __init__(self) -> None:
+        super().__init__(held=False)
+        self.fails = False
+        self.lies = False
+
+    def submit(self, direction: Direction, runs: Any, fences: Sequence[Any]) -> GatedTicket:
+        if direction is Direction.LOAD and self.fails and not self.lies:
+            self.hold()
+            ticket = super().submit(direction, runs, fences)
+            ticket.fail()
+            self._held = False
+            return ticket
+        ticket = super().submit(direction, runs, fences)
+        if direction is Direction.LOAD and self.lies:
+            for target, size in zip(runs.target, runs.size, strict=True):
+                ctypes.memmove(int(target), WRONG * (int(size) // len(WRONG)), int(size))
+        return ticket
+
+
+@dataclass
+class Stage:
+    """An engine whose copies the test steers."""
+
+    rig: Rig
+    copier: Steered
+
+    def put_on_host(self) -> None:
+        """All requests' blocks are on the host and not on the device."""
+        self.copier.fails = False
+        self.rig.forget()
+        self.rig.run(REQUESTS)
+        assert self.rig.scheduler.reset_prefix_cache()
+
+    def loaded(self) -> int:
+        """Blocks loaded so far."""
+        return self.rig.counts.count("kvoffload_load_blocks_total", "loaded")
+
+
+def _requests() -> dict[str, Asked]:
+    draw = random.Random(5)
+    stem = [draw.randrange(256) for _ in range(160)]
+    asked = {}
+    for number in range(10):
+        tail = [draw.randrange(256) for _ in range(draw.randrange(20, 120))]
+        asked[f"r{number}"] = Asked(tuple(stem[: 32 * (number % 6)] + tail), 24)
+    return asked
+
+
+REQUESTS = _requests()
+DEVICE = {"num_gpu_blocks_override": 512, "max_model_len": 384}  # where all requests fit at once
+
+
+def reloaded(stage: Stage) -> dict[str, Reported]:
+    stage.put_on_host()
+    return stage.rig.run(REQUESTS)
+
+
+def preempted(stage: Stage) -> dict[str, Reported]:
+    """The device holds few of these at once, so vLLM takes blocks back from running requests."""
+    stage.put_on_host()
+    scheduler = stage.rig.scheduler
+    with patch.object(scheduler, "_preempt_request", side_effect=scheduler._preempt_request) as taken_back:
+        reported = stage.rig.run(REQUESTS)
+    assert taken_back.call_count > 0
+    return reported
+
+
+def aborted(stage: Stage) -> dict[str, Reported]:
+    """Some end while their loads are under way, some while they run."""
+    stage.put_on_host()
+    for name, asked in REQUESTS.items():
+        stage.rig.ask(name, asked)
+    stage.rig.reported.clear()
+    stage.rig.step()
+    stage.rig.abort("r1", "r4")
+    for _ in range(4):
+        stage.rig.step()
+    stage.rig.abort("r2", "r7")
+    stage.rig.finish()
+    gone = {"r1", "r2", "r4", "r7"}
+    return {name: reported for name, reported in stage.rig.reported.items() if name not in gone}
+
+
+def reset(stage: Stage) -> dict[str, Reported]:
+    """Nothing from before is found; what is computed afterwards is."""
+    stage.put_on_host()
+    assert stage.rig.connector.reset_cache()
+    before = stage.loaded()
+    longest = {"r5": REQUESTS["r5"]}
+    assert stage.rig.run(longest)["r5"].cached == 0
+    assert stage.loaded() == before
+    stage.rig.run(REQUESTS)
+    assert stage.rig.scheduler.reset_prefix_cache()
+    return stage.rig.run(REQUESTS)
+
+
+def failed(stage: Stage) -> dict[str, Reported]:
+    """Every load fails, and is computed again."""
+    stage.put_on_host()
+    stage.copier.fails = True
+    reported = stage.rig.run(REQUESTS)
+    stage.copier.fails = False
+    return reported
+
+
+SCENES: tuple[Callable[[Stage], dict[str, Reported]], ...] = (reloaded, preempted, aborted, reset, failed)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp() / "checkpoints"
+
+
+@pytest.fixture(scope="module", params=checkpoints.KINDS)
+def stage(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[Stage, Mapping[str, Reported]]]:
+    kind = request.param
+    if is_refused(kind):
+        pytest.skip("refused at start")  # as tested beside this file
+    with plain(kind, folder, **DEVICE) as rig:
+        expected = rig.run(REQUESTS)
+    held = Held(copier=Steered())
+    device: dict[str, Any] = {
+        "num_gpu_blocks_override": {"qwen3": 24, "gemma3": 44}[kind],
+        "max_model_len": 384,
+    }
+    with offloading(kind, folder, 512, held=held, **device) as rig:
+        assert isinstance(held.copier, Steered)
+        yield Stage(rig, held.copier), expected
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_scene(
+    stage: tuple[Stage, Mapping[str, Reported]], scene: Callable[[Stage], dict[str, Reported]]
+) -> None:
+    on, expected = stage
+    on.copier.lies = False
+    before = on.rig.counts
+    reported = scene(on)
+    check_same(reported, expected)
+    gained = on.rig.counts.minus(before)
+    outcome = "failed" if scene is failed else "loaded"
+    assert gained.count("kvoffload_load_blocks_total", outcome) > 0
+    on.rig.check_clean()
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_control(
+    stage: tuple[Stage, Mapping[str, Reported]], scene: Callable[[Stage], dict[str, Reported]]
+) -> None:
+    """Loads bring wrong bytes and say that all is well: some answer must change."""
+    on, expected = stage
+    on.copier.lies = True
+    reported = scene(on)
+    assert not all(same(one, expected[name]) for name, one in reported.items())
+    on.copier.lies = False
+    on.rig.finish()
+    on.rig.forget()  # the device's copies are wrong too
