@@ -1,7 +1,7 @@
-"""Checks the core's totals, to find slots, leases and index entries that requests or jobs have left behind.
+"""Checks the core's totals, to find slots, leases and index entries that were never released.
 
-The audit runs in a hook whenever the engine becomes idle, so its cost must not grow with the pool.
-`tests/core/audit.py` recomputes every count and index from the records.
+The audit runs in a hook whenever the engine becomes idle, so its cost must not grow with the pool. The tests use a
+slower audit, `tests/core/audit.py`, which recomputes every count from the records.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _IN_USE = (SlotState.FILLING, SlotState.PINNED, SlotState.DRAINING)
 
 
 def audit(state: CoreState, stores: Stores) -> list[str]:
-    """Return one line of text for each total that is wrong. Changes nothing.
+    """Return one line of text for each wrong total. Changes nothing. Two totals are always checked.
 
-    Two totals are always checked, the others only while no request is live and no job is pending.
+    The others are checked only when no request is live and no job is pending.
     """
     totals = _totals(state, stores)
     return [
@@ -37,7 +37,7 @@ def _totals(state: CoreState, stores: Stores) -> Iterator[tuple[str, int, int]]:
     yield "keys of slots that can hit", len(pool.index), sum(map(pool.count, _CAN_HIT))
     if state.requests.live or state.jobs.pending:
         return
-    # Only jobs that timed out are still open. They keep leases and their requests' records; spills keep pins.
+    # Only jobs that timed out are still open. They keep leases, pins of spilled slots, and their requests' records.
     spilled = [slot for job in opened if isinstance(job, Spill) for slot in job.slots]
     ended = {record for job in opened if isinstance(job, DeviceJob) for record in job.concerns}
     in_use = [slot for slot in pool.pins if pool.state(slot) in _IN_USE]

@@ -1,4 +1,4 @@
-"""Requests' block tables, and the removal of stale entries from them (R7).
+"""Requests' block tables, without stale entries (R7).
 
 In a window group the engine frees a block once the window has moved past it, and may allocate it to another request. If
 the first request's table still named the block, the other request's KV would be stored under the first request's key.
@@ -6,7 +6,7 @@ So a reverse index maps each block of such a group to the table entries that nam
 block, these entries are zeroed. The cost grows with the number of allocated blocks, not with requests times blocks.
 
 Recurrent groups keep one or two blocks per request, and some engines move these within the table in place. So for these
-groups a table has only the states that the engine handed off, at their positions.
+groups a table contains only the states that the engine handed off.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import NULL_BLOCK, DeviceBlockId
 
 TableEntry = tuple[RequestRecord, int, int]
-"""A request, the number of a group, and a position in the request's table of that group."""
+"""A request, a group's number, and a position in the request's table of that group."""
 
 
 class BlockTables:
@@ -34,7 +34,7 @@ class BlockTables:
         """For each block that several entries name, these entries. A block is never in both dicts."""
 
     def reallocated(self, blocks: Iterable[DeviceBlockId]) -> int:
-        """Zero these newly allocated ids in every table that names them; return how many entries were zeroed."""
+        """Zero these newly allocated ids in every table that names them. Return how many entries were zeroed."""
         blocks = set(blocks)
         stale = [self.entries.pop(block) for block in self.entries.keys() & blocks]
         for block in self.shared.keys() & blocks:
@@ -77,12 +77,12 @@ class BlockTables:
         self._name({block: (record, group, position)})
 
     def forget(self, record: RequestRecord) -> None:
-        """Forget the table of a request whose blocks the engine has freed."""
+        """Remove a request's table, because the engine has freed its blocks."""
         table, record.table = record.table, None
         if table is None or not (self.entries or self.shared):
             return
         recycling = [(group, row) for group, row in enumerate(table) if self._recycles[group]]
-        if not self.shared:  # then only this record names these blocks
+        if not self.shared:  # Without shared blocks, only this record names these blocks.
             entries = self.entries
             for block in [block for _, row in recycling for block in row if block != NULL_BLOCK]:
                 entries.pop(block, None)

@@ -42,7 +42,7 @@ JobT_contra = TypeVar("JobT_contra", contravariant=True)
 
 
 class Offer(NamedTuple):
-    """One computed block that may be stored.
+    """A computed block that may be stored.
 
     `record` is None when the lazy planner found the block in the device's free queue; later fields are then unused.
     """
@@ -56,11 +56,11 @@ class Offer(NamedTuple):
 
 
 TABLE: Callable[[Offer], tuple[RequestRecord | None, int]] = itemgetter(2, 3)
-"""Return an offer's request and incarnation, which identify the block table it was made from."""
+"""Return the request and incarnation of an offer. Together they identify a block table."""
 
 
 def owner(offer: Offer) -> RequestRecord | None:
-    """Return the request that made an offer if it still has the same block table, else None."""
+    """Return the request that made an offer, or None if its block table has changed since."""
     record = offer.record
     if record is None or record.incarnation != offer.incarnation or not record.is_live:
         return None
@@ -68,7 +68,7 @@ def owner(offer: Offer) -> RequestRecord | None:
 
 
 class Failure(Enum):
-    """Why a job failed. Each reason has three outcomes: for blocks of a store, of a load, and of a fetch or spill."""
+    """Why a job failed. The values are the outcomes for blocks of a store, of a load, and of a fetch or spill."""
 
     # A rank's copy failed.
     FAILED = StoreOutcome.FAILED, LoadOutcome.FAILED, TierOutcome.FAILED
@@ -78,7 +78,8 @@ class Failure(Enum):
     TIMED_OUT = StoreOutcome.ABANDONED, LoadOutcome.ABANDONED, TierOutcome.ABANDONED
     # The job was dropped before it was sent to the workers.
     CANCELLED = StoreOutcome.CANCELLED, LoadOutcome.CANCELLED, TierOutcome.CANCELLED
-    # The workers finish the job, but its blocks must not be found. While offloading is on, only a reset drops stores.
+    # The workers finish the copies, but lookups must not find the blocks. While offloading is on, only a reset drops
+    # stores.
     DROPPED = StoreOutcome.BEFORE_RESET, LoadOutcome.FAILED, TierOutcome.CANCELLED
 
     def __init__(self, of_store: StoreOutcome, of_load: LoadOutcome, of_tier: TierOutcome) -> None:
@@ -88,16 +89,16 @@ class Failure(Enum):
 
 
 class Owner(Protocol[JobT_contra]):
-    """The part of the core that plans jobs of one kind. Only the owner settles these jobs and releases their memory."""
+    """The part of the core that plans jobs of one kind. Only the owner settles them and releases their memory."""
 
     def reported(self, job: JobT_contra, rank: Rank, report: JobReport, /) -> None:
         """Handle the end of one rank's copy."""
 
     def failed(self, job: JobT_contra, why: Failure, /) -> None:
-        """Settle a job that will not succeed. A job that times out may already be settled."""
+        """Settle a job that will not succeed. It may already be settled if it timed out."""
 
     def ended(self, job: JobT_contra, /) -> None:
-        """Release a job's memory after every rank has ended its copy. Settle the job first if it is not settled."""
+        """Release a job's memory after every rank has ended its copy. Settle the job if that has not happened yet."""
 
 
 class Job(Struct, eq=False):
@@ -108,12 +109,12 @@ class Job(Struct, eq=False):
         slots: host slots.
         targets: the other end of each copy, in the order of `slots`: a device block, a disk slot, or a key in the
             remote tier.
-        extra: further data for the workers; `CopyJob` lists it.
+        extra: further data for the workers, as listed by `CopyJob`.
         tier: the lower of the two tiers; HOST for copies between device and host.
         id: the job's id, assigned by `Jobs.plan`.
         waiting: ranks whose copy has not ended.
         failed: the outcome that the first failing rank reported; None if no rank has failed.
-        settled: True once its outcome is known; copies may still run.
+        settled: True when the outcome is known, even if copies still run.
     """
 
     direction: ClassVar[Direction]
@@ -129,7 +130,7 @@ class Job(Struct, eq=False):
     settled: bool = False
 
     def reported(self, rank: Rank, outcome: CopyOutcome) -> bool:
-        """Note that a rank's copy has ended. Return False and change nothing if the report is a duplicate."""
+        """Record that a rank's copy has ended. Return False and change nothing if the report is a duplicate."""
         if rank not in self.waiting:
             return False
         self.waiting.discard(rank)
@@ -181,7 +182,8 @@ class TierJob(Job, kw_only=True, eq=False):
         keys: the blocks' keys, in the order of `slots`, heads first.
         tier_slots: the blocks' slots in the tier's pool, in the same order.
         missing: positions in the job whose blocks the remote tier does not have.
-        stuck: positions in the job that a hanging call may still write: disk slots in a spill, host slots in a fetch.
+        stuck: positions in the job that a hanging call may still write to: a disk slot in a spill, a host slot in a
+            fetch.
         copy_s: the longest copy time that a rank has reported so far, in seconds.
     """
 
@@ -193,12 +195,12 @@ class TierJob(Job, kw_only=True, eq=False):
 
     @property
     def read(self) -> list[SlotId]:
-        """The slots that its copies read."""
+        """Return the slots that its copies read."""
         return self.tier_slots if self.direction is Direction.LOAD else self.slots
 
     @property
     def written(self) -> list[SlotId]:
-        """The slots that its copies write."""
+        """Return the slots that its copies write."""
         return self.slots if self.direction is Direction.LOAD else self.tier_slots
 
 
@@ -206,7 +208,7 @@ class Fetch(TierJob, eq=False):
     """A job that copies blocks from a lower tier to the host.
 
     Args:
-        wanted: the requests that wait for it.
+        wanted: the requests that wait for this fetch.
         corrupt: positions in the job that a rank found corrupt.
     """
 
@@ -219,7 +221,7 @@ class Spill(TierJob, eq=False):
     """A job that copies blocks from the host to a lower tier.
 
     Args:
-        sums: for each rank that has reported, its checksums of the blocks.
+        sums: the checksums of the blocks, for each rank that has reported.
     """
 
     direction = Direction.STORE
@@ -227,7 +229,7 @@ class Spill(TierJob, eq=False):
 
 
 class Jobs:
-    """The open jobs: planned, submitted, and those that timed out while copies may still run."""
+    """The open jobs: those planned or submitted, and those that timed out while copies may still run."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = frozenset(map(Rank, range(ranks)))
@@ -236,17 +238,17 @@ class Jobs:
         self.by_state = {
             (tier, direction): [0] * len(JobState) for tier in (Tier.HOST, *_LOWER) for direction in Direction
         }
-        """For each tier and direction, how many open jobs are in each state."""
+        """The number of open jobs in each state, for each tier and direction."""
         self.open: dict[JobId, Job] = {}
         """The open jobs by id, the oldest first."""
         self.planned: list[Job] = []
         """The jobs of the next plan, in the order in which they were planned."""
         self.cancelled: list[JobId] = []
-        """Submitted fetches that no request waits for. The next plan tells workers to skip their unstarted copies."""
+        """Submitted fetches that no request needs. The next plan tells the workers to skip copies not started yet."""
         self.open_on_tiers = 0
         """The number of open jobs between the host and a lower tier."""
         self.pending = 0
-        """How many jobs are planned or submitted. Jobs that timed out are not counted."""
+        """How many jobs are planned or submitted, without those that timed out."""
 
     def plan(self, job: Job) -> None:
         """Open a job and give it the next id."""
@@ -316,7 +318,7 @@ class Jobs:
         self.pending -= 1
 
     def drop(self, job: Job) -> None:
-        """Discard a job's result. A planned job is cancelled; the copies of a submitted job still run to their end."""
+        """Discard a job's result. A planned job is cancelled. The copies of a submitted job still run to their end."""
         if job.state is _PLANNED:
             job.owner.failed(job, Failure.CANCELLED)
             job.owner.ended(job)
@@ -326,13 +328,13 @@ class Jobs:
             job.owner.failed(job, Failure.DROPPED)
 
     def cancel(self, job: Fetch) -> None:
-        """Drop a fetch, and tell the workers to skip its unstarted copies."""
+        """Drop a fetch, and tell the workers to skip its copies that have not started."""
         self.drop(job)
         if job.state is _SUBMITTED:
             self.cancelled.append(job.id)
 
     def cancel_nothing(self) -> None:
-        """Discard the cancellations that no plan has carried yet."""
+        """Discard the cancellations that no plan has sent yet."""
         self.cancelled.clear()
 
     def close(self, job: Job, event: JobEvent = _FINISH) -> None:
@@ -346,28 +348,28 @@ class Jobs:
 
 
 class InFlight:
-    """Keys on their way to a tier, and the offers that wait for them. The only writer of both.
+    """Keys being copied to a tier, and the offers that wait for them. The only writer of both.
 
-    A key is removed as soon as its job has an outcome, so that after a failure another block with this key can be
-    stored. The failed job's block stays leased until its last copy has ended.
+    A key is removed as soon as its job has an outcome. After a failure, another block with this key can then be stored,
+    while the failed job's block stays leased until its last copy has ended.
     """
 
     def __init__(self) -> None:
         self.keys: dict[BlockKey, Job] = {}
-        """For each key on its way, the job that brings it: a store or fetch to the host, a spill to a lower tier."""
+        """For each key, the job that copies it: a store or fetch to the host, or a spill to a lower tier."""
         self.duplicates: dict[BlockKey, list[Offer]] = {}
-        """For each key, the waiting offers of other device blocks with that key."""
+        """For each key, the waiting offers of other device blocks with the same content."""
 
     def began(self, keys: Iterable[BlockKey], job: Job) -> None:
-        """Note that a job is bringing these keys to the tier."""
+        """Record that a job is copying these keys to the tier."""
         self.keys.update(dict.fromkeys(keys, job))
 
     def wait(self, duplicate: Offer) -> None:
-        """Keep an offer until the job that brings its key has an outcome."""
+        """Keep an offer until the job that copies its key has an outcome."""
         self.duplicates.setdefault(duplicate.key, []).append(duplicate)
 
     def ended(self, keys: Sequence[BlockKey]) -> list[Offer]:
-        """Forget keys whose job has an outcome; return the offers that waited for them."""
+        """Remove keys whose job has an outcome. Return the offers that waited for them."""
         in_flight, duplicates = self.keys, self.duplicates
         for key in keys:
             del in_flight[key]
@@ -385,7 +387,7 @@ class Leases:
     def __init__(self, device: BlockPool) -> None:
         self._device = device
         self.counts: dict[DeviceBlockId, int] = {}
-        """How many leases each block has."""
+        """The number of leases of each block."""
 
     def take(self, blocks: Sequence[DeviceBlockId]) -> None:
         """Lease blocks. Changes the engine's reference counts."""
@@ -416,26 +418,26 @@ class Stall:
         self._limit = limit
         self._largest = 0
         self.blocks = 0
-        """The number of device blocks that timed-out jobs still lease."""
+        """The number of device blocks that jobs still lease after they timed out."""
         self.jobs_in_a_row = 0
-        """How many jobs have timed out since a job last ended."""
+        """The number of timeouts since a job last ended."""
         self.is_on = False
-        """Whether copies are stalled: no new copy may start."""
+        """True while no new copy may start."""
 
     @property
     def limit(self) -> int:
-        """How many device blocks timed-out jobs may lease: at least as many as the largest of them has."""
+        """Return how many device blocks timed-out jobs may lease: at least as many as the largest of these jobs has."""
         return max(self._limit, self._largest)
 
     def timed_out(self, job: DeviceJob) -> list[Event]:
-        """Count a job that timed out. If this changes `is_on`, return the event that reports the change."""
+        """Count a job that timed out. Return an event if this pauses or resumes copies."""
         self.blocks += len(job.slots)
         self._largest = max(self._largest, len(job.slots))
         self.jobs_in_a_row += 1
         return self._turned()
 
     def ended(self, job: DeviceJob) -> list[Event]:
-        """Note that a job's last copy has ended. If this changes `is_on`, return the event that reports the change."""
+        """Record that a job's last copy has ended. Return an event if this pauses or resumes copies."""
         if job.state is _ABANDONED:
             self.blocks -= len(job.slots)
         self.jobs_in_a_row = 0

@@ -1,9 +1,9 @@
-"""An index of the keys that can hit, with an optional log of its changes.
+"""Maps the keys that can hit to their slots, and logs changes on request.
 
-A dict with many insertions and deletions is rebuilt now and then, in a single call: with a million keys this takes
-200 ms inside a hook. So the index consists of several dicts, and the first byte of a key selects one. Keys are hashes,
-so their first bytes are spread evenly. The index starts as one dict. A dict that grows too long is split in two, until
-there is one per byte value:
+A dict with many insertions and deletions is sometimes rebuilt in a single call, which takes 200 ms inside a hook for a
+million keys. So the index consists of several dicts, and the first byte of a key selects one. Keys are hashes, so their
+first bytes are spread evenly. The index starts as one dict. A dict that grows too long is split in two, until there is
+one per byte value:
 
     first byte    00 .............. 7f 80 ...... bf c0 .. ff
     parts         [a, a, a, ... a,     b, b, ... b, c, ... c]      one entry per byte, neighbours share a dict
@@ -23,13 +23,13 @@ _Part = dict[BlockKey, SlotId]
 
 _BYTES = 256
 _MOST = 2048
-"""A part with more keys is split if possible. Splitting or rebuilding one of this length takes well under 1 ms."""
+"""A longer part is split if possible. Splitting or rebuilding a part of this length takes well under 1 ms."""
 _LOOK_AFTER = 256
 """How many keys are added between two checks of the parts' lengths."""
 
 
 class KeyIndex(Mapping[BlockKey, SlotId]):
-    """Maps each key that can hit to its slot. Only the pool writes it. A key can only be in `parts[key[0]]`."""
+    """Maps each key that can hit to its slot. The pool is the only writer. A key can only be in `parts[key[0]]`."""
 
     __slots__ = ("_all", "_changes", "_unlooked", "parts")
 
@@ -67,14 +67,14 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
     # -- changes ------------------------------------------------------------------------------------------------
 
     def watch(self) -> list[tuple[BlockKey, bool]]:
-        """Return a list that receives every later change: the key, and True if it was added or False if removed."""
+        """Return a list that receives every later change: a key, and True if it was added or False if removed."""
         self._changes = []
         return self._changes
 
     def expect(self, count: int) -> None:
-        """Split the parts for `count` expected keys now, while they hold few keys.
+        """Split the parts for `count` expected keys now, while they are short.
 
-        Otherwise they would all have to be split later, at about the same time.
+        Otherwise all parts would have to be split later, at about the same time.
         """
         width, parts = _BYTES, self.parts
         while width > 1 and count > _MOST * _BYTES // width:
@@ -103,7 +103,7 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
             self._changes += [(key, False) for key in keys]
 
     def take_all(self) -> Mapping[BlockKey, SlotId]:
-        """Empty the index and return the keys and slots that it had."""
+        """Empty the index and return the keys and slots that were in it."""
         held = KeyIndex()
         held.parts, self.parts = self.parts, held.parts
         held._all, self._all = self._all, held._all
@@ -116,7 +116,7 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
     def _split_long(self) -> None:
         """Split every part that is too long and can be split."""
         self._unlooked = 0
-        for part in self._all:  # a split appends to this list
+        for part in self._all:  # `_split` appends to this list.
             while len(part) > _MOST and self.parts[(byte := next(iter(part))[0]) ^ 1] is part:
                 self._split(part, byte)
 

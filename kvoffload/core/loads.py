@@ -1,4 +1,4 @@
-"""Loads: a lookup pins the slots it finds, an allocation turns this hit into a load job, and then the request runs.
+"""Loads: a lookup pins the slots it finds, an allocation turns the hit into a load job, and the request runs after it.
 
     lookup ─▶ hit, pinned ─▶ allocated ─▶ _load ─▶ submit ─▶ reported ─▶ _arrived │ failed ─▶ _answer
                 │                           └─ nothing to load, or the host lacks some of it ─▶ _answer
@@ -10,8 +10,8 @@ record (R1). The matching allocation takes the answer (`take`); a repeated looku
 engine recomputes the tokens. Memory is released later, when every rank has ended its copy (`ended`).
 
 Engines keep few recurrent states, and a hit needs one at its end. If a longer hit lacks only that state, the lookup
-notes a *shared-prefix boundary* in the record: the engine is asked to hand off its state after these tokens, and the
-next request with this prefix finds it.
+records a *shared-prefix boundary*: it asks the engine to hand off the state after these tokens, so that the next
+request with this prefix can use it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class PendingHits:
         return hit.tokens - device_tokens
 
     def _not_yet(self, record: RequestRecord, owner: RequestId | None = None) -> None:
-        """Report that a request waits, once per load, fetch or remote query, however often the engine asks.
+        """Report that a request waits, once per load, fetch or remote query, no matter how often the engine looks up.
 
         Args:
             record: the request that waits.
@@ -107,7 +107,7 @@ class PendingHits:
             self._state.tally.events.append(events.LookupDeferred(record.request, owner))
 
     def boundary_stored(self, record: RequestRecord) -> None:
-        """Note that the engine handed off the state at a request's shared-prefix boundary."""
+        """Record that the engine handed off the state at a request's shared-prefix boundary."""
         self._state.tally.events.append(events.BoundaryMade(record.request, record.boundary))
         record.boundary = 0
 
@@ -115,7 +115,7 @@ class PendingHits:
         """Remove the last lookup's answer from the record, report it and return it; None if there is none.
 
         The caller unpins the answer's slots. The report counts the block positions after the device's own hit. Only
-        those that the engine accepted count as hits: it may decline the end of a hit, or all of it if another
+        positions that the engine accepted count as hits. It may decline the end of a hit, or the whole hit if another
         connector's hit came first.
         """
         hit, record.hit = record.hit, None
@@ -142,7 +142,7 @@ class PendingHits:
         return hit
 
     def drop(self, record: RequestRecord, cause: PinDropCause) -> None:
-        """Forget the answer of the last lookup, if there is one, and unpin its slots."""
+        """Drop the answer of the last lookup, if there is one, and unpin its slots."""
         hit, record.hit = record.hit, None
         if hit is not None and hit.slots:
             self._state.pool.unpin(hit.slots)
@@ -192,8 +192,8 @@ class Loads:
 
     Args:
         state: the core's state.
-        hits: holds the answers of lookups.
-        planner: the store planner, which is called after each load that succeeded.
+        hits: keeps the answers of lookups.
+        planner: the store planner, called after each successful load.
     """
 
     def __init__(self, state: CoreState, hits: PendingHits, planner: StorePlanner) -> None:
@@ -231,7 +231,7 @@ class Loads:
         may_load = state.degraded is None and not state.stall.is_on
         copies = self._copies(record, fact, length) if may_load else None
         slots, blocks = copies or ([], [])
-        if hit is None or hit.slots != tuple(slots):  # otherwise the load keeps the pins of the hit
+        if hit is None or hit.slots != tuple(slots):  # A load of the whole hit takes over the hit's pins.
             state.pool.pin(slots)
             if hit is not None and hit.slots:
                 self._unpin_hit(record, hit, slots)
@@ -245,7 +245,7 @@ class Loads:
             self._answer(record, record.incarnation, loaded=True)
 
     def _unpin_hit(self, record: RequestRecord, hit: PendingHit, loading: Sequence[SlotId]) -> None:
-        """Unpin a hit and report how many of its slots are not loaded. A prefix's head is still evicted last (R15)."""
+        """Unpin a hit and report how many of its slots are not loaded. Its deepest slots are evicted first (R15)."""
         self._state.pool.unpin(hit.slots)
         if rest := len(set(hit.slots).difference(loading)):
             self._state.retention.used(record, record.found_tokens)
@@ -280,7 +280,7 @@ class Loads:
             for position in range(first, min(-(-length // size), len(table))):
                 block = table[position]
                 if block == NULL_BLOCK:
-                    continue  # the engine does not read it
+                    continue  # The engine does not read this block.
                 key = keys[position] if position < len(keys) else None
                 slot = None if key is None else parts[key[0]].get(key)
                 if slot is None:
@@ -293,7 +293,7 @@ class Loads:
     # -- endings ------------------------------------------------------------------------------------------------
 
     def take_results(self) -> LoadResults:
-        """Return the loads that ended since the last call, and forget them."""
+        """Return the loads that ended since the last call, and clear the list."""
         results, self._state.results = self._state.results, LoadResults()
         return results
 
@@ -304,7 +304,7 @@ class Loads:
             self._distrust(job, report)
 
     def failed(self, job: Load, why: Failure) -> None:
-        """Let the engine recompute a failed load's tokens. After a timeout the slots are never reallocated (R16)."""
+        """Let the engine recompute a failed load's tokens. After a timeout its slots are never allocated again (R16)."""
         pool = self._state.pool
         if why is Failure.TIMED_OUT:
             self._note_misses(job.slots, MissCause.LOAD_FAILED)
@@ -352,9 +352,9 @@ class Loads:
             self._planner.loaded(record)
 
     def _distrust(self, job: Load, report: JobReport) -> None:
-        """Invalidate the slots of a failed copy at once, though other ranks may still read them (R4).
+        """Invalidate the slots of a failed copy at once, although other ranks may still read them (R4).
 
-        If checksums showed which blocks are corrupt, only these are lost, and their slots are never allocated again.
+        If checksums show which blocks are corrupt, only these are lost. Their slots are never allocated again.
         """
         pool, tally = self._state.pool, self._state.tally
         if report.outcome is CopyOutcome.CORRUPT:
@@ -366,12 +366,12 @@ class Loads:
             tally.evicted(EvictionCause.LOAD_FAILED, sum(map(pool.invalidate, job.slots)))
 
     def _note_misses(self, slots: Sequence[SlotId], cause: MissCause) -> None:
-        """Remember why lookups of these slots' keys will miss. The slots are about to be invalidated."""
+        """Remember why lookups of these slots' keys will miss. Call it before the slots are invalidated."""
         pool = self._state.pool
         self._state.misses.note([key for slot in slots if (key := pool.indexed_key(slot)) is not None], cause)
 
     def _answer(self, record: RequestRecord, incarnation: int, *, loaded: bool) -> None:
-        """Answer the engine, exactly once per load, and change the request's state if it still waits for this load."""
+        """Answer the engine, exactly once per load. Change the request's state if it still waits for this load."""
         state = self._state
         (state.results.loaded if loaded else state.results.failed).append(record.request)
         if record.state is not _LOADING or record.incarnation != incarnation:

@@ -4,8 +4,8 @@ A transition that a table does not list raises `IllegalTransition` and changes n
 slots, jobs and requests change for different reasons: a slot when its bytes become valid or invalid, a job when workers
 report, a request when the engine acts.
 
-Other modules keep the members that they compare often in module-level names, some as plain integers, because in CPython
-3.11 it is slow to access an enum member through its class and to compare `IntEnum` members.
+Other modules copy the members that they compare often to module-level names, some as plain integers: in CPython 3.11,
+accessing an enum member through its class and comparing `IntEnum` members are slow.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Machine(Generic[S, E]):
         self.table = table
         self.steps = tuple(_Steps(self, event) for event in events)
         self.only = {event: (bytes((before,)), int(after)) for (before, event), after in table.items()}
-        """For each event that is legal in only one state, that state as one byte and the next state.
+        """For each event that is legal in exactly one state: this state as one byte, and the next state.
 
         Used to move many slots at once.
         """
 
 
 class _Steps(dict[int, S]):
-    """Maps each state to the next one, for one event. It is a dict because a dict lookup makes no Python-level call."""
+    """Maps each state to the next one for one event. A dict, because a dict lookup makes no Python-level call."""
 
     def __init__(self, machine: Machine[S, E], event: E) -> None:
         super().__init__({before: after for (before, on), after in machine.table.items() if on is event})
@@ -57,10 +57,10 @@ class _Steps(dict[int, S]):
 class SlotState(IntEnum):
     """The state of a slot in a pool."""
 
-    EMPTY = 0  # holds nothing; it can be allocated
-    FILLING = 1  # a job is writing it
-    READY = 2  # holds a whole block that can hit, and can be evicted
-    PINNED = 3  # holds a whole block that can hit; a lookup found it, or a job reads it
+    EMPTY = 0  # contains nothing and can be allocated
+    FILLING = 1  # a job is writing to it
+    READY = 2  # contains a whole block that can hit, and can be evicted
+    PINNED = 3  # contains a whole block that can hit; pinned by a lookup or by a job that reads it
     DRAINING = 4  # invalid, but a copy or a pin still uses it
     QUARANTINED = 5  # must not be allocated: corrupt bytes, a copy that never ended, or no space on the disk
 
@@ -102,8 +102,8 @@ SLOT = Machine(
 class JobState(IntEnum):
     """The state of a transfer job, across all ranks."""
 
-    PLANNED = 0  # not sent to the workers yet; it can be cancelled
-    SUBMITTED = 1  # sent to the workers; a started copy cannot be stopped
+    PLANNED = 0  # not sent to the workers yet, so it can be cancelled
+    SUBMITTED = 1  # sent to the workers; started copies cannot be stopped
     DONE = 2
     FAILED = 3
     CANCELLED = 4
@@ -139,10 +139,10 @@ JOB = Machine(
 class RequestState(IntEnum):
     """The state of a request and its block table."""
 
-    SEEN = 0  # it has no block table
+    SEEN = 0  # it has no block table yet
     LOADING = 1  # a load is filling its block table
     RUNNING = 2  # the engine computes into its block table
-    FINISHING = 3  # it has ended, but jobs on its blocks are open
+    FINISHING = 3  # the request has ended, but jobs on its blocks are open
     GONE = 4
 
 

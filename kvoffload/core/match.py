@@ -1,6 +1,7 @@
-"""Finds the longest prefix that device and host hold together, across groups of every attention kind.
+"""Finds the longest prefix whose blocks are on the device or the host, across groups of every attention kind.
 
-A hit of L tokens is usable if the host has, in every group, all blocks that the token at L reads and the device lacks:
+A hit of L tokens is usable if, in every group, the host has all blocks that the token at L reads and that are not on
+the device (D tokens are):
 
     device    |=========D
     full                [D ................ L)     all of them
@@ -8,8 +9,8 @@ A hit of L tokens is usable if the host has, in every group, all blocks that the
     chunked             [D ..)        [c .. L)     the current chunk, from its first token c
     recurrent                         [L-1, L)     the state after the last token
 
-Each block is looked up once. A missing block rules out all lengths that need it, down to the block's first token, so
-the search only moves to shorter lengths.
+Each block is looked up once. A missing block rules out all lengths that need it, so the search only moves to shorter
+lengths.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ FoundKeys = KeyIndex | LayeredIndex
 class Match(NamedTuple):
     """The result of a search."""
 
-    tokens: int  # how many prompt tokens the device and the host hold together
+    tokens: int  # how many prompt tokens are on the device or the host
     slots: tuple[SlotId, ...]  # the slots of the blocks to load, heads first
     missing: BlockKey | None  # the first missing key, or None if the limit ended the match
     lacks_state: bool = False  # whether the missing block is a recurrent state
-    full_tokens: int = 0  # with recurrent groups: the length that the full-attention groups alone allow
+    full_tokens: int = 0  # with recurrent groups: the length that the full-attention groups would allow
 
 
 _match = from_fields(Match)
@@ -92,7 +93,7 @@ def _match_in_one_full_group(
 
 
 class _Search:
-    """One search. Remembers the slots found so far in each group."""
+    """One search, with the slots found so far in each group."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class _Search:
         self._start = start
         self._found: tuple[dict[int, SlotId], ...] = tuple({} for _ in shape.groups)
         self.full_length = start
-        """The length that the full-attention groups alone allow."""
+        """The length that the full-attention groups would allow."""
         self.lacks_state = False
         """Whether a missing recurrent state ruled out the next longer length."""
 
@@ -131,7 +132,7 @@ class _Search:
         return max(length, self._start), blocker
 
     def descend_full(self, length: int) -> tuple[int, BlockKey | None]:
-        """Return the longest length that the full-attention groups allow, up to `length`, and the next missing key."""
+        """Return the longest length up to `length` that the full-attention groups allow, and the next missing key."""
         blocker: BlockKey | None = None
         for group in self._groups:
             if group.kind is AttentionKind.FULL and (cut := self._extend(group, length)) < length:
@@ -156,7 +157,7 @@ class _Search:
         return length - length % self._alignment
 
     def _extend(self, group: GroupSpec, limit: int) -> int:
-        """Look up a full-attention group from the end of the device's hit; return the aligned length that it allows."""
+        """Look up a full-attention group's keys after the device's hit. Return the aligned length that they allow."""
         tokens, keys = group.block_tokens, self._keys[group.group]
         first = self._start // tokens
         last = min((limit + self._behind(group)) // tokens, len(keys))
@@ -172,9 +173,9 @@ class _Search:
         return min(limit, self.aligned(position * tokens - self._behind(group)))
 
     def _last_hole(self, group: GroupSpec, length: int) -> int | None:
-        """Return the position of the deepest block that a length needs and the host lacks.
+        """Return the position of the deepest block that a length needs and that is neither on the host nor the device.
 
-        None if the host lacks no such block, or if the device alone holds this length.
+        Return None if there is no such block.
         """
         if length <= self._start:
             return None
@@ -195,7 +196,7 @@ class _Search:
         return range(first // group.block_tokens, end // group.block_tokens)
 
     def _key(self, group: GroupSpec, token: int) -> BlockKey | None:
-        """Return the first key from this token's block on that neither device nor host has; None if there is none."""
+        """Return the first key that is on neither device nor host, from this token's block on; None if there is none."""
         keys, found = self._keys[group.group], self._found[group.group]
         position = max(token, self._start) // group.block_tokens
         while position in found:
@@ -203,5 +204,5 @@ class _Search:
         return keys[position] if position < len(keys) else None
 
     def _behind(self, group: GroupSpec) -> int:
-        """Return how many tokens after the hit must match too: one block if a draft model looks ahead, else none."""
+        """Return how many more tokens must match after the hit: one block if a draft model looks ahead, else none."""
         return group.block_tokens if group.has_lookahead else 0

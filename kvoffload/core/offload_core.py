@@ -1,8 +1,8 @@
-"""The core of one engine's scheduler side: facts in, answers and events out.
+"""The core of one engine's scheduler side. It takes facts and returns answers and events.
 
-Pure: no torch, no clock, no thread, no logging, no randomness. The same facts in the same order give the same answers,
-and the state can be copied and compared, so tests can explore it. Each method that takes a fact is the only handler of
-that fact's class.
+The core uses no torch, clock, thread, log or random number. The same facts in the same order give the same answers, and
+the state can be copied and compared, so tests can explore it. Each method that takes a fact is the only handler of that
+fact's class.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class OffloadCore:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def request_seen(self, fact: facts.RequestSeen) -> None:
-        """Note a new request. If its id is already in use, the fact is rejected and the live request stays."""
+        """Register a new request. If its id is already in use, reject the fact and keep the live request."""
         live = self.state.requests.live
         if fact.request in live:
             self.state.tally.rejected(RejectionCause.UNKNOWN_REQUEST, fact.request)
@@ -78,7 +78,7 @@ class OffloadCore:
         tokens: int = 0,
         new_keys: Sequence[Sequence[BlockKey]] = (),
     ) -> int | None:
-        """Return how many tokens the host adds to the device's hit. None means "not yet".
+        """Return how many tokens the host adds to the device's hit. None means that the engine must ask again later.
 
         The slots stay pinned until the matching allocation, the next lookup, the request's end or a reset. An engine
         looks up only requests without a block table, so a lookup of a running one means that it was preempted.
@@ -108,10 +108,7 @@ class OffloadCore:
         return self._hits.lookup(record, device_tokens, full_tokens, may_wait=can_wait)
 
     def set_least(self, tier: Tier, tokens: int) -> None:
-        """Set how many tokens a hit must have at least (HOST), or how many a fetch from a lower tier must add to it.
-
-        A hit is never shorter than the policy's `min_load_tokens`. A request keeps its first lookup's HOST minimum.
-        """
+        """Set how many tokens a hit must have at least (HOST), or how many a fetch from a lower tier must add to a hit."""
         if tier is Tier.HOST:
             self._least_tokens = max(tokens, self.state.policy.min_load_tokens)
         for lower in self.state.tiers:
@@ -119,7 +116,7 @@ class OffloadCore:
                 lower.least_tokens = tokens
 
     def blocks_allocated(self, fact: facts.BlocksAllocated) -> None:
-        """Note a request's block table. The blocks after the device's own hit are newly allocated."""
+        """Store a request's block table in its record. The blocks after the device's own hit are newly allocated."""
         record = self.state.requests.live.get(fact.request)
         if record is None:
             self.state.tally.rejected(RejectionCause.UNKNOWN_REQUEST, fact.request)
@@ -131,7 +128,7 @@ class OffloadCore:
             record.incarnation += 1
             record.may_store = not self.state.epoch or self._is_untainted(fact)
         elif was is _RUNNING and record.loading:
-            # The load into its previous table has ended, or was lost with that table before a report came.
+            # The load into the previous table has ended, or was lost with that table before it was reported.
             self.state.requests.load_is_over(record)
         self._new[record] = None
         if self.state.tables.entries or self.state.tables.shared or self.state.epoch:
@@ -146,7 +143,7 @@ class OffloadCore:
             self._planner.allocated(record)
 
     def request_ended(self, fact: facts.RequestEnded) -> None:
-        """Note that a request finished or was aborted. Its blocks are about to be freed."""
+        """Handle a request that finished or was aborted. Its blocks are about to be freed."""
         state = self.state
         record = state.requests.live.get(fact.request)
         if record is None:
@@ -181,7 +178,7 @@ class OffloadCore:
         self._planner.ending(record)
 
     def _preempt(self, record: RequestRecord) -> None:
-        """Note that the engine freed a running request's blocks."""
+        """Handle a preemption: the engine has freed a running request's blocks."""
         self._planner.preempted(record)
         self.stores.settle_waiting(record, StoreOutcome.LOST)
         self.state.requests.move(record, RequestEvent.PREEMPT)
@@ -190,7 +187,7 @@ class OffloadCore:
         record.incarnation += 1
 
     def _table_ended(self, record: RequestRecord) -> None:
-        """Forget everything tied to a block table that the request has lost."""
+        """Drop everything that belongs to a block table that the request has lost."""
         state = self.state
         state.tables.forget(record)
         if record.watched:
@@ -222,7 +219,7 @@ class OffloadCore:
                     break
 
     def plan(self) -> TransferPlan:
-        """Return the copies planned since the last call. Their jobs count as submitted from now on."""
+        """Return the copies planned since the last call, and mark their jobs as submitted."""
         state = self.state
         if not (state.jobs.planned or state.jobs.cancelled):
             return NOTHING
@@ -286,7 +283,7 @@ class OffloadCore:
     # -- reports ------------------------------------------------------------------------------------------------
 
     def transfer_reported(self, fact: facts.TransferReported) -> None:
-        """Note a rank's ended copies and the number of its ready slots. A duplicate report changes nothing."""
+        """Record a rank's ended copies and the number of its ready slots. A duplicate report changes nothing."""
         state, report = self.state, fact.report
         if state.growing or state.ready.get(report.rank) != report.ready_slots:
             self._ready(report)
@@ -344,7 +341,7 @@ class OffloadCore:
     # -- resets, and the end of offloading ------------------------------------------------------------------------
 
     def cache_reset(self, _: facts.CacheReset) -> None:
-        """Make sure that nothing computed so far is found again (R10)."""
+        """Make sure that lookups find nothing computed before this reset (R10)."""
         state = self.state
         state.epoch += 1
         state.computed_since_reset.clear()
@@ -370,7 +367,7 @@ class OffloadCore:
         )
 
     def invariant_broken(self, fact: facts.InvariantBroken) -> None:
-        """Switch offloading off for good: nothing new starts, open jobs drain, and the engine continues (R12)."""
+        """Switch offloading off until the engine restarts (R12). Nothing new starts, and open jobs run to their end."""
         state = self.state
         if state.degraded is not None:
             return
@@ -389,7 +386,7 @@ class OffloadCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether the engine must keep stepping for open work to end. Copies that timed out do not count (R16)."""
+        """Whether the engine must keep stepping until open work ends. Copies that timed out do not count (R16)."""
         return self._has_work(self.state.jobs.pending) or (bool(self.state.tiers) and self.lower_tiers.is_due)
 
     @property
@@ -408,18 +405,18 @@ class OffloadCore:
         return bool(tables.entries or tables.shared or self.state.epoch)
 
     def boundary(self, request: RequestId) -> int:
-        """Return after how many tokens the engine should hand off a request's recurrent states; 0 for never."""
+        """Return after how many tokens the engine should hand off a request's recurrent states; 0 if it should not."""
         record = self.state.requests.live.get(request)
         return 0 if record is None else record.boundary
 
     def audit(self) -> list[str]:
-        """Return one line of text for each total that is wrong."""
+        """Return one line of text for each wrong total."""
         return audit(self.state, self.stores)
 
     # -- device blocks that were allocated ------------------------------------------------------------------------
 
     def _reallocated(self, fact: facts.BlocksAllocated, *, since_reset: bool) -> None:
-        """Zero an allocation's new ids in other tables. After a reset, note whether their KV may be found."""
+        """Zero an allocation's new ids in other tables. After a reset, record whether lookups may find their KV."""
         state, blocks = self.state, list[DeviceBlockId]()
         for group, table in zip(state.shape.groups, fact.tables, strict=True):
             blocks += table[-(-fact.device_tokens // group.block_tokens) :]
@@ -437,7 +434,7 @@ class OffloadCore:
                 self._separate(blocks, since_reset=since_reset)
 
     def _separate(self, blocks: Iterable[DeviceBlockId], *, since_reset: bool) -> None:
-        """After a reset, note whether the KV that is computed into these blocks may be found."""
+        """After a reset, record whether lookups may find the KV that is computed into these blocks."""
         fresh = self.state.computed_since_reset
         if since_reset:
             fresh.update(blocks)

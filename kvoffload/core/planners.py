@@ -1,8 +1,8 @@
 """Store planners: they decide when a computed block is offered to the host.
 
 `eager` offers a block as soon as its tokens are confirmed. `lazy` offers only blocks that the device is about to evict.
-Because the engine reuses freed blocks without asking, lazy also looks at a request's blocks when the request ends. A
-new planner is a class with the six methods of `EagerPlanner` and a branch in `make_planner`.
+The engine may reuse freed blocks at any time, so lazy also checks a request's blocks when the request ends. A new
+planner is a class with the six methods of `EagerPlanner` and a branch in `make_planner`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class EagerPlanner:
         self._due: dict[RequestRecord, None] = {}
 
     def allocated(self, record: RequestRecord) -> None:
-        """Note that a request got a block table. The request is running, or waits for a load into the table."""
+        """Prepare for a request's new block table. The request runs, or waits for a load into the table."""
         if record.state is _RUNNING:
             self._due[record] = None
 
     def loaded(self, record: RequestRecord) -> None:
-        """Note that a request's load succeeded: the request is running, and the device holds its confirmed tokens."""
+        """Prepare for a request whose load succeeded: it runs, and the device has its confirmed tokens."""
         self._due[record] = None
 
     def step(self, fact: StepScheduled, advanced: Sequence[RequestRecord]) -> None:
@@ -75,7 +75,7 @@ class EagerPlanner:
             self._stores.offer(offers, last_chance=True)
 
     def preempted(self, record: RequestRecord) -> None:
-        """Count as lost the blocks of a preempted request that were not offered yet."""
+        """Count a preempted request's blocks that were not offered yet as lost."""
         self._due.pop(record, None)
         index = self._state.pool.index
         lost = [offer for offer in _confirmed(self._state, record) if offer.key not in index]
@@ -91,10 +91,10 @@ class LazyPlanner:
          as many as one  must be clean    a look-ahead reaches to here
          step allocates  up to here
 
-    A block is clean if the host has it, has no slot for it, or could never find it. When a look-ahead stores a block,
-    the block is leased and leaves the free queue until its copy has ended; then it joins the end of the queue. The
-    blocks after it move up, so enough clean blocks must stay in front of them until later look-aheads have stored them
-    too.
+    A block is clean if the host has it, has no slot for it, or no lookup could find it. When a look-ahead stores a
+    block, the block is leased and leaves the free queue until its copy has ended; then it joins the end of the queue.
+    The blocks after it move up, so enough clean blocks must stay in front of them until later look-aheads have stored
+    them too.
 
     While nothing is allocated, lazy stops after storing as many blocks as the host holds. Storing more would only evict
     blocks just stored. If the queue is longer than the host, lazy would never stop, and an engine without requests
@@ -106,7 +106,7 @@ class LazyPlanner:
         self._stores = stores
         self._enough = 2 * state.shape.turnover_blocks
         recurrent = [group for group in state.shape.groups if group.kind is AttentionKind.RECURRENT]
-        # Each recurrent group has two blocks that are not in the table: one to continue in and one to keep.
+        # Each recurrent group has two blocks outside the table: one to continue in and one to keep.
         self._for_states = 2 * len(recurrent)
         self._clean = 0
         self._stored = 0  # blocks stored since the last allocation
@@ -130,7 +130,7 @@ class LazyPlanner:
     def ending(self, record: RequestRecord) -> None:
         """Offer the request's deepest blocks if one or two steps may evict them.
 
-        The blocks are about to join the end of the free queue, so this happens only while the queue is short.
+        They join the end of the free queue, so this is only needed while the queue is short.
         """
         reach = self._enough - self._state.device.free_blocks()
         if reach > 0:
@@ -138,7 +138,7 @@ class LazyPlanner:
             self._stores.offer(self._unknown(record)[-reach:], last_chance=True)
 
     def preempted(self, record: RequestRecord) -> None:
-        """Count as lost the blocks of a preempted request that have already been allocated again."""
+        """Count a preempted request's blocks as lost if they have already been allocated again."""
         offers = self._unknown(record)
         held = self._state.device.keys_of([offer.block for offer in offers])
         lost = [offer for offer, holds in zip(offers, held, strict=True) if holds != offer.key]
@@ -158,8 +158,8 @@ class LazyPlanner:
             if key is None or (state.epoch and block not in state.computed_since_reset):
                 continue
             if (slot := state.pool.index.get(key)) is not None:
-                # The host's copy will soon be the only one. Mark it as used. Otherwise storing its neighbours could
-                # evict it, storing it again could evict them, and so on.
+                # The engine will soon evict its copy. Mark the host's copy as used. Otherwise storing its neighbours
+                # could evict it, and storing it again could evict them.
                 room -= state.pool.use((slot,), {})
             elif key not in self._stores.in_flight.keys:
                 offers.append(Offer(key, block))
@@ -168,14 +168,14 @@ class LazyPlanner:
         is_all = stored == fitting and not (no_slot and state.growing)
         self._clean = len(blocks) - len(stored) if is_all else 0
         self._stored += len(stored)
-        self._stores.offer(stored[::-1])  # the device evicts the deepest first; a job lists heads first
+        self._stores.offer(stored[::-1])  # The device evicts the deepest first, and a job lists heads first.
         outcome = StoreOutcome.NOT_READY if state.growing else StoreOutcome.HOST_FULL
         cause = MISS_CAUSES[outcome]
         refused = [offer for offer in no_slot if state.misses.cause(offer.key) is not cause]
         self._stores.refuse(refused, outcome)
 
     def _unknown(self, record: RequestRecord) -> list[Offer]:
-        """Return offers of the request's blocks that are not on the host or on their way to it, heads first."""
+        """Return offers of the request's blocks that are neither on the host nor being copied there, heads first."""
         index, in_flight = self._state.pool.index, self._stores.in_flight.keys
         offers = [*_confirmed(self._state, record), *_handed_off(self._state, record)]
         if self._for_states:
@@ -189,7 +189,7 @@ StorePlanner = EagerPlanner | LazyPlanner
 def make_planner(state: CoreState, stores: Stores) -> StorePlanner:
     """Return the planner that the policy names.
 
-    If a few steps can turn over the whole device pool, lazy has no time to look ahead, so eager is used instead.
+    If a few steps can allocate the whole device pool, lazy cannot look far enough ahead, so eager is used.
     """
     if state.policy.store_policy == "lazy" and 4 * state.shape.turnover_blocks < state.shape.device_blocks:
         return LazyPlanner(state, stores)
@@ -197,9 +197,9 @@ def make_planner(state: CoreState, stores: Stores) -> StorePlanner:
 
 
 def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
-    """Return offers of the blocks confirmed since the last call, heads first, and note them as offered.
+    """Return offers of the blocks confirmed since the last call, heads first, and mark them as offered.
 
-    Loaded blocks are left out because the host has them, recurrent states because the engine hands them off.
+    Leave out loaded blocks, which the host has, and recurrent states, which the engine hands off itself.
     """
     shape, offered, confirmed_tokens = state.shape, record.offered, record.confirmed_tokens
     offers: list[Offer] = []
@@ -230,7 +230,7 @@ def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
 
 
 def _handed_off(state: CoreState, record: RequestRecord) -> Iterator[Offer]:
-    """Yield offers of the recurrent states that the engine handed off, unless it has allocated their blocks again."""
+    """Yield offers of the recurrent states that the engine handed off, unless their blocks have been allocated again."""
     assert record.table is not None, record
     for group in state.shape.groups:
         if group.kind is AttentionKind.RECURRENT:

@@ -1,4 +1,4 @@
-"""Request records. Everything that the core knows about a request is in a field of its record."""
+"""Request records, with everything that the core stores about a request."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def from_fields(kind: type[TupleT]) -> Callable[[tuple[Any, ...]], TupleT]:
 class PendingHit(NamedTuple):
     """The answer to one lookup."""
 
-    device_tokens: int  #: tokens that the device held
-    tokens: int  #: tokens that device and host hold together
+    device_tokens: int  #: tokens on the device
+    tokens: int  #: tokens on the device or the host
     slots: tuple[SlotId, ...]  #: the slots that the lookup found and pinned, heads first
     cause: MissCause | None  #: why the first block position after `tokens` missed; None if there is none
     missing: BlockKey | None = None  #: the key of that position, if it has one
 
 
 class RequestRecord(Struct, eq=False):
-    """Everything known about one request. Jobs and offers refer to it together with its incarnation.
+    """What the core stores about one request. Jobs and offers refer to a record and its incarnation.
 
     Args:
         request: its id.
@@ -53,24 +53,24 @@ class RequestRecord(Struct, eq=False):
         incarnation: identifies its block table. Jobs and offers made for an earlier table do not change the record.
         table: per group, the device block of each position; None without a table. `BlockTables` writes it.
         hit: the answer to its last lookup, with pinned slots, until an allocation takes it. `PendingHits` writes it.
-        loading: slots that it is loading and that other requests may wait for. `Requests` writes it.
+        loading: the slots of its open load, for which other requests may wait. `Requests` writes it.
         found_tokens, loaded_tokens: where the device's own hit ended, and where the load after it ended.
-        confirmed_tokens: tokens known to have been computed in this incarnation.
+        confirmed_tokens: tokens that this incarnation is known to have computed.
         offered: per group, the first position not offered yet. The planners write it.
-        waiting: positions whose offers could not be decided on yet.
+        waiting: positions whose offers are not decided yet.
         held: slots that it stored or hit, in the order of use; `Retention` keeps them from eviction.
         held_to: the first token of the last block that a store added to `held`.
         shares: True if `held` does not list every block it used in order, because another request stored some of them
-            or a tail arrived before its head. `Retention` writes it.
-        watched: keys that it offered and did not have to store. If the host evicts one, it is offered again.
+            or a tail was stored before its head. `Retention` writes it.
+        watched: keys that it offered and that the host already had. If the host evicts one, it is offered again.
         stored_again: keys that it offered again after an eviction, each only once.
         jobs: the number of open jobs that copy its blocks. `Requests` writes it.
         has_timed_out: one of its jobs timed out and may never end.
         load_failed: one of its loads failed; from now on its lookups return 0.
         may_store: False if any of its blocks was computed before the last reset.
         least_tokens: hits shorter than this are recomputed. Its first lookup sets it; 0 before.
-        boundary: after how many tokens the engine is asked for a recurrent state, because the last lookup could not
-            use a longer prefix without this state; 0 for never. `PendingHits` writes it.
+        boundary: after how many tokens the engine is asked for a recurrent state, because the last lookup could not use
+            a longer prefix without this state; 0 for never. `PendingHits` writes it.
         fetched_blocks: how many blocks were fetched from lower tiers for it.
         fetched_from: the tier of the last of these fetches.
         asks_tiers: False after one of its fetches has failed; no other fetch is planned for it.
@@ -133,16 +133,16 @@ class Requests:
     The only writer of a record's `state`, `jobs` and `loading`.
 
     When several requests need the same prefix from the host, one loads it and the others wait (R14). They wait until
-    the loading request runs, because then the device's own prefix cache has the blocks, or until its load fails or the
-    request is gone. Several requests may load the same slot, because a request that has waited too long starts its own
-    load.
+    the loading request runs (from then on the device's prefix cache has the blocks), until its load fails, or until the
+    loading request ends. Several requests may load the same slot, because a request that has waited too long starts its
+    own load.
     """
 
     def __init__(self) -> None:
         self.live: dict[RequestId, RequestRecord] = {}
         self.finishing: set[RequestRecord] = set()
         self.loading: dict[SlotId, list[RequestRecord]] = {}
-        """For each slot being loaded, the requests that load it."""
+        """The requests that load each slot."""
 
     def move(self, record: RequestRecord, event: RequestEvent) -> None:
         """Apply an event to a record. If the request loses its block table, other requests stop waiting for its load.
@@ -161,7 +161,7 @@ class Requests:
                 record.state = REQUEST.steps[_LAST_JOB][record.state]
 
     def loads(self, record: RequestRecord, slots: Iterable[SlotId]) -> None:
-        """Note that a job loads these slots for a request, so that other requests can wait for the load."""
+        """Record that a job loads these slots for a request, so that other requests can wait for the load."""
         record.jobs += 1
         record.loading = tuple(slots)
         for slot in record.loading:
@@ -185,7 +185,7 @@ class Requests:
                 record.jobs += 1
 
     def job_ended(self, record: RequestRecord) -> None:
-        """Note that a job on this request's blocks has ended on all ranks."""
+        """Record that a job on this request's blocks has ended on all ranks."""
         record.jobs -= 1
         if record.state is _FINISHING and not record.jobs:
             record.state = REQUEST.steps[_LAST_JOB][record.state]
@@ -194,7 +194,8 @@ class Requests:
     def loader(self, slots: Iterable[SlotId]) -> RequestId | None:
         """Return the first request that is loading one of these slots, or None. Changes nothing.
 
-        It is never the asking request: only requests with a block table load, and only requests without one look up.
+        The result is never the request that looks up: only requests with a block table load, and only requests without
+        one look up.
         """
         loading = self.loading.get
         return next((found[0].request for slot in slots if (found := loading(slot))), None)

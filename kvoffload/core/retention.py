@@ -1,4 +1,4 @@
-"""Retention: keeps slots that a request stored or hit out of the eviction order while the request needs them (R8, R15).
+"""Keeps slots that a request stored or hit out of the eviction order while the request needs them (R8, R15).
 
 A request's slots are released together, the deepest first, once it has ended or lost its block table and its last job
 has ended. If each store released its own slots, a prefix's head would be evicted before its tail, which is useless
@@ -48,14 +48,14 @@ class Retention:
         record.held += slots
 
     def share(self, record: RequestRecord) -> None:
-        """Note that a request uses a block that another request stored."""
+        """Record that a request uses a block that another request stored."""
         record.shares = True
 
     def arrived(self, job: Store) -> None:
         """Hold a store's slots for the requests whose blocks they contain.
 
-        A block may arrive before the blocks in front of it. An ended request with a timed-out job gets no more holds,
-        because the end of that job, which would release them, may never come.
+        A block may be stored before earlier blocks of its prefix. An ended request with a timed-out job gets no more
+        holds, because the end of that job, which would release them, may never come.
         """
         sizes, held = [group.block_tokens for group in self._groups], list[SlotId]()
         first = end = 0
@@ -76,14 +76,14 @@ class Retention:
     def release_if_over(self, record: RequestRecord) -> None:
         """Release a request's slots if it has no block table and no open job.
 
-        If one of its jobs has timed out, its open jobs do not count.
+        If one of its jobs has timed out, open jobs are ignored.
         """
         is_waiting = record.table is not None or (record.jobs and not record.has_timed_out)
         if (record.held or record.shares or record.found_tokens) and not is_waiting:
             self.release(record)
 
     def release(self, record: RequestRecord) -> None:
-        """Release all slots that a request holds; its deepest blocks are evicted first."""
+        """Release all slots that a request holds. Its deepest blocks will be evicted first."""
         if self._tiers and record.loaded_tokens and record.persists:
             keys = self._keys(record, record.loaded_tokens, state=record.loaded_tokens)
             on_host = self._pool.index.parts
@@ -106,13 +106,13 @@ class Retention:
     def _release_and_use(self, record: RequestRecord) -> None:
         """Release held slots and mark shared ones as used, deepest first.
 
-        A shared head is then as recent as the request's own tail.
+        The prefix's head, which other requests may share, is then the most recently used.
         """
         held = Counter(record.held)
         used = self._slots_deepest_first(record, record.confirmed_tokens, held)
         if held:
             reached = set(used)
-            # Slots that have been invalidated since, or that are deeper than this incarnation has reached.
+            # These slots have been invalidated, or are deeper than this incarnation has reached.
             beyond = [slot for slot in reversed(held) if slot not in reached]
             self._pool.release([slot for slot in beyond for _ in range(held.pop(slot))])
         self._pool.use(used, held)

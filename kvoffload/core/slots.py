@@ -31,7 +31,7 @@ class LruOrder:
 
     The order is a ring: two lists hold each slot's next and previous slot. The ring begins and ends at -1, which in a
     Python list is the index of the last item. It takes 16 bytes per slot, and a change touches a few items. An
-    `OrderedDict` takes 100 to 160 bytes per slot, and is rebuilt now and then inside a hook.
+    `OrderedDict` takes 100 to 160 bytes per slot, and is sometimes rebuilt inside a hook.
     """
 
     __slots__ = ("_after", "_before", "count")
@@ -43,7 +43,7 @@ class LruOrder:
         """The number of slots in the order."""
 
     def grow(self, capacity: int) -> None:
-        """Make room for slots numbered below `capacity`. Allocates memory here, because `add` runs in a hook."""
+        """Make room for slots numbered below `capacity`, so that `add`, which runs in a hook, allocates no memory."""
         for links in (self._after, self._before):
             links[-1:-1] = [_ABSENT] * (capacity + 1 - len(links))
 
@@ -88,7 +88,7 @@ class LruOrder:
         """Yield the slots, the next victim first. Changes nothing."""
         links = self._after
         slot = links[-1]
-        for _ in range(self.count):  # bounded, so that an audit can report a broken ring
+        for _ in range(self.count):  # The count bounds the loop, so that an audit can report a broken ring.
             yield slot
             slot = links[slot]
 
@@ -136,15 +136,15 @@ def uncount(counts: dict[Item, int], items: Sequence[Item]) -> Sequence[Item]:
 
 
 class HostPool:
-    """The slots of one tier of an engine. The host's pool starts empty and grows as the ranks' memory gets ready."""
+    """The slots of one tier. The host's pool starts empty and grows as the ranks' memory gets ready."""
 
     def __init__(self) -> None:
         self._states = bytearray()
         self._keys: list[BlockKey | None] = []
         self.pins: dict[SlotId, int] = {}
-        """How many pins each pinned slot has."""
+        """The number of pins of each pinned slot."""
         self.holds: dict[SlotId, int] = {}
-        """How many holds each held slot has."""
+        """The number of holds of each held slot."""
         self.index = KeyIndex()
         """The slots that can hit (READY or PINNED) by key. A slot must be pinned before its bytes are used."""
         self._freed: list[SlotId] = []
@@ -160,7 +160,7 @@ class HostPool:
 
     @property
     def room(self) -> int:
-        """The number of slots that `reserve` could return now."""
+        """Return the number of slots that `reserve` could allocate now."""
         return self._counts[_EMPTY] + self._order.count
 
     def count(self, state: SlotState) -> int:
@@ -196,7 +196,7 @@ class HostPool:
         return more
 
     def adopt(self, capacity: int, blocks: Mapping[SlotId, BlockKey], free: Sequence[SlotId]) -> None:
-        """Take over a part of the slots that an earlier process filled.
+        """Add a part of the slots that an earlier process filled.
 
         Args:
             capacity: the number of slots known so far. A slot that no part lists stays QUARANTINED.
@@ -249,18 +249,14 @@ class HostPool:
         return slots, evicted
 
     def fill(self, slots: Sequence[SlotId]) -> None:
-        """Let lookups find slots that every rank has written; the last slot is the most recently used."""
+        """Make slots that every rank has written findable. The last slot is the most recently used."""
         self._move_all(slots, SlotEvent.FILL)
         self.index.add(list(map(self._keys.__getitem__, slots)), slots)  # type: ignore[arg-type]  # each has a key
         if unheld := self._not_held(slots):
             self._order.add(unheld)
 
     def pin(self, slots: Sequence[SlotId]) -> None:
-        """Protect slots from eviction. All of them must be able to hit, and the caller must undo each pin once.
-
-        Raises:
-            IllegalTransition: one of them cannot hit; nothing has changed.
-        """
+        """Protect slots from eviction. All of them must be able to hit. The caller must unpin each of them later."""
         pins, once = self.pins, dict.fromkeys(slots, 1)
         again = pins.keys() & slots
         for slot in again:
@@ -275,7 +271,7 @@ class HostPool:
             pins.update(once)
 
     def unpin(self, slots: Sequence[SlotId]) -> None:
-        """Undo one pin of each slot; the deepest are evicted first.
+        """Remove one pin of each slot. The caller lists the first to be evicted first.
 
         Raises:
             KeyError: one of them is not pinned; nothing has changed.
@@ -331,7 +327,7 @@ class HostPool:
 
         A READY slot becomes EMPTY. A FILLING or PINNED one is DRAINING until its last copy and pin have ended.
         """
-        # Forget the key now: while this slot drains, another slot may get the same key.
+        # Remove the key now, because another slot may get the same key while this slot drains.
         could_hit = self._forget_key(slot)
         if self._states[slot] == SlotState.READY:
             self._order.remove(self._not_held((slot,)))
@@ -342,7 +338,7 @@ class HostPool:
         return could_hit
 
     def drained(self, slots: Iterable[SlotId]) -> None:
-        """Free the slots among these that are DRAINING. Their last copy or pin must have ended."""
+        """Free those of these slots that are DRAINING. Their last copy or pin must have ended."""
         empty = [slot for slot in slots if self._states[slot] == _DRAINING]
         if empty:
             self._move_all(empty, SlotEvent.DRAIN)
@@ -360,7 +356,7 @@ class HostPool:
         return could_hit
 
     def forget_all(self) -> Mapping[BlockKey, SlotId]:
-        """Empty the index at once for a reset, and return its keys and slots. Pinned slots become DRAINING.
+        """Empty the index for a reset, and return its keys and slots. Pinned slots become DRAINING.
 
         FILLING slots are not in the index; the owners of their jobs invalidate them.
         """
@@ -402,7 +398,7 @@ class HostPool:
         return [slot for slot, state in zip(slots, states, strict=True) if state == _READY] if ready else ()
 
     def _not_held(self, slots: Sequence[SlotId]) -> Sequence[SlotId]:
-        """Return the slots that no running request holds. If they are READY, they are in the eviction order."""
+        """Return the slots that no running request holds. Of these, READY slots are in the eviction order."""
         holds = self.holds
         if holds.keys().isdisjoint(slots):
             return slots

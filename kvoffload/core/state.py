@@ -1,4 +1,4 @@
-"""All state of one engine's scheduler side. Each part has one writer."""
+"""The whole state of one engine's scheduler side. Each part has one writer."""
 
 from __future__ import annotations
 
@@ -45,13 +45,7 @@ class LoadResults(Struct):
 
 
 class CoreState:
-    """All parts that hold state. A request's state is in its record, a job's in the job, and a slot's in its pool.
-
-    Args:
-        shape: the engine's fixed properties.
-        policy: the operator's choices.
-        device: the engine's block pool.
-    """
+    """All state of the core. A request's state is in its record, a job's in the job, and a slot's in its pool."""
 
     def __init__(self, shape: EngineShape, policy: Policy, device: BlockPool) -> None:
         self.shape = shape
@@ -85,4 +79,4 @@ class CoreState:
         self.computed_since_reset: set[DeviceBlockId] = set()
         """After a reset: device blocks that hold nothing computed before the reset."""
         self.degraded: DegradeCause | None = None
-        """Why offloading is off for good; None while it is on."""
+        """Why offloading is switched off until the engine restarts; None while it is on."""

@@ -82,7 +82,7 @@ class Stores:
         self.for_room: dict[RequestRecord, deque[Position]] = {}
         """For each request, the positions whose offers wait for room."""
         self.states_for_room: dict[RequestRecord, deque[Position]] = {}
-        """Like `for_room`, but for recurrent states. They get room first: a prefix without its state is useless."""
+        """Like `for_room`, but for recurrent states, which get room first: a prefix without its state is useless."""
         self.again: list[Offer] = []
         """Offers to decide on again in the next step."""
         self.leased_blocks = 0
@@ -112,7 +112,7 @@ class Stores:
         self.again += offers
 
     def arrived_otherwise(self, offers: Sequence[Offer]) -> None:
-        """Settle offers whose keys another job has brought to the host."""
+        """Settle offers whose keys another job has copied to the host."""
         for offer in offers:
             self._state.tally.count_stores(StoreOutcome.IN_FLIGHT)
             if (record := owner(offer)) is not None:
@@ -136,7 +136,7 @@ class Stores:
         sizes = [group.block_tokens for group in self._state.shape.groups]
         positions = sorted(
             record.waiting, key=lambda position: position[1] * sizes[position[0]]
-        )  # heads first
+        )  # A request's blocks are listed heads first.
         self._stop_waiting(record)
         self._decide([self._offer_of(record, *position) for position in positions], last_chance=True)
 
@@ -165,7 +165,7 @@ class Stores:
             offers = self._fresh(offers)
         if not offers:
             return
-        # The last check: the engine's own hash of each block (R7).
+        # The engine's own hash of each block is the last check (R7).
         held = state.device.keys_of(list(map(_BLOCK, offers)))
         if None in held and not state.epoch:
             offers, held = self._hashed(offers, held)
@@ -179,7 +179,7 @@ class Stores:
             and state.leases.counts.keys().isdisjoint(blocks)
             and len(set(keys)) == len(keys)
         ):
-            self._accept(offers)  # the usual case
+            self._accept(offers)  # usually all offers are accepted
         else:
             self._admit_some(offers, held, last_chance=last_chance)
 
@@ -207,7 +207,7 @@ class Stores:
     def _hashed(
         self, offers: Sequence[Offer], held: Sequence[BlockKey | None]
     ) -> tuple[list[Offer], list[BlockKey | None]]:
-        """Decline offers of blocks without a hash, such as blocks that a window has moved past; return the others."""
+        """Return the offers of blocks that have a hash. Decline the others, e.g. blocks that a window has moved past."""
         copied, left, unhashed = self._state.leases.counts, list[int](), list[BlockKey]()
         for number, (offer, holds) in enumerate(zip(offers, held, strict=True)):
             if holds is not None or offer.block == NULL_BLOCK or offer.block in copied:
@@ -224,8 +224,8 @@ class Stores:
     ) -> None:
         """Accept as many offers as possible, but only the first of each key.
 
-        A duplicate of an accepted offer waits for its store. A duplicate of a declined offer is decided on in its turn,
-        so that a head comes before its tail.
+        A duplicate of an accepted offer waits for its store. After a declined offer, its duplicate is decided in the
+        given order, so that heads come before tails.
         """
         state = self._state
         accepted: dict[BlockKey, Offer] = {}
@@ -260,7 +260,7 @@ class Stores:
         """Return the offer with a block verified to hold its key, or an outcome if there is none (R3, R7, R10)."""
         state, block = self._state, offer.block
         if block == NULL_BLOCK:
-            # The position was zeroed, but another block on the device may hold the key.
+            # The position was zeroed, but another block on the device may have the key.
             block = state.device.block_of(offer.key) or NULL_BLOCK
             if block == NULL_BLOCK:
                 return StoreOutcome.STALE
@@ -390,7 +390,7 @@ class Stores:
             self._state.misses.note((key,), cause)
 
     def _already_cached(self, offers: Sequence[Offer]) -> None:
-        """Settle offers of blocks that the host has, watch for these blocks' eviction (R8), and note their use.
+        """Settle offers of blocks that the host has. Watch for the blocks' eviction (R8), and record their use.
 
         A request's blocks are offered a few at a time. If each block were marked as used when it is offered, the head
         would be the least recently used (R15). So they are marked together, when the request releases its slots.
@@ -398,7 +398,7 @@ class Stores:
         state = self._state
         state.tally.count_stores(_ALREADY_CACHED, len(offers))
         ownerless: list[SlotId] = []
-        for offer in reversed(offers):  # the head is evicted last
+        for offer in reversed(offers):  # Reversed, so that the head is evicted last.
             if (record := owner(offer)) is None:
                 ownerless.append(state.pool.index[offer.key])
             else:
@@ -408,7 +408,7 @@ class Stores:
             state.pool.use(ownerless, {})
 
     def evicted(self, keys: Sequence[BlockKey]) -> None:
-        """Count blocks that were evicted for space. Running requests that still have them may offer them once more."""
+        """Count blocks that were evicted for space. Each running request may offer its evicted blocks once more."""
         state = self._state
         state.misses.note(keys, MissCause.EVICTED)
         # How many of these blocks were evicted before they could be spilled.
@@ -442,7 +442,7 @@ class Stores:
 
     @staticmethod
     def _offer_of(record: RequestRecord, group: GroupId, position: int) -> Offer:
-        """Return the offer of a position with the block now in the table, which is the null block if it was zeroed."""
+        """Return the offer of a position with the block in the table now: the null block if the position was zeroed."""
         assert record.table is not None, record
         blocks = record.table[group]
         block = blocks[position] if position < len(blocks) else NULL_BLOCK
@@ -454,7 +454,7 @@ _FOR_ROOM = (
     StoreOutcome.NOT_READY,  # the host has no room yet, but more memory is coming
     StoreOutcome.STALLED,  # too many copies timed out, so no new copy starts
 )
-"""Reasons why an offer waits for room. Each step decides on as many waiting offers, in order, as there is room for."""
+"""Reasons why an offer waits for room. Each step decides on these offers in order, as many as there is room for."""
 
 _WAITS = (
     *_FOR_ROOM,

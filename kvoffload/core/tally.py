@@ -1,4 +1,4 @@
-"""The core's reports: events in order, sums of block counts, and the reasons why keys are not on the host."""
+"""The core's reports: events in order, sums of block counts, and the reasons why keys are missing on the host."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.model.wire import Tier
 
 _PARTS = 64
-_LEAST_PART = 64  # the memory is only split if each part can remember this many keys
+_LEAST_PART = 64  # The memory is only split if each part can store this many keys.
 
 
 class Tally:
     """Collects events and sums of block counts until the runtime takes them.
 
     Args:
-        planned: the jobs of the next plan. While there are any, sums are held back, because they must follow these
-            jobs' events.
+        planned: the jobs of the next plan. While there are any, sums are not returned, because they must follow the
+            events of these jobs.
     """
 
     def __init__(self, planned: Sized) -> None:
@@ -79,7 +79,7 @@ class Tally:
             self.has_sums = True
 
     def take(self, *, everything: bool = False) -> list[Event]:
-        """Return the events since the last call, and forget them.
+        """Return the events since the last call.
 
         Sums are left out while jobs are being planned, unless `everything` is set.
         """
@@ -129,14 +129,14 @@ class MissMemory:
                 part.popitem(last=False)
 
     def arrived(self, keys: Iterable[BlockKey]) -> None:
-        """Forget keys that have reached the host."""
+        """Remove keys that are now on the host."""
         causes, parts = self._causes, self._parts
         for key in keys if causes else ():
             if (part := causes.get(key[0] % parts)) is not None:
                 part.pop(key, None)
 
     def reset(self, dropped: Mapping[BlockKey, object]) -> None:
-        """Forget all causes after a reset. From now on, the keys that the reset dropped miss with AFTER_RESET."""
+        """Drop all causes after a reset. From now on, the keys that the reset dropped miss with AFTER_RESET."""
         self._causes.clear()
         self._before_reset = dropped
 

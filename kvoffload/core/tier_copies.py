@@ -10,9 +10,9 @@ request's lookup finds that more blocks must be fetched, it plans another fetch.
 fetched once (R14). Until a block has arrived, lookups that need it answer "not yet"; after that it is on the host like
 any other block.
 
-Open fetches fill at most a quarter of the host, and the fetches for one request bring at most as many blocks in all. A
-longer prefix is fetched from its head, and the rest is computed. If a fetch fails, no other fetch is planned for the
-requests that waited for it, so a request waits for a failed fetch only once.
+Open fetches fill at most a quarter of the host, and so do all fetches for one request together. A longer prefix is
+fetched from its head, and the rest is computed. If a fetch fails, no other fetch is planned for the requests that
+waited for it.
 
 After a restart, a *warm start* fetches the most recently used blocks from the disk before requests ask for them. It
 fills only free slots, at most a quarter of the host, a few at a time, and only while nothing else is loaded or fetched.
@@ -58,9 +58,9 @@ from kvoffload.model.wire import JobReport, Tier
 JobT = TypeVar("JobT", Fetch, Spill)
 
 MOST_STEPS = 64
-"""How many steps a short queue waits to grow. If the process is killed, the candidates in it are lost."""
+"""How many steps a short queue waits for more blocks. If the process is killed, the blocks in it are not written."""
 _ENOUGH = 32
-"""A queue of this length does not wait. One more job costs the hooks as much time as about 80 more blocks."""
+"""A queue of this length does not wait. In a hook, one more job costs as much time as about 80 more blocks."""
 _MOST_WARM = 2**16
 """The most blocks that a warm start remembers."""
 
@@ -77,7 +77,7 @@ class _Copies(ABC, Generic[JobT]):
         tier: the lower tier.
         read: the pool whose slots the jobs read.
         written: the pool whose slots the jobs write.
-        in_flight: the keys on their way to the `written` pool.
+        in_flight: the keys being copied to the `written` pool.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class _Copies(ABC, Generic[JobT]):
         self._in_flight.began(job.keys, job)
 
     def reported(self, job: JobT, rank: Rank, report: JobReport) -> None:
-        """Note the end of a rank's copy. The first failed rank fails the job at once (R4)."""
+        """Record the end of a rank's copy. The first failed rank fails the job (R4)."""
         job.copy_s = max(job.copy_s, report.copy_s)
         if report.stuck or report.missing:
             job.stuck.update(report.stuck)
@@ -108,7 +108,7 @@ class _Copies(ABC, Generic[JobT]):
             self.failed(job, Failure.CORRUPT if is_corrupt else Failure.FAILED)
 
     def failed(self, job: JobT, why: Failure) -> None:
-        """Settle a failed job. After a timeout the slots that it writes are never allocated again (R16)."""
+        """Settle a failed job. After a timeout, the slots that it writes are never allocated again (R16)."""
         if not job.settled:
             job.settled = True
             self._lose(job, range(len(job.keys)), why.of_tier)
@@ -192,11 +192,11 @@ class Fetches(_Copies[Fetch]):
         return bool(self.warm) and self._tier.is_usable and state.degraded is None and not state.stall.is_on
 
     def restored(self, keys: Iterable[BlockKey]) -> None:
-        """Add blocks that an earlier process wrote to the disk to the warm start, the most recently used last."""
+        """Add blocks that an earlier process wrote to the disk to the warm start, in order of use."""
         self.warm.extend(keys)
 
     def leave_to(self, record: RequestRecord) -> None:
-        """Leave an arriving request's prefix out of the warm start: the request fetches the blocks that it can use."""
+        """Remove an arriving request's prefix from the warm start, because the request fetches it."""
         self._left.update(*record.keys)
 
     def stop(self) -> None:
@@ -227,9 +227,9 @@ class Fetches(_Copies[Fetch]):
     # -- endings ------------------------------------------------------------------------------------------------
 
     def reported(self, job: Fetch, rank: Rank, report: JobReport) -> None:
-        """Note the end of a rank's copy.
+        """Record the end of a rank's copy.
 
-        If one rank cannot read a block, no rank uses it (R4), and it is removed from the tier's index.
+        If one rank cannot read a block, no rank uses it (R4). It is removed from the tier's index.
         """
         if report.corrupt or report.missing:
             job.corrupt.update(report.corrupt)
@@ -260,7 +260,7 @@ class Fetches(_Copies[Fetch]):
         for record in job.wanted:
             record.fetched_blocks += len(keys)
             record.fetched_from = job.tier
-        if job.wanted:  # a warm start does not count as a use
+        if job.wanted:  # A warm start does not count as a use.
             self._tier.read(tier_slots[::-1])
 
     def _lose(self, job: Fetch, positions: Sequence[int], outcome: TierOutcome) -> list[Offer]:
@@ -278,7 +278,7 @@ class Fetches(_Copies[Fetch]):
         for position in positions:
             tier_slot, key = job.tier_slots[position], job.keys[position]
             if tier.pool.indexed_key(tier_slot) != key:
-                continue  # already removed, by another rank's report or a reset
+                continue  # Another rank's report or a reset has already removed this block.
             tier.invalidate(tier_slot)
             removed += tier.pool.invalidate(tier_slot)
             if cause is not None:
@@ -335,14 +335,14 @@ class Spills(_Copies[Spill]):
         self._read.unpin(job.read)
 
     def reported(self, job: Spill, rank: Rank, report: JobReport) -> None:
-        """Note the end of a rank's copy. Host slots whose bytes turn out to be corrupt are quarantined."""
+        """Record the end of a rank's copy. Host slots whose bytes are corrupt are quarantined."""
         job.sums[rank] = report.sums
         if report.outcome is CopyOutcome.CORRUPT:
             self._quarantine(job, report.corrupt)
         super().reported(job, rank, report)
 
     def _arrived(self, job: Spill) -> None:
-        """Let lookups find the blocks on the tier. Blocks on the disk can also be found by the next process."""
+        """Make the blocks findable on the tier. The next process can also find blocks on the disk."""
         tier = self._tier
         tier.spill_ended(job, self._state.jobs.last, is_load_open=self._is_load_open)
         self._settle(job, job.keys, TierOutcome.DONE)
@@ -358,7 +358,7 @@ class Spills(_Copies[Spill]):
     def _quarantine(self, job: Spill, positions: tuple[int, ...]) -> None:
         """Quarantine host slots that a spill found corrupt, as after a corrupt load.
 
-        Slots that no longer hold the spilled block are left alone.
+        Ignore slots that no longer contain the spilled block.
         """
         pool = self._state.pool
         bad = [(job.slots[position], job.keys[position]) for position in positions]
@@ -383,7 +383,7 @@ _NOTHING = _Found((), 0, 0, ())
 
 
 class LowerTiers:
-    """Decides which blocks are copied between the host and lower tiers, and when; handles the facts about these tiers.
+    """Decides when which blocks are copied between the host and lower tiers, and handles facts about these tiers.
 
     The only writer of `RequestRecord.awaits_fetch`.
 
@@ -456,7 +456,7 @@ class LowerTiers:
         if record.asks_tiers:
             self._fetch(record, found, hit.slots)
         on_way = self._in_flight.keys
-        # A dict keeps the order, unlike a set: the lookups wait for the last of these jobs.
+        # A dict keeps the order, which a set does not. Lookups wait for the last of these jobs.
         jobs = dict.fromkeys([on_way[key] for key, *_ in found.blocks if key in on_way])
         fetches = [job for job in jobs if isinstance(job, Fetch)]
         for job in fetches:
@@ -465,9 +465,9 @@ class LowerTiers:
         return bool(fetches)
 
     def is_awaited(self, record: RequestRecord, device_tokens: int) -> bool:
-        """Return whether a request still waits for a useful fetch, so that its lookup need not search again.
+        """Return whether a request still waits for a useful fetch. If so, its lookup need not search again.
 
-        If the fetch is no longer useful, forget it.
+        If the fetch is no longer useful, the request stops waiting for it.
         """
         if record.awaits_fetch is not None:
             job = self._state.jobs.open.get(record.awaits_fetch[0])
@@ -477,7 +477,7 @@ class LowerTiers:
         return record.awaits_fetch is not None
 
     def leaves(self, record: RequestRecord) -> None:
-        """Cancel the fetches that only this request waits for. The request ends before its allocation."""
+        """Cancel the fetches that only this request waits for, because it ends before its allocation."""
         jobs = self._state.jobs
         for job in [job for job in jobs.open.values() if isinstance(job, Fetch) and record in job.wanted]:
             del job.wanted[record]
@@ -486,7 +486,7 @@ class LowerTiers:
             jobs.cancel(job)
 
     def cause(self, missing: BlockKey | None, cause: MissCause | None) -> MissCause | None:
-        """Return why a block that is not on the host misses, given the cause that is known without the lower tiers."""
+        """Return why a block is missing on the host. `cause` is what is known without the lower tiers."""
         for tier in self._state.tiers:
             if missing is not None and missing in tier.pool.index.parts[missing[0]]:
                 if self._state.shape.count_states((missing,)):
@@ -505,17 +505,17 @@ class LowerTiers:
         return [tier for tier in self._state.tiers if tier.is_usable and tier.has_blocks]
 
     def _first_missing(self, keys: Sequence[BlockKey]) -> BlockKey | None:
-        """Return the first key of a prefix that the host lacks, or None if it lacks none.
+        """Return the first key of a prefix that the host lacks, or None if it has all.
 
-        The search is binary, because the host evicts a prefix's head last. If an earlier block is missing too, the
-        request's lookup fetches it, because a lookup checks every block.
+        The search is binary, because the host evicts a prefix's head last. If an earlier block is missing, the
+        request's lookup finds out and fetches it.
         """
         parts = self._state.pool.index.parts
         first = bisect_left(keys, True, key=lambda key: key not in parts[key[0]])
         return keys[first] if first < len(keys) else None
 
     def _search(self, record: RequestRecord, index: LayeredIndex, device_tokens: int, tokens: int) -> _Found:
-        """Return the blocks that lower tiers add to a prefix, at most as many as may be fetched for one request.
+        """Return the blocks that lower tiers can add to a prefix, up to the limit for one request.
 
         If there are more, the prefix is cut to a shorter usable length.
 
@@ -544,10 +544,10 @@ class LowerTiers:
             limit = reached - max(surplus - surplus % alignment, alignment)
 
     def _fetch(self, record: RequestRecord, found: _Found, head: Sequence[SlotId]) -> None:
-        """Plan fetches of as many blocks as the host has room for, except those in flight.
+        """Plan fetches of these blocks, except those in flight, as far as the host has room.
 
-        The host evicts no block of the same prefix to make room. A lookup of the request waits for these fetches,
-        unless the device then already holds as many tokens.
+        No block of the same prefix is evicted to make room. The request's lookups wait for these fetches, unless the
+        device has as many tokens by then.
         """
         state = self._state
         on_way = self._in_flight.keys
@@ -571,7 +571,7 @@ class LowerTiers:
 
     @property
     def is_due(self) -> bool:
-        """Whether the engine must keep stepping so that copies can be planned."""
+        """Whether the engine must keep stepping so that more copies can be planned."""
         return any(each.is_due for each in self._owners)
 
     def step(self) -> None:
@@ -596,7 +596,7 @@ class LowerTiers:
     # -- facts --------------------------------------------------------------------------------------------------
 
     def disk_restored(self, fact: facts.DiskRestored) -> None:
-        """Take over a part of the disk's index. The last part opens the disk."""
+        """Add a part of the disk's index. The last part opens the disk."""
         disk = self._state.disk
         assert disk is not None, fact
         disk.restore(fact.slots, fact.puts, fact.free, is_last=fact.is_last)
@@ -612,7 +612,7 @@ class LowerTiers:
             self._state.tally.events.append(DiskClosed())
 
     def remote_opened(self, fact: facts.RemoteOpened) -> None:
-        """Open the remote tier. If its namespace has changed, forget the blocks found in the old one."""
+        """Open the remote tier. If its namespace has changed, discard the hints from the old one."""
         jobs, remote = self._state.jobs, self._state.remote
         assert remote is not None, fact
         if remote.namespace not in ("", fact.namespace):
@@ -622,12 +622,12 @@ class LowerTiers:
         remote.open(fact.namespace)
 
     def remote_lost(self, _: facts.RemoteLost) -> None:
-        """Close the remote tier until it opens again, because it does not answer."""
+        """Close the remote tier, which does not answer, until it opens again."""
         if self._state.remote is not None:
             self._state.remote.close()
 
     def remote_answered(self, fact: facts.RemoteAnswered) -> None:
-        """Note which of a request's blocks the remote tier has, and fetch them."""
+        """Record which of a request's blocks the remote tier has, and fetch them."""
         remote, record = self._state.remote, self._state.requests.live.get(fact.request)
         if record is not None:
             record.awaits_answer = False
@@ -637,7 +637,7 @@ class LowerTiers:
                 self._seen(record)
 
     def forget_all(self) -> None:
-        """Forget all blocks on lower tiers. Their jobs have been dropped."""
+        """Remove all blocks on lower tiers from their indexes. The caller has dropped their jobs."""
         self.stop()
         for tier in self._state.tiers:
             self._state.tally.evicted_below(tier.tier, EvictionCause.RESET, tier.forget_all())
@@ -649,7 +649,7 @@ class LowerTiers:
 
 
 def most_fetched(state: CoreState) -> int:
-    """Return how many host slots open fetches may fill, and how many blocks may be fetched for one request in all."""
+    """Return how many host slots open fetches may fill. All fetches for one request may copy as many blocks."""
     return max(state.pool.capacity // 4, 1)
 
 

@@ -1,4 +1,4 @@
-"""The tiers below the host: the state of each, and an index that finds blocks on all of them and on the host.
+"""The tiers below the host, and an index that searches them together with the host.
 
 Each tier keeps its slots in the same kind of pool as the host. A disk slot stands for the same slot in every rank's
 file. A remote tier has an index of its own, and other engines write to it and evict from it. So a slot of a remote tier
@@ -33,7 +33,7 @@ Ask = tuple[RequestId, tuple[BlockKey, ...]]
 
 MOST_HINTS = 2**17
 MOST_ASKED = 4096
-"""The most keys to ask for per request: Mooncake's master takes about 9 microseconds per key."""
+"""The most keys to query per request. Mooncake's master takes about 9 microseconds per key."""
 _MOST_BYTES = 64 * 2**20
 """The maximum size of a rank's open spills, in bytes. The next load or fetch waits for them, about 50 ms on a disk."""
 _EIGHTH = 1 / 8
@@ -44,17 +44,17 @@ class LowerTier:
 
     Args:
         tier: its name.
-        after_hits: how often a block must be found again before it is written to the tier.
+        after_hits: how often lookups must find a block before it is written to the tier.
         jobs: the open jobs.
 
     Attributes:
-        takes_all: True if blocks are written to it even if they were never found again.
+        takes_all: True if blocks are written to it without having been found again.
         pool: its slots.
         is_open: True once the disk's index has been read, or the remote tier's namespace is known.
         is_closed: True while the tier cannot be used; for the disk this is final.
         failing: ranks whose calls to the tier fail or hang.
         in_flight: keys that open spills are bringing to the tier.
-        limit: the share of the maximum number of blocks that open spills and a warm start may have.
+        limit: scales the maximum number of blocks in open spills and in a warm start's fetch.
         slot_bytes: the size in bytes of a host slot, on the rank where it is largest.
         least_tokens: how many tokens a fetch must add to a hit; fewer tokens are recomputed instead.
         candidates: keys that were found again and may be spilled, in the order in which the host evicts them.
@@ -82,18 +82,18 @@ class LowerTier:
 
     @property
     def is_usable(self) -> bool:
-        """Whether new copies may start."""
+        """Return whether new copies may start."""
         has_timed_out = self._spills[_ABANDONED] or self._fetches[_ABANDONED]
         return self.is_open and not self.is_closed and not self.failing and not has_timed_out
 
     @property
     def fetching(self) -> int:
-        """The number of blocks in open fetches. Only fetches pin slots of the tier, until their outcome is known."""
+        """Return the number of blocks in open fetches. Only fetches pin the tier's slots."""
         return len(self.pool.pins)
 
     @property
     def has_blocks(self) -> bool:
-        """Whether the tier has any block that can be found."""
+        """Return whether the tier has any block that can hit."""
         return bool(self.pool.count(SlotState.READY) or self.pool.count(SlotState.PINNED))
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class LowerTier:
         self.is_closed = True
 
     def rank_reported(self, report: TransferReport) -> None:
-        """Note whether a rank's calls to the tier work, and how large its host slots are."""
+        """Record whether a rank's calls to the tier work, and how large its host slots are."""
         works = report.disk_works if self.tier is Tier.DISK else report.remote_works
         if works == (report.rank in self.failing):
             self.failing ^= {report.rank}
@@ -109,7 +109,7 @@ class LowerTier:
             self.slot_bytes = report.slot_bytes
 
     def spill_slots(self, capacity: int) -> int:
-        """Return how many blocks open spills may have: at most an eighth of the host's `capacity`."""
+        """Return how many blocks open spills may contain: at most an eighth of the host's `capacity`."""
         most = min(_MOST_BYTES // self.slot_bytes, capacity // 8)
         return max(int(most * self.limit.share), 1)
 
@@ -139,7 +139,7 @@ class LowerTier:
     # -- blocks -------------------------------------------------------------------------------------------------
 
     def reuse(self, keys: Sequence[BlockKey]) -> None:
-        """Note that these blocks were found again. The keys list a prefix's head last."""
+        """Record that lookups found these blocks again. The keys list a prefix's head last."""
         on_tier, spilling = self.pool.index.parts, self.in_flight.keys
         for key in keys:
             if key in on_tier[key[0]] or key in self._waiting or key in spilling:
@@ -158,23 +158,23 @@ class LowerTier:
         return keys
 
     def evicted(self, keys: Sequence[BlockKey]) -> int:
-        """Note that the host has evicted these blocks; return how many of them were waiting for a spill."""
+        """Remove blocks that the host has evicted from the candidates; return how many of them were candidates."""
         if self._hits:
             for key in keys:
                 self._hits.pop(key, None)
         return len(self._waiting.intersection(keys)) if self._waiting else 0
 
     def put(self, job: Spill) -> None:
-        """Note that every rank has written a job's blocks."""
+        """Record that every rank has written a job's blocks."""
 
     def read(self, tier_slots: Sequence[SlotId]) -> None:
-        """Note that every rank has read these slots for a request, which counts as a use."""
+        """Record that every rank has read these slots for a request, which counts as a use."""
 
     def invalidate(self, tier_slot: SlotId) -> None:
-        """Forget the block in this slot. The caller changes the slot's state in the pool."""
+        """Remove the block in this slot. The caller changes the slot's state in the pool."""
 
     def forget_all(self) -> int:
-        """Forget all blocks; return how many there were."""
+        """Remove all blocks; return how many there were."""
         self.candidates.clear()
         self._waiting.clear()
         self._hits.clear()
@@ -184,7 +184,7 @@ class LowerTier:
 class DiskTier(LowerTier):
     """The disk. It opens when its whole index has been read. Once closed, it stays closed.
 
-    The pool includes slots for which the disk has no space; they are never allocated.
+    The pool also has slots for which there is no space on the disk. They are never allocated.
 
     Args:
         after_hits, jobs: see `LowerTier`.
@@ -194,8 +194,8 @@ class DiskTier(LowerTier):
         capacity: the number of slots with space on the disk, in the parts of the index read so far.
         has_block: for each slot, 1 if it has a block that can hit, else 0.
         sums: for each rank and slot, the checksum of the rank's shard of the block; 0 without a block. These are arrays
-            because a dict would be rebuilt inside a hook now and then, and tuples need several times the memory and
-            slow the garbage collector.
+            because a dict would sometimes be rebuilt inside a hook, and tuples would need several times the memory and
+            slow down the garbage collector.
     """
 
     def __init__(self, after_hits: int, jobs: Jobs, ranks: int) -> None:
@@ -207,7 +207,7 @@ class DiskTier(LowerTier):
         """Changes that must be written to the index, in order."""
 
     def restore(self, slots: int, puts: Sequence[Put], free: Sequence[SlotId], *, is_last: bool) -> None:
-        """Take over a part of an earlier process's index. The last part opens the disk."""
+        """Add a part of an earlier process's index. The last part opens the disk."""
         known = self.pool.index.parts
         new = [put for put in puts if put.key not in known[put.key[0]]]
         blocks = {put.slot: put.key for put in new}
@@ -222,11 +222,11 @@ class DiskTier(LowerTier):
         self.is_open = is_last
 
     def take_records(self) -> list[DiskRecord]:
-        """Return the changes for the index since the last call, and forget them."""
+        """Return the changes of the index since the last call."""
         return _take(self.records)
 
     def extra(self, tier_slots: Sequence[SlotId] = ()) -> object:
-        """Return, for each of these slots, every rank's checksum. For a spill there are none."""
+        """Return every rank's checksum of each of these slots. A spill has none."""
         if not tier_slots:
             return ()
         return tuple(zip(*[[of_rank[slot] for slot in tier_slots] for of_rank in self.sums], strict=True))
@@ -235,10 +235,10 @@ class DiskTier(LowerTier):
         sums = zip(*[job.sums[rank] for rank in sorted(job.sums)], strict=True)
         puts = list(map(Put, job.tier_slots, job.keys, sums))
         self._add(puts)
-        self.records += reversed(puts)  # so that the next process also evicts a prefix's head last
+        self.records += reversed(puts)  # Reversed, so that the next process also evicts a prefix's head last.
 
     def read(self, tier_slots: Sequence[SlotId]) -> None:
-        # A late report of an earlier fetch may already have removed a block because it is corrupt.
+        # A late report of an earlier fetch may have removed a corrupt block.
         self.records += [Use(slot) for slot in tier_slots if self.has_block[slot]]
 
     def invalidate(self, tier_slot: SlotId) -> None:
@@ -250,7 +250,7 @@ class DiskTier(LowerTier):
             self.records.append(Invalidate(tier_slot))
 
     def forget_all(self) -> int:
-        """Forget all blocks; return how many there were. Nothing is recorded, because the index itself is removed."""
+        """Remove all blocks; return how many there were. Nothing is recorded, because the index itself is removed."""
         slots = len(self.has_block)
         self.has_block = bytearray(slots)
         self.sums = [array("Q", bytes(8 * slots)) for _ in self.sums]
@@ -258,12 +258,12 @@ class DiskTier(LowerTier):
         return super().forget_all()
 
     def _add(self, puts: Sequence[Put]) -> None:
-        """Note the checksums of new blocks."""
+        """Store the checksums of new blocks."""
         has_block = self.has_block
         for put in puts:
             has_block[put.slot] = 1
         for rank, of_rank in enumerate(self.sums):
-            # `zip(*...)` would create one object per block for the garbage collector to count.
+            # `zip(*...)` would create one object per block, which the garbage collector counts.
             for put in puts:
                 of_rank[put.slot] = put.sums[rank]
 
@@ -281,7 +281,7 @@ class RemoteTier(LowerTier):
         self.pool.grow(MOST_HINTS)
         self.failing = set(ranks)
         self.asks: list[Ask] = []
-        """Queries for the tier: a request and the keys to ask for."""
+        """Queries for the tier. Each has a request and the keys to look up."""
 
     def open(self, namespace: str) -> None:
         """Open the tier with this namespace."""
@@ -294,11 +294,11 @@ class RemoteTier(LowerTier):
         self.asks.append((request, tuple(keys[:MOST_ASKED])))
 
     def take_asks(self) -> list[Ask]:
-        """Return the queries for the tier since the last call, and forget them."""
+        """Return the queries for the tier since the last call."""
         return _take(self.asks)
 
     def note(self, found: Sequence[BlockKey], missing: Sequence[BlockKey]) -> None:
-        """Note the tier's answer. If there is no room for hints of all `found` keys, keep the first of them."""
+        """Record the tier's answer. If there is no room for hints of all `found` keys, use the first of them."""
         index, spilling = self.pool.index, self.in_flight.keys
         for key in missing:
             if (slot := index.get(key)) is not None:
@@ -311,11 +311,10 @@ class RemoteTier(LowerTier):
         return keys
 
     def extra(self, tier_slots: Sequence[SlotId] = ()) -> object:
-        """Return the namespace."""
         return self.namespace
 
     def forget_all(self) -> int:
-        """Forget all hints and the namespace; return how many hints there were."""
+        """Remove all hints and the namespace; return how many hints there were."""
         self.namespace = ""  # the new namespace is not known yet
         self.is_open = False
         self.asks.clear()
@@ -323,7 +322,7 @@ class RemoteTier(LowerTier):
 
 
 def _take(items: list[Item]) -> list[Item]:
-    """Return a list's items and empty the list in place, because others refer to it."""
+    """Return a list's items and empty the list in place, because other objects refer to it."""
     taken = items.copy()
     items.clear()
     return taken
@@ -339,7 +338,7 @@ ON_DEVICE = SlotId(sys.maxsize)
 
 
 class LayeredIndex:
-    """Searches several indexes as one. A result is a host slot, `ON_DEVICE`, or a negative number for a lower tier.
+    """Searches several indexes as one. Results are host slots, `ON_DEVICE`, or negative numbers for lower tiers.
 
     Args:
         host: the host's index.
@@ -373,7 +372,7 @@ class LayeredIndex:
             return None
 
         self.get = get
-        # Hold only `get`: a reference to `self` would keep `_found` alive until the garbage collector runs.
+        # Keep only `get`: a reference to `self` would keep `_found` alive until the garbage collector runs.
         self.parts = (SimpleNamespace(get=get),) * 256
 
     def on_tiers(self, slots: Iterable[SlotId]) -> list[Block]:
