@@ -1,8 +1,8 @@
-"""Structured logs through the standard library's logging: one event name per line, with stable keys.
+"""Structured logs through the standard library's logging. Each line has one event name and stable keys.
 
 The host configures logging; a library must not. So every logger here is a `logging.getLogger("kvoffload...")` without
 handlers, and structlog's global configuration, which the host may use, is not changed. The keys are in the text of the
-line, for hosts that only print text, and in `record.kvoffload`, for formatters that read it.
+line, for hosts that only print text, and in `record.kvoffload`, for formatters that use them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping
 
 ROOT = "kvoffload"
-_STACK_LEVEL = 4  # frames of structlog to skip, so that hosts print the caller's file and line
+# How many frames of structlog to skip, so that the host's log shows the caller's file and line.
+_STACK_LEVEL = 4
 
 
 def get_logger(name: str = "", under: str | None = None) -> structlog.stdlib.BoundLogger:

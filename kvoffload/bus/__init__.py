@@ -1,1 +1,1 @@
-"""Typed publish and subscribe: inline handlers for state and counters, bounded feeds for everything that only watches."""
+"""Typed publish and subscribe: inline handlers for state and counters, bounded feeds for observers."""

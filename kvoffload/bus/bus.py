@@ -1,9 +1,9 @@
 """The bus: each message reaches its inline handlers, which fill the feeds of observers.
 
-A hook dispatches one fact. The first handler of the fact's class owns the state that the fact changes. The events it
-causes follow the fact in the same batch, then the messages that other handlers publish. Every subscriber sees the
-messages in that order, and no handler runs inside another. One subscriber, the journal, gets whole batches, many at a
-time.
+A hook dispatches one fact. The first handler of the fact's class owns the state that the fact changes. In the same
+batch, the fact is followed by the events it causes, then by messages that other handlers publish. Every subscriber sees
+the messages in that order, and no handler runs inside another. One subscriber, the journal, gets whole batches, many at
+a time.
 
 Only the engine's thread dispatches and subscribes. Feeds carry messages to other threads.
 """
@@ -43,15 +43,15 @@ class Bus:
         self._tally = tally or Tally(())
         self._handlers: dict[type, Handler] = {}
         self._routes: defaultdict[type, list[Handler]] = defaultdict(list)
-        """By message class: the handlers to call, starting with the one that owns state."""
+        """The handlers to call for each message class. The first one owns state."""
         self._keeper: Keeper | None = None
-        self._now: Callable[[], float] = float  # the keeper's clock
+        self._now: Callable[[], float] = float  # the clock of `keep`
         self._kept: list[Batch] = []
         self._at_a_time = 0
         self._batch: list[object] | None = None
         self._after: list[Callable[[], object]] = []
         self.on_state_error: StateErrorCallback | None = None
-        """Called with a state handler's exception and the message. If it is None, `dispatch` raises the exception."""
+        """Called with a state handler's exception and the message. If None, `dispatch` raises the exception."""
         self.on_removed: RemovedCallback | None = None
         """Called with the name of a subscriber that raised and was removed, and the exception."""
 
@@ -74,7 +74,7 @@ class Bus:
         self._tally = Tally(())
 
     def count(self, cls: type[M], counter: Callable[[M], object]) -> None:
-        """Call `counter` for messages of exactly this class, after the state handler. If it raises, it is removed."""
+        """Call `counter` after the state handler, for messages of exactly this class. If it raises, it is removed."""
         self._routes[cls].append(counter)
 
     def keep(self, keeper: Keeper, now: Callable[[], float], at_a_time: int = 1) -> list[Batch]:
@@ -101,7 +101,7 @@ class Bus:
         return feed
 
     def afterwards(self, callback: Callable[[], object]) -> None:
-        """Call `callback` once: after the current batch is delivered, or immediately if there is none."""
+        """Call `callback` once, after the current batch is delivered. If there is no batch, call it immediately."""
         self._after.append(callback)
         if self._batch is None:
             self._run_after()
@@ -139,7 +139,7 @@ class Bus:
             self._run_after()
 
     def close(self) -> None:
-        """Close every feed; observers read what is queued, then end."""
+        """Close every feed. Observers read the queued messages, then end."""
         for feed in self.feeds.values():
             feed.close()
 

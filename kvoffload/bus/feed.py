@@ -1,16 +1,15 @@
-"""A bounded feed: from the engine's thread to an observer's event loop, without ever blocking the engine.
+"""A bounded feed from the engine's thread to an observer's event loop. It never blocks the engine.
 
 Two threads share a feed, without a lock. The producer appends and wakes the consumer only if it sleeps; the consumer
-announces that it is about to sleep, *then* looks once more. In whatever order the two run, either the
-producer sees the announcement or the consumer sees the event, so no event waits unseen; at worst the consumer is
-woken once for nothing.
+announces that it is about to sleep, *then* looks once more. So either the producer sees the announcement or the
+consumer sees the event, and no event stays unnoticed. At worst the consumer is woken once without need.
 
     producer                     consumer
     append the event             announce sleep
     asleep? -> wake              anything waiting? -> do not sleep
 
-While the consumer is awake, an event costs the producer one append, however fast events come. Without events
-neither thread runs.
+While the consumer is awake, an event costs the producer one append, however fast events come. Without events neither
+thread runs.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from kvoffload.bus.guard import call_guarded
 
 T = TypeVar("T")
 
-_TURN = 64  # a consumer that takes single events lets the loop's other tasks run after this many
+_TURN = 64  # a consumer that takes single events lets other tasks of the loop run after this many events
 
 
 class Feed(Generic[T]):
@@ -41,10 +40,10 @@ class Feed(Generic[T]):
         self._waiting: deque[T] = deque()
         self._closed = False
         self._asleep = False
-        self._bell = asyncio.Event()  # bound to the consumer's loop at its first sleep
+        self._bell = asyncio.Event()  # bound to the consumer's loop when it first sleeps
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._overflowed = 0  # written by the producer
-        self._taken = 0  # this and the next are written by the consumer
+        self._overflowed = 0  # only the producer writes this
+        self._taken = 0  # only the consumer writes this and the next
         self._left = 0
 
     def offer(self, event: T) -> bool:
@@ -61,10 +60,11 @@ class Feed(Generic[T]):
 
     async def take(self, most: int = 1) -> list[T]:
         """Wait for events and return up to `most` of the oldest. Return [] once the feed is closed and empty."""
-        if self._taken % _TURN == _TURN - 1:  # a consumer that takes many at a time awaits elsewhere
+        if self._taken % _TURN == _TURN - 1:  # A consumer that takes many events at a time awaits elsewhere.
             await asyncio.sleep(0)
         while True:
-            closed = self._closed  # read this first: an event may arrive just before the feed is closed
+            # Read this first, because an event may arrive just before the feed is closed.
+            closed = self._closed
             if self._waiting:
                 count = min(len(self._waiting), most)
                 self._taken += count
@@ -101,13 +101,12 @@ class Feed(Generic[T]):
             self._asleep = False
 
     def _wake(self) -> None:
-        # Clear this first, so that later events find the consumer awake. If it falls asleep again in between, it is
-        # woken once for nothing.
+        # Clear this first, so that later events find the consumer awake. At worst it is woken once without need.
         self._asleep = False
         assert self._loop is not None, "asleep without a loop"
         try:
             self._loop.call_soon_threadsafe(self._bell.set)
-        except RuntimeError:  # the loop is closed, so the feed has no reader any more
+        except RuntimeError:  # The loop is closed, so nothing reads the feed any more.
             self.abandon()
 
 
@@ -124,6 +123,6 @@ async def run_observer(
             while events := await feed.take():
                 await observer(events[0])
         finally:
-            feed.abandon()  # also when cancelled, because the feed has no reader any more
+            feed.abandon()  # Also when cancelled, because nothing reads the feed any more.
     except Exception as exc:
         call_guarded(on_removed, feed.name, exc)

@@ -304,7 +304,7 @@ class Loads:
             self._distrust(job, report)
 
     def failed(self, job: Load, why: Failure) -> None:
-        """Let the engine recompute a failed load's tokens. After a timeout its slots are never allocated again (R16)."""
+        """Let the engine recompute a failed load's tokens. After a timeout the slots are never reallocated (R16)."""
         pool = self._state.pool
         if why is Failure.TIMED_OUT:
             self._note_misses(job.slots, MissCause.LOAD_FAILED)

@@ -196,7 +196,7 @@ class _Search:
         return range(first // group.block_tokens, end // group.block_tokens)
 
     def _key(self, group: GroupSpec, token: int) -> BlockKey | None:
-        """Return the first key that is on neither device nor host, from this token's block on; None if there is none."""
+        """Return the first key on neither device nor host, from this token's block on; None if there is none."""
         keys, found = self._keys[group.group], self._found[group.group]
         position = max(token, self._start) // group.block_tokens
         while position in found:

@@ -230,7 +230,7 @@ def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
 
 
 def _handed_off(state: CoreState, record: RequestRecord) -> Iterator[Offer]:
-    """Yield offers of the recurrent states that the engine handed off, unless their blocks have been allocated again."""
+    """Yield offers of the recurrent states that the engine handed off, unless their blocks were allocated again."""
     assert record.table is not None, record
     for group in state.shape.groups:
         if group.kind is AttentionKind.RECURRENT:

@@ -207,7 +207,7 @@ class Stores:
     def _hashed(
         self, offers: Sequence[Offer], held: Sequence[BlockKey | None]
     ) -> tuple[list[Offer], list[BlockKey | None]]:
-        """Return the offers of blocks that have a hash. Decline the others, e.g. blocks that a window has moved past."""
+        """Return the offers of blocks with a hash. Decline the others, e.g. blocks that a window has moved past."""
         copied, left, unhashed = self._state.leases.counts, list[int](), list[BlockKey]()
         for number, (offer, holds) in enumerate(zip(offers, held, strict=True)):
             if holds is not None or offer.block == NULL_BLOCK or offer.block in copied:

@@ -1,1 +1,1 @@
-"""The vocabulary: ids, groups, causes, facts, events, settings and errors. It imports no other layer."""
+"""Ids, groups, causes, facts, events, settings and errors, which all packages use. Imports no other layer."""

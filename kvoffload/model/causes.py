@@ -1,4 +1,4 @@
-"""Outcomes and causes: the values of every metric's labels."""
+"""Outcomes and causes: the label values of the metrics."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class Cause(Enum):
 class MissCause(Cause):
     """Why a block of a lookup missed. Each missed block has exactly one cause."""
 
-    NO_STATE = "no_state"  # the host lacks only a recurrent state, never offered or not fetched in time
-    NEVER_SEEN = "never_seen"  # no block with this key was offered, or the offer is too old to be remembered
+    # Only a recurrent state is missing on the host: it was never offered, or not fetched in time.
+    NO_STATE = "no_state"
+    NEVER_SEEN = "never_seen"  # no block with this key was offered, or the offer was forgotten
     EVICTED = "evicted"  # it was on the host but was evicted for space
     STORING = "storing"  # its store is still open
     DECLINED_HOST_FULL = "declined_host_full"  # offered, but every slot was in use
@@ -37,7 +38,7 @@ class MissCause(Cause):
     LAST_TOKEN = "last_token"  # one token of a prompt must always be computed
     LOOKAHEAD = "lookahead"  # a speculative draft needs the last matched block for lookahead
     PARTIAL_BLOCK = "partial_block"  # the tokens after the last whole block
-    BEHIND_MISS = "behind_miss"  # it follows a missing block, so it cannot be used
+    BEHIND_MISS = "behind_miss"  # it comes after a missing block, so it cannot be used
     OPTED_OUT = "opted_out"  # the request asked not to read cached blocks
     STALLED = "stalled"  # copies were stalled, so no load was started
     ON_DISK = "on_disk"  # on the disk, but the request could not wait for it
@@ -53,13 +54,13 @@ class StoreOutcome(Cause):
     ALREADY_CACHED = "already_cached"  # the host has this key
     IN_FLIGHT = "in_flight"  # another device block with this key was being stored, and its store succeeded
     STALE = "stale"  # the engine had reused the device block
-    NOT_HASHED = "not_hashed"  # the engine does not know the block's hash
+    NOT_HASHED = "not_hashed"  # the engine has no hash of the block
     HOST_FULL = "host_full"  # no slot was empty or evictable
     NOT_READY = "not_ready"  # no slot was empty or evictable, and host memory was not ready yet
     LEASE_LIMIT = "lease_limit"  # a quarter of the device pool was leased already
     STALLED = "stalled"  # copies were stalled, so no store was started
     REQUEST_GONE = "request_gone"  # the request ended after losing its blocks
-    LOST = "lost"  # preempted, or evicted on the device before it could be stored
+    LOST = "lost"  # its request was preempted, or the device evicted it before it could be stored
     BEFORE_RESET = "before_reset"  # computed at least in part before the last reset
     FAILED = "failed"  # a rank's copy failed
     ABANDONED = "abandoned"  # a rank's copy did not end in time
@@ -96,7 +97,7 @@ class CopyOutcome(Cause):
 
 
 class EvictionCause(Cause):
-    """Why a block left the host."""
+    """Why the host lost a block."""
 
     SPACE = "space"
     SPILL_BEHIND = "spill_behind"  # evicted for space before it could be written to a lower tier
@@ -111,7 +112,7 @@ class Found(Cause):
 
     DISK = "disk"  # part of the hit was fetched from the disk for this request
     REMOTE = "remote"  # part of the hit was fetched from the remote tier for this request
-    HOST = "host"  # the hit was on the host; the device may have held a part of the prefix too
+    HOST = "host"  # the hit was on the host; a part of the prefix may have been on the device
     DEVICE = "device"
     NOTHING = "nothing"
 
@@ -126,7 +127,7 @@ class PinDropCause(Cause):
 
 
 class RejectionCause(Cause):
-    """Why an engine's report was ignored. Each ignored report is counted; the first of each cause is logged."""
+    """Why an engine's report was ignored. All ignored reports are counted; the first of each cause is logged."""
 
     TOKENS_WITHOUT_PIN = "tokens_without_pin"
     UNKNOWN_REQUEST = "unknown_request"
@@ -134,7 +135,7 @@ class RejectionCause(Cause):
 
 
 class DegradeCause(Cause):
-    """Why offloading was switched off for good."""
+    """Why offloading was switched off until the engine restarts."""
 
     HANDLER_RAISED = "handler_raised"
     INVARIANT_BROKEN = "invariant_broken"

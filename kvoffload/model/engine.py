@@ -1,4 +1,4 @@
-"""What the core knows about an engine: its shape, its promises and its block pool."""
+"""The engine as the core sees it: its shape, its promises and its block pool."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Promises:
     """What an engine promises: the flags of the adapter contract.
 
     Args:
-        can_wait: it accepts the answer "not yet" to a lookup, and asks again later.
+        can_wait: a lookup may answer "not yet", and the engine then asks again later.
         recovers_loads: it recomputes the tokens of a failed load.
         hands_off_states: it reports in each step the recurrent states that the step completes.
     """
@@ -30,14 +30,7 @@ class Promises:
 
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:
-    """Which engine this is, for people to read; no decision depends on it.
-
-    Args:
-        name: the engine's name.
-        version: the engine's version.
-        model: the model's path or name, as passed to the engine.
-        index: this engine's number in its data-parallel server.
-    """
+    """Identifies the engine for people. No decision depends on it."""
 
     name: str = "unknown"
     version: str = "unknown"
@@ -104,12 +97,12 @@ class EngineShape:
 
     @property
     def lease_limit(self) -> int:
-        """The most device blocks that stores may lease at once: a quarter of the pool, so allocation never starves."""
+        """The most device blocks that stores may lease at a time: a quarter of the pool, so requests keep the rest."""
         return max(self.device_blocks // 4, 1)
 
     @property
     def stall_limit(self) -> int:
-        """The most device blocks that several abandoned copies may hold together: an eighth of the pool."""
+        """The most device blocks that several abandoned copies may lease together: an eighth of the pool."""
         return self.device_blocks // 8
 
     @property
@@ -119,7 +112,7 @@ class EngineShape:
 
     def _turnover_of(self, group: GroupSpec) -> int:
         blocks = -(-self.step_tokens // group.block_tokens) + 1
-        # However many blocks the tokens fill, a recurrent group takes one block to continue in and one to keep.
+        # However many blocks the tokens fill, a recurrent group uses one block to continue in and one to keep.
         return min(blocks, 2) if group.kind is AttentionKind.RECURRENT else blocks
 
     def count_states(self, keys: Iterable[BlockKey | None]) -> int:
@@ -143,7 +136,7 @@ class BlockPool(Protocol):
         """Keep the engine from reusing these blocks. Changes its reference counts."""
 
     def release(self, blocks: Sequence[DeviceBlockId]) -> None:
-        """Give leased blocks back, in the order in which they may be reused. Changes reference counts."""
+        """Return leased blocks to the engine, in the order in which they may be reused. Changes reference counts."""
 
     def next_evictable(self, count: int) -> Iterable[DeviceBlockId]:
         """Return up to `count` free blocks in the order in which they will be reused. Reads only."""
@@ -152,7 +145,7 @@ class BlockPool(Protocol):
         """Return the number of free blocks. Reads only."""
 
     def keys_of(self, blocks: Sequence[DeviceBlockId]) -> Sequence[BlockKey | None]:
-        """Return the key of each block's contents, None if the engine does not know it. Reads only."""
+        """Return the key of each block's contents, or None if the engine has no key for it. Reads only."""
 
     def block_of(self, key: BlockKey) -> DeviceBlockId | None:
         """Return the block in the device's own index for this key, or None. Reads only."""

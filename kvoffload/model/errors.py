@@ -51,7 +51,7 @@ class CopyError(KVOffloadError):
 
 
 class DeviceLost(CopyError):
-    """Raised when the device executes nothing more for this process, so no copy is in flight."""
+    """Raised when the device can execute nothing more for this process, so that no copy is running."""
 
 
 class DiskError(KVOffloadError):
@@ -67,5 +67,5 @@ class RemoteGone(RemoteError):
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error's text, preceded by its class unless it is an `OSError` or a `KVOffloadError`."""
+    """Return an error's text. It starts with the error's class, unless this is an `OSError` or a `KVOffloadError`."""
     return str(error) if isinstance(error, (OSError, KVOffloadError)) else f"{type(error).__name__}: {error}"

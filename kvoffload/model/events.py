@@ -1,4 +1,4 @@
-"""Events: what the core decided or learned, in the past tense.
+"""Events: what the core decided or found out. Their names are in the past tense.
 
 There is one per job, request or step, never one per block. Events hold ids, counts and enums, but no tokens, prompt
 text or keys. Counters, the journal and every observer read them.
@@ -47,7 +47,7 @@ class HitDropped(Event, frozen=True):
 
 
 class LookupDeferred(Event, frozen=True):
-    """A lookup answered "not yet": the prefix is being copied to the device or to the host. Each wait is reported once.
+    """A lookup answered "not yet" because the prefix is being copied to device or host. Reported once per wait.
 
     Args:
         request: the request that must wait.
@@ -63,7 +63,7 @@ class LookupAnswered(Event, frozen=True):
 
     Args:
         request: the request that was admitted.
-        device_tokens: tokens that the device held already; their blocks are not counted.
+        device_tokens: tokens found on the device; their blocks are not counted.
         hit_blocks: block positions found on the host and accepted by the engine.
         miss_blocks: the other block positions; the first has `cause`, the ones after it `behind_miss`.
         hit_tokens: tokens in the hit positions.
@@ -71,7 +71,7 @@ class LookupAnswered(Event, frozen=True):
         cause: why the first missing position missed; None when nothing missed.
         fetched_tokens: tokens of the hit that were fetched from a lower tier for this request; computed from the share
             of the hit's blocks that were fetched.
-        fetched_from: the tier of `fetched_tokens`; if there were several, the last one that brought blocks.
+        fetched_from: the tier of `fetched_tokens`; if there were several, the last of them.
     """
 
     request: RequestId
@@ -93,7 +93,7 @@ class BoundaryAsked(Event, frozen=True):
 
 
 class BoundaryMade(Event, frozen=True):
-    """The engine handed off the recurrent state after `tokens` tokens, as it was asked to."""
+    """The engine handed off the recurrent state after `tokens` tokens, as requested."""
 
     request: RequestId
     tokens: int
@@ -143,7 +143,7 @@ class StoreScheduled(Event, frozen=True):
 
 
 class StoreEnded(Event, frozen=True):
-    """The final outcome of `blocks` store offers is known."""
+    """The final outcome of `blocks` offers is known."""
 
     outcome: StoreOutcome
     blocks: int
@@ -170,7 +170,7 @@ class TierCopyScheduled(Event, frozen=True):
         direction: STORE to the lower tier, LOAD from it.
         blocks: how many blocks.
         request: for a fetch, the request that needs the blocks; None for a warm start.
-        tokens: for a fetch, the tokens that it adds to the request's hit.
+        tokens: for a fetch, how many tokens it adds to the request's hit.
         tier: the lower tier.
     """
 
@@ -205,8 +205,8 @@ class CopiesStalled(Event, frozen=True):
     """Too many copies were abandoned, so no new copy starts.
 
     Args:
-        blocks: device blocks that abandoned copies still hold.
-        limit_blocks: the most device blocks that they may hold.
+        blocks: device blocks that abandoned copies still lease.
+        limit_blocks: the most device blocks that they may lease.
         jobs_in_a_row: jobs abandoned since a job last ended.
     """
 
@@ -216,7 +216,7 @@ class CopiesStalled(Event, frozen=True):
 
 
 class CopiesResumed(Event, frozen=True):
-    """Enough abandoned copies have ended, so new copies start again. The others still hold `blocks` device blocks."""
+    """Enough abandoned copies have ended, so new copies start again. The others still lease `blocks` device blocks."""
 
     blocks: int
 
@@ -238,7 +238,7 @@ class DiskBlocksEvicted(Event, frozen=True):
 
 
 class BlocksZeroed(Event, frozen=True):
-    """Block-table entries in requests' records were cleared, because the engine reused their blocks."""
+    """Entries in requests' block tables were cleared, because the engine reused their blocks."""
 
     blocks: int
 
@@ -254,7 +254,7 @@ class DiskOpened(Event, frozen=True):
 
     Args:
         slots: slots in each rank's file.
-        blocks: how many of them hold a block that can be found.
+        blocks: how many of them contain a block that can hit.
     """
 
     slots: int
@@ -262,18 +262,11 @@ class DiskOpened(Event, frozen=True):
 
 
 class DiskClosed(Event, frozen=True):
-    """The disk's index cannot be read or written any more: the disk tier is off until the next start."""
+    """The disk's index can no longer be read or written. The disk tier is off until the next start."""
 
 
 class ResetStarted(Event, frozen=True):
-    """The cache was reset: nothing computed so far can be found any more.
-
-    Args:
-        epoch: number of resets so far.
-        dropped_blocks: blocks removed from the index.
-        draining_blocks: slots still under a running copy.
-        open_jobs: running jobs that were not abandoned; if there are any, the reset call returned False.
-    """
+    """The cache was reset. Lookups no longer find anything computed before."""
 
     epoch: int
     dropped_blocks: int
@@ -301,14 +294,14 @@ class FactRejected(Event, frozen=True):
 
 
 class OffloadingDegraded(Event, frozen=True):
-    """Offloading is off for good. Open jobs drain; the engine continues without it."""
+    """Offloading is off until the engine restarts. Open jobs run to their end; the engine continues."""
 
     cause: DegradeCause
     detail: str
 
 
 class FirstTokenReached(Event, frozen=True):
-    """A request's first token was computed; this is noticed at the engine's next step.
+    """A request's first token was found in the engine's next step.
 
     Args:
         request: the request.

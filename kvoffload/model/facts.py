@@ -1,4 +1,4 @@
-"""Facts: what an engine reports, in the past tense. Each fact class has one handler in the core."""
+"""Facts: what an engine reports. Their names are in the past tense. Each fact class has one handler in the core."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RequestSeen(Fact, frozen=True):
         prompt_tokens: tokens that must be computed or found before the first new token.
         keys: per group, the keys of the whole blocks known so far.
         reads_cache: False if the request asked not to read cached blocks.
-        persists: its KV depends only on its keys and the engine's fingerprint, so it may outlive the engine.
+        persists: its KV depends only on its keys and the engine's fingerprint, so lower tiers may store it.
     """
 
     request: RequestId
@@ -33,11 +33,11 @@ class RequestSeen(Fact, frozen=True):
 
 
 class BlocksAllocated(Fact, frozen=True):
-    """The engine gave a request a new block table; this consumes the answer of its last lookup.
+    """The engine gave a request a new block table, which ends the request's pending hit.
 
     Args:
         request: the request.
-        tables: per group, the block of each position; the null block if the engine holds none.
+        tables: per group, the block of each position; the null block if there is none.
         device_tokens: tokens found in the device's own prefix cache; the blocks after them are new.
         external_tokens: further tokens that the engine now expects from the host; often 0.
     """
@@ -49,7 +49,7 @@ class BlocksAllocated(Fact, frozen=True):
 
 
 class Progress(NamedTuple):
-    """What one request gained since its last report. Requests that gained nothing are left out.
+    """The tokens, blocks and keys that one request gained since its last report. Requests without any are left out.
 
     A report may be delayed for several steps, as long as they compute fewer tokens than the smallest block has. Blocks
     that are reported late are stored late, and are in `reallocated` of the step that allocated them.
@@ -90,13 +90,13 @@ class StepScheduled(Fact, frozen=True):
 
     Args:
         step: its number.
-        progress: requests that gained something, and requests that run for the first time since a load without a new
-            allocation.
+        progress: requests with new tokens, blocks or keys, and requests that run for the first time since a load
+            without a new allocation.
         preempted: requests that lost their blocks since the last step.
         reallocated: allocated blocks that are not in `progress`: blocks in no table, such as copy-on-write targets, and
             blocks of requests whose progress is reported later.
         prefill_tokens: tokens computed for requests that compute more than one token in the step.
-        decode_tokens: tokens computed for the other requests, one for each.
+        decode_tokens: tokens computed for the other requests, one per request.
         states: recurrent states that the step completes, each reported once (`Promises.hands_off_states`). The new keys
             of their requests are in `progress`.
     """
@@ -122,7 +122,8 @@ class RequestEnded(Fact, frozen=True):
         request: the request.
         confirmed_tokens: tokens known to have been computed, from the start of the prompt.
         new_keys: per group, keys of whole blocks not reported before.
-        holds_blocks: False if the engine has already freed its blocks (a preempted request that is aborted).
+        holds_blocks: False if the engine has already freed its blocks, which happens when a preempted request is
+            aborted.
         new_blocks: per group, blocks at the end of its table that were not reported before.
     """
 
@@ -146,7 +147,7 @@ class JobOverdue(Fact, frozen=True):
 
 
 class DiskRestored(Fact, frozen=True):
-    """A part of the disk's index was read. All parts together name each slot once.
+    """A part of the disk's index was read. Together, the parts list each slot once.
 
     Args:
         slots: how many slots of each rank's file have been announced so far.
@@ -162,7 +163,7 @@ class DiskRestored(Fact, frozen=True):
 
 
 class DiskClosed(Fact, frozen=True):
-    """The disk's index cannot be read or written any more."""
+    """The disk's index can no longer be read or written."""
 
 
 class RemoteOpened(Fact, frozen=True):
@@ -204,7 +205,7 @@ class CacheReset(Fact, frozen=True):
 
 
 class InvariantBroken(Fact, frozen=True):
-    """An invariant does not hold, or a state handler raised."""
+    """An invariant is broken, or a state handler raised."""
 
     cause: DegradeCause
     detail: str

@@ -1,4 +1,4 @@
-"""Identifiers. Packages exchange these types, never a bare int or bytes."""
+"""Identifiers. Packages pass these types to each other, never a bare int or bytes."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ The hash covers the parent block, LoRA, multimodal input and cache salt, so two 
 """
 
 NULL_BLOCK = DeviceBlockId(0)
-"""Marks a block-table position without a block: freed by the engine, or cleared in the record."""
+"""Marks a position without a block in a block table: freed by the engine, or cleared in the record."""

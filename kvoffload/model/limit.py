@@ -6,23 +6,24 @@ from math import inf
 
 # A copy is slow if it takes more than this many times as long as the best one; undisturbed copies vary less.
 _SLOW = 2.0
-_FORGET = 0.98  # decay of the best speed with each copy, so that one fast outlier does not count forever
+# The best speed decays by this factor with each copy, so that one fast outlier does not count forever.
+_FORGET = 0.98
 
 
 class AdaptiveLimit:
     """The limit on stores between device and host, or on spills to a tier.
 
     No request waits for these copies, but they take bandwidth from loads on the same bus or tier, and from the forward
-    pass on the same memory. Two observations show that they do:
+    pass on the same memory. Two observations show such a conflict:
 
-    * a load was pending when a copy ended, so they ran at the same time;
+    * a load was pending when a copy ended, so the two ran at the same time;
     * a copy took twice as long as the best of its kind, so other work uses the same link, perhaps in another process.
 
     Either one halves the limit, once for all copies that began earlier. A copy that ends undisturbed raises it by one
     step. So an occasional load hardly matters, and under continuous loads a few copies at a time still run.
 
         most   ────╮          ╭──────        while the limit is low, a queued store starts only after the previous one
-                   ╰─╮     ╭──╯              was seen to end, so the link is free in between
+                   ╰─╮     ╭──╯              has ended, so the link is free in between
         least        ╰─────╯
 
     Callers must serialize calls; any thread may read `value`.

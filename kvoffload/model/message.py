@@ -1,4 +1,4 @@
-"""The base of facts, events, and the messages between the processes of an engine."""
+"""The base class of facts, events, and messages between an engine's processes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from msgspec import Struct
 class Message(Struct, frozen=True, gc=False):
     """An immutable value. Hooks build dozens for each request; a frozen dataclass takes seven times as long to build.
 
-    The garbage collector skips messages, which cannot be in a cycle: they hold only ids, counts, enums and tuples of
-    these.
+    The garbage collector skips messages. They cannot be part of a cycle, because they contain only ids, counts, enums
+    and tuples of these.
     """

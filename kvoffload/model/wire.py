@@ -20,7 +20,7 @@ class Direction(Enum):
 
 
 class Tier(Enum):
-    """Where blocks are held: one end of a job's copies, and a label of metrics."""
+    """Where blocks are stored: one end of a job's copies, and a label of metrics."""
 
     DEVICE = "device"
     HOST = "host"
@@ -35,7 +35,7 @@ ExtraT = TypeVar("ExtraT")
 
 
 class CopyJob(Message, Generic[TargetT, ExtraT], frozen=True):
-    """One job. Once every rank has succeeded, host slot `slots[i]` and `targets[i]` hold the same block.
+    """One job. After every rank has succeeded, host slot `slots[i]` and `targets[i]` contain the same block.
 
     Every rank copies its own shard of every block. `slots` and `targets` have the same length, at least 1.
 
@@ -73,7 +73,7 @@ class TransferPlan(Message, frozen=True):
     Args:
         loads, stores: jobs between device and host.
         disk: jobs between host and disk.
-        cancelled: fetches of earlier plans; workers skip their reads that have not begun.
+        cancelled: fetches of earlier plans, whose reads the workers skip if they have not begun.
         remote: jobs between host and remote tier.
     """
 
@@ -89,7 +89,7 @@ class TransferPlan(Message, frozen=True):
 
 
 NOTHING = TransferPlan()
-"""The empty plan, which most steps have."""
+"""The empty plan of most steps."""
 
 
 class JobReport(Message, frozen=True):
@@ -127,7 +127,7 @@ class DiskFile(Message, frozen=True):
     """A rank's slot file.
 
     Args:
-        file_id: random bytes that identify the file, whatever its name is.
+        file_id: random bytes that identify the file even if it is renamed.
         slots: how many slots the file has.
     """
 
@@ -146,7 +146,7 @@ class TransferReport(Message, frozen=True):
         is_growing: whether the rank is still preparing slots.
         slot_bytes: bytes of one host slot on this rank.
         wanted_slots: how many host slots this rank will have once all are ready.
-        lost: why the device no longer works for this rank's process; None while it works.
+        lost: why this rank's process can no longer use the device; None while it can.
         disk_works: False if this rank's slot file cannot be opened, a call on it hangs, or too many calls have failed.
         disk_file: this rank's slot file, once it is open.
         remote_works: whether the remote tier answers this rank's calls.
@@ -183,7 +183,7 @@ class Put(Message, frozen=True):
 
 
 class Invalidate(Message, frozen=True):
-    """A slot's block is invalid."""
+    """A slot's block became invalid."""
 
     slot: SlotId
 

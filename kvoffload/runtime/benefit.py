@@ -1,8 +1,8 @@
-"""Net benefit: prefill seconds saved, minus the seconds that requests waited and that copies added to steps.
+"""Net benefit: prefill seconds saved, minus seconds that requests waited and seconds that copies added to steps.
 
     saved           loaded tokens times the engine's measured prefill time per token (`PrefillRate`)
     waited          per request: for its own load, another's load of the same prefix, or a fetch from a lower tier
-    interference    time by which copies lengthen the steps that they run beside (`StepTimes`)
+    interference    the time that copies add to steps during which they run (`StepTimes`)
 
 All three are computed from facts and events; an adapter only reports how many tokens a step computes. They are
 estimates: `kvoffload/telemetry/README.md` names their limits.
@@ -30,12 +30,13 @@ from kvoffload.telemetry.catalogue import LoadWait
 NEVER_TOKENS = 1_000_000
 """A length longer than any prompt, used when copying is slower than computing at every length."""
 
-_LOADS = 31  # recent loads to keep; the median of their fixed times ignores a burst of loads that wait for each other
+# Recent loads to keep; the median of their fixed times ignores a burst of loads that wait for each other.
+_LOADS = 31
 _STALE_S = 60.0
 
-_LEAST_BLOCKS = 4  # blocks that a run of steps must prefill to measure the rate
+_LEAST_BLOCKS = 4  # a rate is measured over steps that prefill at least this many blocks
 _LEAST_PERIOD_S = 1.0  # seconds between two updates of the break-even lengths
-_PERIOD_S = 60.0  # seconds over which the sign of the net benefit is judged
+_PERIOD_S = 60.0  # the period, in seconds, over which the sign of the net benefit is determined
 _MATTERS = 0.01  # a loss below this share of the period does not change the sign
 
 
@@ -46,7 +47,8 @@ class BreakEven:
     """
 
     def __init__(self) -> None:
-        self._loads: deque[tuple[float, float, int]] = deque(maxlen=_LOADS)  # fixed time, copy time, tokens
+        # Fixed time, copy time and tokens of each load.
+        self._loads: deque[tuple[float, float, int]] = deque(maxlen=_LOADS)
         self._stale_at = -math.inf
         self.tokens = 0
         """The break-even length; 0 while unknown, at most `NEVER_TOKENS`."""
@@ -58,7 +60,7 @@ class BreakEven:
 
         Args:
             now: monotonic seconds.
-            tokens: the number of tokens it brought, at least one.
+            tokens: the number of tokens it copied, at least one.
             waited_s: seconds from its scheduling until its end was reported.
             copy_s: seconds that one rank spent copying.
         """
@@ -74,7 +76,7 @@ class BreakEven:
             seconds_per_token: prefill seconds per token; 0 if unknown.
             then: for fetches, the measurements of the loads that follow them.
         """
-        loads = sorted(self._loads)  # a copy, because another thread may add to them
+        loads = sorted(self._loads)  # A copy, because another thread may add loads.
         if not (loads and seconds_per_token):
             return
         self.fixed_s = fixed_s = loads[len(loads) // 2][0]
@@ -134,13 +136,13 @@ class NetBenefit:
         self.saved_s = 0.0
         self.waited_s = dict.fromkeys(LoadWait, 0.0)
         self.interference_s = dict.fromkeys(Direction, 0.0)
-        # The last step:
-        self._last_s = 0.0  # when it was scheduled
-        self._ran = False  # whether it computed anything
-        self._is_calm = False  # whether it only decoded
-        self._is_steady = False  # whether it and the step before only decoded, while the same copies ran
-        self._decoded = 0  # how many tokens it decoded
-        self._copies: Copies = ()  # the directions of the copies that ran beside it
+        # About the last step:
+        self._last_s = 0.0  # when the last step was scheduled
+        self._ran = False  # whether the last step computed anything
+        self._is_calm = False  # whether the last step only decoded
+        self._is_steady = False  # whether the last two steps only decoded, while the same copies ran
+        self._decoded = 0  # how many tokens the last step decoded
+        self._copies: Copies = ()  # the directions of the copies that ran during the last step
         self._period_began = self._judge_s = -math.inf
         self._period_net_s = 0.0
         self.is_negative = False
@@ -151,7 +153,7 @@ class NetBenefit:
 
     @property
     def net_s(self) -> float:
-        """Seconds saved less seconds lost, since the start."""
+        """The seconds saved minus the seconds lost, since the start."""
         return self.saved_s - sum(self.waited_s.values()) - sum(self.interference_s.values())
 
     @property
@@ -168,7 +170,7 @@ class NetBenefit:
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def idle(self) -> None:
-        """Note that no request is left, so that the time until the next step is not measured."""
+        """Handle the end of the last request. The time until the next step is not measured."""
         if self._ran:
             now = self._hook.now
             self._rate.idle(now)
@@ -179,7 +181,7 @@ class NetBenefit:
         now = self._hook.now
         prefill, decode = fact.prefill_tokens, fact.decode_tokens
         copies = self._copying() if self._open.oldest is not None else ()
-        # Every step runs this, so it is inline: a decode-only step after another one makes only two calls.
+        # Inline, because every step runs this: a decode-only step after another one makes only two calls.
         is_calm = decode > 0 and not prefill
         if self._is_steady or (self._ran and self._copies):
             self._stepped(now)

@@ -1,4 +1,4 @@
-"""The table of open copies: each has a record from its pin or its plan until its last report.
+"""The table of open copies. A record lives from the first pin or the plan of a copy until its last report.
 
 Hooks record directly which loads the engine waits for and which memory workers may still touch. These records do not
 depend on the core's events, so they are complete even after the core has raised (R12). Events only add data for
@@ -44,12 +44,7 @@ class Clocks:
 
 
 class HookTime(Struct):
-    """The time of the current hook. Each hook sets it once, so that nothing inside the hook reads a clock.
-
-    Args:
-        now: when the hook began, in monotonic seconds.
-        spent: seconds that each hook has taken since the last step.
-    """
+    """The time of the current hook. A hook sets it at its start, so that nothing inside the hook reads a clock."""
 
     now: float = -math.inf
     spent: defaultdict[Hook, float] = field(default_factory=lambda: defaultdict(float))
@@ -65,14 +60,14 @@ class OpenCopy(Struct, eq=False):
         request: the request that loads or fetches; None for a store.
         pinned: when host slots were pinned for it; None if none are.
         job: the job's id; None until it is planned.
-        tokens: how many tokens a load or fetch brings.
-        planned: when a load or fetch was planned; None again once its wait has been counted.
+        tokens: how many tokens a load or fetch copies.
+        planned: when a load or fetch was planned; None after its wait has been counted.
         copy_s: copy time, summed over the ranks.
-        given: the job as sent to the workers; None until then.
-        submitted: when it was sent to them.
+        given: the job, once it was sent to the workers; None before.
+        submitted: when it was sent to the workers.
         running: ranks that are still copying.
         is_overdue: whether its time limit has passed.
-        has_ended: whether the event that reports its end has arrived, or will never arrive.
+        has_ended: whether the event that reports its end has arrived or can no longer arrive.
     """
 
     request: RequestId | None = None
@@ -93,8 +88,8 @@ class LoadAnswers(Struct):
 
     Args:
         loaded, failed: requests whose load succeeded or failed.
-        without_copy: requests among them whose load was never sent to a worker, so no worker reports it.
-        abandoned: jobs of these loads that some worker is still copying.
+        without_copy: those of these requests whose load was never sent to a worker, so that no worker reports it.
+        abandoned: jobs of these loads that a worker is still copying.
     """
 
     loaded: list[RequestId] = []
@@ -104,7 +99,7 @@ class LoadAnswers(Struct):
 
 
 NO_ANSWERS = LoadAnswers()
-"""No ended loads, as in most steps. It is shared and never modified."""
+"""No ended loads, as in most steps. This shared object is never modified."""
 
 
 class OpenCopies:
@@ -115,7 +110,7 @@ class OpenCopies:
     Args:
         ranks: how many ranks copy each job.
         timeout_s: seconds from submission after which a job is overdue.
-        jobs: the core's jobs, to see which are left from before a reset.
+        jobs: the core's jobs, used to find those from before a reset.
         hook: the current hook's time.
         bus: source of events; `ResetEnded` is published on it.
 
@@ -135,13 +130,13 @@ class OpenCopies:
         self._counts = {(direction, is_overdue): 0 for direction in Direction for is_overdue in (False, True)}
         self.awaited: dict[RequestId, None] = {}
         """The requests whose loads the engine waits for."""
-        # Other threads read the next three attributes, which are assigned and never modified in place.
+        # Other threads read the next three attributes. They are assigned, never modified in place.
         self.oldest: float | None = None
-        """When the oldest running job was submitted, None if none runs; overdue jobs do not count."""
+        """When the oldest running job that is not overdue was submitted; None if there is none."""
         self.oldest_pin: float | None = None
-        """When the oldest pin began, None without pins."""
+        """When the oldest pin began; None without pins."""
         self.draining = 0
-        """How many jobs from before the last reset are open and not abandoned. Their results are dropped."""
+        """The number of open jobs from before the last reset, without abandoned ones. Their results are dropped."""
         self._epoch = 0
         self._from_before_reset: set[JobId] = set()
         bus.count(events.HitPinned, self._hit_pinned)
@@ -155,18 +150,18 @@ class OpenCopies:
     # -- calls from hooks ---------------------------------------------------------------------------------------
 
     def awaits(self, request: RequestId) -> None:
-        """Note that the engine waits for this request's load."""
+        """Record that the engine waits for this request's load."""
         copy = self.by_request.get(request)
         if copy is None or copy.job is not None:
             self.by_request[request] = OpenCopy(request)
         self.awaited[request] = None
 
     def submitted(self, jobs: Iterable[DeviceJob]) -> None:
-        """Note that these jobs are sent to the workers."""
+        """Record that these jobs are being sent to the workers."""
         now = self._hook.now
         for job in jobs:
             copy = self.by_job.get(job.id)
-            if copy is None:  # a store, or a load whose event was lost: no event will report its end
+            if copy is None:  # Either a store, or a load whose event was lost. No event will report its end.
                 load = None if job.extra is None else self.by_request.get(job.extra)
                 copy = self.by_job[job.id] = load or OpenCopy()
                 copy.job = job.id
@@ -179,7 +174,7 @@ class OpenCopies:
                 self.oldest = now
 
     def reported(self, report: TransferReport) -> None:
-        """Note that a rank's copies have ended. A duplicate report changes nothing."""
+        """Record that a rank's copies have ended. A duplicate report changes nothing."""
         for part in report.jobs:
             copy = self.by_job.get(part.job)
             if copy is None or report.rank not in copy.running:
@@ -235,7 +230,7 @@ class OpenCopies:
             self._bus.publish(events.ResetEnded(self._epoch, abandoned))
 
     def forget_events(self) -> None:
-        """Keep only running copies and the loads that the engine waits for, because no more events will come."""
+        """Keep only running copies and loads that the engine waits for. The core will publish no more events."""
         self.by_job = {
             job: copy for job, copy in self.by_job.items() if copy.running and copy.given is not None
         }
@@ -250,7 +245,7 @@ class OpenCopies:
 
     @property
     def running(self) -> list[DeviceJob]:
-        """The jobs that at least one rank is still copying, including overdue ones."""
+        """Return the jobs that at least one rank is still copying, including overdue ones."""
         return [copy.given for copy in self.by_job.values() if copy.running and copy.given is not None]
 
     def blocks(self) -> Counter[DeviceBlockId]:
@@ -313,7 +308,7 @@ class OpenCopies:
     # -- helpers ------------------------------------------------------------------------------------------------
 
     def _pin(self, copy: OpenCopy) -> None:
-        """Note the time of a new pin. `by_request` stays in the order of the pins."""
+        """Record the time of a new pin. `by_request` stays in the order of the pins."""
         assert copy.request is not None
         if copy.pinned is None:
             copy.pinned = self._hook.now

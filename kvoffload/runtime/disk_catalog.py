@@ -1,14 +1,14 @@
-"""The disk's index on the scheduler's side. A dedicated thread reads it, appends to it and removes it.
+"""The disk's index on the scheduler's side. A separate thread reads it, appends to it and removes it.
 
     start ─▶ identify the KV ─▶ lock its folder
     every rank's file is open ─▶ read the index ─▶ facts for the core, a few thousand blocks per step
     records from the core ─▶ written ten times a second, invalidations at once; synced once a second
     reset ─▶ the index is removed before the reset is answered; this process finds its own blocks without an index
 
-Only one hook waits for this thread: a reset, for at most `RESET_S`. If the disk fails, the index stays as it is,
-because every block read must match its checksum anyway. A reset must remove the index; if that fails, the reset is
-incomplete. After a reset nothing is recorded: the weights in memory may differ from those on disk, but the folder is
-named after the weights on disk, and the next process loads those.
+The only hook that waits for this thread is a reset, for at most `RESET_S`. If the disk fails, the index stays
+unchanged, because every block that is read must match its checksum. A reset must remove the index; if that fails, the
+reset is incomplete. After a reset nothing is recorded: the weights in memory may differ from those on disk, but the
+folder is named after the weights on disk, and the next process loads those.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WRITE_PERIOD_S = 0.1
 A crash loses the blocks whose records are not written yet.
 """
 _WRITES_A_SYNC = 10
-_PART = 2048  # the most blocks or slots that the core processes in one step, which takes a few milliseconds
+_PART = 2048  # the most blocks or slots that one step passes to the core, which takes a few milliseconds
 _GROWTH = 2**16  # slots that the core adds in one step
 
 log = get_logger("disk")
@@ -66,7 +66,7 @@ class DiskCatalog:
         ranks: how many ranks write slot files.
         portal: provides the thread that may wait for the disk.
         sleep: waits for a number of seconds between two writes.
-        closes_in_s: the most seconds that `close` waits for the disk.
+        closes_in_s: the most seconds for which `close` waits for the disk.
         key: authenticates the index; None to use only checksums.
 
     Attributes:
@@ -99,8 +99,8 @@ class DiskCatalog:
         self._is_closed = self._was_reset = self._has_failed = False
         self._files: dict[Rank, DiskFile] = {}
         self._folder: OpenFolder | None = None
-        self._index: IndexLog | None = None  # None before it is open, and after a reset
-        self._entries = 0  # how many blocks the index has
+        self._index: IndexLog | None = None  # None before the index is open, and after a reset
+        self._entries = 0  # how many entries the index has
         self._is_dirty = False
         self._writing: Future[None] | None = None
         self._waiting: Future[None] | None = None  # the wait before the next attempt to lock the folder
@@ -110,7 +110,7 @@ class DiskCatalog:
     # -- on the engine's thread ---------------------------------------------------------------------------------
 
     def ranks_reported(self, reports: Iterable[TransferReport]) -> bool:
-        """Note which ranks have opened their slot files or failed to. Once all have opened theirs, read the index.
+        """Record which ranks have opened their slot files or failed. When all files are open, read the index.
 
         Returns:
             Whether reports of more files are expected.
@@ -129,7 +129,7 @@ class DiskCatalog:
         return True
 
     def take_facts(self) -> list[facts.Fact]:
-        """Return the next fact for the core, if there is one. After a reset it reports every slot as free."""
+        """Return the next fact for the core, if there is one. After a reset, it reports every slot as free."""
         if not self.due:
             return []
         fact = self.due.popleft()()
@@ -139,7 +139,7 @@ class DiskCatalog:
 
     @property
     def is_opening(self) -> bool:
-        """Whether the core still lacks some facts about the index."""
+        """Whether the core still needs facts about the index."""
         return self.opening is not None or bool(self.due)
 
     def append(self, records: Sequence[DiskRecord]) -> None:
@@ -174,13 +174,13 @@ class DiskCatalog:
                 waiting.cancel()
         self._do(self._write)
         closed = self._do(self._close)
-        if self._folder is not None:  # without a folder, the thread may still be reading the weights
+        if self._folder is not None:  # Without a folder, the thread may still be reading the weights.
             with suppress(TimeoutError):
                 closed.result(self._closes_in_s)
         self._executor.shutdown(wait=False)
 
     async def _write_now_and_then(self) -> None:
-        """Make the thread write and sync queued records periodically, until cancelled."""
+        """Write and sync queued records periodically on the thread, until cancelled."""
         for number in count(1):
             await self._sleep(WRITE_PERIOD_S)
             has_more = bool(self._unwritten)
@@ -192,14 +192,15 @@ class DiskCatalog:
     # -- on the catalog's thread --------------------------------------------------------------------------------
 
     def _do(self, work: Callable[[], object]) -> Future[object]:
-        """Run `work` on the thread. If it raises, this process stops using the disk, and the result is None."""
+        """Run `work` on the thread. If it raises, the result is None and this process stops using the disk."""
 
         def careful() -> object:
             try:
                 return work()
-            except CancelledError:  # the engine stopped before its KV was identified
+            except CancelledError:  # The engine stopped before its KV was identified.
                 pass
-            except Exception as error:  # otherwise the tier might never stop opening, with nothing in the log
+            except Exception as error:
+                # Without this, the tier might be opening forever with nothing in the log.
                 self._fail(reason_of(error))
             return None
 

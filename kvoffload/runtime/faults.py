@@ -1,7 +1,7 @@
-"""Audits of the core, and how offloading ends when the core raises (R12).
+"""Audits the core, and switches offloading off when the core raises (R12).
 
-A core that raised may have stopped halfway through an update, so it gets no more facts and no more questions. From then
-on the engine only needs to know which blocks are leased and which jobs the workers have.
+A core that raised may have stopped halfway through an update, so it is not called again. From then on, offloading only
+tracks which blocks are leased and which jobs the workers have.
 """
 
 from __future__ import annotations
@@ -26,15 +26,7 @@ log = get_logger("scheduler")
 
 
 class Faults:
-    """Audits the core, and stands in for it once it has raised.
-
-    Args:
-        core: the core.
-        bus: dispatches facts to the core.
-        copies: the open copies, with the blocks that workers may still touch.
-        device: the engine's block pool.
-        observation: counts audits, and records whether `OffloadingDegraded` was published.
-    """
+    """Audits the core, and takes its place after it has raised."""
 
     def __init__(
         self,
@@ -50,9 +42,9 @@ class Faults:
         self._device = device if isinstance(device, AuditsLeases) else None
         self._observation = observation
         self.cause: DegradeCause | None = None
-        """Why offloading is off, None while it is on."""
+        """Why offloading is off; None while it is on."""
         self.error: str | None = None
-        """What the core was doing when it raised, and the exception; None while the core works."""
+        """What the core was doing when it raised, and the exception; None if it has not raised."""
         self.pending_error: tuple[Exception, str] | None = None
         """An exception that the core raised on another thread. The engine's thread handles it in its next step."""
         bus.handle(InvariantBroken, self._invariant_broken)
@@ -70,7 +62,7 @@ class Faults:
         return otherwise
 
     def raised(self, error: Exception, doing: str) -> None:
-        """Cut the core off after the current batch. Only the first exception counts: it explains later ones."""
+        """Stop using the core after the current batch. Only the first exception counts: later ones follow from it."""
         if self.error is None:
             log.error("core_raised", error=repr(error), doing=doing, exc_info=error)
             self.error = f"{doing}: {error!r}"
@@ -84,13 +76,13 @@ class Faults:
             _try(lambda: leases.release([*loose.elements()]))
 
     def _invariant_broken(self, fact: InvariantBroken) -> None:
-        """Record the cause without relying on an observer, and switch the core off."""
+        """Record the cause, which no observer may be there to do, and stop using the core."""
         if self.cause is None:
             self.cause = fact.cause
         self._core.invariant_broken(fact)
 
     def _cut_off(self) -> None:
-        """Let the core finish what it can, then remove it from the bus and release blocks that no copy touches."""
+        """Let the core finish what it can. Then remove it from the bus, and release blocks that no copy touches."""
         cause, detail = DegradeCause.HANDLER_RAISED, self.error or ""
         self._bus.publish(InvariantBroken(cause, detail))
         self._bus.drop_handlers()
@@ -104,7 +96,7 @@ class Faults:
     # -- audits -------------------------------------------------------------------------------------------------
 
     def audit(self) -> list[str]:
-        """Return a line for each problem found. Call it between hooks. Its cost does not grow with the pool."""
+        """Return a line for each problem found. Call it between hooks. Its cost does not depend on the pool's size."""
         problems: list[str] = self.ask("audit", lambda: [*self._core.audit(), *self._engine_problems()], [])
         if self.error is not None:
             return self._problems_of_a_broken_core()

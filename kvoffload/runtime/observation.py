@@ -1,4 +1,4 @@
-"""Observes one engine: counters and measurements run inline, observers on the portal's loop behind bounded feeds."""
+"""Observes one engine. Counters and measurements run inline, observers on the portal's loop behind bounded feeds."""
 
 from __future__ import annotations
 
@@ -28,23 +28,11 @@ from kvoffload.telemetry.spans import NAME, SpanObserver, make_spans
 log = get_logger("scheduler")
 
 _PATIENCE_S = 5.0  # seconds for observers to write pending output when the engine stops
-_TAIL = 20  # lines of the journal that are logged when offloading is switched off
+_TAIL = 20  # how many lines of the journal to log when offloading is switched off
 
 
 class Observation:
-    """The observers of one engine. They only watch: without them, offloading decides and copies the same.
-
-    Args:
-        bus: the bus to observe.
-        shape: the engine's fixed properties.
-        config: the operator's settings.
-        identity: the engine's identity.
-        hook: the current hook's time.
-        clocks: monotonic time to space repeated warnings, and wall time for the journal and spans.
-
-    Raises:
-        ConfigError: the journal's file cannot be written, or a package that spans need is not installed.
-    """
+    """The observers of one engine. They do not influence what is stored, found or copied."""
 
     def __init__(
         self,
@@ -69,14 +57,14 @@ class Observation:
         self.counters = Counters()
         self.counters.subscribe(bus)
         self.reports = {rank: TransferReport(rank, (), 0) for rank in map(Rank, range(shape.ranks))}
-        """Each rank's last report. Any thread may read this."""
+        """Each rank's last report. Any thread may read it."""
         bus.count(TransferReported, self._reported)
         self.journal.subscribe(bus)
         self.first_tokens = FirstTokens(hook, bus)
         self._portal: Portal | None = None
         self._running: list[Future[None]] = []
         self.saw_degradation = False
-        """Whether `OffloadingDegraded` was published."""
+        """True after `OffloadingDegraded` was published."""
         bus.count(OffloadingDegraded, self._degraded)
         bus.on_removed = self._removed
 
@@ -92,14 +80,14 @@ class Observation:
             self._start_spans(portal, self.spans)
 
     def wait(self) -> None:
-        """Give each observer a few seconds to finish; the bus must be closed already."""
+        """Wait a few seconds for each observer to finish. The bus must be closed."""
         if self._portal is not None and self._portal.is_alive:
             for running in self._running:
-                with suppress(Exception):  # an observer's failure was logged when it happened
+                with suppress(Exception):  # An observer's failure was logged when it happened.
                     running.result(_PATIENCE_S)
 
     def _start_spans(self, portal: Portal, spans: SpanObserver) -> None:
-        """Export spans on a thread of their own, because a collector that does not answer blocks it."""
+        """Export spans on a separate thread, because a collector that does not answer would block the loop."""
         warnings = AtMostEvery(QUIET_S, self._now)
 
         def failed() -> None:

@@ -26,7 +26,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _COPY_THREADS = 2
-_FROM_PARENT: list[object] = []  # after a fork, the parent's loops and executors: nothing may close them
+_FROM_PARENT: list[object] = []  # after a fork: the parent's loops and executors, which nothing may close
 
 
 class PortalClosed(KVOffloadError):
@@ -37,12 +37,7 @@ class PortalClosed(KVOffloadError):
 
 
 class DaemonExecutor(Executor):
-    """A few daemon threads that run submitted calls in order. Unlike with the standard pool, exit does not join them.
-
-    Args:
-        name: prefix of the threads' names.
-        threads: the maximum number of threads; each submitted call starts one until there are this many.
-    """
+    """Daemon threads that run submitted calls in order. The standard pool would join its threads at exit."""
 
     def __init__(self, name: str, threads: int) -> None:
         self._name = name
@@ -65,7 +60,7 @@ class DaemonExecutor(Executor):
                 return
             try:
                 result = fn(*args, **kwargs)
-            except BaseException as error:  # the future passes it to the caller
+            except BaseException as error:  # The future passes the exception to the caller.
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -96,7 +91,7 @@ class DaemonExecutor(Executor):
             if work is None:
                 return
             work()
-            del work  # otherwise an idle thread would keep its last call alive
+            del work  # Otherwise an idle thread would keep its last call in memory.
 
 
 class Portal:
@@ -144,7 +139,7 @@ class Portal:
             PortalClosed: the portal is closed.
         """
         self._leave_parent()
-        with self._lock:  # so that `close` sees and cancels every coroutine that was started before it
+        with self._lock:  # The lock makes `close` cancel every coroutine that was started before it.
             self._check_open()
             return self._begin(async_fn(*args, **kwargs), self._started_loop())
 
@@ -155,7 +150,7 @@ class Portal:
             timeout: seconds to wait in total.
 
         Returns:
-            Whether everything ended in time. Coroutines that did not are left behind on the daemon thread.
+            Whether everything ended in time. Other coroutines keep running on the daemon thread.
         """
         self._leave_parent()
         with self._lock:
@@ -165,7 +160,7 @@ class Portal:
         ended = True
         if started is not None:
             loop, thread = started
-            # Cancel only once: a second cancellation would interrupt the cleanup that the first one started.
+            # Cancel only once. A second cancellation would interrupt the cleanup that the first one started.
             if is_first and thread.is_alive():
                 cancelled = self._begin(_cancel_all(), loop)
                 cancelled.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
@@ -194,7 +189,7 @@ class Portal:
             raise PortalClosed(self.name)
 
     def _leave_parent(self) -> None:
-        """In a forked child, drop the parent's threads and its lock, which may have been held at the fork."""
+        """In a forked child, replace the parent's threads and its lock, which may have been held at the fork."""
         if self._pid != os.getpid():
             _FROM_PARENT.append((self._loop_thread, self._executor, self._running))
             self._begin_in_this_process()
@@ -217,7 +212,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _cancel_all() -> None:
-    """Cancel every other task and wait until all have ended, however long their cleanup takes."""
+    """Cancel every other task and wait until all have ended."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()

@@ -1,26 +1,26 @@
-"""The remote tier on the scheduler's side: the generation that engines share, and which blocks the tier has.
+"""The remote tier on the scheduler's side: which generation this engine uses, and which blocks the tier has.
 
     connected ─▶ the generation is read, or made by the first engine ─▶ RemoteOpened
     a request arrives ─▶ the tier is asked for its keys ─▶ RemoteAnswered
     every 30 s ─▶ the generation is read again ─▶ RemoteOpened, if the tier lost it and another engine made a new one
-    reset ─▶ a private generation at once ─▶ RemoteOpened; the tier gets a new one for engines that start later
+    reset ─▶ RemoteOpened with a private generation at once; a new one in the tier for engines that start later
 
 Engines with equal fingerprints share a generation, which is a random value in the tier. After a reset an engine may
 have other weights than its fingerprint says, so it uses a private generation until its process ends. The next engine to
 start may be a restart of this one, which must find nothing from before the reset. So the reset also replaces the value
 in the tier, and marks the new value.
 
-A running engine that sees the mark keeps its own generation. This preserves its hits, and brings no block from before
-the reset into the generation of engines that start later. If the tier has lost the value, the next engine that looks
-makes a new one and the others follow, except those that have seen a reset.
+A running engine that sees the mark keeps its own generation. This preserves its hits, and keeps blocks from before the
+reset out of the generation of later engines. If the tier has lost the value, the next engine that reads it makes a new
+one and the others use it, except those that have seen a reset.
 
 With a key, the value also contains the time at which it was made, and a MAC. Another writer can put an older value back
 but cannot make a new one, so an engine that finds a value older than its own keeps its generation.
 
-Only one hook waits for the tier: a reset, for no longer than one call may take. If the tier does not take the new
-value, the reset is incomplete. The value is replaced when the tier is back, and later resets are then complete at once.
-An engine that has not used a shared generation yet has written nothing that later engines can find, so its reset is
-always complete.
+The only hook that waits for the tier is a reset, for as long as one call may take. If writing the new value fails, the
+reset is incomplete. The value is replaced as soon as the tier answers again. Later resets are then complete
+immediately. An engine that has not used a shared generation yet has written nothing that later engines can find, so its
+reset is always complete.
 """
 
 from __future__ import annotations
@@ -79,24 +79,24 @@ class RemoteCatalog:
         self._calls = remote_calls(connect, executor, monotonic, timeout_s, side="scheduler")
         self._due: list[facts.Fact] = []
         self.ended = self._calls.ended
-        """Calls that have ended. While there are any, `take_facts` must be called."""
+        """Ended calls. While there are any, `take_facts` must be called."""
         self._fingerprint: str | None = None
         self._generation: str | None = None
-        self._made_ms = 0  # when the generation last read from the tier was made
-        # Whether to ignore the tier's generation, because this engine's is private or the tier's was refused.
+        self._made_ms = 0  # when the generation last read from the tier was created
+        # True if the tier's generation is ignored, because this engine's is private or the tier's was refused.
         self._is_fixed = False
-        # Whether the generation that the tier names may contain this engine's blocks.
+        # True if the generation stored in the tier may contain blocks of this engine.
         self._has_shared = False
         self._looks_at = float("-inf")
         self._must_replace = self._is_replacing = False
-        self._opened: str | None = None  # the namespace that the core may use
-        self._identified = executor.submit(place.identify)  # may have to read all weights
-        self._is_refused = False  # the weights could not be identified
+        self._opened: str | None = None  # the namespace that the core uses
+        self._identified = executor.submit(place.identify)  # Identifying the KV may mean reading all weights.
+        self._is_refused = False  # True if the weights could not be identified
         if place.address.caution:
             log.warning("remote_not_protected", note=place.address.caution)
 
     def take_facts(self) -> list[facts.Fact]:
-        """Run the work that is due, and return the new facts for the core since the last call. Never waits."""
+        """Run the work that is due. Return the facts for the core since the last call. Never waits."""
         self._calls.poll()
         if self._fingerprint is None and self._identified.done() and not self._is_refused:
             self._take_identity()
@@ -111,20 +111,21 @@ class RemoteCatalog:
         usable = self._namespace if works else None
         if usable != self._opened:
             self._opened = usable
-            self._looks_at = float("-inf")  # a tier that did not answer may have lost the generation
+            # Read the generation now: the tier did not answer, and may have lost it.
+            self._looks_at = float("-inf")
             self._due.append(facts.RemoteLost() if usable is None else facts.RemoteOpened(usable))
         due, self._due = self._due, []
         return due
 
     @property
     def opening(self) -> str | None:
-        """The stage of first opening the tier; None once it is open, or if it cannot be opened."""
+        """The current stage of opening the tier; None once it is open, or if it cannot be opened."""
         if self._namespace is not None or self._is_refused:
             return None
         return "identity of the weights" if self._fingerprint is None else "connection"
 
     def ask(self, request: RequestId, keys: tuple[BlockKey, ...]) -> None:
-        """Ask which of a request's blocks the tier has.
+        """Query which of a request's blocks the tier has.
 
         Only the last rank's shards are looked up; if another rank's shard is missing, the fetch notices.
         """
@@ -141,10 +142,9 @@ class RemoteCatalog:
         self._calls.submit(lambda _, store: store.ask(shard, keys), answered)
 
     def reset(self) -> bool:
-        """Invalidate all older blocks for this process; return whether later processes cannot find them either.
+        """Invalidate all older blocks for this process. Return True if later processes cannot find them either.
 
-        Waits for the tier no longer than one call may take. If later processes can still find them, `take_facts` tries
-        again.
+        Waits for the tier for at most the time limit of one call. After False, `take_facts` tries again.
         """
         self._generation = secrets.token_hex(16)
         self._is_fixed = True
@@ -160,7 +160,7 @@ class RemoteCatalog:
         return not self._has_shared
 
     def close(self) -> None:
-        """Close the connection without waiting for a call that hangs."""
+        """Close the connection. Does not wait for a call that hangs."""
         self._calls.close()
 
     @property
@@ -172,7 +172,8 @@ class RemoteCatalog:
     def _take_identity(self) -> None:
         try:
             self._fingerprint = self._identified.result()
-        except Exception as error:  # identifying weights may raise anything, and this is the engine's thread
+        except Exception as error:
+            # Identifying weights may raise any exception, and this is the engine's thread.
             reason, note = reason_of(error), "the engine goes on without the remote tier"
             log.error("remote_not_opened", reason=reason, note=note)
             self._is_refused = True
@@ -202,7 +203,7 @@ class RemoteCatalog:
         """Start writing a new generation to the tier, for engines that start later.
 
         Returns:
-            A future that tells whether the tier took it; None while the KV is not identified.
+            A future, True if the tier has stored it; None while the KV is not identified.
         """
         if self._fingerprint is None:
             return None
@@ -233,7 +234,7 @@ class RemoteCatalog:
 def _shared_generation(
     fingerprint: str, key: TierKey | None, after_ms: int, _: Call, store: RemoteStore
 ) -> Generation:
-    """Return the generation in the tier; if there is none, make one that is newer than `after_ms`."""
+    """Return the generation in the tier. If there is none, create one that is newer than `after_ms`."""
     name = generation_name(fingerprint)
     data = store.read(name)
     if data is None:

@@ -1,8 +1,8 @@
-"""The scheduler's side of offloading: an adapter's hooks call it, and it wires the parts together.
+"""The scheduler's side of offloading. An adapter's hooks call it, and it connects the parts.
 
 Each hook dispatches one fact on the bus. The fact's state handler, a method of the core, runs inline. The fact and the
-core's events then reach counters, the journal and every other observer in one batch. Questions (a lookup, a step's
-plan) are calls to the core.
+core's events then reach counters, the journal and every other observer in one batch. A lookup or a step's plan needs an
+answer, so it is a call to the core.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class SchedulerSide:
     ) -> None:
         self._clocks = clocks or Clocks()
         self._hook = HookTime()
-        # Requests that were answered "not yet" and are not admitted. `_deferred` has the time of each one's first such
-        # answer, and after the time limit it is answered without waiting. `_waiting` has the time since which it has
-        # had no other answer.
+        # Requests that were answered "not yet" and are not admitted. `_deferred` has the time of each request's first
+        # such answer; after the time limit the request no longer waits. `_waiting` has the time since when all its
+        # answers were "not yet".
         self._deferred: dict[RequestId, float] = {}
         self._waiting: dict[RequestId, float] = {}
         self.shape = shape
@@ -125,7 +125,7 @@ class SchedulerSide:
     def seen(
         self, fact: facts.RequestSeen, has_token: HasToken | None = None, trace_parent: str | None = None
     ) -> None:
-        """Note a new request. `has_token` tells whether it has its first token; `trace_parent` is a W3C traceparent."""
+        """Handle a new request. `has_token` tells if it has its first token; `trace_parent` is a W3C traceparent."""
         began = self._hook.now = self._clocks.monotonic()
         watch = self.observation
         if has_token is not None:
@@ -150,7 +150,7 @@ class SchedulerSide:
         Args:
             request: the request whose prefix is looked up.
             device_tokens: tokens that the device holds.
-            tokens: tokens that the request must hold before its next new token, if more than its prompt.
+            tokens: tokens that must be computed or found before the next new token, if more than the prompt's.
             new_keys: per group, keys of the request's whole blocks that were not passed before.
             full_tokens: tokens whose full-attention blocks the device holds, if it lacks their recurrent state.
         """
@@ -181,7 +181,7 @@ class SchedulerSide:
         return answer
 
     def _stop_waiting(self, request: RequestId) -> None:
-        """Note that a request no longer waits for another request's load or for a fetch."""
+        """Record that a request no longer waits for another request's load or for a fetch."""
         self.benefit.waited(request, self._hook.now - self._waiting.pop(request))
 
     def _end_deferral(self, request: RequestId) -> None:
@@ -190,11 +190,11 @@ class SchedulerSide:
             self._stop_waiting(request)
 
     def prefix_boundary(self, request: RequestId) -> int:
-        """Return after how many tokens the engine should end a chunk to keep a recurrent state; 0 if it need not."""
+        """Return after how many tokens the engine should end a chunk to keep a recurrent state; 0 for nowhere."""
         return self.faults.ask("boundary", lambda: self.core.boundary(request), 0)
 
     def allocated(self, fact: facts.BlocksAllocated) -> None:
-        """Note that the engine gave a request a block table."""
+        """Handle an allocation: the engine gave a request a block table."""
         began = self._hook.now = self._clocks.monotonic()
         if self._deferred:
             self._end_deferral(fact.request)
@@ -204,7 +204,7 @@ class SchedulerSide:
         self._hook.spent[_ALLOCATED] += self._clocks.monotonic() - began
 
     def ended(self, fact: facts.RequestEnded) -> None:
-        """Note that a request finished or was aborted; it still has its blocks."""
+        """Handle a request that finished or was aborted. It still has its blocks."""
         began = self._hook.now = self._clocks.monotonic()
         request, first_tokens = fact.request, self.observation.first_tokens
         if self._deferred:
@@ -259,7 +259,7 @@ class SchedulerSide:
         return plan
 
     def _plan(self, began: float) -> TransferPlan:
-        """Return the step's plan, and note that its jobs go to the workers."""
+        """Return the step's plan, and record that its jobs go to the workers."""
         events: list[Event] = []
         tally = self.core.state.tally
         try:
@@ -279,7 +279,7 @@ class SchedulerSide:
     # -- reports ------------------------------------------------------------------------------------------------
 
     def reported(self, reports: Sequence[TransferReport]) -> LoadAnswers:
-        """Take the ranks' reports; return the ended loads to report to the engine."""
+        """Process the ranks' reports; return the ended loads to report to the engine."""
         began = self._hook.now = self._clocks.monotonic()
         open_before = self._jobs.open_on_tiers
         for report in reports:
@@ -304,12 +304,13 @@ class SchedulerSide:
             return NO_ANSWERS
         results = self.faults.ask("take_results", self.core.take_results, LoadResults())
         if self.faults.cause is not None:
-            results.failed += self.copies.awaited  # the core's plans cannot be trusted any more
+            # After an error in the core, no awaited load can be trusted.
+            results.failed += self.copies.awaited
         return self.copies.answer(results)
 
     @property
     def has_work(self) -> bool:
-        """Whether the engine must keep stepping so that open copies can end."""
+        """Whether the engine must keep stepping until open copies end."""
         if self.copies.awaited:
             return True
         if self.faults.error is not None:
@@ -327,7 +328,7 @@ class SchedulerSide:
 
     @property
     def degraded(self) -> DegradeCause | None:
-        """Why offloading is off, None while it is on."""
+        """Why offloading is off; None while it is on."""
         return self.faults.cause
 
     @property
@@ -339,12 +340,12 @@ class SchedulerSide:
     # -- calls from operators -----------------------------------------------------------------------------------
 
     def reset(self) -> bool:
-        """Invalidate everything that was computed so far; return whether the reset is complete.
+        """Invalidate everything computed so far; return whether the reset is complete.
 
-        From now on no lookup finds older blocks. The reset is incomplete while a copy from before runs:
-        `kvoffload_reset_draining_jobs` counts those jobs, and `reset_ended` is logged when the last has ended. It is
-        also incomplete, with a warning in the log, while a later process could find older blocks on the disk or in the
-        remote tier. Another call is harmless and tries again.
+        From now on no lookup finds older blocks. The reset is incomplete while an older copy runs.
+        `kvoffload_reset_draining_jobs` counts these copies' jobs, and `reset_ended` is logged when the last one has
+        ended. It is also incomplete, with a warning in the log, while a later process could find older blocks on the
+        disk or in the remote tier. Calling it again is harmless and retries.
         """
         began = self._hook.now = self._clocks.monotonic()
         self.bus.dispatch([facts.CacheReset()])
@@ -356,8 +357,8 @@ class SchedulerSide:
     def audit(self) -> list[str]:
         """Return a line for each problem found; any problem switches offloading off (R12).
 
-        Call it on the engine's thread, between two hooks. It also runs whenever the engine becomes idle; while requests
-        run it can check little.
+        Call it on the engine's thread, between two hooks. It also runs whenever the engine becomes idle. While requests
+        run, it can check only a few totals.
         """
         return self.faults.audit()
 
@@ -369,11 +370,11 @@ class SchedulerSide:
         try:
             return read_all(self)
         except Exception as error:
-            self.faults.pending_error = error, "gauges"  # only the engine's thread may cut the core off
+            self.faults.pending_error = error, "gauges"  # Only the engine's thread may stop using the core.
             return {"kvoffload_degraded": {(DegradeCause.HANDLER_RAISED.value,): 1}}
 
     def close(self) -> None:
-        """Stop the observers and close the lower tiers. The workers drain open jobs when they close."""
+        """Stop the observers and close the lower tiers. The workers end open jobs when they close."""
         self.bus.close()
         self.observation.wait()
         if self._tiers_side is not None:
@@ -382,7 +383,7 @@ class SchedulerSide:
     # -- helpers ------------------------------------------------------------------------------------------------
 
     def _look_after_reports(self) -> None:
-        """Release leases, end a reset and audit, if the ended copies make that possible."""
+        """Release leases, end a reset and audit, if ended copies allow it."""
         if self.faults.error is not None:
             self.faults.release_loose()
         if self.copies.draining:
@@ -394,7 +395,7 @@ class SchedulerSide:
 def _policy(
     config: OffloadConfig, shape: EngineShape, disk: DiskPlace | None, remote: RemotePlace | None
 ) -> Policy:
-    """Return the settings that the core follows.
+    """Return the settings that affect the core.
 
     Raises:
         ConfigError: the engine promises too little for the settings.

@@ -1,6 +1,7 @@
-"""Durations of steps: how much copies slow them, how much prefilling adds, and when requests have their first token.
+"""Measures how much copies slow steps, how much time prefilling adds, and when requests get their first token.
 
-Engines report neither the end of a step nor a sampled token, so all of this is derived from when steps are scheduled.
+Engines report neither the end of a step nor a sampled token, so all of this is derived from the times when steps are
+scheduled.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from kvoffload.runtime.copies import HookTime
 
 _QUIET_WEIGHT = 1 / 16
 _SLOWDOWN_WEIGHT = 1 / 64
-_FIRST = 8  # first steps of each size; the mean starts at the shortest, because longer ones may include a compilation
-_OUTLIER = 4.0  # a longer step counts as this many times the usual length
+# First steps of each size; the mean starts at the shortest, because longer ones may include a compilation.
+_FIRST = 8
+_OUTLIER = 4.0  # a step that takes longer counts as this many times the usual length
 
-_RUNS = 33  # recent runs to keep; their median, weighted by tokens, ignores a stall such as a compilation
-_LONGEST_RUN = 32  # steps after which a run becomes a sample even if it continues
-# At least this share of a run's time counts as prefill, even if decode-only steps usually take as long as the run.
+# How many recent runs to keep; their median, weighted by tokens, ignores a stall such as a compilation.
+_RUNS = 33
+_LONGEST_RUN = 32  # after this many steps a run becomes a sample even if it continues
+# At least this share of a run's time counts as prefill, even if decode-only steps usually take as long.
 _LEAST_SHARE = 0.1
 
 HasToken = Callable[[], object]
@@ -40,13 +43,13 @@ class StepTimes:
 
     A step is compared with steps that decode about as many tokens (the same bit length). The time from one step to the
     next counts only if the step before was of the same kind, because an engine with two steps in flight schedules one
-    while another runs. Steps that prefill differ too much to be compared; they are assumed to slow down by the same
-    share.
-    One thread reports the steps in order.
+    while another runs. Steps that prefill differ too much to compare, so they are assumed to slow down by the same
+    share. One thread reports the steps in order.
     """
 
     def __init__(self) -> None:
-        self._quiet_s = defaultdict[int, float](float)  # by the bit length of the number of decoded tokens
+        # Indexed by the bit length of the number of decoded tokens.
+        self._quiet_s = defaultdict[int, float](float)
         self._seen = defaultdict[int, int](int)
         self._slowdown = defaultdict[Copies, float](float)
 
@@ -79,8 +82,8 @@ class StepTimes:
 class PrefillRate:
     """Estimates the seconds that prefilling adds per token, from the times and contents of steps.
 
-    An engine may schedule the next step before the current one ends, so a single step cannot be timed. Instead a run is
-    timed: consecutive steps that prefill, and the one step after them.
+    An engine may schedule the next step before the current one ends, so a single step cannot be timed. Instead this
+    class times a run: consecutive steps that prefill, and the step after them.
 
         steps       D   P   P   D   D          D decodes only, P prefills
         counted         |-----------|          from the run's first step to the second step after it
@@ -102,12 +105,12 @@ class PrefillRate:
         self._usual_s = 0.0
         self._is_over = False
         self.is_timing = False
-        """Whether a run is open, so that steps without prefill must be reported too."""
-        self._rate: float | None = 0.0  # None: must be computed again
+        """True while a run is open, in which steps without prefill must be reported too."""
+        self._rate: float | None = 0.0  # None if it must be computed again
 
     @property
     def seconds_per_token(self) -> float:
-        """Seconds that prefilling adds per token; 0 until measured. Any thread may read it.
+        """The seconds that prefilling adds per token; 0 until measured. Any thread may read it.
 
         It is computed when it is read, because a median takes too long for a hook.
         """
@@ -117,7 +120,7 @@ class PrefillRate:
         return rate
 
     def step(self, now: float, tokens: int, usual_s: float) -> None:
-        """Note a scheduled step.
+        """Process a scheduled step.
 
         Args:
             now: monotonic seconds.
@@ -142,7 +145,7 @@ class PrefillRate:
         self._usual_s += usual_s
 
     def idle(self, now: float) -> None:
-        """Note that the engine has nothing left to compute."""
+        """Handle an engine with nothing left to compute: end the run."""
         if self.is_timing:
             self._end(now)
 
@@ -185,17 +188,17 @@ class FirstTokens:
     def __init__(self, hook: HookTime, bus: Bus) -> None:
         self._hook = hook
         self.waiting: dict[RequestId, tuple[float, HasToken]] = {}
-        """For each request without a token: its arrival, and a check for its first token. The caller adds requests."""
+        """The arrival of each request without a token, and a check for its first token. The caller adds requests."""
         self.admitted: dict[RequestId, Found] = {}
-        """Admitted requests without a token, with the result of their last lookup."""
+        """Admitted requests without a token, and the result of each one's last lookup."""
         bus.count(LookupAnswered, self._settled)
 
     def look(self) -> list[FirstTokenReached]:
-        """Return the events of requests whose first token exists; called when a step is scheduled."""
+        """Return the events of requests that now have their first token. Called when a step is scheduled."""
         return [self._arrived(request) for request in tuple(self.admitted) if self.waiting[request][1]()]
 
     def ended(self, request: RequestId) -> list[FirstTokenReached]:
-        """Forget a waiting request that ends; return the event if its first token came in its last step."""
+        """Remove a request that ends. If its first token came in its last step, return the event."""
         if request in self.admitted and self.waiting[request][1]():
             return [self._arrived(request)]
         self.waiting.pop(request)

@@ -1,14 +1,14 @@
-"""The tiers below the host on the scheduler's side: their catalogs, and the steps that an idle engine makes for them.
+"""The lower tiers on the scheduler's side: their catalogs, and the steps that an idle engine makes for them.
 
-    step ─▶ facts for the core: blocks of the index, the remote tier's answers, overdue jobs ─▶ records for the index
+    step ─▶ facts for the core: blocks in the index, the remote tier's answers, overdue jobs ─▶ records for the index
     report ─▶ newly opened slot files, records for the index
     last request ended ─▶ steps for spills and a warm start, for at most `disk_drain_s`
 
 Engines do not announce a shutdown: they end their requests, keep stepping while anything has work, and stop. So an
-engine without requests keeps stepping for up to `disk_drain_s`: before it stops, to spill blocks; after its start, to
-read the disk's index before the first request.
+engine without requests keeps stepping for up to `disk_drain_s`: after its start to read the disk's index, and before it
+stops to spill blocks.
 
-To save calls, hooks check the public attributes before they call a method.
+Hooks check the public attributes before they call a method, which saves most calls.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from kvoffload.runtime.remote_catalog import RemoteCatalog
 log = get_logger("tiers")
 
 _PATIENCE = 10
-"""Open jobs are overdue if none begins or ends for this many times `transfer_timeout_s`.
+"""Open jobs are overdue if no job begins or ends for this many times `transfer_timeout_s`.
 
 Workers report a call that hangs much earlier, after its own time limit.
 """
 
 _POLL_S = 0.02
-"""Seconds between two polls of the remote tier while no call has ended; these only find calls that take too long."""
+"""Seconds between two polls of the remote tier while no call has ended. They only find calls that take too long."""
 
 OPENING_S = 60.0
 _LONGEST_STEP_S = 1.0
-"""A longer pause between steps counts as this, because no tier can open while an idle engine makes no steps."""
+"""A longer pause between steps counts as this many seconds, because tiers only open while the engine steps."""
 
 _LATE_STEPS = 4
-"""After a pause, jobs are not overdue for this many steps, as engines that schedule ahead report ended jobs late."""
+"""After a pause, jobs are not overdue for this many steps. Engines that schedule ahead report ended jobs late."""
 
 
 class TiersSide:
@@ -55,7 +55,7 @@ class TiersSide:
 
     Args:
         core: the core, which has at least one such tier.
-        faults: calls the core and catches what it raises.
+        faults: calls the core and catches its exceptions.
         config: the operator's settings.
         portal: provides threads that may wait for a tier.
         clocks: the clocks to read.
@@ -69,10 +69,10 @@ class TiersSide:
         polls_at: when a step takes facts even if no call has ended.
         asks: the core's questions for the remote tier.
         records: the core's records for the disk's index.
-        overdue_at: when the open jobs become overdue, if none begins or ends before.
-        awaits_files: whether some rank has not opened its slot file yet.
-        is_opening: whether steps must check for tiers that are opening; False once all are open, or after the warning
-            that one is still opening.
+        overdue_at: when the open jobs become overdue, unless a job begins or ends before.
+        awaits_files: whether any rank has not opened its slot file yet.
+        is_opening: whether steps must check for tiers that are opening: until all are open, or until the warning about
+            a slow one.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class TiersSide:
                 self._remote.ask(request, keys)
 
     def take_facts(self, now: float) -> list[facts.Fact]:
-        """Return new facts for the core. If no job has begun or ended in time, the open jobs are overdue (R16)."""
+        """Return new facts for the core. If no job has begun or ended in time, all open jobs are overdue (R16)."""
         found = list[facts.Fact]()
         if self.is_opening:
             self._look_at_opening(now)
@@ -153,11 +153,11 @@ class TiersSide:
                 log.warning("tier_still_opening", tier=name, stage=stage, after_s=OPENING_S, note=note)
 
     def moved(self, now: float) -> None:
-        """Note that jobs on these tiers began or ended, which restarts the time limit of the others."""
+        """Restart the time limit of open jobs, because a job on these tiers began or ended."""
         self.overdue_at = now + self._patience_s
 
     def reported(self, reports: Sequence[TransferReport], now: float, *, has_moved: bool) -> None:
-        """Take the ranks' reports; `has_moved` says whether jobs on these tiers ended."""
+        """Process the ranks' reports. `has_moved` tells whether jobs on these tiers ended."""
         if has_moved:
             self.moved(now)
         if self.disk is not None and self.awaits_files:
@@ -173,7 +173,7 @@ class TiersSide:
                 self.disk.append(records)
 
     def rest(self, now: float) -> None:
-        """Note that the last request has ended."""
+        """Record that the last request has ended."""
         self._idle_since = now
 
     @property
@@ -184,7 +184,7 @@ class TiersSide:
         if not (is_busy or self._faults.ask("has_work", lambda: self._tiers.is_due, False)):
             return False
         now = self._now()
-        if self._idle_since is None:  # the engine has just started
+        if self._idle_since is None:  # The engine has just started.
             self._idle_since = now
         if now - self._idle_since < self._drain_s:
             return True
@@ -192,15 +192,16 @@ class TiersSide:
         return False
 
     def reset(self) -> bool:
-        """Invalidate all blocks on these tiers; return whether later processes cannot find them either."""
+        """Invalidate all blocks on these tiers. Return True if later processes cannot find them either."""
         if self._remote is not None:
             self.polls_at = -inf
-        # Build a list instead of short-circuiting: the second catalog must be reset even if the first has not finished.
+        # Build a list instead of short-circuiting, because every catalog must be reset, even if the first reset is
+        # incomplete.
         are_done = [catalog.reset() for catalog in self._catalogs.values()]
         return all(are_done)
 
     def close(self) -> None:
-        """Write pending records and close the tiers; wait at most `disk_drain_s` for a disk that hangs."""
+        """Write pending records and close the tiers. If a disk hangs, return after `disk_drain_s`."""
         self.record()
         for catalog in self._catalogs.values():
             catalog.close()

@@ -1,4 +1,4 @@
-"""A worker's side of offloading: one rank's memory, copier and transfer coroutine, behind an adapter's hooks."""
+"""The worker's side of offloading for one rank. An adapter's hooks call it."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 log = get_logger("worker")
 
-_STORE_BYTES_IN_FLIGHT = 64 * 2**20  # a few milliseconds of copying, which a load may have to wait for
-REMOTE_THREADS = 2  # few, because a client splits batches itself
+_STORE_BYTES_IN_FLIGHT = 64 * 2**20  # a few milliseconds of copying; a load may have to wait this long
+REMOTE_THREADS = 2  # a client splits batches itself, so a few threads suffice
 _DRAIN_S = 5.0  # seconds to wait beyond `transfer_timeout_s`
-_PINNING_S = 10.0  # seconds for which an engine's start waits for pinned memory
+_PINNING_S = 10.0  # how many seconds an engine's start waits for pinned memory
 
 
 class WorkerSide:
@@ -47,7 +47,7 @@ class WorkerSide:
 
     Args:
         rank, ranks: this rank, and the number of ranks.
-        local_ranks: how many ranks are on this machine, by default all; ranks of one machine have consecutive numbers.
+        local_ranks: how many ranks are on this machine (by default all of them); their numbers are consecutive.
         config: the operator's settings.
         portal: runs the transfer coroutine.
         clock: the coroutine's clock.
@@ -85,22 +85,23 @@ class WorkerSide:
         self._remote: TierJobs | None = None
         self._pump: TransferPump | None = None
         self._tasks: list[Future[None]] = []
-        # Until the first step: the arena whose memory is not all pinned, and when pinning began.
+        # Until the first step: the arena, if not all of its memory is pinned, and when pinning began.
         self._unprepared: tuple[Arena, float] | None = None
         self._load_fence: Fence = None
 
     def register(self, layout: DeviceLayout) -> int:
-        """Take the rank's KV memory and start to prepare host memory. Return how many slots there will be.
+        """Register the rank's KV memory and start preparing host memory. Return how many slots there will be.
 
-        With CUDA this call pins memory for some seconds. The engine then captures graphs, which pinning on any thread
-        may spoil, so the rest is pinned from the first step on.
+        With CUDA this call pins memory for some seconds. Afterwards the engine captures graphs, and pinning on any
+        thread can break a capture. So the rest is pinned from the first step on.
 
         Raises:
-            ConfigError: `host_bytes` is less than one block or more than the machine has left, or the setting
-                `layout` asks for each block in one piece and the engine does not keep blocks that way.
+            ConfigError: `host_bytes` is less than one block or more than the machine has left, or the setting `layout`
+                requires each block in one piece and the engine does not store blocks this way.
         """
         check_pieces(self._config.layout, layout)
-        # The machine's first rank checks for all: later ranks see less free memory, because earlier ones took theirs.
+        # The machine's first rank checks for all ranks: later ranks see less free memory, because earlier ones took
+        # theirs.
         ranks = self._local_ranks if self._rank % self._local_ranks == 0 else 1
         slots = slots_for(self._config.host_bytes // self._ranks, layout, ranks=ranks)
         executor = self._portal.executor
@@ -142,23 +143,24 @@ class WorkerSide:
         return slots
 
     def begin_step(self, plan: TransferPlan) -> None:
-        """Note that a step begins. Its loads wait for all device work that this thread has enqueued so far (R13).
+        """Begin a step. Its loads wait for all device work that this thread has enqueued so far (R13).
 
         The step's own forward pass does not touch the loads' blocks, so an engine may launch it before `start_loads`.
         """
         unprepared, self._unprepared = self._unprepared, None
-        if unprepared is not None and self._portal.is_alive:  # without the portal the arena stays as it is
+        if unprepared is not None and self._portal.is_alive:
+            # Without the portal, no more memory can be pinned.
             self._tasks.append(self._portal.spawn(self._prepare, *unprepared))
         self._load_fence = self.pump.fence() if plan.loads else None
 
     def start_loads(self, plan: TransferPlan) -> None:
-        """Submit the plan's loads. They wait for the device work enqueued before the step began."""
+        """Submit the plan's loads. They wait for device work enqueued before the step began."""
         if plan.loads:
             fence, self._load_fence = self._load_fence, None
             self.pump.submit_loads(plan.loads, fence)
 
     def start_stores(self, plan: TransferPlan) -> None:
-        """Queue the plan's stores, and hand jobs and cancellations to the lower tiers.
+        """Queue the plan's stores, and pass jobs and cancellations to the lower tiers.
 
         Stores wait for all work that the calling thread has enqueued on the device so far (R13).
         """
@@ -185,7 +187,7 @@ class WorkerSide:
         return report if report is None or not tiers else _merged(report, disk, remote)
 
     def close(self) -> None:
-        """Drain the copies that have started, and free the memory."""
+        """Wait for started copies to end, and free the memory."""
         if self._pump is None:
             return
         pump, self._pump = self._pump, None
@@ -194,11 +196,11 @@ class WorkerSide:
                 tier.close()
         for task in self._tasks:
             task.cancel()
-        # If the portal is gone, copies may still run on our memory, so another portal waits for them to end.
+        # If the portal has ended, copies may still use our memory, so a new portal waits for them.
         portal = self._portal if self._portal.is_alive else Portal("kvoffload-drain")
         try:
             portal.spawn(pump.close).result(self._config.transfer_timeout_s + _DRAIN_S)
-        except Exception as error:  # the engine is stopping, and must close other parts too
+        except Exception as error:  # The engine is stopping and must still close other parts.
             log.error("worker_not_closed", rank=self._rank, error=repr(error), exc_info=error)
         if portal is not self._portal:
             portal.close()
@@ -225,7 +227,7 @@ class WorkerSide:
         return TierJobs(calls, mover, arena.layout.slot_bytes, monotonic)
 
     async def _prepare(self, arena: Arena, began: float) -> None:
-        """Prepare host memory and log when it is ready. If memory is refused, the arena logs it."""
+        """Prepare host memory, and log when it is ready. If the allocation fails, the arena logs it."""
         await arena.prepare(with_pauses=arena.layout.is_cuda)
         if arena.refusal is None:
             log.info(
@@ -243,7 +245,7 @@ class WorkerSide:
 
     @property
     def pump(self) -> TransferPump:
-        """The pump that runs this rank's copies."""
+        """Return the pump that runs this rank's copies."""
         assert self._pump is not None, "register() comes first"
         return self._pump
 
@@ -251,8 +253,7 @@ class WorkerSide:
 def _merged(report: TransferReport, disk: TierReport | None, remote: TierReport | None) -> TransferReport:
     """Add the tiers' reports to the report of the device's copies.
 
-    Spills come first, so that a load that ran beside a spill still counts as open when the spill ends
-    (`AdaptiveLimit`).
+    Spills come first. So a load that ran beside a spill is still open when the spill ends (`AdaptiveLimit`).
     """
     jobs = [job for tier in (disk, remote) if tier is not None for job in tier.jobs]
     return replace(

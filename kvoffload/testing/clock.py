@@ -8,7 +8,7 @@ import itertools
 
 from anyio import wait_all_tasks_blocked
 
-_YIELDS = 16  # loop turns that a woken task usually needs; if it still runs after them, anyio's check sleeps for 0.1 s
+_YIELDS = 16  # loop turns that a woken task usually needs; after them, anyio's check sleeps for 0.1 s
 
 
 class FakeClock:
@@ -52,7 +52,7 @@ class FakeClock:
     def _wake_due(self) -> None:
         while self._sleepers and self._sleepers[0][0] <= self._now:
             _, _, future = heapq.heappop(self._sleepers)
-            if not future.done():  # a cancelled sleeper stays in the heap until its time
+            if not future.done():  # A cancelled sleeper stays in the heap until its time.
                 future.set_result(None)
 
 
