@@ -64,7 +64,8 @@ class Story:
         """The worker's hook looks on and reports; return the requests whose load has arrived."""
         self.pump.poll()
         report = self.pump.take_report()
-        return self.scheduler.reported([report] if report is not None else []).loaded
+        self.scheduler.reported([report] if report is not None else [])
+        return self.scheduler.take_answers().loaded
 
     def slot(self, slot: int = 0) -> SlotState:
         return self.scheduler.core.state.pool.state(SlotId(slot))

@@ -7,12 +7,9 @@ operators and `NetBenefit`.
 
 from __future__ import annotations
 
-import asyncio
 import math
-import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from msgspec import Struct, field
@@ -26,21 +23,6 @@ from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import DeviceBlockId, JobId, Rank, RequestId
 from kvoffload.model.wire import DeviceJob, Direction, TransferReport
 from kvoffload.telemetry.catalogue import Hook
-
-
-@dataclass(frozen=True, slots=True)
-class Clocks:
-    """The clocks of the scheduler's side, and the sleep of its coroutines.
-
-    Args:
-        monotonic: returns seconds, for time limits and durations. A hook reads it at its start and at its end.
-        unix: returns seconds since 1970, for output that people read.
-        sleep: waits for a number of seconds.
-    """
-
-    monotonic: Callable[[], float] = time.monotonic
-    unix: Callable[[], float] = time.time
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
 
 class HookTime(Struct):
@@ -130,6 +112,8 @@ class OpenCopies:
         self._counts = {(direction, is_overdue): 0 for direction in Direction for is_overdue in (False, True)}
         self.awaited: dict[RequestId, None] = {}
         """The requests whose loads the engine waits for."""
+        self.answers = NO_ANSWERS
+        """Ended loads that `SchedulerSide.take_answers` has not returned yet."""
         # Other threads read the next three attributes. They are assigned, never modified in place.
         self.oldest: float | None = None
         """When the oldest running job that is not overdue was submitted; None if there is none."""
@@ -203,9 +187,9 @@ class OpenCopies:
         self._look()
         return jobs
 
-    def answer(self, results: LoadResults) -> LoadAnswers:
-        """Return the ended loads that the engine was still waiting for."""
-        answers = LoadAnswers()
+    def answer(self, results: LoadResults) -> None:
+        """Add the ended loads that the engine was still waiting for to `answers`."""
+        answers = LoadAnswers() if self.answers is NO_ANSWERS else self.answers
         for requests, ended in ((results.loaded, answers.loaded), (results.failed, answers.failed)):
             for request in requests:
                 if request not in self.awaited:
@@ -219,7 +203,8 @@ class OpenCopies:
                     answers.abandoned.append(copy.given.id)
                 if copy.pinned is None:
                     del self.by_request[request]
-        return answers
+        if answers.loaded or answers.failed:
+            self.answers = answers
 
     def look_at_reset(self) -> None:
         """Publish the end of the last reset once all jobs from before it have ended or were abandoned."""

@@ -15,7 +15,7 @@ from kvoffload.model.events import OffloadingDegraded
 from kvoffload.model.facts import TransferReported
 from kvoffload.model.ids import Rank
 from kvoffload.model.wire import TransferReport
-from kvoffload.runtime.copies import Clocks, HookTime
+from kvoffload.runtime.copies import HookTime
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.step_times import FirstTokens
 from kvoffload.telemetry.catalogue import subscriber_label
@@ -24,6 +24,7 @@ from kvoffload.telemetry.journal import Journal
 from kvoffload.telemetry.logging import QUIET_S, AtMostEvery, LogObserver, log_removed, log_spans_failed
 from kvoffload.telemetry.provenance import describe_run, info_labels
 from kvoffload.telemetry.spans import NAME, SpanObserver, make_spans
+from kvoffload.transfer.ports import Clocks
 
 log = get_logger("scheduler")
 

@@ -24,13 +24,14 @@ from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.model.wire import NOTHING, TransferPlan, TransferReport
 from kvoffload.remote.address import RemotePlace
 from kvoffload.runtime.benefit import NetBenefit
-from kvoffload.runtime.copies import NO_ANSWERS, Clocks, HookTime, LoadAnswers, OpenCopies
+from kvoffload.runtime.copies import NO_ANSWERS, HookTime, LoadAnswers, OpenCopies
 from kvoffload.runtime.faults import Faults
 from kvoffload.runtime.observation import Observation
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.step_times import HasToken
 from kvoffload.runtime.tiers_side import TiersSide
 from kvoffload.telemetry.catalogue import Hook, Series, read_all
+from kvoffload.transfer.ports import Clocks
 
 _UNKNOWN = EngineIdentity()
 
@@ -278,8 +279,8 @@ class SchedulerSide:
 
     # -- reports ------------------------------------------------------------------------------------------------
 
-    def reported(self, reports: Sequence[TransferReport]) -> LoadAnswers:
-        """Process the ranks' reports; return the ended loads to report to the engine."""
+    def reported(self, reports: Sequence[TransferReport]) -> None:
+        """Process the ranks' reports."""
         began = self._hook.now = self._clocks.monotonic()
         open_before = self._jobs.open_on_tiers
         for report in reports:
@@ -293,25 +294,31 @@ class SchedulerSide:
             if tiers is not None and (has_moved or tiers.records or tiers.awaits_files):
                 tiers.reported(reports, began, has_moved=has_moved)
             self._look_after_reports()
-        answers = self.take_answers() if self.copies.awaited or self.faults.cause else NO_ANSWERS
+        results = self.core.state.results
+        if results.loaded or results.failed or self.faults.cause is not None:
+            self._answer()
         self._hook.spent[_REPORT] += self._clocks.monotonic() - began
-        return answers
 
     def take_answers(self) -> LoadAnswers:
-        """Return the loads that ended since the last call, including those that end without a report."""
-        ended = self.core.state.results
-        if not (ended.loaded or ended.failed or self.faults.cause):
-            return NO_ANSWERS
+        """Return the loads that ended since the last call, to report them to the engine."""
+        results = self.core.state.results
+        if results.loaded or results.failed or self.faults.cause is not None:
+            self._answer()
+        answers, self.copies.answers = self.copies.answers, NO_ANSWERS
+        return answers
+
+    def _answer(self) -> None:
+        """Move the core's results to the answers for the engine. Once offloading is off, every awaited load fails."""
         results = self.faults.ask("take_results", self.core.take_results, LoadResults())
         if self.faults.cause is not None:
             # After an error in the core, no awaited load can be trusted.
             results.failed += self.copies.awaited
-        return self.copies.answer(results)
+        self.copies.answer(results)
 
     @property
     def has_work(self) -> bool:
         """Whether the engine must keep stepping until open copies end."""
-        if self.copies.awaited:
+        if self.copies.awaited or self.copies.answers is not NO_ANSWERS:
             return True
         if self.faults.error is not None:
             return self.copies.oldest is not None

@@ -25,11 +25,11 @@ from kvoffload.model import facts
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.wire import DiskRecord, TransferReport
 from kvoffload.remote.address import RemotePlace
-from kvoffload.runtime.copies import Clocks
 from kvoffload.runtime.disk_catalog import DiskCatalog
 from kvoffload.runtime.faults import Faults
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.remote_catalog import RemoteCatalog
+from kvoffload.transfer.ports import Clocks
 
 log = get_logger("tiers")
 

@@ -21,7 +21,7 @@ from kvoffload.transfer.disk import FileOpening, RankDisk
 from kvoffload.transfer.factory import make_allocator, make_checksums, make_copier
 from kvoffload.transfer.host_memory import slots_for
 from kvoffload.transfer.layout import check_pieces, digest_of
-from kvoffload.transfer.ports import SystemClock
+from kvoffload.transfer.ports import Clocks
 from kvoffload.transfer.pump import TransferPump
 from kvoffload.transfer.remote import RemoteMover, remote_calls
 from kvoffload.transfer.tier_jobs import TierJobs, TierReport
@@ -76,7 +76,7 @@ class WorkerSide:
         self._local_ranks = local_ranks or ranks
         self._config = config
         self._portal = portal
-        self._clock = clock or SystemClock()
+        self._clock = clock or Clocks()
         self._copier = copier
         self._place = disk
         self._disk: RankDisk | None = None

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import HostMemoryBusy, HostMemoryError
-from kvoffload.transfer.ports import SystemClock
+from kvoffload.transfer.ports import Clocks
 from kvoffload.transfer.runs import array_at, geometry_of
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Arena:
         self.slots = slots
         self.refusal: str | None = None
         self._allocator = allocator
-        self._clock = clock or SystemClock()
+        self._clock = clock or Clocks()
         self._chunk_slots = max(1, chunk_bytes // layout.slot_bytes)
         self._chunks: list[HostChunk] = []
         self._pages: list[list[Pages]] = []  # for each chunk, in the order of regions

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import CopyError, IllegalTransition
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from kvoffload.transfer.runs import Numbers
 
 
-@dataclass(slots=True, eq=False)
-class OpenJob:
+_UNRESOLVED = np.empty(0, np.int64)
+
+
+class OpenJob(Struct, eq=False):
     """One accepted job. A load is submitted as one part; a store is cut into parts as the limit on its bytes allows.
 
     Args:
@@ -41,8 +43,8 @@ class OpenJob:
     job: DeviceJob
     accepted_at: float
     fence: Fence = None
-    slots: Numbers = field(init=False)
-    blocks: Numbers = field(init=False)
+    slots: Numbers = _UNRESOLVED
+    blocks: Numbers = _UNRESOLVED
     started: int = 0
     open_parts: int = 0
     copy_s: float = 0.0

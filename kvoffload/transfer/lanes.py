@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import DeviceLost
@@ -22,8 +23,7 @@ log = get_logger("transfer")
 _OPEN = (TicketState.PENDING, TicketState.READING)
 
 
-@dataclass(slots=True, eq=False)
-class Batch:
+class Batch(Struct, eq=False):
     """One batch that was submitted to the copier.
 
     Args:

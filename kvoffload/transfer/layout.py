@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from xxhash import xxh3_128
@@ -45,7 +46,7 @@ class DeviceRegion:
             raise EngineContractError(f"pages of neighbouring blocks overlap: {self}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeviceLayout:
     """All regions of one rank; a block's bytes are its pages in all of them, in this order.
 
@@ -87,17 +88,17 @@ class DeviceLayout:
                 )
         return cls(tuple(known.values()))
 
-    @property
+    @cached_property
     def page_bytes(self) -> tuple[int, ...]:
         """Bytes of one block in each region."""
         return tuple(region.page_bytes for region in self.regions)
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """Bytes of one block on this rank, which is also the size of a host slot."""
         return sum(self.page_bytes)
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         """Number of device blocks; their ids start at 0."""
         return self.regions[0].blocks

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -31,19 +32,24 @@ class Clock(Protocol):
         """Return the seconds since an arbitrary start; never decreases. Callable from any thread."""
         ...
 
-    async def sleep(self, seconds: float) -> None:
-        """Return after `seconds`."""
+    def sleep(self, seconds: float, /) -> Awaitable[None]:
+        """Wait for `seconds`."""
         ...
 
 
-class SystemClock:
-    """The machine's clock, used everywhere except in tests."""
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """The machine's clocks, and the sleep of coroutines, unless a test passes its own.
 
-    def monotonic(self) -> float:
-        return time.monotonic()
+    Args:
+        monotonic: returns seconds, for time limits and durations.
+        unix: returns seconds since 1970, for output that people read.
+        sleep: waits for a number of seconds.
+    """
 
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
+    monotonic: Callable[[], float] = time.monotonic
+    unix: Callable[[], float] = time.time
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
 
 class TicketState(Enum):

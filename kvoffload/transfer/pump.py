@@ -432,7 +432,8 @@ class TransferPump:
             self._lost = str(error)
 
     def _settle(self, batch: Batch, now: float) -> None:
-        self._note_corrupt(batch)
+        if isinstance(batch.ticket, CheckedTicket) and batch.ticket.corrupt:
+            self._note_corrupt(batch, batch.ticket.corrupt)
         for part in batch.parts:
             job = part.job
             job.open_parts -= 1
@@ -441,8 +442,7 @@ class TransferPump:
             if job.is_over:
                 self._ledger.end(job, now, self._arena.layout.slot_bytes)
 
-    def _note_corrupt(self, batch: Batch) -> None:
-        found = batch.ticket.corrupt if isinstance(batch.ticket, CheckedTicket) else ()
+    def _note_corrupt(self, batch: Batch, found: Sequence[int]) -> None:
         first = 0
         for part in batch.parts:
             job, end = part.job, first + part.end - part.start

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct
 
 from kvoffload.model.wire import Direction
 
@@ -60,8 +61,7 @@ class Geometry:
         return self.host_base[slots // self.chunk_slots] + places * self.page
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CopyRuns:
+class CopyRuns(Struct, frozen=True, eq=False):
     """Contiguous copies: `size[i]` bytes from address `source[i]` to address `target[i]`. No two targets overlap."""
 
     source: Numbers

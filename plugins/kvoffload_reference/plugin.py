@@ -19,11 +19,11 @@ from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import GroupId, Rank
 from kvoffload.model.wire import TransferPlan
 from kvoffload.remote.address import RemotePlace, parse_address
-from kvoffload.runtime.copies import Clocks
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.transfer.layout import layout_of
+from kvoffload.transfer.ports import Clocks
 from kvoffload_reference.scheduler import PoolDevice, ReferenceScheduler
 
 if TYPE_CHECKING:
@@ -137,22 +137,19 @@ class ReferenceWorker(WorkerPlugin):
         log_warnings(findings)
 
     def start_loads(self, plan: object) -> None:
-        self.offload.begin_step(_plan(plan))
-        self.offload.start_loads(_plan(plan))
+        assert isinstance(plan, TransferPlan), plan
+        self.offload.begin_step(plan)
+        self.offload.start_loads(plan)
 
     def start_stores(self, plan: object) -> None:
-        self.offload.start_stores(_plan(plan))
+        assert isinstance(plan, TransferPlan), plan
+        self.offload.start_stores(plan)
 
     def take_output(self) -> object:
         return self.offload.take_report()
 
     def shutdown(self) -> None:
         self.offload.close()
-
-
-def _plan(plan: object) -> TransferPlan:
-    assert isinstance(plan, TransferPlan), plan
-    return plan
 
 
 def shape_of(engine: EngineFacts, promises: Promises) -> EngineShape:

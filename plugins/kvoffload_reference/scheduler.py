@@ -9,7 +9,6 @@ from kvoffload.engine.block_pool import BlockPool
 from kvoffload.engine.plugin import BlockTables, LoadResults, Progress, SchedulerPlugin, StateMade, StepFacts
 from kvoffload.engine.request import Request
 from kvoffload.model import facts
-from kvoffload.model.engine import EngineShape
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, RequestId
 from kvoffload.model.wire import TransferReport
 from kvoffload.runtime.scheduler_side import SchedulerSide
@@ -76,9 +75,10 @@ class ReferenceScheduler(SchedulerPlugin):
         self._offload = offload
         self._closed = closed
         self._sent: dict[str, _Sent] = {}
+        self._groups = offload.shape.groups
 
     def request_added(self, request: Request) -> None:
-        known = tuple(_keys(request.keys(group.group)) for group in self._shape.groups)
+        known = tuple(_keys(request.keys(group.group)) for group in self._groups)
         self._sent[request.request_id] = _Sent(request, [len(each) for each in known])
         fact = facts.RequestSeen(RequestId(request.request_id), request.num_tokens, known)
         sent = self._sent[request.request_id]
@@ -128,7 +128,9 @@ class ReferenceScheduler(SchedulerPlugin):
 
     def update(self, outputs: Sequence[object]) -> LoadResults:
         reports = [output for output in outputs if isinstance(output, TransferReport)]
-        answers = self._offload.reported(reports) if reports else self._offload.take_answers()
+        if reports:
+            self._offload.reported(reports)
+        answers = self._offload.take_answers()
         return LoadResults(tuple(answers.loaded), tuple(answers.failed))
 
     def has_pending_work(self) -> bool:
@@ -141,16 +143,12 @@ class ReferenceScheduler(SchedulerPlugin):
         self._offload.close()
         self._closed()
 
-    @property
-    def _shape(self) -> EngineShape:
-        return self._offload.shape
-
     def _progress(self, step: StepFacts) -> Iterator[facts.Progress]:
         """Yield the progress of requests with a new block or state, a newly confirmed block, or a first step."""
         complete = {state.request_id for state in step.states}
         for progress in step.progress:
             sent = self._sent[progress.request_id]
-            confirmed = tuple(progress.confirmed_tokens // group.block_tokens for group in self._shape.groups)
+            confirmed = tuple(progress.confirmed_tokens // group.block_tokens for group in self._groups)
             is_known = sent.runs and confirmed == sent.blocks and not any(progress.new_blocks)
             if is_known and progress.request_id not in complete:
                 continue
@@ -165,7 +163,7 @@ class ReferenceScheduler(SchedulerPlugin):
 
     def _new_keys(self, sent: _Sent) -> tuple[tuple[BlockKey, ...], ...]:
         new = []
-        for group in self._shape.groups:
+        for group in self._groups:
             known = sent.view.keys(group.group)
             new.append(_keys(known[sent.keys[group.group] :]))
             sent.keys[group.group] = len(known)

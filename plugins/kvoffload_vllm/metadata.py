@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvoffload.model.wire import NOTHING, TransferPlan, TransferReport
-from kvoffload.runtime.copies import LoadAnswers
+from kvoffload.runtime.copies import NO_ANSWERS, LoadAnswers
 
 if TYPE_CHECKING:
     from kvoffload.disk.identity import KVIdentity
@@ -20,12 +20,12 @@ class KVOffloadMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the type 
 
     Args:
         plan: the copies of this step.
-        ended: loads that ended without a finished copy; the workers must report them to vLLM.
+        answers: loads that ended. The workers report those without a finished copy to vLLM.
         disk: the KV identity, which names the folder on the disk; sent once, otherwise None.
     """
 
     plan: TransferPlan = NOTHING
-    ended: tuple[LoadAnswers, ...] = ()
+    answers: LoadAnswers = NO_ANSWERS
     disk: KVIdentity | None = None
 
 

@@ -11,6 +11,7 @@ from kvoffload.model import facts
 from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId
 from kvoffload.model.wire import NOTHING
+from kvoffload.runtime.copies import NO_ANSWERS
 from kvoffload_vllm.kv_identity import persists
 from kvoffload_vllm.metadata import NO_PLAN, KVOffloadMetadata, KVOffloadWorkerMetadata
 from kvoffload_vllm.progress import KeyMaker, ProgressReports, Tracked
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from kvoffload.runtime.copies import LoadAnswers
     from kvoffload.runtime.scheduler_side import SchedulerSide
     from kvoffload_vllm.events import TierEvents
     from kvoffload_vllm.groups import VllmGroups
@@ -78,8 +78,6 @@ class VllmScheduler:
         self._progress = ProgressReports(
             groups.shape, groups.ids, self._keys, device, self._tracked, report_every, tier_events
         )
-        self._unsent: tuple[LoadAnswers, ...] = ()
-        """Ended loads that the next message asks workers to report: vLLM learns only from workers how a load ended."""
 
     # -- before a step ------------------------------------------------------------------------------------------
 
@@ -152,22 +150,19 @@ class VllmScheduler:
             self._progress.steps, progress, preempted, reallocated, total - decoding, decoding, states
         )
         plan = self.offload.step(fact)
-        if self.offload.copies.awaited or self.offload.faults.cause:
+        # vLLM learns only from workers how a load ended. A worker does not know of loads without a finished copy.
+        copies, answers = self.offload.copies, NO_ANSWERS
+        if copies.awaited or copies.answers is not NO_ANSWERS or self.offload.faults.cause is not None:
             answers = self.offload.take_answers()
-            if answers.without_copy or answers.abandoned:
-                self._unsent += (answers,)
-        ended, self._unsent = self._unsent, ()
         disk = None if self._identification is None else self._identification.step(self.offload)
-        if plan is NOTHING and not ended and disk is None:
+        if plan is NOTHING and not (answers.without_copy or answers.abandoned) and disk is None:
             return NO_PLAN
-        return KVOffloadMetadata(plan, ended, disk)
+        return KVOffloadMetadata(plan, answers, disk)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         reported = connector_output.kv_connector_worker_meta
         if isinstance(reported, KVOffloadWorkerMetadata):
-            answers = self.offload.reported(reported.reports)
-            if answers.without_copy or answers.abandoned:
-                self._unsent += (answers,)
+            self.offload.reported(reported.reports)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -216,7 +211,7 @@ class VllmScheduler:
         return self.offload.reset()
 
     def has_pending_push_work(self) -> bool:
-        return bool(self._unsent) or self.offload.has_work
+        return self.offload.has_work
 
     # -- inside -------------------------------------------------------------------------------------------------
 

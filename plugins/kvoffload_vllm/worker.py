@@ -92,13 +92,14 @@ class VllmWorker:
         for load in metadata.plan.loads:
             assert load.extra is not None, load
             self._loading[load.id] = (load.extra, load.targets)
-        for ended in metadata.ended:
-            for job in ended.abandoned:
-                # A copy that already ended on this worker was reported then. A running copy keeps its blocks leased.
-                if job in self._loading:
-                    self._load_ended(job, failed=True)
-            self._received.finished.update(ended.without_copy)
-            self._received.failed.update({*ended.without_copy} & {*ended.failed})
+        answers = metadata.answers
+        for job in answers.abandoned:
+            # A copy that already ended on this worker was reported then. A running copy keeps its blocks leased.
+            if job in self._loading:
+                self._load_ended(job, failed=True)
+        if answers.without_copy:
+            self._received.finished.update(answers.without_copy)
+            self._received.failed.update({*answers.without_copy} & {*answers.failed})
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
         """Submit the step's loads. They wait for the kernels that this thread launched before `bind`."""

@@ -22,7 +22,7 @@ from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.transfer.arena import CHUNK_BYTES, Arena
 from kvoffload.transfer.factory import make_allocator, make_copier
 from kvoffload.transfer.layout import layout_of
-from kvoffload.transfer.ports import SystemClock, TicketState
+from kvoffload.transfer.ports import Clocks, TicketState
 from kvoffload.transfer.runs import merge_runs
 from tests.gates import ManualExecutor
 
@@ -88,7 +88,7 @@ class Rig:
         self._tensors = self._device.view(regions, self.blocks, page).unbind()
         self.layout = layout_of(self._tensors)
         self.executor = WatchedExecutor(threads)
-        self.copier = make_copier(self.layout, executor=self.executor, clock=SystemClock())
+        self.copier = make_copier(self.layout, executor=self.executor, clock=Clocks())
         at_once = ManualExecutor(held=False)
         self.arena = Arena(
             self.layout,

@@ -32,7 +32,7 @@ from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import JobId, SlotId
 from kvoffload.model.wire import CopyJob, Direction, Tier
 from kvoffload.transfer.disk import THREADS, FileOpening, RankDisk
-from kvoffload.transfer.ports import SystemClock
+from kvoffload.transfer.ports import Clocks
 from tests.bench.copy_rig import Rig, WatchedExecutor
 from tests.bench.disk_opening import opening
 from tests.bench.lines import Line, line, ratios
@@ -146,7 +146,7 @@ class _Tier:
         self._threads = WatchedExecutor(THREADS)
         opening = SimpleNamespace(open=lambda: file, shape=file.shape, slots=file.slots, closing=Event())
         self._copies = RankDisk(
-            cast("FileOpening", opening), rig.arena, self._threads, SystemClock(), timeout_s=600
+            cast("FileOpening", opening), rig.arena, self._threads, Clocks(), timeout_s=600
         )
         while self._copies.take() is None:
             os.sched_yield()

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from kvoffload.engine import Engine, SamplingParams
 from kvoffload.model.causes import RejectionCause
 from kvoffload.model.events import FactRejected
-from kvoffload.runtime.copies import Clocks
 from kvoffload.runtime.portal import Portal
 from kvoffload.telemetry.journal import JournalFile
 from kvoffload.telemetry.logging import LogObserver
 from kvoffload.telemetry.records import read_journal
 from kvoffload.testing import FakeClock
+from kvoffload.transfer.ports import Clocks
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.core.audit import audit_side
 from tests.engine.tiny import assert_same, taken

@@ -26,7 +26,7 @@ from kvoffload.model.facts import StepScheduled
 from kvoffload.model.ids import BlockKey, DeviceBlockId, Rank, RequestId, SlotId
 from kvoffload.model.wire import TransferPlan
 from kvoffload.remote.values import Shard
-from kvoffload.runtime.copies import LoadAnswers, OpenCopies
+from kvoffload.runtime.copies import OpenCopies
 from kvoffload.runtime.faults import Faults
 from kvoffload.runtime.remote_catalog import RemoteCatalog
 from kvoffload.runtime.worker_side import WorkerSide
@@ -139,7 +139,7 @@ def r9_failed_load_counts_as_loaded() -> list[Patch]:
 
 
 def r9_loads_are_not_reported() -> list[Patch]:
-    return [(OpenCopies, "answer", lambda self, results: LoadAnswers())]
+    return [(OpenCopies, "answer", lambda self, results: None)]
 
 
 def r10_reset_forgets_nothing() -> list[Patch]:

@@ -13,9 +13,9 @@ from kvoffload.engine import Engine, EngineConfig, SamplingParams, Token, TokenS
 from kvoffload.model.engine import Promises
 from kvoffload.model.ids import Rank
 from kvoffload.model.wire import Direction
-from kvoffload.runtime.copies import Clocks
 from kvoffload.telemetry.counters import Snapshot
 from kvoffload.testing import FakeClock, GatedCopier, GatedTicket
+from kvoffload.transfer.ports import Clocks
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.conservation import conservation, slot_problems
 from tests.core.audit import audit

@@ -17,10 +17,10 @@ from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, Rank, RequestId
 from kvoffload.model.wire import DiskFile, JobReport, TransferPlan, TransferReport
 from kvoffload.remote.address import RemotePlace
-from kvoffload.runtime.copies import Clocks
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.testing import FakeClock
+from kvoffload.transfer.ports import Clocks
 from tests.runtime.manual_portal import ManualPortal
 
 BLOCK = 4
@@ -131,7 +131,8 @@ class Side:
         report = TransferReport(
             Rank(rank), jobs, self._slots, disk_file=self._file, remote_works=self._has_remote
         )
-        answers = self.side.reported([report])
+        self.side.reported([report])
+        answers = self.side.take_answers()
         return answers.loaded, answers.failed
 
     def done(

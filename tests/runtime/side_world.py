@@ -11,9 +11,10 @@ from kvoffload.model.config import OffloadConfig
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import JobId, RequestId
 from kvoffload.model.wire import NOTHING, Direction, TransferPlan
-from kvoffload.runtime.copies import NO_ANSWERS, Clocks
+from kvoffload.runtime.copies import NO_ANSWERS
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.testing import FakeClock
+from kvoffload.transfer.ports import Clocks
 from tests.core.world import Copy, Req, World
 
 TIMEOUT_S = 30.0
@@ -51,8 +52,7 @@ class SideWorld(World):
         if isinstance(fact, facts.StepScheduled):
             self._plan = self.side.step(fact)
         elif isinstance(fact, facts.TransferReported):
-            answers = self.side.reported([fact.report])
-            self._loads_ended(LoadResults(answers.loaded, answers.failed))
+            self.side.reported([fact.report])
         elif isinstance(fact, facts.CacheReset):
             self.side.reset()
         elif isinstance(fact, facts.RequestSeen):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvoffload.runtime.copies import Clocks
+from kvoffload.transfer.ports import Clocks
 from tests.runtime.parts import Side
 from tests.runtime.test_hook_calls import hooks
 

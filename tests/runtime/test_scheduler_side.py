@@ -10,12 +10,14 @@ import pytest
 
 from kvoffload.core.machine import JobState
 from kvoffload.model import facts
+from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.engine import Promises
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.events import Event
-from kvoffload.model.ids import RequestId
-from kvoffload.model.wire import Direction
+from kvoffload.model.ids import Rank, RequestId
+from kvoffload.model.wire import Direction, JobReport, TransferReport
+from kvoffload.runtime.copies import NO_ANSWERS, LoadAnswers
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from tests.conservation import conservation, slot_problems
 from tests.core.audit import audit_side
@@ -44,6 +46,18 @@ def test_jobs_that_have_ended_are_not_overdue() -> None:
     side.step(("a", RELOAD))
     assert side.side.counters.snapshot().total("kvoffload_load_blocks_total") == 3
     assert audit_side(side.side) == []
+
+
+def test_an_engine_keeps_stepping_until_it_has_taken_the_answer_of_a_load() -> None:
+    side = Side()
+    (load,) = loading(side).loads
+    done = JobReport(load.id, load.direction, CopyOutcome.DONE, 64, 0.0, 0.0)
+    side.side.reported([TransferReport(Rank(0), (done,), 8)])
+    side.side.ended(facts.RequestEnded(RequestId("a"), 0, ((),), holds_blocks=False))
+    assert side.side.has_work
+    assert side.side.take_answers() == LoadAnswers(loaded=[RequestId("a")])
+    assert not side.side.has_work
+    assert side.side.take_answers() is NO_ANSWERS
 
 
 def test_a_lookup_may_wait_for_anothers_load_until_its_patience_ends() -> None:

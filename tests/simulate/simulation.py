@@ -25,8 +25,8 @@ from kvoffload.model.causes import StoreOutcome
 from kvoffload.model.events import DiskOpened, Event, TierCopyEnded
 from kvoffload.model.facts import Fact, JobOverdue, RemoteOpened
 from kvoffload.model.wire import Tier
-from kvoffload.runtime.copies import Clocks
 from kvoffload.telemetry.journal import line_of
+from kvoffload.transfer.ports import Clocks
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.conservation import conservation, slot_problems
 from tests.core.audit import audit

@@ -16,7 +16,7 @@ from kvoffload.transfer.cuda.crossover import SCRATCH_BYTES, Trial, learn
 from kvoffload.transfer.cuda.driver import NvidiaDriver
 from kvoffload.transfer.factory import current_stream, make_allocator, make_copier
 from kvoffload.transfer.layout import layout_of
-from kvoffload.transfer.ports import SystemClock, Ticket, TicketState
+from kvoffload.transfer.ports import Clocks, Ticket, TicketState
 from kvoffload.transfer.runs import CopyRuns, merge_runs
 from tests.captured_logs import capture_logs
 from tests.gates import ManualExecutor
@@ -197,7 +197,7 @@ def test_the_crossover_is_measured_and_leaves_the_memory_as_it_was() -> None:
 
 
 def test_the_factory_chooses_by_device(gpu: Gpu) -> None:
-    copier = make_copier(gpu.layout, executor=ManualExecutor(), clock=SystemClock())
+    copier = make_copier(gpu.layout, executor=ManualExecutor(), clock=Clocks())
     assert isinstance(copier, CudaCopier)
 
 

@@ -21,7 +21,7 @@ from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.factory import make_checksums
 from kvoffload.transfer.host_copier import HostCopier
 from kvoffload.transfer.host_memory import MmapAllocator
-from kvoffload.transfer.ports import SystemClock
+from kvoffload.transfer.ports import Clocks
 from kvoffload.transfer.pump import TransferPump
 from tests.captured_logs import capture_logs
 from tests.transfer.counts import statistics_of
@@ -216,12 +216,12 @@ def test_with_real_threads_every_byte_arrives(verify: str) -> None:
     device, portal, random = FakeDevice(40, [4096, 100]), Portal("threads"), np.random.default_rng(0)
     arena = Arena(device.layout, 40, MmapAllocator(portal.executor), chunk_bytes=7 * device.layout.slot_bytes)
     portal.spawn(arena.prepare).result(30)
-    copier = HostCopier(portal.executor, SystemClock())
+    copier = HostCopier(portal.executor, Clocks())
     pump = TransferPump(
         Rank(0),
         arena,
         copier,
-        SystemClock(),
+        Clocks(),
         store_bytes_in_flight=16 * device.layout.slot_bytes,
         timeout_s=30.0,
         checksums=make_checksums(verify, arena, executor=portal.executor),

@@ -17,7 +17,7 @@ from kvoffload.testing import FakeDevice
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.host_copier import HostCopier, choose_copy, copy_by_memmove
 from kvoffload.transfer.host_memory import MmapAllocator
-from kvoffload.transfer.ports import SystemClock, TicketState
+from kvoffload.transfer.ports import Clocks, TicketState
 from kvoffload.transfer.runs import CopyRuns, geometry_of, merge_runs
 from tests.gates import ManualExecutor
 
@@ -110,7 +110,7 @@ def test_property_a_round_trip_copies_every_byte_and_no_other(case: Case) -> Non
     device, arena = case.device, case.arena
     clean = [slot_bytes(arena, slot) for slot in range(arena.slots)]
     before = device.snapshot()
-    copier = HostCopier(ManualExecutor(held=False), SystemClock())
+    copier = HostCopier(ManualExecutor(held=False), Clocks())
     ticket = copier.submit(
         Direction.STORE, merge_runs(arena.geometry, Direction.STORE, case.slots, case.blocks), ()
     )

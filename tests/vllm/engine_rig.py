@@ -20,11 +20,12 @@ import pytest
 
 from kvoffload.core.machine import SlotState
 from kvoffload.model.ids import SlotId
-from kvoffload.runtime.copies import Clocks
+from kvoffload.runtime.copies import NO_ANSWERS
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.telemetry.counters import Snapshot
 from kvoffload.testing import FakeClock, GatedCopier
+from kvoffload.transfer.ports import Clocks
 from tests.conservation import conservation
 from tests.core.audit import audit_side
 from tests.vllm.stock import checkpoints, engines
@@ -211,7 +212,7 @@ class Rig:
         assert not state.jobs.open.values()
         ours = self.connector
         assert not ours._tracked
-        assert not ours._unsent
+        assert self.side.copies.answers is NO_ANSWERS
         assert not self.scheduler.requests
 
     def check_bytes(self) -> None:

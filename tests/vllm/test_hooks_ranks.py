@@ -211,7 +211,7 @@ def test_an_abandoned_load_is_reported_once_by_each_rank(ended: Sequence[int]) -
     for rank in ended:
         workers.copies[rank].end(CopyOutcome.DONE)
     workers.step()
-    end = workers.step(ended=(LoadAnswers(failed=[REQUEST], abandoned=[LOAD]),))
+    end = workers.step(answers=LoadAnswers(failed=[REQUEST], abandoned=[LOAD]))
     assert end.finished_recving == {REQUEST}
     assert end.failed_recving == {REQUEST}
     late = [rank for rank in range(2) if rank not in ended]
@@ -224,10 +224,10 @@ def test_an_abandoned_load_is_reported_once_by_each_rank(ended: Sequence[int]) -
 
 def test_a_load_without_a_copy_is_reported_by_every_rank() -> None:
     workers = Workers()
-    assert workers.step(ended=(LoadAnswers(loaded=[REQUEST], without_copy=[REQUEST]),)).finished_recving == {
+    assert workers.step(answers=LoadAnswers(loaded=[REQUEST], without_copy=[REQUEST])).finished_recving == {
         REQUEST
     }
-    end = workers.step(ended=(LoadAnswers(failed=[REQUEST], without_copy=[REQUEST]),))
+    end = workers.step(answers=LoadAnswers(failed=[REQUEST], without_copy=[REQUEST]))
     assert (end.finished_recving, end.failed_recving) == ({REQUEST}, {REQUEST})
 
 

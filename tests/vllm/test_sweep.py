@@ -13,9 +13,9 @@ from unittest.mock import patch
 import pytest
 
 from kvoffload.model.causes import DegradeCause
-from kvoffload.runtime.copies import Clocks
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.runtime.worker_side import WorkerSide
+from kvoffload.transfer.ports import Clocks
 from tests.sweep import Place, chosen, places, raising
 from tests.vllm.engine_rig import MARKS, Asked, Held, Reported, Reports, Rig, offloading, same
 from tests.vllm.stock import engines
