@@ -15,6 +15,7 @@ from kvoffload.model.causes import (
     LoadOutcome,
     RejectionCause,
     StoreOutcome,
+    TierOutcome,
 )
 from kvoffload.model.events import (
     BlocksOffered,
@@ -25,9 +26,10 @@ from kvoffload.model.events import (
     ResetEnded,
     ResetStarted,
     StoreEnded,
+    TierCopyEnded,
 )
 from kvoffload.model.ids import JobId, RequestId
-from kvoffload.model.wire import Direction
+from kvoffload.model.wire import Direction, Tier
 from kvoffload.telemetry.logging import LogObserver, log_removed
 
 A, JOB = RequestId("a"), JobId(1)
@@ -78,6 +80,10 @@ def reported(
         ),
         (StoreEnded(StoreOutcome.FAILED, 2), "WARNING store_failed outcome=failed blocks=2"),
         (
+            TierCopyEnded(JOB, Direction.LOAD, 2, TierOutcome.CORRUPT, 0.0, Tier.DISK),
+            "WARNING tier_copy_failed job=1 direction=load blocks=2 outcome=corrupt copy_s=0.0 tier=disk",
+        ),
+        (
             ResetStarted(1, 2, 3, 4),
             "INFO reset_started epoch=1 dropped_blocks=2 draining_blocks=3 open_jobs=4",
         ),
@@ -100,6 +106,7 @@ def test_what_deserves_no_line_wakes_no_observer() -> None:
     bus.publish(BlocksOffered(1))
     bus.publish(StoreEnded(StoreOutcome.STORED, 2))
     bus.publish(LoadEnded(JOB, A, 2, LoadOutcome.LOADED))
+    bus.publish(TierCopyEnded(JOB, Direction.LOAD, 2, TierOutcome.DONE))
     assert not feed._waiting
     bus.publish(LoadEnded(JOB, A, 2, LoadOutcome.FAILED))
     bus.publish(ResetEnded(1, 2))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING
 
 from kvoffload.logs import get_logger
-from kvoffload.model.causes import LoadOutcome, StoreOutcome
+from kvoffload.model.causes import LoadOutcome, StoreOutcome, TierOutcome
 from kvoffload.model.events import (
     CopiesResumed,
     CopiesStalled,
@@ -19,6 +19,7 @@ from kvoffload.model.events import (
     ResetEnded,
     ResetStarted,
     StoreEnded,
+    TierCopyEnded,
 )
 from kvoffload.telemetry.records import summary_of
 
@@ -32,6 +33,7 @@ _LOGGED: Mapping[type[Event], tuple[str, str]] = {
     JobAbandoned: ("error", "job_abandoned"),
     LoadEnded: ("warning", "load_failed"),
     StoreEnded: ("warning", "store_failed"),
+    TierCopyEnded: ("warning", "tier_copy_failed"),
     FactRejected: ("warning", "fact_rejected"),
     CopiesStalled: ("error", "copies_stalled"),
     CopiesResumed: ("info", "copies_resumed"),
@@ -41,7 +43,12 @@ _LOGGED: Mapping[type[Event], tuple[str, str]] = {
 }
 """The event classes that may be logged, each with the level and the name of its log line."""
 
-_FAILURES = frozenset([LoadOutcome.FAILED, LoadOutcome.CORRUPT, StoreOutcome.FAILED])
+_OUTCOMES = LoadEnded | StoreEnded | TierCopyEnded
+_FAILURES = {
+    *(LoadOutcome.FAILED, LoadOutcome.CORRUPT),
+    StoreOutcome.FAILED,
+    *(TierOutcome.FAILED, TierOutcome.CORRUPT),
+}
 
 
 class AtMostEvery:
@@ -89,7 +96,7 @@ class LogObserver:
         feed: Feed[Event] = bus.observe("log", capacity)
 
         def pick(event: Event) -> None:
-            if not isinstance(event, LoadEnded | StoreEnded) or event.outcome in _FAILURES:
+            if not isinstance(event, _OUTCOMES) or event.outcome in _FAILURES:
                 feed.offer(event)
 
         for cls in _LOGGED:
@@ -101,7 +108,7 @@ class LogObserver:
         level, name = _LOGGED[type(event)]
         keys = dict(summary_of(event).fields)
         match event:
-            case LoadEnded() | StoreEnded():
+            case LoadEnded() | StoreEnded() | TierCopyEnded():
                 held_back = self._warnings.due((name, event.outcome))
                 if held_back is None:
                     return
