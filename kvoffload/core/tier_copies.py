@@ -312,14 +312,14 @@ class Spills(_Copies[Spill]):
             if key in on_host[key[0]] and key not in on_tier[key[0]] and key not in spilling
         ]
         if keys:
-            self._spill(keys, [on_host[key[0]][key] for key in keys])
+            self.plan(keys, [on_host[key[0]][key] for key in keys])
         return bool(keys)
 
     @property
     def _is_load_open(self) -> bool:
         return bool(self._state.jobs.is_loading or self._tier.fetching)
 
-    def _spill(self, keys: list[BlockKey], slots: list[SlotId]) -> None:
+    def plan(self, keys: list[BlockKey], slots: list[SlotId]) -> None:
         """Plan a spill of these blocks, heads first. The tier has room for them."""
         tier = self._tier
         tier_slots, evicted = self._written.reserve(keys)
@@ -388,6 +388,7 @@ class LowerTiers:
     The only writer of `RequestRecord.awaits_fetch`.
 
     Attributes:
+        spills, fetches: the owners of each tier's jobs.
         queues: the blocks that `step` plans copies of. The core calls `step` in each step in which a queue is not
             empty.
     """
@@ -395,11 +396,10 @@ class LowerTiers:
     def __init__(self, state: CoreState, stores: Stores) -> None:
         self._state = state
         self._in_flight = stores.in_flight
-        self._spills = [Spills(state, tier) for tier in state.tiers]
-        self._of_tiers: dict[LowerTier, Fetches] = {
-            tier: Fetches(state, tier, stores) for tier in state.tiers
-        }
-        self._fetches = list(self._of_tiers.values())
+        self.spills: dict[LowerTier, Spills] = {tier: Spills(state, tier) for tier in state.tiers}
+        self.fetches: dict[LowerTier, Fetches] = {tier: Fetches(state, tier, stores) for tier in state.tiers}
+        self._fetches = list(self.fetches.values())  # hooks would call `values` each time
+        self._spills = list(self.spills.values())
         self._owners: list[Fetches | Spills] = [*self._fetches, *self._spills]
         self.queues = [tier.candidates for tier in state.tiers] + [each.warm for each in self._fetches]
         self._spilled_at = 0  # the step in which a spill was last planned
@@ -563,7 +563,7 @@ class LowerTiers:
             if some:
                 keys, tier_slots = [key for key, _, _ in some], [slot for _, _, slot in some]
                 gain = found.gain * len(some) // len(found.blocks)
-                job = self._of_tiers[tier].plan(keys, tier_slots, record, gain)
+                job = self.fetches[tier].plan(keys, tier_slots, record, gain)
                 job.wanted[record] = None
                 record.awaits_fetch = job.id, found.tokens - found.gain + gain
 
@@ -600,7 +600,7 @@ class LowerTiers:
         disk = self._state.disk
         assert disk is not None, fact
         disk.restore(fact.slots, fact.puts, fact.free, is_last=fact.is_last)
-        self._of_tiers[disk].restored([put.key for put in fact.puts])
+        self.fetches[disk].restored([put.key for put in fact.puts])
         if disk.is_open:
             self._state.tally.events.append(DiskOpened(disk.capacity, len(disk.pool.index)))
 

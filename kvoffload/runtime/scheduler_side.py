@@ -109,13 +109,8 @@ class SchedulerSide:
         bus.handle(facts.TransferReported, core.transfer_reported)
         bus.handle(facts.JobOverdue, core.job_overdue)
         bus.handle(facts.CacheReset, core.cache_reset)
-        if core.state.tiers:
-            tiers = core.lower_tiers
-            bus.handle(facts.DiskRestored, tiers.disk_restored)
-            bus.handle(facts.DiskClosed, tiers.disk_closed)
-            bus.handle(facts.RemoteOpened, tiers.remote_opened)
-            bus.handle(facts.RemoteLost, tiers.remote_lost)
-            bus.handle(facts.RemoteAnswered, tiers.remote_answered)
+        if self._tiers_side is not None:
+            self._tiers_side.handle_facts(bus)
 
     def unix(self, since: float | None) -> float:
         """Return a monotonic time as seconds since 1970, 0 for None. Rounding makes repeated calls agree."""

@@ -13,9 +13,11 @@ Hooks check the public attributes before they call a method, which saves most ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from math import inf
+from typing import Protocol, TypeVar
 
+from kvoffload.bus.bus import Bus
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.tiers import Ask
 from kvoffload.disk.folder import DiskPlace
@@ -26,10 +28,11 @@ from kvoffload.model.config import OffloadConfig
 from kvoffload.model.wire import DiskRecord, TransferReport
 from kvoffload.remote.address import RemotePlace
 from kvoffload.runtime.disk_catalog import DiskCatalog
-from kvoffload.runtime.faults import Faults
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.remote_catalog import RemoteCatalog
 from kvoffload.transfer.ports import Clocks
+
+Answer = TypeVar("Answer")
 
 log = get_logger("tiers")
 
@@ -50,8 +53,15 @@ _LATE_STEPS = 4
 """After a pause, jobs are not overdue for this many steps. Engines that schedule ahead report ended jobs late."""
 
 
+class AsksCore(Protocol):
+    """Asks the core, and catches what it raises."""
+
+    def ask(self, name: str, question: Callable[[], Answer], otherwise: Answer) -> Answer:
+        """Return the answer to `question`, or `otherwise` if the core raises now or has raised before."""
+
+
 class TiersSide:
-    """The part of `SchedulerSide` for the tiers below the host.
+    """The part of `SchedulerSide` and of `TierCache` for the tiers below the host.
 
     Args:
         core: the core, which has at least one such tier.
@@ -78,7 +88,7 @@ class TiersSide:
     def __init__(
         self,
         core: OffloadCore,
-        faults: Faults,
+        faults: AsksCore,
         config: OffloadConfig,
         portal: Portal,
         clocks: Clocks,
@@ -118,6 +128,14 @@ class TiersSide:
         self.is_opening = True
         self._opening_s = 0.0
         self._stepped_at = -inf
+
+    def handle_facts(self, bus: Bus) -> None:
+        """Have the core handle the facts about these tiers."""
+        bus.handle(facts.DiskRestored, self._tiers.disk_restored)
+        bus.handle(facts.DiskClosed, self._tiers.disk_closed)
+        bus.handle(facts.RemoteOpened, self._tiers.remote_opened)
+        bus.handle(facts.RemoteLost, self._tiers.remote_lost)
+        bus.handle(facts.RemoteAnswered, self._tiers.remote_answered)
 
     def ask(self) -> None:
         """Ask the remote tier which blocks it has for requests that arrived."""

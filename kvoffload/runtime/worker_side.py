@@ -120,10 +120,12 @@ class WorkerSide:
             checksums=checksums,
         )
         self._pump = pump
+        memory = self._config, arena, self._portal, self._clock, checksums, self._tier_key
+        shared = self._rank, self._ranks, *memory
         if self._place is not None:
-            self._disk = self._open_disk(self._place, arena, checksums)
+            self._disk = open_disk(self._place, *shared)
         if self._address is not None:
-            self._remote = self._open_remote(self._address, arena, checksums)
+            self._remote = open_remote(self._address, *shared)
         began = self._clock.monotonic()
         if layout.is_cuda:
             self._portal.spawn(arena.prepare_for, _PINNING_S).result()
@@ -184,7 +186,7 @@ class WorkerSide:
         remote = self._remote.take() if self._remote is not None else None
         tiers = [report for report in (disk, remote) if report is not None]
         report = pump.take_report(is_due=any(tier.is_new for tier in tiers))
-        return report if report is None or not tiers else _merged(report, disk, remote)
+        return report if report is None or not tiers else merged(report, disk, remote)
 
     def close(self) -> None:
         """Wait for started copies to end, and free the memory."""
@@ -204,27 +206,6 @@ class WorkerSide:
             log.error("worker_not_closed", rank=self._rank, error=repr(error), exc_info=error)
         if portal is not self._portal:
             portal.close()
-
-    def _open_disk(self, place: DiskPlace, arena: Arena, checksums: Checksums | None) -> RankDisk:
-        shape = SlotShape(self._rank, self._ranks, arena.layout.slot_bytes, digest_of(arena.layout))
-        return RankDisk(
-            FileOpening(place, shape, self._config.disk_bytes // self._ranks),
-            arena,
-            self._portal.new_executor("disk", threads=DISK_THREADS),
-            self._clock,
-            timeout_s=self._config.transfer_timeout_s,
-            checksums=checksums,
-            key=self._tier_key,
-        )
-
-    def _open_remote(self, address: RemoteAddress, arena: Arena, checksums: Checksums | None) -> TierJobs:
-        executor = self._portal.new_executor("remote", threads=REMOTE_THREADS)
-        timeout_s, monotonic = self._config.remote_timeout_s, self._clock.monotonic
-        calls = remote_calls(
-            partial(open_store, address, timeout_s), executor, monotonic, timeout_s, rank=self._rank
-        )
-        mover = RemoteMover(self._rank, self._ranks, arena, checksums, self._tier_key)
-        return TierJobs(calls, mover, arena.layout.slot_bytes, monotonic)
 
     async def _prepare(self, arena: Arena, began: float) -> None:
         """Prepare host memory, and log when it is ready. If the allocation fails, the arena logs it."""
@@ -250,7 +231,51 @@ class WorkerSide:
         return self._pump
 
 
-def _merged(report: TransferReport, disk: TierReport | None, remote: TierReport | None) -> TransferReport:
+def open_disk(
+    place: DiskPlace,
+    rank: Rank,
+    ranks: int,
+    config: OffloadConfig,
+    arena: Arena,
+    portal: Portal,
+    clock: Clock,
+    checksums: Checksums | None = None,
+    key: TierKey | None = None,
+) -> RankDisk:
+    """Return the disk jobs of one rank; the slot file opens in the background."""
+    shape = SlotShape(rank, ranks, arena.layout.slot_bytes, digest_of(arena.layout))
+    return RankDisk(
+        FileOpening(place, shape, config.disk_bytes // ranks),
+        arena,
+        portal.new_executor("disk", threads=DISK_THREADS),
+        clock,
+        timeout_s=config.transfer_timeout_s,
+        checksums=checksums,
+        key=key,
+    )
+
+
+def open_remote(
+    address: RemoteAddress,
+    rank: Rank,
+    ranks: int,
+    config: OffloadConfig,
+    arena: Arena,
+    portal: Portal,
+    clock: Clock,
+    checksums: Checksums | None = None,
+    key: TierKey | None = None,
+) -> TierJobs:
+    """Return one rank's jobs with the remote tier; the connection opens in the background."""
+    executor = portal.new_executor("remote", threads=REMOTE_THREADS)
+    timeout_s, monotonic = config.remote_timeout_s, clock.monotonic
+    connect = partial(open_store, address, timeout_s)
+    calls = remote_calls(connect, executor, monotonic, timeout_s, rank=rank)
+    mover = RemoteMover(rank, ranks, arena, checksums, key)
+    return TierJobs(calls, mover, arena.layout.slot_bytes, monotonic)
+
+
+def merged(report: TransferReport, disk: TierReport | None, remote: TierReport | None) -> TransferReport:
     """Add the tiers' reports to the report of the device's copies.
 
     Spills come first. So a load that ran beside a spill is still open when the spill ends (`AdaptiveLimit`).

@@ -1,0 +1,620 @@
+"""A disk and a remote tier for engines that have a host tier of their own, in calls that return in time.
+
+    put   the caller's pages ─▶ staging slots ─▶ disk and remote tier
+    get   disk, else the remote tier ─▶ staging slots, verified ─▶ the caller's pages
+
+To the core this is an engine with one rank, without requests and without a device. Slots, evictions and jobs are the
+core's, and `TiersSide` keeps the tiers' catalogs. The host's pool consists of a few *staging slots*: a call to a tier
+that hangs can touch only these, so a `get` or `put` that has returned touches none of its caller's pages.
+
+A lock guards the core. It is held for bookkeeping only, not while bytes are copied or a tier is called. One thread ends
+the calls to the tiers; it is woken when one returns.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar, cast
+
+import numpy as np
+
+from kvoffload.bus.bus import Bus
+from kvoffload.bus.feed import run_observer
+from kvoffload.core.jobs import Store
+from kvoffload.core.offload_core import OffloadCore
+from kvoffload.core.state import Policy
+from kvoffload.core.tiers import LowerTier
+from kvoffload.disk.folder import DiskPlace
+from kvoffload.disk.identity import KVIdentity, with_key
+from kvoffload.disk.tier_key import read_tier_key
+from kvoffload.logs import get_logger
+from kvoffload.model import facts
+from kvoffload.model.causes import DegradeCause
+from kvoffload.model.config import OffloadConfig, parse_config
+from kvoffload.model.engine import BlockPool, EngineIdentity, EngineShape
+from kvoffload.model.errors import ConfigError, HostMemoryError
+from kvoffload.model.groups import AttentionKind, GroupSpec
+from kvoffload.model.ids import BlockKey, GroupId, Rank, RequestId, SlotId
+from kvoffload.model.wire import Tier, TransferReport
+from kvoffload.remote.address import RemotePlace, parse_address
+from kvoffload.runtime.portal import DaemonExecutor, Portal
+from kvoffload.runtime.tiers_side import TiersSide
+from kvoffload.runtime.worker_side import merged, open_disk, open_remote
+from kvoffload.telemetry.catalogue import CATALOGUE, Series, Side
+from kvoffload.telemetry.counters import Counters
+from kvoffload.telemetry.logging import LogObserver, log_removed
+from kvoffload.telemetry.provenance import info_labels
+from kvoffload.transfer.arena import Arena
+from kvoffload.transfer.host_memory import MmapAllocator
+from kvoffload.transfer.layout import DeviceLayout, DeviceRegion, digest_of
+from kvoffload.transfer.ports import Clock, Clocks
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor, Future
+
+P = ParamSpec("P")
+Answer = TypeVar("Answer")
+
+Page: TypeAlias = Sequence[memoryview]
+"""A block's bytes on this rank: for each region a contiguous memoryview of bytes."""
+
+_SETTINGS = {
+    *("disk_path", "disk_bytes", "disk_min_hits", "disk_drain_s"),
+    *("remote_url", "remote_min_hits", "remote_timeout_s"),
+    *("transfer_timeout_s", "tier_key_file", "weights_id"),
+}
+METRICS = tuple(
+    metric
+    for metric in CATALOGUE
+    if re.fullmatch(
+        "kvoffload_(tier_.*|remote_.*|transfer.*|evicted.*|capacity_slots|slots|slot_bytes|degraded|info)",
+        metric.name,
+    )
+)
+"""The metrics of the catalogue that have a meaning without an engine."""
+Taken: TypeAlias = tuple[LowerTier, list[BlockKey]]
+"""A tier, and the blocks to write to it."""
+
+_STAGING_BYTES, _LEAST_SLOTS = 64 * 2**20, 8
+_SHARE = 4  # a call uses at most a quarter of the staging slots at a time
+_PERIOD_S = (
+    0.05  # the longest time until a call to a tier that hangs is noticed; one that returns wakes the thread
+)
+_MOST_SEEN = 65_536
+_RANK = Rank(0)
+_SHAPE = EngineShape((GroupSpec(GroupId(0), AttentionKind.FULL, 1),), ranks=1, device_blocks=1, step_tokens=1)
+
+log = get_logger("tiers")
+
+
+def tier_config(raw: Mapping[str, object]) -> OffloadConfig:
+    """Return the settings of a `TierCache`. By default, a block is written when it is put for the first time.
+
+    Raises:
+        ConfigError: a key is unknown or does not concern these tiers, a value is not allowed, or no tier is named.
+    """
+    config = parse_config({"disk_min_hits": 0, "remote_min_hits": 0, **raw})
+    problems = [f"{name} does not concern a disk or a remote tier" for name in raw if name not in _SETTINGS]
+    if config.disk_path is None and config.remote_url is None:
+        problems.append("neither disk_path nor remote_url is set, so there is no tier")
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+class TierCache:
+    """The blocks of one rank on a disk and in a remote tier. Any thread may call it; its own threads are daemons.
+
+    A tier that fails, hangs or lies costs hits: no call raises for it, or takes longer than its time limit.
+
+    Args:
+        identify: returns the identity of the KV; called once, on another thread. It may read all weights, and raise.
+        page_bytes: bytes of a block in each region.
+        config: the settings, from `tier_config`.
+        meaning: describes the bytes of a page as far as the identity does not.
+        replica: index of this process among those with the same identity and `disk_path`.
+        engine: the engine, for `kvoffload_info`.
+        clock: the clock for time limits of calls to the tiers.
+
+    Attributes:
+        counters: the counters of the catalogue, for exporters.
+        degraded: why the tiers are off for good; None while they are on.
+
+    Raises:
+        ConfigError: the tiers' key or address cannot be used.
+        HostMemoryError: there is no memory for the staging slots.
+    """
+
+    def __init__(
+        self,
+        identify: Callable[[], KVIdentity],
+        page_bytes: Sequence[int],
+        config: OffloadConfig,
+        *,
+        meaning: str = "",
+        replica: int = 0,
+        engine: EngineIdentity | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        key = read_tier_key(config.tier_key_file)
+        address = None if config.remote_url is None else parse_address(config.remote_url)
+        clock = clock or Clocks()
+        self._config = config
+        self._monotonic = clock.monotonic
+        self._min_hits = {Tier.DISK: config.disk_min_hits, Tier.REMOTE: config.remote_min_hits}
+        self._wake = threading.Event()
+        self._portal = portal = _Threads(self._wake)
+        self._arena = arena = _staging(page_bytes, meaning, portal)
+        policy = Policy(
+            disk_min_hits=None if config.disk_path is None else config.disk_min_hits,
+            remote_min_hits=None if address is None else config.remote_min_hits,
+        )
+        self.core = core = OffloadCore(_SHAPE, policy, cast("BlockPool", None))  # nothing asks for a device
+        self._state = core.state
+        self._stores = core.stores
+        self._tiers = core.state.tiers
+        self._pool = core.state.pool
+        self.degraded: DegradeCause | None = None
+        self._changed = threading.Condition()
+        self._one_reset = threading.Lock()
+        self._is_closed = self._is_resetting = False
+        self._numbers = count()
+        self._asked: set[RequestId] = set()  # questions for the remote tier without an answer
+        self._seen: OrderedDict[BlockKey, int] = OrderedDict()  # how often the last blocks were put
+        self._changes: list[tuple[BlockKey, bool]] | None = None
+        self.bus = bus = Bus(core.state.tally)
+        bus.on_state_error = lambda error, fact: self._broke(error, type(fact).__name__)
+        bus.on_removed = log_removed
+        self.counters = Counters()
+        self.counters.subscribe(bus)
+        bus.handle(facts.TransferReported, core.transfer_reported)
+        bus.handle(facts.JobOverdue, core.job_overdue)
+        bus.handle(facts.CacheReset, core.cache_reset)
+        bus.count(facts.RemoteAnswered, lambda fact: self._asked.discard(fact.request))
+        self._report = TransferReport(
+            _RANK,
+            (),
+            arena.ready_slots,
+            slot_bytes=arena.layout.slot_bytes,
+            wanted_slots=arena.slots,
+        )
+        self.observation = SimpleNamespace(
+            info=info_labels(engine or EngineIdentity(), config), reports={_RANK: self._report}
+        )
+        bus.dispatch([facts.TransferReported(self._report)])
+        identified = portal.new_executor("identity").submit(
+            lambda: with_key(_with_pages(identify(), arena.layout), key)
+        )
+        disk = remote = None
+        shared = _RANK, 1, config, arena, portal, clock, None, key
+        if config.disk_path is not None:
+            disk = DiskPlace(config.disk_path, identified.result, replica)
+        if address is not None:
+            remote = RemotePlace(address, lambda: identified.result().fingerprint)
+        clocks = Clocks(clock.monotonic, sleep=clock.sleep)
+        self._side = TiersSide(core, self, config, portal, clocks, disk, remote, key)
+        self._side.handle_facts(bus)
+        self._disk = None if disk is None else open_disk(disk, *shared)
+        self._remote = None if address is None else open_remote(address, *shared)
+        observer = LogObserver(clock.monotonic)
+        portal.spawn(run_observer, observer.subscribe(bus), observer, log_removed)
+        threading.Thread(target=self._run, name=f"{portal.name}-ends", daemon=True).start()
+
+    # -- calls --------------------------------------------------------------------------------------------------
+
+    def wait_open(self, timeout_s: float) -> bool:
+        """Wait until every tier is open, or closed for good; return whether all can be used."""
+        with self._changed:
+            self._wait(
+                lambda: all(tier.is_usable or tier.is_closed for tier in self._tiers), _until(timeout_s)
+            )
+            return all(tier.is_usable for tier in self._tiers)
+
+    def exists(self, keys: Sequence[bytes], timeout_s: float | None = None) -> list[bool]:
+        """Return for each key whether a tier has its block. The remote tier's answer is only a hint.
+
+        Args:
+            keys: keys of blocks, at most 64 bytes each; their first bytes are spread evenly, as in digests.
+            timeout_s: seconds to wait for the remote tier, by default `remote_timeout_s`; 0 does not ask it.
+        """
+        until = _until(self._config.remote_timeout_s if timeout_s is None else timeout_s)
+        wanted = _block_keys(keys)
+        with self._changed:
+            if timeout_s != 0:
+                self.ask("exists", lambda: self._ask_remote(wanted, until, are_hints_enough=False), None)
+            return [self._has(key) for key in wanted]
+
+    def leading(self, keys: Sequence[bytes], timeout_s: float | None = None) -> int:
+        """Return how many keys, counted from the first one, belong to blocks that a tier has; see `exists`."""
+        return [*self.exists(keys, timeout_s), False].index(False)
+
+    def get(self, keys: Sequence[bytes], pages: Sequence[Page], timeout_s: float | None = None) -> list[bool]:
+        """Copy blocks into pages.
+
+        Args:
+            keys: the blocks' keys, the head of a prefix first.
+            pages: a page for each key.
+            timeout_s: seconds until the call returns; by default `transfer_timeout_s`.
+
+        Returns:
+            For each key whether its page has the block's verified bytes. The bytes of other pages are undefined.
+
+        Raises:
+            ValueError: a page has another size than `page_bytes`.
+        """
+        until = self._until(timeout_s)
+        wanted, found = _block_keys(keys), [False] * len(keys)
+        with self._changed:
+            epoch = self._state.epoch
+            self.ask("get", lambda: self._ask_remote(wanted, until, are_hints_enough=True), None)
+        for some in self._batches(len(keys)):
+            slots: dict[BlockKey, SlotId] = {}
+            with self._changed:
+                self.ask("get", partial(self._fetch, [wanted[place] for place in some], slots, until), None)
+            try:
+                with suppress(HostMemoryError), self._arena.held():  # it is gone once the cache was closed
+                    for place in some:
+                        if (slot := slots.get(wanted[place])) is not None:
+                            _copy(self._arena.pages(slot), pages[place])
+                            found[place] = True
+            finally:
+                with self._changed:
+                    self.ask("get", partial(self._pool.unpin, [*slots.values()]), None)
+        return self._answer(wanted, found, epoch)
+
+    def put(self, keys: Sequence[bytes], pages: Sequence[Page], timeout_s: float | None = None) -> list[bool]:
+        """Write blocks to every tier that lacks them; see `get` for the arguments and errors.
+
+        Returns:
+            For each key whether a tier has its block.
+        """
+        until = self._until(timeout_s)
+        wanted, stored = _block_keys(keys), [False] * len(keys)
+        with self._changed:
+            epoch = self._state.epoch
+        for some in self._batches(len(keys)):
+            given = {wanted[place]: pages[place] for place in some}
+            self._put(given, until, epoch)
+            with self._changed:
+                for place in some:
+                    stored[place] = self._has(wanted[place])
+        return self._answer(wanted, stored, epoch)
+
+    def reset(self) -> bool:
+        """Make sure that no block put so far is found again.
+
+        Returns:
+            Whether no later process finds one either. If not, call it again once the tiers answer.
+        """
+        with self._one_reset:
+            with self._changed:
+                self._is_resetting = True  # the lock is free while the catalogs wait for their tiers
+                self.bus.dispatch([facts.CacheReset()])
+                self._changed.notify_all()
+            try:
+                return self._side.reset()
+            finally:
+                with self._changed:
+                    self._is_resetting = False
+
+    def take_changes(self) -> list[tuple[BlockKey, bool]]:
+        """Return which blocks came to the disk (True) and left it (False), in order, since the last call.
+
+        The first call begins to collect them, and returns none.
+        """
+        with self._changed:
+            if self._changes is None:
+                self._changes = [] if self._state.disk is None else self._state.disk.pool.index.watch()
+            changes = self._changes.copy()
+            self._changes.clear()
+            return changes
+
+    def gauges(self) -> Mapping[str, Series]:
+        """Return the series of each metric that has a reader and a meaning here, by name."""
+        side = cast("Side", self)
+        return {
+            metric.name: {**dict.fromkeys(metric.series, 0), **metric.read(side)}
+            for metric in METRICS
+            if metric.read is not None
+        }
+
+    def statistics(self) -> dict[str, float]:
+        """Return all numbers that are not 0, each by the metric's name and label values, joined by commas."""
+        series = {**self.counters.snapshot().counts, **self.gauges()}
+        return {
+            ",".join((name, *labels)): value
+            for name, values in series.items()
+            for labels, value in values.items()
+            if value
+        }
+
+    def close(self) -> None:
+        """Close the tiers. Waits for a disk at most `disk_drain_s`, and for a remote tier not at all."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._changed.notify_all()
+            for copies in (self._disk, self._remote):
+                if copies is not None:
+                    copies.close()
+        self._wake.set()
+        self._side.close()
+        self._arena.close()
+        self.bus.close()
+        self._portal.close()
+
+    # -- with the lock ------------------------------------------------------------------------------------------
+
+    def ask(self, name: str, question: Callable[[], Answer], otherwise: Answer) -> Answer:
+        """Return the answer to `question`, or `otherwise` if the core raises now or has raised before (R12)."""
+        if self.degraded is None:
+            try:
+                return question()
+            except Exception as error:
+                self._broke(error, name)
+        return otherwise
+
+    def _broke(self, error: Exception, doing: str) -> None:
+        self.degraded = DegradeCause.HANDLER_RAISED
+        note = "the engine goes on without these tiers"
+        log.error("core_raised", error=repr(error), doing=doing, note=note, exc_info=error)
+
+    @property
+    def _is_off(self) -> bool:
+        return self._is_closed or self._is_resetting or self.degraded is not None
+
+    def _wait(self, is_done: Callable[[], bool], until: float) -> bool:
+        """Wait without the lock; return whether `is_done` became true before `until` while the tiers were on."""
+        self._changed.wait_for(lambda: self._is_off or is_done(), max(until - time.monotonic(), 0.0))
+        return not self._is_off and is_done()
+
+    def _has(self, key: BlockKey) -> bool:
+        return not self._is_off and any(tier.is_usable and key in tier.pool.index for tier in self._tiers)
+
+    def _ask_remote(self, keys: Sequence[BlockKey], until: float, *, are_hints_enough: bool) -> None:
+        """Ask the remote tier for blocks that are not on the disk, and wait for the answer."""
+        state, remote = self._state, self._state.remote
+        if remote is None or not remote.is_usable:
+            return
+        known = [tier.pool.index for tier in self._tiers if are_hints_enough or tier is not remote]
+        if are_hints_enough:
+            known.append(state.pool.index)
+        unknown = [key for key in keys if not any(key in index for index in known)]
+        if unknown:
+            name = RequestId(str(next(self._numbers)))
+            self._asked.add(name)
+            remote.ask(name, unknown)
+            self._side.ask()
+            self._wait(lambda: name not in self._asked, until)
+            self._asked.discard(name)
+
+    def _fetch(self, keys: Sequence[BlockKey], slots: dict[BlockKey, SlotId], until: float) -> None:
+        """Bring blocks to staging slots, from the first tier that delivers them; pin these and add them to `slots`."""
+        pool, on_way, remote = self._pool, self._stores.in_flight.keys, self._state.remote
+        failed = set[BlockKey]()
+
+        def pin() -> None:
+            there = {key: pool.index[key] for key in keys if key not in slots and key in pool.index}
+            pool.pin([*there.values()])
+            slots.update(there)
+
+        pin()
+        for tier in (
+            *self._tiers,
+            *self._tiers,
+        ):  # again, because a corrupt block fails those fetched with it
+            if not self._wait(lambda: pool.room >= len(keys), until):
+                return
+            index = tier.pool.index
+            lacking = [key for key in dict.fromkeys(keys) if not (key in pool.index or key in on_way)]
+            if tier is remote:
+                self._ask_remote([key for key in lacking if key in failed], until, are_hints_enough=True)
+            there = [key for key in lacking if key in index]
+            failed.update(there)
+            if there and tier.is_usable:
+                self.core.lower_tiers.fetches[tier].plan(there, [index[key] for key in there])
+                self._submit()
+            self._wait(lambda: on_way.keys().isdisjoint(keys), until)
+            pin()
+
+    def _reserve(
+        self, keys: Sequence[BlockKey], slots: dict[BlockKey, SlotId], until: float, epoch: int
+    ) -> list[Taken]:
+        """Return the blocks that each tier takes. Add a new staging slot to `slots` for those that have none."""
+        pool, on_way = self._pool, self._stores.in_flight
+        is_ready = self._wait(lambda: on_way.keys.keys().isdisjoint(keys) and pool.room >= len(keys), until)
+        if not is_ready or self._state.epoch != epoch:
+            return []
+        before = {key: self._count(key) for key in keys}
+        taken: list[Taken] = [
+            (
+                tier,
+                [
+                    key
+                    for key in keys
+                    if before[key] >= self._min_hits[tier.tier] and key not in tier.pool.index
+                ],
+            )
+            for tier in self._tiers
+            if tier.is_usable
+        ]
+        new = [key for key in keys if key not in pool.index and any(key in some for _, some in taken)]
+        reserved, evicted = pool.reserve(new)
+        if evicted:
+            self._stores.evicted(evicted)
+        on_way.began(new, Store(self._stores, reserved, []))
+        slots.update(zip(new, reserved, strict=True))
+        return taken
+
+    def _spill(
+        self,
+        taken: Sequence[Taken],
+        slots: Mapping[BlockKey, SlotId],
+        until: float,
+        *,
+        are_whole: bool,
+    ) -> None:
+        """Write blocks from staging slots to the tiers, and wait until they are there."""
+        pool = self._pool
+        self._stores.in_flight.ended([*slots])
+        if not are_whole:
+            for slot in slots.values():
+                pool.invalidate(slot)
+            pool.drained(slots.values())
+            return
+        pool.fill([*slots.values()][::-1])
+        for tier, keys in taken:
+            there, on_way = tier.pool.index, tier.in_flight.keys
+            new = [key for key in keys if key in pool.index and not (key in there or key in on_way)]
+            if new := new[: tier.pool.room]:
+                self.core.lower_tiers.spills[tier].plan(new, [pool.index[key] for key in new])
+        self._submit()
+        self._wait(lambda: all(tier.in_flight.keys.keys().isdisjoint(keys) for tier, keys in taken), until)
+
+    def _submit(self) -> None:
+        """Start the planned jobs."""
+        plan = self.core.plan()
+        if self._disk is not None:
+            self._disk.submit(plan.disk)
+        if self._remote is not None:
+            self._remote.submit(plan.remote)
+        self._side.moved(self._monotonic())
+
+    def _count(self, key: BlockKey) -> int:
+        """Return how often a block was put before, and count it."""
+        before = self._seen.pop(key, 0)
+        self._seen[key] = before + 1
+        if len(self._seen) > _MOST_SEEN:
+            self._seen.popitem(last=False)
+        return before
+
+    # -- without the lock ---------------------------------------------------------------------------------------
+
+    def _put(self, given: Mapping[BlockKey, Page], until: float, epoch: int) -> None:
+        keys, slots, are_whole = [*given], dict[BlockKey, SlotId](), False
+        with self._changed:
+            taken = self.ask("put", lambda: self._reserve(keys, slots, until, epoch), list[Taken]())
+        try:
+            with suppress(HostMemoryError), self._arena.held():  # it is gone once the cache was closed
+                for key, slot in slots.items():
+                    _copy(given[key], self._arena.pages(slot))
+                are_whole = True
+        finally:
+            with self._changed:
+                are_whole = are_whole and self._state.epoch == epoch
+                self.ask("put", lambda: self._spill(taken, slots, until, are_whole=are_whole), None)
+
+    def _answer(self, keys: Sequence[BlockKey], answers: list[bool], epoch: int) -> list[bool]:
+        """Return the answers, all False after a reset. Mark blocks on the disk as used, the first one last (R15)."""
+        with self._changed:
+            if self._is_off or self._state.epoch != epoch:
+                return [False] * len(keys)
+            if (disk := self._state.disk) is not None:
+                index = disk.pool.index
+                slots = [index[key] for key in dict.fromkeys(reversed(keys)) if key in index]
+                self.ask("use", lambda: disk.pool.use(slots, {}), 0)
+                disk.read(slots)
+            return answers
+
+    def _batches(self, number: int) -> Iterator[range]:
+        """Yield the places of the blocks that are copied at a time."""
+        most = max(self._arena.slots // _SHARE, 1)
+        for start in range(0, number, most):
+            yield range(start, min(start + most, number))
+
+    def _until(self, timeout_s: float | None) -> float:
+        return _until(self._config.transfer_timeout_s if timeout_s is None else timeout_s)
+
+    # -- the thread that ends calls to the tiers ----------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            self._wake.wait(_PERIOD_S)
+            self._wake.clear()
+            with self._changed:
+                if not self._is_off:
+                    self.ask("end", self._advance, None)
+                self._changed.notify_all()
+
+    def _advance(self) -> None:
+        """Take what the tiers have ended and found, and end what takes too long."""
+        now, jobs = self._monotonic(), self._state.jobs
+        if batch := self._side.take_facts(now):
+            self.bus.dispatch([*batch])
+            self.core.lower_tiers.stop()  # no warm start
+        parts = [None if copies is None else copies.take() for copies in (self._disk, self._remote)]
+        report, before = merged(self._report, *parts), jobs.open_on_tiers
+        if any(part is not None and part.is_new for part in parts):
+            self.bus.dispatch([facts.TransferReported(report)])
+        self._side.reported([report], now, has_moved=jobs.open_on_tiers != before)
+        if events := self._state.tally.take():
+            self.bus.dispatch([*events])
+        if self._side.due:
+            self._wake.set()
+
+
+class _Threads(Portal):
+    """A portal whose executors set an event whenever one of their calls has returned."""
+
+    def __init__(self, event: threading.Event) -> None:
+        super().__init__("kvoffload-tiers")
+        self._event = event
+
+    def new_executor(self, purpose: str, threads: int = 1) -> Executor:
+        return _Waking(f"{self.name}-{purpose}", threads, self._event)
+
+
+class _Waking(DaemonExecutor):
+    def __init__(self, name: str, threads: int, event: threading.Event) -> None:
+        super().__init__(name, threads)
+        self._event = event
+
+    def submit(self, fn: Callable[P, Answer], /, *args: P.args, **kwargs: P.kwargs) -> Future[Answer]:
+        future = super().submit(fn, *args, **kwargs)
+        future.add_done_callback(lambda _: self._event.set())
+        return future
+
+
+def _staging(page_bytes: Sequence[int], meaning: str, portal: Portal) -> Arena:
+    """Return the memory of the staging slots.
+
+    Raises:
+        HostMemoryError: the machine has too little memory left.
+    """
+    regions = [DeviceRegion(number, size, size, 1) for number, size in enumerate(page_bytes)]  # on no device
+    layout = DeviceLayout(tuple(regions), meaning)
+    slots = max(_STAGING_BYTES // layout.slot_bytes, _LEAST_SLOTS)
+    arena = Arena(layout, slots, MmapAllocator(portal.executor))
+    portal.spawn(arena.prepare).result()
+    if arena.refusal is not None:
+        portal.close()
+        raise HostMemoryError(arena.refusal)
+    return arena
+
+
+def _with_pages(identity: KVIdentity, layout: DeviceLayout) -> KVIdentity:
+    """Add the layout of pages, so that blocks of another layout are not even asked for."""
+    return replace(identity, settings={**identity.settings, "pages": digest_of(layout).hex()})
+
+
+def _copy(sources: Page, targets: Page) -> None:
+    for source, target in zip(sources, targets, strict=True):  # numpy copies without the GIL
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def _block_keys(keys: Sequence[bytes]) -> list[BlockKey]:
+    return [BlockKey(key) for key in keys]
+
+
+def _until(timeout_s: float) -> float:
+    return time.monotonic() + timeout_s

@@ -1,0 +1,652 @@
+"""The facade over disk and remote tier: what was put is found with its bytes, or missed in time; on real files and threads."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from hashlib import sha256
+from multiprocessing.connection import Connection
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload.disk.identity import KVIdentity
+from kvoffload.disk.slot_file import SlotFile
+from kvoffload.model.errors import ConfigError, DiskError
+from kvoffload.runtime.tier_cache import Page, TierCache, tier_config
+from kvoffload.telemetry.exporter import KVOffloadCollector
+from kvoffload.testing import FakeClock
+from tests.captured_logs import capture_logs
+from tests.disk.fork_server import forking
+from tests.gates import ThreadGate
+from tests.remote.fake_store import FakeStore
+
+PAGES = (640, 96, 5000)
+LONG = (2**16, 2**17)  # read and written in place
+IDENTITY = KVIdentity("engine 1", "weights 1", "sha256", {"tensor": 1}, {"dtype": "float16"})
+SOON_S = 0.2
+WAIT_S = 20.0
+
+
+def key_of(number: int) -> bytes:
+    return sha256(str(number).encode()).digest()
+
+
+def page_of(number: int, sizes: Sequence[int] = PAGES) -> Page:
+    return [memoryview(bytearray(Random(f"{number} {size}").randbytes(size))) for size in sizes]
+
+
+def blank(sizes: Sequence[int] = PAGES) -> Page:
+    return [memoryview(bytearray(size)) for size in sizes]
+
+
+def read(page: Page) -> list[bytes]:
+    return [bytes(region) for region in page]
+
+
+class Rig:
+    """A cache on a folder, a store or both."""
+
+    def __init__(
+        self,
+        identity: KVIdentity = IDENTITY,
+        sizes: Sequence[int] = PAGES,
+        *,
+        meaning: str = "",
+        clock: FakeClock | None = None,
+        is_open: bool = True,
+        **settings: object,
+    ) -> None:
+        self.sizes = sizes
+        config = tier_config({"disk_bytes": "4MiB", **settings} if "disk_path" in settings else settings)
+        self.cache = TierCache(lambda: identity, sizes, config, meaning=meaning, clock=clock)
+        assert self.cache.wait_open(WAIT_S) is is_open or not is_open
+
+    def put(self, *numbers: int, timeout_s: float = WAIT_S) -> list[bool]:
+        pages = [page_of(number, self.sizes) for number in numbers]
+        return self.cache.put([key_of(number) for number in numbers], pages, timeout_s)
+
+    def get(self, *numbers: int, timeout_s: float = WAIT_S) -> list[bool]:
+        """Return which blocks are found; the bytes of these are right."""
+        pages = [blank(self.sizes) for _ in numbers]
+        found = self.cache.get([key_of(number) for number in numbers], pages, timeout_s)
+        for number, page, is_found in zip(numbers, pages, found, strict=True):
+            assert not is_found or read(page) == read(page_of(number, self.sizes)), "wrong bytes were served"
+        return found
+
+    def has(self, *numbers: int) -> list[bool]:
+        return self.cache.exists([key_of(number) for number in numbers], WAIT_S)
+
+    def count(self, name: str, *labels: str) -> float:
+        return self.cache.statistics().get(",".join((f"kvoffload_{name}", *labels)), 0)
+
+
+Start = Callable[..., Rig]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts caches, by default on the test's folder; at the end nothing is left over in them."""
+    with ExitStack() as running:
+
+        def begin(**options: Any) -> Rig:  # noqa: ANN401  # the arguments of `Rig`
+            if "remote_url" not in options:
+                options.setdefault("disk_path", str(tmp_path))
+            rig = Rig(**options)
+            running.callback(rig.cache.close)
+            return rig
+
+        yield begin
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> FakeStore:
+    found = FakeStore()
+    for side in ("worker_side", "remote_catalog"):
+        monkeypatch.setattr(f"kvoffload.runtime.{side}.open_store", lambda *_: found)
+    return found
+
+
+REMOTE: dict[str, Any] = {"remote_url": "s3://bucket/blocks", "remote_timeout_s": 5.0}
+
+
+# -- bytes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [PAGES, LONG], ids=["gathered", "in place"])
+@pytest.mark.parametrize("tier", ["disk", "remote"])
+def test_what_was_put_is_found_with_its_bytes(
+    start: Start, store: FakeStore, sizes: Sequence[int], tier: str
+) -> None:
+    rig = start(sizes=sizes, **(REMOTE if tier == "remote" else {}))
+    assert rig.has(0, 1) == [False, False]
+    assert rig.put(0, 1, 2) == [True, True, True]
+    assert rig.has(0, 9, 2) == [True, False, True]
+    assert rig.cache.leading([key_of(number) for number in (0, 1, 9, 2)]) == 2
+    assert rig.get(2, 0, 9, 0) == [True, True, False, True]
+    assert rig.put(1, 3) == [True, True]
+    assert rig.count("tier_blocks_total", tier, "store", "done") == 4  # the second put of 1 wrote nothing
+    assert rig.cache.core.audit() == []
+
+
+def test_more_blocks_than_staging_slots_are_found_by_the_next_process(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "kvoffload.runtime.tier_cache._STAGING_BYTES", 0
+    )  # eight slots, two for a call at a time
+    numbers = range(50)
+    first = start()
+    assert all(first.put(*numbers))
+    assert all(first.get(*numbers))
+    first.cache.close()
+    second = start()
+    assert all(second.has(*numbers))
+    assert all(second.get(*numbers))
+    assert second.count("tier_blocks_total", "disk", "load", "done") == len(numbers)
+    assert second.cache.core.audit() == []
+
+
+@pytest.mark.parametrize("tier", ["disk", "remote"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"identity": KVIdentity("engine 1", "weights 2", "sha256", {"tensor": 1}, {"dtype": "float16"})},
+        {"identity": KVIdentity("engine 1", "weights 1", "sha256", {"tensor": 1}, {"dtype": "bfloat16"})},
+        {"identity": KVIdentity("engine 1", "weights 1", "sha256", {"tensor": 2}, {"dtype": "float16"})},
+        {"meaning": "heads first"},
+        {"sizes": (96, 640, 5000)},
+    ],
+    ids=["weights", "dtype", "ranks", "layout", "pages"],
+)
+def test_r18_another_model_or_layout_finds_nothing(
+    start: Start, store: FakeStore, other: dict[str, Any], tier: str
+) -> None:
+    tiers = REMOTE if tier == "remote" else {}
+    first = start(**tiers)
+    assert all(first.put(0, 1))
+    first.cache.close()
+    second = start(**other, **tiers)
+    assert second.get(0, 1) == [False, False]
+    assert second.has(0, 1) == [False, False]
+
+
+def test_r18_another_key_finds_nothing(start: Start, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("one", "other")]
+    for file in files:
+        file.write_bytes(file.name.encode() * 32)
+        file.chmod(0o600)
+    folder = {"disk_path": str(tmp_path / "disk")}
+    first = start(tier_key_file=str(files[0]), **folder)
+    assert all(first.put(0))
+    first.cache.close()
+    assert start(tier_key_file=str(files[1]), **folder).has(0) == [False]
+    again = start(tier_key_file=str(files[0]), **folder)
+    assert again.get(0) == [True]
+
+
+def test_another_process_shares_the_remote_tier(start: Start, store: FakeStore) -> None:
+    first, second = start(**REMOTE), start(**REMOTE)
+    assert all(first.put(0, 1, 2))
+    assert second.get(1, 2) == [True, True]  # without being asked first
+    assert second.has(0, 7) == [True, False]
+
+
+def test_the_remote_tier_serves_what_the_disk_lost(start: Start, store: FakeStore, tmp_path: Path) -> None:
+    both = {"disk_path": str(tmp_path), **REMOTE}
+    first = start(**both)
+    assert all(first.put(0, 1))
+    first.cache.close()
+    flip(tmp_path)
+    second = start(**both)
+    assert second.get(0, 1) == [True, True]
+    assert second.count("tier_blocks_total", "remote", "load", "done") == 2
+
+
+def test_admission_waits_for_the_block_to_come_again(start: Start) -> None:
+    rig = start(disk_min_hits=1)
+    assert rig.put(0, 1) == [False, False]
+    assert rig.put(1, 2) == [True, False]
+
+
+# -- faults ---------------------------------------------------------------------------------------------------------
+
+
+def flip(folder: Path) -> None:
+    """Change a bit of each slot of the files below a folder."""
+    for path in folder.rglob("slots0"):
+        data = bytearray(path.read_bytes())
+        for start in range(4096 + 17, len(data), 4096):
+            data[start] ^= 4
+        path.write_bytes(data)
+
+
+def test_r17_flipped_bytes_are_a_miss_a_metric_and_a_log_line(start: Start, tmp_path: Path) -> None:
+    first = start(sizes=(4096,))
+    assert all(first.put(*range(6)))
+    first.cache.close()
+    (path,) = tmp_path.rglob("slots0")
+    data = bytearray(path.read_bytes())
+    data[4096 + 3 * 4096 + 5] ^= 1
+    path.write_bytes(data)
+    with capture_logs() as lines:
+        second = start(sizes=(4096,))
+        found = second.get(*range(6))
+        assert sorted(found) == [False, *[True] * 5]
+        assert second.has(*range(6)) == found, "a corrupt block is forgotten"
+        assert second.count("evicted_blocks_total", "disk", "corrupt") == 1
+        assert second.count("tier_blocks_total", "disk", "load", "corrupt") > 0
+        second.cache.close()
+    assert "tier_copy_failed" in {line["event"] for line in lines}
+
+
+def test_a_disk_without_room_is_closed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with capture_logs() as lines:
+        rig = start(is_open=False)
+        assert rig.put(0) == [False]
+        assert rig.get(0) == [False]
+    assert rig.count("tier_state", "disk", "closed") == 1
+    assert {"disk_not_opened", "disk_closed"} <= {line["event"] for line in lines}
+
+
+def test_weights_that_cannot_be_identified_close_the_tiers(start: Start, store: FakeStore) -> None:
+    class Unknown(KVIdentity):
+        @property
+        def fingerprint(self) -> str:
+            raise DiskError("the weights cannot be read")
+
+    with capture_logs() as lines:
+        rig = start(identity=Unknown("engine 1", "", "", {}), is_open=False)
+        assert rig.put(0) == [False]
+    assert "disk_closed" in {line["event"] for line in lines}
+
+
+@pytest.mark.parametrize("what", ["write", "read"])
+def test_r17_an_error_of_the_disk_is_a_miss(start: Start, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    first = start()
+    if what == "read":
+        assert all(first.put(0, 1))
+        first.cache.close()
+        first = start()
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOSPC if what == "write" else errno.EIO, "the test says so")
+
+    with capture_logs() as lines, monkeypatch.context() as patch:
+        patch.setattr(SlotFile, what, fails)
+        assert (first.put(0, 1) if what == "write" else first.get(0, 1)) == [False, False]
+        way = "store" if what == "write" else "load"
+        assert first.count("tier_blocks_total", "disk", way, "failed") >= 2
+    assert "disk_call_failed" in {line["event"] for line in lines}
+    assert (first.put(0, 1) if what == "write" else first.get(0, 1)) == [True, True]
+
+
+@pytest.mark.parametrize("sizes", [PAGES, LONG], ids=["gathered", "in place"])
+def test_r17_a_disk_that_hangs_holds_up_no_caller(
+    start: Start, monkeypatch: pytest.MonkeyPatch, sizes: Sequence[int]
+) -> None:
+    clock, gate = FakeClock(), ThreadGate()
+    first = start(sizes=sizes)
+    assert all(first.put(0, 1))
+    first.cache.close()
+    rig = start(sizes=sizes, clock=clock, transfer_timeout_s=30.0)
+    real = SlotFile.read
+
+    def hangs(self: SlotFile, slot: int, data: Sequence[memoryview]) -> None:
+        gate.arrive()
+        real(self, slot, data)
+
+    monkeypatch.setattr(SlotFile, "read", hangs)
+    page = blank(sizes)
+    with capture_logs() as lines:
+        began = time.monotonic()
+        assert rig.cache.get([key_of(0)], [page], SOON_S) == [False]
+        assert time.monotonic() - began < SOON_S + WAIT_S / 2
+        gate.wait_for_arrivals(1)
+        clock.jump(31.0)
+        while not rig.count("tier_state", "disk", "failing"):
+            os.sched_yield()
+        began = time.monotonic()
+        assert rig.has(1) == [False]
+        assert rig.put(5, timeout_s=60.0) == [False]
+        assert rig.get(1, timeout_s=60.0) == [False]
+        assert time.monotonic() - began < WAIT_S, "nothing waits for a tier that is known to hang"
+        gate.open()
+        while rig.has(1) == [False]:
+            os.sched_yield()
+    assert read(page) == read(blank(sizes)), "a call that came late wrote into the caller's page"
+    assert "disk_call_hangs" in {line["event"] for line in lines}
+    assert rig.get(1) == [True]
+
+
+def test_a_write_that_hangs_lets_the_caller_reuse_its_page(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, real = ThreadGate(), SlotFile.write
+
+    def hangs(self: SlotFile, slot: int, data: Sequence[memoryview]) -> None:
+        gate.arrive()
+        real(self, slot, data)
+
+    rig = start()
+    monkeypatch.setattr(SlotFile, "write", hangs)
+    page = page_of(0)
+    assert rig.cache.put([key_of(0)], [page], SOON_S) == [False]
+    for region in page:
+        region[:] = bytes(len(region))
+    gate.wait_for_arrivals(1)
+    gate.open()
+    while rig.has(0) == [False]:
+        os.sched_yield()
+    rig.cache.close()
+    assert start().get(0) == [True]
+
+
+@pytest.mark.parametrize("fault", ["fails", "is_gone"])
+def test_r17_a_dead_store_is_a_miss_a_metric_and_a_log_line(
+    start: Start, store: FakeStore, fault: str
+) -> None:
+    with capture_logs() as lines:
+        rig = start(**REMOTE)
+        assert all(rig.put(0, 1))
+        setattr(store, fault, True)
+        assert rig.get(2, 3) == [False, False]
+        assert rig.put(2, 3, timeout_s=60.0) == [False, False]
+        for _ in range(4):  # until the breaker is open
+            rig.get(7, 8)
+        assert rig.has(0) == [False]
+        assert rig.count("tier_state", "remote", "failing") == 1
+    assert "remote_fails" in {line["event"] for line in lines}
+
+
+def test_r17_a_store_that_lies_is_a_miss(
+    start: Start, store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = start(**REMOTE)
+    assert all(first.put(0, 1, 2))
+    names = [name for name in store.values if name.endswith("0of1")]
+    store.values[names[0]], store.values[names[1]] = store.values[names[1]], store.values[names[0]]
+    store.values[names[2]] = store.values[names[2]][:-1]
+    monkeypatch.setattr(store, "ask", lambda _, keys: [True] * len(keys))
+    second = start(**REMOTE)
+    assert second.has(0, 1, 2, 3) == [True] * 4
+    assert second.get(0, 1, 2, 3) == [False] * 4
+    assert second.count("tier_blocks_total", "remote", "load", "corrupt") > 0
+
+
+def test_a_full_store_takes_nothing_and_serves_what_it_has(start: Start, store: FakeStore) -> None:
+    rig = start(**REMOTE)
+    assert all(rig.put(0))
+    store.is_full = True
+    assert rig.put(1) == [False]
+    assert start(**REMOTE).get(0) == [True]
+
+
+def test_r17_a_store_that_hangs_holds_up_no_caller(start: Start, store: FakeStore) -> None:
+    clock = FakeClock()
+    rig = start(clock=clock, **REMOTE)
+    assert all(rig.put(0))
+    store.gate = ThreadGate()
+    page, began = page_of(1), time.monotonic()
+    assert rig.cache.exists([key_of(1)], SOON_S) == [False]
+    assert rig.cache.get([key_of(2)], [blank()], SOON_S) == [False]
+    assert rig.cache.put([key_of(1)], [page], SOON_S) == [False]
+    assert time.monotonic() - began < WAIT_S
+    clock.jump(10.0)
+    while not rig.count("tier_state", "remote", "failing"):
+        os.sched_yield()
+    assert rig.has(0) == [False]
+    store.gate.open()
+
+
+def test_r12_a_core_that_raises_switches_the_tiers_off(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = start()
+    assert all(rig.put(0))
+
+    def raises(*_: object) -> None:
+        raise RuntimeError("the test says so")
+
+    monkeypatch.setattr(rig.cache.core.state.pool, "reserve", raises)
+    with capture_logs() as lines:
+        assert rig.put(1) == [False]
+    assert rig.get(0) == [False]
+    assert rig.has(0) == [False]
+    assert rig.count("degraded", "handler_raised") == 1
+    assert [line["event"] for line in lines] == ["core_raised"]
+
+
+def test_pages_of_another_size_are_the_callers_error(start: Start) -> None:
+    rig = start()
+    with pytest.raises(ValueError, match="zip"):
+        rig.cache.put([key_of(0)], [blank((640, 96))])
+    with pytest.raises(ValueError, match="broadcast"):
+        rig.cache.put([key_of(0)], [blank((640, 96, 5001))])
+    assert rig.put(0) == [True]
+    with pytest.raises(ValueError, match="broadcast"):
+        rig.cache.get([key_of(0)], [blank((640, 97, 5000))])
+    assert rig.get(0) == [True]
+    assert rig.cache.core.audit() == []
+
+
+def test_settings_of_other_parts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tier_config({"host_bytes": 1, "verify": "full"})
+    assert len(caught.value.problems) == 3
+    with pytest.raises(ConfigError, match="did you mean disk_path"):
+        tier_config({"disk_pat": str(tmp_path)})
+
+
+# -- bounds and resets ------------------------------------------------------------------------------------------------
+
+
+def test_r15_a_full_disk_drops_the_least_recently_used_and_a_prefixs_head_last(start: Start) -> None:
+    rig = start(sizes=(4096,), disk_bytes=4096 * 11)  # ten slots and the header
+    assert rig.count("capacity_slots", "disk") == 10
+    assert all(rig.put(0, 1, 2, 3))
+    assert all(rig.put(10, 11, 12, 13))
+    assert all(rig.get(0, 1))
+    assert all(rig.put(20, 21, 22, 23, 24))
+    assert rig.has(0, 1, 2, 3) == [True, True, False, False]
+    assert rig.has(10, 11, 12, 13) == [True, True, True, False], "the deepest goes first"
+    rig.cache.close()
+    again = start(sizes=(4096,), disk_bytes=4096 * 11)
+    assert all(again.put(30, 31))
+    assert again.has(10, 11, 12) == [True, False, False], "the next process evicts in the same order"
+
+
+def test_more_blocks_than_the_disk_has_slots(start: Start) -> None:
+    rig = start(sizes=(4096,), disk_bytes=4096 * 4)
+    assert rig.put(*range(20)).count(True) >= 3
+    assert rig.has(*range(20)).count(True) == 3
+    assert rig.cache.core.audit() == []
+
+
+def test_r10_nothing_is_found_after_a_reset(start: Start, store: FakeStore, tmp_path: Path) -> None:
+    both = {"disk_path": str(tmp_path), **REMOTE}
+    rig = start(**both)
+    assert all(rig.put(0, 1))
+    assert rig.cache.reset() is True
+    assert rig.has(0, 1) == [False, False]
+    assert rig.get(0, 1) == [False, False]
+    assert rig.cache.wait_open(WAIT_S)
+    assert rig.put(2) == [True]
+    assert rig.get(2) == [True]
+    rig.cache.close()
+    again = start(**both)
+    assert again.get(0, 1) == [False, False]
+
+
+def test_r10_a_put_that_runs_during_a_reset_is_not_found(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, real = ThreadGate(), SlotFile.write
+
+    def held(self: SlotFile, slot: int, data: Sequence[memoryview]) -> None:
+        gate.arrive()
+        real(self, slot, data)
+
+    monkeypatch.setattr(SlotFile, "write", held)
+    rig = start()
+    stored: list[bool] = []
+    putting = threading.Thread(target=lambda: stored.extend(rig.put(0, 1)))
+    putting.start()
+    gate.wait_for_arrivals(1)
+    assert rig.cache.reset() is True
+    gate.open()
+    putting.join()
+    assert stored == [False, False]
+    assert rig.get(0, 1) == [False, False]
+    assert rig.put(0) == [True]
+
+
+def test_what_came_to_the_disk_and_left_it_is_told_in_order(start: Start) -> None:
+    rig = start(sizes=(4096,), disk_bytes=4096 * 3)  # two slots
+    assert rig.cache.take_changes() == []
+    for number in (0, 1, 2):
+        assert rig.put(number) == [True]
+    keys = [key_of(number) for number in (0, 1, 2)]
+    assert rig.cache.take_changes() == [(keys[0], True), (keys[1], True), (keys[0], False), (keys[2], True)]
+    assert rig.cache.reset()
+    assert sorted(rig.cache.take_changes()) == sorted([(keys[1], False), (keys[2], False)])
+    assert rig.cache.take_changes() == []
+
+
+def test_a_closed_cache_misses(start: Start) -> None:
+    rig = start()
+    assert all(rig.put(0))
+    rig.cache.close()
+    rig.cache.close()
+    assert (rig.get(0), rig.put(1), rig.has(0)) == ([False], [False], [False])
+
+
+def test_the_numbers_are_served_to_prometheus(start: Start) -> None:
+    rig = start()
+    assert all(rig.put(0, 1))
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in KVOffloadCollector(rig.cache).collect()
+        for sample in family.samples
+    }
+    assert samples["kvoffload_tier_blocks_total", "disk", "store", "done"] == 2
+    assert samples["kvoffload_slots", "disk", "ready"] == 2
+    assert samples["kvoffload_tier_state", "disk", "open"] == 1
+    assert samples["kvoffload_tier_state", "remote", "off"] == 1
+
+
+# -- random lives -----------------------------------------------------------------------------------------------------
+
+ACTIONS = st.one_of(
+    st.tuples(st.sampled_from(["put", "get", "has"]), st.lists(st.integers(0, 19), min_size=1, max_size=8)),
+    st.tuples(st.sampled_from(["reset", "restart"]), st.just([0])),
+)
+
+
+@pytest.mark.slow
+@given(st.lists(ACTIONS, max_size=12))
+def test_a_random_life_serves_only_what_was_put_since_the_last_reset(
+    tmp_path_factory: pytest.TempPathFactory, life: list[tuple[str, list[int]]]
+) -> None:
+    settings = {"disk_path": str(tmp_path_factory.mktemp("disk")), "disk_bytes": 4096 * 13, "sizes": (4000,)}
+    rig = Rig(**settings)  # type: ignore[arg-type]
+    known: list[int] = []  # put and not reset, the least recently used first
+    was_reset = False
+    try:
+        for action, numbers in life:
+            if action == "reset":
+                assert rig.cache.reset()
+                known, was_reset = [], True
+            elif action == "restart":
+                rig.cache.close()
+                rig = Rig(**settings)  # type: ignore[arg-type]
+                known, was_reset = [] if was_reset else known, False
+            elif action == "put":
+                assert all(rig.put(*numbers))
+                used = list(dict.fromkeys(numbers))
+                known = [*(number for number in known if number not in used), *used[::-1]][-12:]
+            else:
+                found = (rig.get if action == "get" else rig.has)(*numbers)
+                assert found == [number in known for number in numbers]
+                used = [number for number in dict.fromkeys(numbers) if number in known]
+                if action == "get":
+                    known = [*(number for number in known if number not in used), *used[::-1]]
+        assert rig.cache.core.audit() == []
+    finally:
+        rig.cache.close()
+
+
+@pytest.mark.slow
+def test_several_threads_put_and_get_the_same_blocks(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffload.runtime.tier_cache._STAGING_BYTES", 0)
+    rig = start(sizes=(4096,), disk_bytes=4096 * 24)
+    errors: list[BaseException] = []
+
+    def live(seed: int) -> None:
+        draw = Random(seed)
+        try:
+            for _ in range(40):
+                numbers = draw.sample(range(40), draw.randint(1, 6))
+                draw.choice([rig.put, rig.get, rig.get, rig.has])(*numbers)
+                if seed == 0 and draw.random() < 0.1:
+                    rig.cache.reset()
+        except BaseException as error:  # of any kind: the test reports it
+            errors.append(error)
+
+    threads = [threading.Thread(target=live, args=(seed,)) for seed in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert rig.cache.degraded is None
+    assert rig.cache.core.audit() == []
+    assert rig.put(0) == [True]
+    assert rig.get(0) == [True]
+
+
+KILLS = int(os.environ.get("KVOFFLOAD_KILLS", "6"))
+
+
+def put_until_killed(folder: Path, seed: int, to_test: Connection) -> None:
+    rig = Rig(disk_path=str(folder), disk_bytes="256KiB")
+    draw = Random(seed)
+    while True:
+        first = draw.randrange(200)
+        numbers = range(first, first + draw.randint(1, 9))
+        rig.put(*numbers)
+        rig.get(*draw.sample(range(200), 4))
+        to_test.send(list(numbers))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60 + 10 * KILLS)
+def test_after_a_kill_at_any_moment_what_is_found_has_its_bytes(tmp_path: Path) -> None:
+    context, found = forking(), 0
+    for seed in range(KILLS):
+        from_child, to_test = context.Pipe(duplex=False)
+        process = context.Process(target=put_until_killed, args=(tmp_path, seed, to_test))
+        process.start()
+        to_test.close()
+        for _ in range(Random(seed).randrange(1, 60)):
+            from_child.recv()
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        rig = Rig(disk_path=str(tmp_path), disk_bytes="256KiB")
+        served = rig.get(*range(210))  # raises if wrong bytes are served
+        found += served.count(True)
+        assert rig.cache.core.audit() == []
+        rig.cache.close()
+    assert found
