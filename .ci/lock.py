@@ -1,8 +1,9 @@
-"""Writes requirements.lock: every package that development needs, with the one version that it uses.
+"""Writes requirements.lock: every package that development needs, with its version.
 
-The input is pyproject.toml: what the package needs, what building it needs, and the groups "dev" and "docs". pip resolves them in a
-dry run, so nothing is installed. The lock's first lines carry a digest of the input; `--check` recognizes a stale
-lock by it without an index. Local versions ("+cpu") are left out: which build of torch is right depends on the machine.
+The input is pyproject.toml: what the package needs, what building it needs, and the groups "dev" and "docs". pip
+resolves them in a dry run, so nothing is installed. The lock's first lines carry a digest of the input; `--check`
+recognizes a stale lock by it without an index. Local versions ("+cpu") are left out: which build of torch is right
+depends on the machine.
 """
 
 import argparse
@@ -20,7 +21,7 @@ HEADER = "# Written by `make lock` from pyproject.toml; do not edit.\n# input: {
 
 
 def requirements(pyproject: dict[str, Any]) -> list[str]:
-    """Return all that development installs, sorted."""
+    """Return all requirements of development, sorted."""
     groups = (
         pyproject["build-system"]["requires"],
         pyproject["project"]["dependencies"],

@@ -1,4 +1,4 @@
-"""Writes the generated tables of the documents: the metrics, from the exporters' catalogue, and the headlines of the benches.
+"""Writes the generated tables of the documents: the metrics from the catalogue, and the headlines of the benches.
 
 Usage: python .ci/readme.py [--check]
 """
@@ -20,7 +20,7 @@ from tests.bench.lines import markdown  # noqa: E402  # only a checkout has the 
 
 
 def filled(text: str, name: str, content: str) -> str:
-    """Return `text` with what stands between `<!-- name -->` and `<!-- /name -->` replaced.
+    """Return `text` with the part between `<!-- name -->` and `<!-- /name -->` replaced.
 
     Raises:
         ValueError: the marks do not occur exactly once.

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = (".py", ".md", ".yaml", ".yml")
 
-# form: what to write instead
+# for each form, what to write instead
 FORMS = {
     r"whoever|whomever|nobody": "name who acts",
     r"whatever is|whatever it is|what lies|what lay|what comes after": "put the noun first",
@@ -54,7 +54,7 @@ FORMS = {
 PATTERN = re.compile("|".join(rf"\b(?P<f{i}>{form})\b" for i, form in enumerate(FORMS)), re.IGNORECASE)
 INSTEAD = list(FORMS.values())
 
-# (end of the path, part of the line): lines that keep such a word
+# lines that keep such a word: the end of the path, and a part of the line
 EXCEPTIONS = (
     ("tests/cli/test_journal_lines.py", "request nobody"),
     ("tests/engine/test_plugin_hooks.py", "'nobody' that is not open"),
@@ -62,7 +62,7 @@ EXCEPTIONS = (
 
 
 def findings(path: Path) -> Iterator[tuple[int, str, str, str]]:
-    """Yield line, found form, what to write instead, and the text, for each finding in a file."""
+    """Yield the line, the form, what to write instead, and the text of each finding in a file."""
     for line, text in _prose(path):
         for found in PATTERN.finditer(text):
             if not any(str(path).endswith(end) and part in text for end, part in EXCEPTIONS):
@@ -88,7 +88,7 @@ def _comments(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _strings(source: str) -> Iterator[tuple[int, str]]:
-    """Docstrings and messages: string constants of more than one word."""
+    """Yield docstrings and messages: string constants of more than one word."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip():
             for offset, text in enumerate(node.value.splitlines()):
@@ -96,7 +96,7 @@ def _strings(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _markdown(source: str) -> Iterator[tuple[int, str]]:
-    """Lines outside of code."""
+    """Yield the lines outside of code."""
     is_code = False
     for number, text in enumerate(source.splitlines(), 1):
         if text.lstrip().startswith("```"):

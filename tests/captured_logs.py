@@ -1,4 +1,4 @@
-"""What kvoffload logged, for tests."""
+"""Captures kvoffload's log lines for tests."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class _Collector(logging.Handler):
 
 @contextmanager
 def capture_logs() -> Iterator[list[dict[str, Any]]]:
-    """Collect the lines logged in the `with` block, all levels, and keep them from being printed.
+    """Collect all lines logged in the `with` block instead of printing them.
 
-    Each line is its keys, `event` among them, and `log_level`.
+    A line is a dict of its keys, including `event` and `log_level`.
     """
     logger, lines = logging.getLogger(ROOT), list[dict[str, Any]]()
     before = logger.handlers, logger.level, logger.propagate

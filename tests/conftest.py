@@ -1,4 +1,4 @@
-"""What every test shares: profiles of the property tests, and marks that skip with a reason."""
+"""Shared by all tests: profiles for property tests, and marks that skip tests with a reason."""
 
 import importlib.util
 import os
@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, settings
 
 from kvoffload.cli.signals import HANDLED
 
-# No deadline in any of them: the time of one example says more about the machine than about the code, and a state
-# machine that builds an engine is slow by hypothesis' measure and not by ours.
+# No deadlines and no check for slow examples: both measure the machine more than the code.
 common = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("fast", common, max_examples=30, stateful_step_count=30)
 settings.register_profile("ci", common, max_examples=50, derandomize=True)
@@ -21,17 +20,18 @@ settings.register_profile("full", common, max_examples=200, derandomize=True)
 settings.register_profile("deep", common, max_examples=5000, stateful_step_count=100)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
-# A collector that the environment names must not get the spans of tests.
+# Tests must not send spans to a collector that the environment names.
 os.environ.pop("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", None)
 
-# Where a script started this run in the background SIGINT is ignored, also in every child. Tests of Ctrl-C need the default.
+# If a script started this run in the background, SIGINT is ignored, also in all children. Tests of Ctrl-C need the
+# default.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def signals_are_as_before() -> Iterator[None]:
-    """A test that runs a command in this process leaves no handlers of it behind."""
+    """Restore the signal handlers that a command sets when a test runs it in this process."""
     handlers = {number: signal.getsignal(number) for number in HANDLED}
     yield
     for number, handler in handlers.items():
@@ -57,6 +57,6 @@ def reasons_to_skip(item: pytest.Item) -> list[str]:
 
 
 def _has_cuda() -> bool:
-    import torch  # here, so that a run without such tests does not pay for the import
+    import torch  # Imported here, so that runs without such tests need not wait for the import.
 
     return torch.cuda.is_available()

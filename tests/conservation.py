@@ -1,4 +1,4 @@
-"""Sums that metrics must keep: each total equals its outcomes, and slots by state equal the capacity."""
+"""Checks sums of metrics: each total equals the sum of its outcomes, and the slots by state sum to the capacity."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def slot_problems(gauges: Mapping[str, Series]) -> list[str]:
 
 
 def conservation(snapshot: Snapshot, *, drained: bool = False) -> list[str]:
-    """Return every invariant that the numbers break, as text.
+    """Return one line of text for each broken invariant.
 
     Args:
-        snapshot: everything since the start.
-        drained: no job and no offer is open, so outcomes must equal their totals.
+        snapshot: all counts since the start.
+        drained: whether no job and no offer is open, so that outcomes must equal their totals.
     """
     missed = snapshot.count("kvoffload_lookup_blocks_total", LookupResult.MISS.value)
     causes = snapshot.total("kvoffload_miss_blocks_total")

@@ -1,4 +1,4 @@
-"""Jobs between device and host, as a plan has them."""
+"""Makes jobs between device and host, as in a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Points at which a test holds threads, in place of sleeps."""
+"""Gates and executors that hold threads under a test's control, so that tests need no sleeps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ThreadGate:
         return self._arrivals
 
     def arrive(self) -> None:
-        """Be counted, and wait until the gate is open.
+        """Count the calling thread, and wait until the gate is open.
 
         Raises:
             TimeoutError: it was not opened in time.
@@ -41,10 +41,10 @@ class ThreadGate:
                 raise TimeoutError("the gate was not opened")
 
     def wait_for_arrivals(self, count: int) -> None:
-        """Wait until `count` threads have come, all in all.
+        """Wait until `count` threads have arrived since the start.
 
         Raises:
-            TimeoutError: they do not come.
+            TimeoutError: fewer have arrived in time.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._arrivals >= count, _PATIENCE_S):
@@ -57,10 +57,10 @@ class ThreadGate:
 
 
 class ManualExecutor(Executor):
-    """Runs what it is handed on the test's own thread, when the test says so.
+    """Runs submitted calls on the test's thread, when the test says so.
 
     Args:
-        held: False runs everything as it is handed in.
+        held: if False, each call runs when it is submitted.
     """
 
     def __init__(self, *, held: bool = True) -> None:
@@ -72,7 +72,7 @@ class ManualExecutor(Executor):
 
     @property
     def waiting(self) -> int:
-        """Calls that have not been run."""
+        """The number of calls that have not been run."""
         return len(self._work)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -89,7 +89,7 @@ class ManualExecutor(Executor):
                 if self._errors:
                     raise self._errors.popleft()
                 future.set_result(fn(*args, **kwargs))
-            except Exception as error:  # it belongs to the caller
+            except Exception as error:  # The caller gets this exception.
                 future.set_exception(error)
 
         self._work.append(work)
@@ -98,7 +98,7 @@ class ManualExecutor(Executor):
         return future
 
     def refuse(self, error: Exception) -> None:
-        """Raise `error` at the next submission, which then is not queued."""
+        """Raise `error` at the next submission, which is not queued."""
         self._refusals.append(error)
 
     def lose_next(self, error: Exception) -> None:
@@ -107,20 +107,19 @@ class ManualExecutor(Executor):
         self.run_next()
 
     def hold(self) -> None:
-        """Keep calls waiting again from now on."""
+        """From now on, keep submitted calls in the queue."""
         self._held = True
 
     def release(self) -> None:
-        """Run every call, and from now on each one as it is handed in."""
+        """Run all queued calls, and from now on each call when it is submitted."""
         self._held = False
         self.run_all()
 
     def run_next(self) -> None:
-        """Run the oldest call."""
         self._work.popleft()()
 
     def run_all(self) -> None:
-        """Run every call, also those that are added while it runs."""
+        """Run all queued calls, including calls that they submit."""
         while self._work:
             self.run_next()
 

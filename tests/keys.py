@@ -1,4 +1,4 @@
-"""Keys of blocks, made as engines make them."""
+"""Makes block keys in the form that engines use."""
 
 from __future__ import annotations
 

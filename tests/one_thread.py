@@ -1,4 +1,4 @@
-"""Tiny models compute faster on one thread than they can be split over several: a fixture for those who use them."""
+"""A fixture that computes on one thread, which is fastest for tiny models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What something costs, counted and not timed."""
+"""Counts what an operation costs, instead of timing it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TraceFunction = Callable[[FrameType, str, object], object]
 
 
 def calls(act: Callable[[], object]) -> int:
-    """How many functions, also C functions, run while acting, without what a garbage collection ends of other tests."""
+    """Return how many functions `act` calls, including C functions."""
     count = 0
 
     def seen(_frame: FrameType, event: str, _argument: object) -> None:
@@ -32,7 +32,7 @@ def calls(act: Callable[[], object]) -> int:
 
 
 def lines(act: Callable[[], object]) -> int:
-    """How many lines run while acting: loops that call nothing count too."""
+    """Return how many lines of Python `act` runs, so that loops without calls count too."""
     count = 0
 
     def seen(_frame: FrameType, event: str, _argument: object) -> TraceFunction:
@@ -50,7 +50,7 @@ def lines(act: Callable[[], object]) -> int:
 
 
 def replace_handler(bus: Bus, fact: type, handler: Callable[[Any], object]) -> None:
-    """Let something else react to a class of facts."""
+    """Replace the handler of a class of facts."""
     bus._routes[fact].remove(bus._handlers[fact])
     del bus._handlers[fact]
     bus.handle(fact, handler)

@@ -1,4 +1,4 @@
-"""Faults by trial: every function of the core that a scenario calls raises once, in one trial each."""
+"""Injects faults: in each trial, one call of a function of the core raises."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CORE = tuple(f"{Path(path)}{os.sep}" for path in kvoffload.core.__path__)
 
 
 class Place(NamedTuple):
-    """A call of a function, counted from 1."""
+    """A call of a function, with its number, counted from 1."""
 
     function: str
     call: int
@@ -28,11 +28,11 @@ class Place(NamedTuple):
 
 
 class Broken(Exception):
-    """What the core raises in a trial."""
+    """Raised by the core in a trial."""
 
 
 def places(act: Callable[[], object]) -> list[Place]:
-    """Return calls of the core's functions while acting: of each its first two, the middle one and the last."""
+    """Return calls of the core's functions made by `act`: of each function the first two, the middle and the last."""
     counts: Counter[str] = Counter()
     names = _Names()
 
@@ -51,7 +51,7 @@ def places(act: Callable[[], object]) -> list[Place]:
 
 @contextmanager
 def raising(place: Place) -> Iterator[Callable[[], bool]]:
-    """Let one call of the core raise as it is entered; the next ones do not. Yield whether it has."""
+    """Make one call of the core raise when it begins. Yield a function that returns whether it has raised."""
     left, names = place.call, _Names()
 
     def seen(frame: FrameType, event: str, _argument: object) -> None:
@@ -59,19 +59,19 @@ def raising(place: Place) -> Iterator[Callable[[], bool]]:
         if event == "call" and left and names.of(frame.f_code) == place.function:
             left -= 1
             if not left:
-                raise Broken(str(place))  # which also ends the watch
+                raise Broken(str(place))  # Raising also ends the trace.
 
     with _watched_by(seen):
         yield lambda: not left
 
 
 def chosen(found: Sequence[Place], every: int) -> list[Place]:
-    """Return each `every`-th place, in a fixed order; all of them where KVOFFLOAD_SWEEP is "all"."""
+    """Return each `every`-th place, in a fixed order, or all places if KVOFFLOAD_SWEEP is "all"."""
     return sorted(found)[:: 1 if os.environ.get("KVOFFLOAD_SWEEP") == "all" else every]
 
 
 class _Names:
-    """Functions of the core by their code; None for all else and for what has no name of its own."""
+    """The names of the core's functions by their code; None for other code and for unnamed functions."""
 
     def __init__(self) -> None:
         self._known: dict[CodeType, str | None] = {}
@@ -79,7 +79,7 @@ class _Names:
     def of(self, code: CodeType) -> str | None:
         if code not in self._known:
             is_one = code.co_filename.startswith(_CORE) and not code.co_name.startswith("<")
-            # A generator is also entered to be closed, where a fault could not be reported.
+            # A generator is also entered when it is closed, where an exception could not be reported.
             is_one &= not code.co_flags & CO_GENERATOR
             self._known[code] = f"{Path(code.co_filename).stem}.{code.co_qualname}" if is_one else None
         return self._known[code]

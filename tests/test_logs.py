@@ -1,4 +1,4 @@
-"""What an operator reads."""
+"""The log lines that an operator reads."""
 
 from __future__ import annotations
 
@@ -36,8 +36,6 @@ A, JOB = RequestId("a"), JobId(1)
 
 
 class Hand:
-    """A clock that the test advances."""
-
     now = 0.0
 
     def __call__(self) -> float:
@@ -152,7 +150,7 @@ def test_removals_are_published(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_host_keeps_its_own_logging(caplog: pytest.LogCaptureFixture) -> None:
-    """No handler of ours; the host's level counts; the line names the caller's file, as hosts print it."""
+    """We add no handler, the host's level applies, and each line names the caller's file, as hosts print it."""
     log = get_logger("part")
     logging.getLogger("kvoffload").setLevel(logging.WARNING)
     log.info("quiet")

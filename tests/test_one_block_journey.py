@@ -1,7 +1,7 @@
-"""One block's journey in seven steps, on the real parts: see ARCHITECTURE.md.
+"""Follows one block through seven steps on the real parts (see ARCHITECTURE.md).
 
-The device is a few blocks of bytes and the engine's own block pool; the copier copies real bytes, when the story says
-so. Nothing else is made up: scheduler's side, core, bus, counters, pump and arena are the ones that serve.
+Only the device and the copier are fakes: a few blocks of bytes with the engine's own block pool, and a copier that
+copies real bytes when the test says so.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ FIRST, SECOND = RequestId("first"), RequestId("second")
 
 
 class Story:
-    """One engine with four device blocks, one rank and two host slots."""
-
     def __init__(self) -> None:
         self.memory = FakeDevice(5, pages=[64])
         self.pool = BlockPool(5)
@@ -53,7 +51,7 @@ class Story:
         self.steps = 0
 
     def step(self, *progress: Progress) -> TransferPlan:
-        """One scheduling round: the plan goes to the worker, whose hooks start the copies."""
+        """Schedule one step. The plan goes to the worker, whose hooks start the copies."""
         self.steps += 1
         plan = self.scheduler.step(StepScheduled(self.steps, progress))
         self.pump.submit_loads(plan.loads)
@@ -61,7 +59,7 @@ class Story:
         return plan
 
     def hear(self) -> list[RequestId]:
-        """The worker's hook looks on and reports; return the requests whose load has arrived."""
+        """Let the worker poll and report. Return the requests whose load has ended."""
         self.pump.poll()
         report = self.pump.take_report()
         self.scheduler.reported([report] if report is not None else [])
@@ -91,7 +89,7 @@ async def story() -> AsyncIterator[Story]:
 async def test_one_block_goes_to_the_host_and_comes_back(story: Story) -> None:
     scheduler, pool = story.scheduler, story.pool
 
-    # 1. A request comes. Its first block was never seen: the lookup finds nothing, and says why.
+    # 1. A request arrives. Its first block was never seen, so its lookup finds nothing and records that cause.
     scheduler.seen(RequestSeen(FIRST, prompt_tokens=20, keys=((KEY,),)))
     assert scheduler.lookup(FIRST, 0) == 0
 
@@ -104,15 +102,16 @@ async def test_one_block_goes_to_the_host_and_comes_back(story: Story) -> None:
     story.memory.write(block, computed)
     pool.index(block, KEY)
 
-    # 3. The block is confirmed, so it is offered: it gets a slot and a lease, and the step's plan has a store.
+    # 3. The block is confirmed, so it is offered. It gets a slot and a lease, and the step's plan has a store.
     (store,) = story.step(Progress(FIRST, confirmed_tokens=20)).stores
     assert (store.targets, store.slots) == ((block,), (0,))
     assert story.slot() is SlotState.FILLING
     scheduler.ended(RequestEnded(FIRST, confirmed_tokens=20))
     pool.release([block, tail])
-    assert not pool.is_free(block)  # the request is gone; the lease keeps the block
+    assert not pool.is_free(block)  # The request has ended, but the lease keeps the block.
 
-    # 4. The transfer coroutine starts the copy. It ends; the rank reports; the block can hit, the lease goes back.
+    # 4. The transfer coroutine starts the copy. After it has ended and the rank has reported, the block can hit and its
+    # lease is released.
     await wait_all_blocked()
     story.copier.tickets[0].finish()
     story.hear()
@@ -120,19 +119,19 @@ async def test_one_block_goes_to_the_host_and_comes_back(story: Story) -> None:
     assert bytes(story.arena.pages(0)[0]) == computed
     assert pool.is_free(block)
 
-    # 5. The device needs its memory: it hands the block out to others, who write over it.
+    # 5. The device needs its memory, and allocates the block to other requests, which overwrite it.
     others = pool.allocate(4)
     assert block in others
     story.memory.write(block, bytes(64))
     assert pool.cached_block(KEY) is None
     pool.release(others)
 
-    # 6. The prefix comes back. The device has forgotten it, the host has not: a hit, pinned until it is consumed.
+    # 6. A request with the same prefix arrives. The block is only on the host: a hit, pinned until its allocation.
     scheduler.seen(RequestSeen(SECOND, prompt_tokens=20, keys=((KEY,),)))
     assert scheduler.lookup(SECOND, 0) == BLOCK_TOKENS
     assert story.slot() is SlotState.PINNED
 
-    # 7. The engine takes the hit into a block of its choice; the load is submitted at once, and the request runs.
+    # 7. The engine loads the hit into a newly allocated block. The load is submitted at once, and the request runs.
     target, tail = map(DeviceBlockId, pool.allocate(2))
     scheduler.allocated(BlocksAllocated(SECOND, ((target, tail),), device_tokens=0, external_tokens=16))
     (load,) = story.step().loads
@@ -142,7 +141,7 @@ async def test_one_block_goes_to_the_host_and_comes_back(story: Story) -> None:
     assert story.memory.read(target) == computed
     assert story.slot() is SlotState.READY
 
-    # And afterwards nothing is left: no pin, no lease, no record; every invariant holds.
+    # In the end nothing is left: no pin, no lease, no record. Every invariant holds.
     scheduler.ended(RequestEnded(SECOND, confirmed_tokens=16))
     pool.release([target, tail])
     assert pool.free_blocks == 4

@@ -108,7 +108,10 @@ class OffloadCore:
         return self._hits.lookup(record, device_tokens, full_tokens, may_wait=can_wait)
 
     def set_least(self, tier: Tier, tokens: int) -> None:
-        """Set how many tokens a hit must have at least (HOST), or how many a fetch from a lower tier must add."""
+        """Set how many tokens a hit must have at least (HOST), or how many a fetch from a lower tier must add.
+
+        A hit is never shorter than the policy's `min_load_tokens`. A request keeps its first lookup's HOST minimum.
+        """
         if tier is Tier.HOST:
             self._least_tokens = max(tokens, self.state.policy.min_load_tokens)
         for lower in self.state.tiers:

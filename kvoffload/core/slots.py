@@ -256,7 +256,11 @@ class HostPool:
             self._order.add(unheld)
 
     def pin(self, slots: Sequence[SlotId]) -> None:
-        """Protect slots from eviction. All of them must be able to hit. The caller must unpin each of them later."""
+        """Protect slots from eviction. All of them must be able to hit. The caller must unpin each of them later.
+
+        Raises:
+            IllegalTransition: one of them cannot hit; nothing has changed.
+        """
         pins, once = self.pins, dict.fromkeys(slots, 1)
         again = pins.keys() & slots
         for slot in again:

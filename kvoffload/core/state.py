@@ -45,7 +45,13 @@ class LoadResults(Struct):
 
 
 class CoreState:
-    """All state of the core. A request's state is in its record, a job's in the job, and a slot's in its pool."""
+    """All state of the core. A request's state is in its record, a job's in the job, and a slot's in its pool.
+
+    Args:
+        shape: the engine's fixed properties.
+        policy: the operator's choices.
+        device: the engine's block pool.
+    """
 
     def __init__(self, shape: EngineShape, policy: Policy, device: BlockPool) -> None:
         self.shape = shape

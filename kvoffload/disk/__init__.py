@@ -1,1 +1,1 @@
-"""Blocks on a local disk: one slot file per rank, and a log of which block each slot holds. Starts no thread."""
+"""Blocks on a local disk: one slot file per rank, and a log of the block in each slot. Starts no thread."""

@@ -18,18 +18,18 @@ _DIGITS = 32
 
 @dataclass(frozen=True, slots=True)
 class KVIdentity:
-    """Properties that must be equal before one engine uses another's KV.
+    """The properties of an engine's KV. One engine uses another's KV only if all of them are equal.
 
     The layout of a rank's blocks is not among them; it is in the header of the rank's slot file.
 
     Args:
         engine: name and version, because versions may lay out KV differently.
-        weights: a snapshot's commit, a digest of all weight bytes, or the setting `weights_id`. Names, sizes
-            and times are not enough: different weights can have the same name.
+        weights: a snapshot's commit, a digest of all weight bytes, or the setting `weights_id`. Names, sizes and times
+            are not enough: different weights can have the same name.
         keys: hash algorithm of the block keys, and the seed of their chain.
         parallel: how the model is spread over ranks.
-        settings: other settings that change KV values: data types of weights and KV, quantization, overrides
-            of the model.
+        settings: other settings that change KV values: data types of weights and KV, quantization, overrides of the
+            model.
         groups: for each KV cache group its kind, tokens per block, reach in tokens and lookahead flag.
     """
 
@@ -42,7 +42,7 @@ class KVIdentity:
 
     @property
     def fingerprint(self) -> str:
-        """A name that only equal identities share."""
+        """A name that differs for different identities."""
         parts = json.dumps(self.as_parts(), sort_keys=True, separators=(",", ":"))
         return sha256(parts.encode()).hexdigest()[:_DIGITS]
 

@@ -1,23 +1,21 @@
-"""The index of the slot files: which block each slot holds.
+"""The index of the slot files: the block in each slot.
 
     header                             batch                                    record
     "KVOINDEX" version                 magic, bytes, number, checksum           slot, kind, key, checksum per rank
     generation, ids of files    record, record, ...
     checksum
 
-The index is a log of three events: a slot was filled with a block (put), invalidated, or read (use). The
-checksum of a batch covers its number and the log's generation, so that a batch from an older log or at
-another position is rejected. With a key, the checksums of the header, the batches and the ranks' shards are
-MACs, so that an index from a writer without the key is rejected. Reading stops at the first incomplete batch. Lost
-records cost hits, never correctness: a slot whose invalidation is lost is still indexed under its old block,
-but its bytes do not match that block's checksums.
+The index is a log of three events: a slot was filled with a block (put), invalidated, or read (use). The checksum of a
+batch covers its number and the log's generation, so that a batch from an older log or at another position is rejected.
+With a key, the checksums of the header, the batches and the ranks' shards are MACs, so that an index from a writer
+without the key is rejected. Reading stops at the first incomplete batch. Lost records cost hits, never correctness: a
+slot whose invalidation is lost is still indexed under its old block, but its bytes do not match that block's checksums.
 
 All records have the same size, so that numpy reads a million of them in a few calls.
 
-Records are only appended. A compacted index, a new generation and an index of other slot files are each
-written to a new file beside the old one, synced and renamed, so that the name always refers to a complete
-index. Functions of this module may wait for the disk. One thread at a time calls them, never an engine's
-thread.
+Records are only appended. A compacted index, a new generation and an index of other slot files are each written to a
+new file beside the old one, synced and renamed, so that the name always refers to a complete index. Functions of this
+module may wait for the disk. One thread at a time calls them, never an engine's thread.
 """
 
 from __future__ import annotations
@@ -83,7 +81,7 @@ class IndexHeader:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entries:
-    """Which block each slot holds, least recently used first.
+    """The block in each slot, least recently used first.
 
     Args:
         records: [entries], array of `record_type`, as in the file.
@@ -109,7 +107,7 @@ class Entries:
         return list(map(Put, part["slot"].tolist(), keys, sums))
 
     def free(self, slots: int) -> list[SlotId]:
-        """Return the slots without an entry, highest first, because the pool takes them from the end."""
+        """Return the slots without an entry, highest first. The pool takes slots from the end."""
         is_free = np.ones(slots, np.bool_)
         is_free[self.records["slot"]] = False
         return cast("list[SlotId]", np.flatnonzero(is_free)[::-1].tolist())
@@ -121,7 +119,7 @@ class IndexContents:
 
     Args:
         header: its generation and slot files.
-        entries: which block each slot holds after the last complete batch.
+        entries: the block in each slot after the last complete batch.
         end: offset in bytes of the end of the last complete batch.
         is_cut: whether an incomplete batch follows `end`.
     """

@@ -27,7 +27,7 @@ _LOCKED: set[int] = set()
 
 
 class OpenFolder:
-    """A folder held open by its descriptor: it stays this folder even if its path is replaced later.
+    """A folder kept open by its descriptor, which refers to this folder even if its path is replaced later.
 
     `open_folder`, `open_root` and `make` return it.
 

@@ -224,7 +224,7 @@ def _prepare(
     if found is None or slots != had:
         buffer[:] = _header(file_id, shape, slots)
         os.pwritev(descriptor, [buffer], 0)
-        folder.sync()  # if a crash lost the file's name, the next start would make a new file
+        folder.sync()  # If a crash lost the file's name, the next start would create another file.
     os.ftruncate(descriptor, PAGE + slots * shape.pitch)
     return SlotFile(descriptor, file_id, slots, shape, go_direct(descriptor, buffer))
 

@@ -57,7 +57,7 @@ class TierKey:
 
 
 def are_equal(one: int, other: int) -> bool:
-    """Compare two sums in constant time."""
+    """Return whether two sums are equal. Takes constant time."""
     return hmac.compare_digest(one.to_bytes(SUM_BYTES, "little"), other.to_bytes(SUM_BYTES, "little"))
 
 

@@ -75,12 +75,12 @@ def weights_identity(
         return f"commit {commit}"
     try:
         place = open_root(memory.parent)
-    except OSError:  # without remembered digests, the next start only takes longer
+    except OSError:  # Without remembered digests, the next start only takes longer.
         return _digest_of(folder, _Reader({}, loaded_ns, now_ns))
     with place:
         reader = _Reader(_recall(place, memory.name, key), loaded_ns, now_ns)
         digest = _digest_of(folder, reader)
-        with suppress(OSError):  # without remembered digests, the next start only takes longer
+        with suppress(OSError):  # Without remembered digests, the next start only takes longer.
             _remember(place, memory.name, reader.known, key)
     return digest
 

@@ -1,9 +1,9 @@
 """A small but real inference engine with a paged KV cache and plugin hooks.
 
-It works alone and depends on no plugin. A request passes through these modules:
+It works without a plugin. A request passes through these modules:
 
     engine      can the request be served at all?         groups     how many blocks can it hold at most?
-    scheduler   lets it wait, load, run or lose blocks    tables     find, admit, grow, recycle, release its blocks
+    scheduler   makes it wait, load, run or lose blocks    tables     find, admit, grow, recycle, release its blocks
     block_pool  reference counts and the prefix index     request    its tokens and keys, and the caller's stream
     runner      batch_input -> model -> likeliest token
 """

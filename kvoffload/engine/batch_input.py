@@ -42,7 +42,7 @@ class StateSpan:
 
 @dataclass(frozen=True, slots=True)
 class AttentionInput:
-    """The input of one attention group for a step."""
+    """One attention group's input for a step."""
 
     write_blocks: torch.Tensor  # int64 [tokens]: the block to which each new token's KV is written
     write_offsets: torch.Tensor  # int64 [tokens]: the token's offset in that block
@@ -108,18 +108,18 @@ class InputMaker:
         return Span(rows, self._to_device(table), keys, mask, _is_causal(group, chunk))
 
     def _masks(self, chunks: Sequence[Chunk]) -> dict[str, _Masks]:
-        """Return the masks of all chunks, by group kind: groups of the same kind share them."""
+        """Return the masks of all chunks, by group kind, because groups of the same kind share masks."""
         kinds = {group.kind: group for group in self._groups}
         return {kind: [self._mask(group, chunk) for chunk in chunks] for kind, group in kinds.items()}
 
     def _mask(self, group: GroupFacts, chunk: Chunk) -> torch.Tensor | None:
         if _is_causal(group, chunk) or chunk.end - chunk.start == 1 or group.kind == "recurrent":
-            return None  # a single row sees all keys of its span
+            return None  # A single row attends to all keys of its span.
         rows = torch.arange(chunk.start, chunk.end)
         keys = torch.arange(first_visible(group, chunk.start), chunk.end)
         lowest = torch.tensor([first_visible(group, row) for row in range(chunk.start, chunk.end)])
         is_hidden = (keys > rows[:, None]) | (keys < lowest[:, None])
-        # The mask is added to the scores: torch would convert a boolean mask again in every layer.
+        # The mask is added to the scores, because torch would convert a boolean mask again in every layer.
         mask = torch.zeros(is_hidden.shape, dtype=self._dtype).masked_fill_(is_hidden, float("-inf"))
         return mask.to(self._device)
 
@@ -131,7 +131,7 @@ _Masks = Sequence[torch.Tensor | None]
 
 
 def _state_span(group: GroupFacts, chunk: Chunk, rows: slice) -> StateSpan:
-    """Return a chunk's span. A state inside a block is overwritten there; a state at a block's end is kept."""
+    """Return a chunk's span. A state inside a block is overwritten in place; a state at a block's end is kept."""
     table, size = chunk.request.tables[group.index], group.block_tokens
     write = table[(chunk.end - 1) // size]
     read = write if chunk.start % size else table[chunk.start // size - 1]

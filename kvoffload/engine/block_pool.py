@@ -1,8 +1,8 @@
 """The pool of device blocks that all groups share, and its index of the blocks' contents.
 
 A block is free when it has no references. A free block keeps its contents, and its key in the index, until it is
-reused: this is the prefix cache. The pool counts two kinds of references separately, so that an audit can say
-which kind leaked:
+reused: this is the prefix cache. The pool counts two kinds of references separately, so that an audit can report which
+kind leaked:
 
     held by requests       allocate, hold -> release
     leased to a plugin     touch          -> free
@@ -28,13 +28,14 @@ class BlockPool:
         self._leased = [0] * num_blocks
         self._keys: dict[int, bytes] = {}
         self._index: dict[bytes, dict[int, None]] = {}  # two blocks may hold the same tokens
-        # Free blocks in the order in which they will be allocated. Blocks that are found again leave from the middle,
-        # and a plain dict then takes time linear in the gaps to find its first entry; an OrderedDict does not.
+        # Free blocks in the order in which they will be allocated. Blocks that are found again are removed from the
+        # middle. After that, a plain dict takes time linear in the gaps to find its first entry, an OrderedDict does
+        # not.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
 
     @property
     def usable_blocks(self) -> int:
-        """The number of blocks, not counting the null block."""
+        """The number of blocks without the null block."""
         return self.num_blocks - 1
 
     @property
@@ -72,15 +73,15 @@ class BlockPool:
         return blocks
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Take one more reference to each block for a request."""
+        """Add one reference to each block for a request."""
         self._refer(self._held, list(blocks))
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Release a request's references; blocks become free in the order given."""
+        """Remove a request's references. Blocks become free in the given order."""
         self._unrefer(self._held, list(blocks))
 
     def index(self, block: int, key: bytes) -> None:
-        """Make `block` findable by `key`. The block's contents must be confirmed."""
+        """Make `block` findable by `key`. The block's contents must be complete."""
         self._drop_key(block)
         self._keys[block] = key
         self._index.setdefault(key, {})[block] = None
@@ -104,7 +105,7 @@ class BlockPool:
         self._unrefer(self._leased, list(blocks))
 
     def key_of(self, block: int) -> bytes | None:
-        """Return the key of the block's contents; None while the contents are not confirmed."""
+        """Return the key of the block's contents; None while they are not complete."""
         return self._keys.get(block)
 
     def cached_block(self, key: bytes) -> int | None:
@@ -119,7 +120,7 @@ class BlockPool:
     # --- for both ---------------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all keys. If any block is in use, forget nothing and return False."""
+        """Remove all keys. If any block is in use, change nothing and return False."""
         if len(self._free) != self.usable_blocks:
             return False
         self._keys.clear()
@@ -160,7 +161,7 @@ class BlockPool:
 
     def _make_free(self, block: int) -> None:
         self._free[block] = None
-        if block not in self._keys:  # it cannot be found: reuse it before any block in the index
+        if block not in self._keys:  # The block cannot be found, so reuse it before any block in the index.
             self._free.move_to_end(block, last=False)
 
     def _check_ids(self, blocks: list[int]) -> None:

@@ -79,7 +79,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The configuration of one engine: its model, pool, limits, and its plugin's settings."""
+    """The configuration of one engine, with its plugin's settings."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     block_tokens: int = 16
@@ -112,7 +112,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request samples. Sampling always takes the likeliest token."""
+    """How one request samples. The likeliest token is always chosen."""
 
     max_new_tokens: int = 16
 

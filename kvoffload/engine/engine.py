@@ -35,10 +35,10 @@ _IDLE_STEP_S = 0.0005
 class EngineStatistics(NamedTuple):
     """The engine's state in numbers."""
 
-    steps: int  #: steps so far, empty ones included
+    steps: int  #: steps so far, including empty ones
     waiting: int  #: requests without blocks
-    loading: int  #: requests whose blocks a plugin fills
-    running: int  #: requests that compute
+    loading: int  #: requests whose blocks a plugin is filling
+    running: int  #: running requests
     free_blocks: int  #: blocks without references
     leased_blocks: int  #: blocks that the plugin has leased
 
@@ -47,13 +47,13 @@ class Engine:
     """One engine on one device, driven by the event loop in which it is entered.
 
     Use it as `async with Engine(config) as engine:`. Leaving the block aborts open requests and waits until loads and
-    plugin work have ended. Without a running loop, drive it by hand: `submit`, `step` while `has_work`, `close`.
+    plugin work have ended. Without a running loop, call `submit`, then `step` while `has_work`, and at the end `close`.
 
     Args:
         config: the engine's configuration.
         plugin: the plugin, if any; `load_plugin` finds one by its name.
         clock: returns seconds, for statistics; None: the running loop's time.
-        make_runner: creates the runner of the model; tests replace the transformer with something cheaper.
+        make_runner: creates the runner of the model; tests replace it with a cheaper one.
 
     Raises:
         ConfigError: the device does not exist.
@@ -132,7 +132,7 @@ class Engine:
             self._end(self._open[request_id][0], error=None)
 
     def preempt(self, request_id: str) -> bool:
-        """Take a running request's blocks away to compute it again later. Return False if it is not running."""
+        """Take a running request's blocks, so that it is computed again later. Return False if it is not running."""
         request, _ = self._open.get(request_id, (None, None))
         if request is None or request.state is not RequestState.RUNNING:
             return False
@@ -143,12 +143,13 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether another step would do anything."""
+        """Whether another step is needed."""
         return self._scheduler.has_requests or self._plugin.has_pending_work()
 
     def step(self) -> bool:
         """Run one step; return False if it had nothing to compute."""
-        # Ask before scheduling: a plugin that has no pending work now will not release leased blocks in this step.
+        # Ask before scheduling. A plugin without pending work at this point will not release leased blocks in this
+        # step.
         plugin_waits = self._plugin.has_pending_work()
         batch = self._scheduler.schedule()
         plan = self._plugin.plan(batch.facts)
@@ -167,7 +168,7 @@ class Engine:
         return bool(batch.chunks)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all KV on the device and in the plugin. Return False if some is in use and could not be forgotten."""
+        """Discard all KV on the device and in the plugin. Return False if some is in use and was not discarded."""
         device, plugin = self.pool.reset_prefix_cache(), self._plugin.reset()
         self._wake.set()
         return device and plugin
@@ -189,7 +190,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End open requests and shut the plugin down, without waiting for anything, in an engine driven by hand."""
+        """End open requests and shut the plugin down, without waiting. For engines that the caller steps."""
         self._refuse_all(EngineStopped("the engine has stopped"))
         self._shut_down()
 
@@ -220,7 +221,7 @@ class Engine:
                 self._workers.append(plugin.worker_side(self.facts, rank))
                 self._workers[rank].register_kv_caches(self.runner.rank_tensors(rank))
         except BaseException:
-            self._shut_down()  # shut down the sides that were already created
+            self._shut_down()  # Shut down the sides that were already created.
             raise
 
     def _shut_down(self) -> None:
@@ -254,7 +255,7 @@ class Engine:
             self._wake.clear()
             await self._wake.wait()
         else:
-            # Yield even after a step with work, so that tasks waiting for its tokens can run.
+            # Yield even after a step with work, so that tasks that wait for its tokens can run.
             await asyncio.sleep(0 if self.step() else _IDLE_STEP_S)
 
     def _deliver(self, batch: Batch, sampled: Sequence[Token]) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 
 class EngineError(Exception):
-    """Base class of every error that this engine raises on purpose."""
+    """The base of every error that this engine raises on purpose."""
 
 
 class ConfigError(EngineError, ValueError):
-    """Raised when a configuration is not usable; it lists every problem at once."""
+    """Raised when a configuration cannot be used. Lists every problem."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -22,11 +22,11 @@ class PluginError(EngineError):
 
 
 class RequestRefused(EngineError, ValueError):
-    """Raised when a request can never be served as asked; nothing was queued."""
+    """Raised when a request can never be served. Nothing was queued."""
 
 
 class PromptTooLong(RequestRefused):
-    """Raised when prompt and new tokens together exceed the model's length."""
+    """Raised when the prompt and the new tokens are longer than the model allows."""
 
     def __init__(self, prompt_tokens: int, new_tokens: int, max_model_len: int) -> None:
         super().__init__(

@@ -7,15 +7,15 @@
 
 Tables, prefix search and masks all use `first_visible` to decide whether a block is still needed.
 
-`Capacity` is the one formula behind pool size, admission and allocation. A step computes at most `step_tokens` new
-tokens of a request, and one step is in flight. Blocks that left the window are released before new ones are allocated,
-so the most that a request holds in a window group is
+Pool size, admission and allocation all use the formula in `Capacity`. A step computes at most `step_tokens` new tokens
+of a request, and one step is in flight. Blocks that left the window are released before new ones are allocated, so a
+request holds at most this much in a window group:
 
         |<---- window - 1 ---->|<-- in flight -->|
     ....|......:.......:.......:.......:.......:.|        in blocks, rounded up, plus one,
      ^ the window need not start on a block edge           because both ends can lie inside a block
 
-A chunk starts on a block edge, so chunked-local groups need no extra block. Full attention has no cap. A recurrent
+A chunk starts on a block edge, so chunked-local groups need no extra block. Full attention has no limit. A recurrent
 group needs two blocks: one for the state from which a step continues, one for the state that it writes.
 """
 
@@ -30,7 +30,7 @@ from kvoffload.engine.plugin import GroupFacts
 if TYPE_CHECKING:
     from kvoffload.engine.config import EngineConfig, ModelConfig
 
-_POOL_REQUESTS = 4  # requests of full length that fit into a pool whose size is not given
+_POOL_REQUESTS = 4  # a default pool has room for this many requests of full length
 
 
 def make_groups(config: EngineConfig) -> tuple[GroupFacts, ...]:

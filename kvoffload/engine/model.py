@@ -1,8 +1,8 @@
 """A decoder transformer: RMSNorm, rotary embedding, grouped-query attention, SwiGLU.
 
-Its weights are drawn from a seed, with a wide spread: attention scores have a standard deviation of about `_SCORE_STD`,
-so that heads pick out single tokens instead of averaging over all. A single wrong block then changes the output, so
-comparing outputs tests the KV cache.
+Its random weights have a wide spread: attention scores have a standard deviation of about `_SCORE_STD`, so that heads
+pick single tokens instead of averaging over all. A single wrong block then changes the output, so comparing outputs
+tests the KV cache.
 """
 
 from __future__ import annotations
@@ -107,7 +107,10 @@ def _draw_layer(config: ModelConfig, draw: _Draw) -> Layer:
 def _rotary_table(
     config: ModelConfig, max_model_len: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines, [max_model_len, head_dim // 2]. All devices get equal ones, computed on the CPU."""
+    """Return cosines and sines, [max_model_len, head_dim // 2].
+
+    They are computed on the CPU, so that all devices get the same.
+    """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     angles = torch.arange(max_model_len, dtype=torch.float64)[:, None] * config.rope_base**-exponents
     dtype = getattr(torch, config.dtype)

@@ -89,13 +89,13 @@ class StateMade:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """One scheduled step; `progress` holds only the requests that are scheduled in it."""
+    """One scheduled step, with the progress of the requests that are scheduled in it."""
 
     step: int  # counts from 0
     progress: tuple[Progress, ...]
-    # Requests that lost their blocks since the last plan. None of them got new blocks before this plan.
+    # Requests that lost their blocks since the last plan. None of them has got new blocks yet.
     preempted: tuple[str, ...]
-    states: tuple[StateMade, ...] = ()  # written for requests in `progress`
+    states: tuple[StateMade, ...] = ()  # of requests in `progress`
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +123,10 @@ class SchedulerPlugin:
         """A request was accepted. Called once per request, before any other hook for it."""
 
     def lookup(self, request: Request, device_tokens: int) -> int | None:
-        """Return how many tokens beyond `device_tokens` (whole blocks) can be loaded; None: ask again in a later step.
+        """Return how many tokens beyond `device_tokens` (whole blocks) can be loaded; None to be called again later.
 
-        Called any number of times before an allocation. The engine may accept fewer tokens, always in whole blocks,
-        and always leaves at least one token of the request to compute.
+        Called any number of times before an allocation. The engine may accept fewer tokens, always in whole blocks, and
+        always leaves at least one token of the request to compute.
         """
         return 0
 
@@ -154,11 +154,11 @@ class SchedulerPlugin:
     def request_ended(self, request: Request, aborted: bool) -> None:
         """The request ended. Called exactly once per request, before its blocks are released.
 
-        An open load stays open: the engine keeps the request's blocks until `update` has reported the load.
+        The engine keeps the blocks of an open load until `update` has reported the load.
         """
 
     def update(self, outputs: Sequence[object]) -> LoadResults:
-        """Take the workers' outputs, in rank order, after each step; return the loads that have ended."""
+        """Process the workers' outputs, in rank order, after each step. Return the loads that have ended."""
         return LoadResults()
 
     def has_pending_work(self) -> bool:
@@ -166,7 +166,7 @@ class SchedulerPlugin:
         return False
 
     def reset(self) -> bool:
-        """Forget everything computed so far; return False if some of it cannot be forgotten yet."""
+        """Discard everything computed so far. Return False if some of it cannot be discarded yet."""
         return True
 
     def shutdown(self) -> None:
@@ -177,7 +177,10 @@ class WorkerPlugin:
     """One rank's side of a plugin. A hook that is not overridden does nothing."""
 
     def register_kv_caches(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take this rank's physical tensors; their first dimension is the block. Called once, before the first step."""
+        """Register this rank's physical tensors, whose first dimension is the block.
+
+        Called once, before the first step.
+        """
 
     def start_loads(self, plan: object) -> None:
         """Called in each step before the forward pass."""

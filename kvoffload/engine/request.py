@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RequestState(Enum):
-    """The states of a request. Only LOADING and RUNNING hold blocks, with one exception (see ENDED)."""
+    """The states of a request. Requests hold blocks in LOADING and RUNNING, and in one case in ENDED."""
 
     WAITING = "waiting"  # new, preempted, or its load failed; nothing is computed
     # A plugin fills its blocks. It is not scheduled, and its loaded blocks are not indexed yet.
@@ -46,7 +46,7 @@ class RequestStats:
     device_hit_tokens: int = 0  # found on the device at the last admission before the first token
     external_tokens: int = 0  # loaded by the plugin at the same admission
     resumed_tokens: int = 0  # found or loaded at admissions after the first token, which follow preemptions
-    computed_tokens: int = 0  # tokens computed again after a preemption count again
+    computed_tokens: int = 0  # tokens computed again after a preemption are counted again
     generated_tokens: int = 0
     preemptions: int = 0
     first_token_s: float | None = None
@@ -84,7 +84,7 @@ class KeyChain:
         return self._keys[group]
 
     def _append(self, block: Sequence[int]) -> None:
-        # Eight bytes per token, the widest that an array takes, so that different blocks never have the same bytes.
+        # Eight bytes per token, the widest that an array supports, so that different blocks never have the same bytes.
         self._last_hash = sha256(self._last_hash + array("q", block).tobytes()).digest()
         for group, keys in enumerate(self._keys):
             keys.append(self._last_hash + group.to_bytes(4, "big"))
@@ -92,7 +92,7 @@ class KeyChain:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request as the scheduler keeps it; plugins only read it."""
+    """A request in the scheduler. Plugins only read it."""
 
     request_id: str
     tokens: list[int]
@@ -104,15 +104,15 @@ class Request:
     trace_parent: str | None = None
     state: RequestState = RequestState.WAITING
     confirmed_tokens: int = 0
-    load_device_tokens: int = 0  # while LOADING: the number of tokens found on the device ...
-    load_external_tokens: int = 0  # ... and the number that the plugin loads
+    load_device_tokens: int = 0  # while LOADING: the number of tokens found on the device
+    load_external_tokens: int = 0  # while LOADING: the number of tokens that the plugin loads
     tables: list[list[int]] = field(init=False)
-    # Per group: blocks at positions below this have been released.
+    # Per group, the position before which all blocks have been released.
     recycled_blocks: list[int] = field(init=False)
     # How many tokens the device's full-attention blocks cover, even without a recurrent state after them.
     shared_tokens: int = 0
     prefix_boundary: int = 0  # a recurrent state is kept after this many tokens
-    indexed_blocks: int = 0  # blocks at positions below this can be found by key
+    indexed_blocks: int = 0  # the position before which all blocks can be found by key
     held_blocks: int = 0
 
     def __post_init__(self) -> None:
@@ -126,7 +126,7 @@ class Request:
 
     @property
     def max_kv_tokens(self) -> int:
-        """The most tokens whose KV this request can need. The last new token is returned without computing its KV."""
+        """The most tokens whose KV this request can need. The last new token's KV is never computed."""
         return self.num_prompt_tokens + self.params.max_new_tokens - 1
 
     @property
@@ -148,7 +148,7 @@ class Request:
         self.chain.extend(self.tokens)
 
     def forget_blocks(self) -> None:
-        """Start over with empty tables. The caller has released the blocks."""
+        """Reset the tables. The caller has released the blocks."""
         self.tables = [[] for _ in range(self.groups)]
         self.recycled_blocks = [0] * self.groups
         self.confirmed_tokens = self.indexed_blocks = self.held_blocks = 0

@@ -1,15 +1,15 @@
-"""Decides which request computes which tokens in a step, and which requests get, keep and lose blocks.
+"""Decides which tokens each request computes in a step, and which requests get, keep or lose blocks.
 
     WAITING --admitted, without external tokens--> RUNNING --last token--> ENDED
     WAITING --admitted, with external tokens--> LOADING --loaded--> RUNNING
     LOADING --failed--> WAITING        RUNNING --preempted--> WAITING        any --aborted--> ENDED
 
-No mix of requests can deadlock, for these reasons. `running` is in order of admission. If a running request cannot get
-blocks, the latest running requests are preempted until it can. If it is the latest itself, it waits and keeps its
-blocks. So the oldest request gets every block that no load or plugin holds. The pool can hold all that it needs,
-because requests that need more are refused. Loads end (the plugin promises this), and a loaded request then runs as
-the latest one, which can be preempted. No request is admitted in a step in which a running request lacked blocks, and
-an admission leaves free the blocks that the oldest request may still need.
+Requests cannot deadlock, for these reasons. `running` is in order of admission. If a running request cannot get blocks,
+the latest running requests are preempted until it can. The latest request itself waits and keeps its blocks. So the
+oldest request gets every block that no load or plugin holds. The pool has enough blocks for it, because requests that
+need more are refused. Loads end (the plugin promises this), and a loaded request then runs as the latest one, which can
+be preempted. No request is admitted in a step in which a running request lacked blocks, and an admission leaves free
+the blocks that the oldest request may still need.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from kvoffload.engine.groups import Capacity
     from kvoffload.engine.tables import BlockTables, NewBlocks
 
-# The most requests that a step skips because the plugin answers "ask again". Without this limit, a long queue that
-# waits for one load would make every step long.
+# The most requests that a step skips because the plugin answers "ask again". Without this limit, a long queue waiting
+# for one load would make every step slow.
 _MAX_SKIPPED = 256
 
 
@@ -55,7 +55,7 @@ class Batch:
 
     chunks: tuple[Chunk, ...]
     facts: StepFacts
-    is_starved: bool  # some request could not get blocks
+    is_starved: bool  # whether a request could not get blocks
 
 
 class Scheduler:
@@ -99,7 +99,7 @@ class Scheduler:
         request.state = RequestState.ENDED
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's blocks away, and put it at the head of the queue to be computed again."""
+        """Take a running request's blocks, and put it at the head of the queue to be computed again."""
         self.running.remove(request)
         self._tables.release(request)
         request.stats.preemptions += 1
@@ -111,7 +111,7 @@ class Scheduler:
         self._starved = False
         chunks = self._continue_running(self._capacity.in_flight_tokens)
         budget = self._capacity.in_flight_tokens - sum(chunk.end - chunk.start for chunk in chunks)
-        # A preempted request must not get new blocks before a plan has reported that it lost its old ones.
+        # A preempted request must not get new blocks before the plugin's plan has reported the loss of its old blocks.
         if not self._starved and not self._preempted:
             chunks += self._admit_waiting(budget)
         states = self._states_made(chunks) if self._has_states else ()
@@ -137,7 +137,8 @@ class Scheduler:
         """Let requests run whose load succeeded, and put those whose load failed back in the queue."""
         for request_id in results.loaded:
             self._load_ended(request_id, self._run_loaded)
-        for request_id in reversed(results.failed):  # the first one must become the queue's head
+        for request_id in reversed(results.failed):
+            # The first failed request must become the head of the queue.
             self._load_ended(request_id, self._retry)
 
     def audit(self, pool: BlockPool) -> list[str]:
@@ -178,7 +179,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         for request in tuple(self.running):
             if budget == 0 or request.state is not RequestState.RUNNING:
-                break  # requests after a preempted one are preempted too
+                break  # The requests after a preempted one are preempted too.
             end = self._chunk_end(request, request.confirmed_tokens, budget)
             new_blocks = self._grow(request, end)
             if new_blocks is None:

@@ -1,4 +1,4 @@
-"""Block tables: the blocks that each request holds, and the search for its longest prefix that is still on the device.
+"""Block tables: the blocks of each request, and the search for its longest prefix on the device.
 
 A recurrent group's table holds the state from which the next step continues and, during a step, the new state:
 
@@ -25,15 +25,21 @@ FindBlock = Callable[[int], int | None]
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """A prefix of whole blocks on the device. `tables` has an id per group and position, null if none is needed."""
+    """A prefix of whole blocks on the device.
+
+    `tables` has an id per group and position, or null if it needs no block.
+    """
 
     blocks: int
     tables: tuple[tuple[int, ...], ...]
-    full_blocks: int = 0  # blocks of the prefix found in the full-attention groups, which may be longer
+    full_blocks: int = 0  # how many blocks of the prefix the full-attention groups have, which may be more
 
 
 class BlockTables:
-    """Allocates, recycles, indexes and releases the blocks of requests. Every allocation is all or nothing."""
+    """Allocates, recycles, indexes and releases the blocks of requests.
+
+    Each allocation gets all of its blocks or none.
+    """
 
     def __init__(self, pool: BlockPool, groups: Sequence[GroupFacts]) -> None:
         self._pool = pool
@@ -41,7 +47,7 @@ class BlockTables:
         self._block_tokens = groups[0].block_tokens
 
     def find_prefix(self, request: Request) -> PrefixHit:
-        """Return the longest prefix on the device that leaves at least one token to compute. It changes nothing."""
+        """Return the longest prefix on the device that leaves at least one token to compute. Changes nothing."""
         keys = [request.keys(group.index) for group in self._groups]
         return find_prefix(self._pool, self._groups, keys, (request.num_tokens - 1) // self._block_tokens)
 
@@ -58,7 +64,7 @@ class BlockTables:
         fresh = sum(block is None for table in tables for block in table)
         if fresh + sum(map(self._pool.is_free, hits)) + reserve > self._pool.free_blocks:
             return False
-        # Nothing below can fail. Hold the hits first, or the allocation might evict them.
+        # Nothing after this line can fail. The hits are held first, or the allocation might evict them.
         self._pool.hold(hits)
         new = iter(self._pool.allocate(fresh))
         request.tables = [[next(new) if block is None else block for block in table] for table in tables]
@@ -107,7 +113,7 @@ class BlockTables:
         return made
 
     def index_confirmed(self, request: Request) -> None:
-        """Make the request's full, confirmed blocks findable by their keys."""
+        """Make the request's full blocks with confirmed tokens findable by their keys."""
         full = request.confirmed_tokens // self._block_tokens
         for group, table in enumerate(request.tables):
             keys = request.keys(group)
@@ -179,10 +185,10 @@ class BlockTables:
 def find_prefix(
     pool: BlockPool, groups: Sequence[GroupFacts], keys: Sequence[Sequence[bytes]], max_blocks: int
 ) -> PrefixHit:
-    """Return the longest hit of at most `max_blocks` blocks. Hold its blocks before allocating any.
+    """Return the longest hit of at most `max_blocks` blocks. The caller must hold its blocks before allocating others.
 
-    Each group shortens the prefix until all agree. Full-attention groups are searched first, and only once, because
-    every prefix of their hit is a hit too. Their result bounds the search of the other groups.
+    Each group shortens the prefix until all agree. Full-attention groups are searched first and only once, because
+    every prefix of their hit is also a hit. Their result limits the search in the other groups.
     """
     finders = [_finder(pool, group_keys) for group_keys in keys]
     blocks = full_blocks = min(
@@ -207,11 +213,11 @@ def _full_length(find: FindBlock, max_blocks: int) -> int:
 
 def _local_length(group: GroupFacts, find: FindBlock, blocks: int) -> int:
     """Return the largest length up to `blocks` at which the group has every block that the next token sees."""
-    start, position = blocks, blocks  # the blocks [position, start) were found
+    start, position = blocks, blocks  # All blocks in [position, start) were found.
     while position > first_needed_block(group, start * group.block_tokens):
         position -= 1
         if find(position) is None:
-            start = position  # every longer prefix needs this missing block
+            start = position  # Every longer prefix needs this missing block.
     return start
 
 

@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen parts. The exit code says whether a check failed or, if none did, whether a goal was missed.
+    """Run the chosen parts. The exit code reports a failed check or, if there is none, a missed goal.
 
     Raises:
         CommandError: there is no GPU, a part is unknown, or the output is not a file.
@@ -92,13 +92,13 @@ def run(args: argparse.Namespace) -> int:
     chosen = _chosen(args.only)
     log = args.output.with_suffix(".log")
     with written(log):
-        pass  # empties the log; fails early if a folder or a permission is missing
+        pass  # Writing nothing empties the log, and fails early if a folder or a permission is missing.
     about, found = _about(options), list[Line]()
     for line in (line for part in chosen for line in lines_of(part, options, log)):
         if not found and line.is_met is False:
             raise CommandError(f"there is no GPU to check: {line.words}")
         found.append(_judged(line, found))
-        with written(args.output) as file:  # write before printing, so that every printed line is on disk
+        with written(args.output) as file:  # Write before printing, so that every printed line is on disk.
             json.dump({**about, "lines": [_plain(one) for one in found]}, file, indent=1)
         print(json.dumps(_plain(found[-1])) if args.json else found[-1].text, flush=True)
         if line.is_last:
@@ -114,7 +114,7 @@ def exit_code(lines: Iterable[Line]) -> Exit:
 
 
 def _judged(line: Line, before: Sequence[Line]) -> Line:
-    """Return the line, without a verdict if it is a time or speed on the emulated driver, named in the first line."""
+    """Return the line. A time or speed on the emulated driver, which the first line names, gets no verdict."""
     if before and before[0].words.startswith(_EMULATED) and line.unit:
         return replace(line, what=f"{line.what} ({_EMULATED})", is_met=None)
     return line
@@ -134,7 +134,7 @@ def _chosen(names: Sequence[str] | None) -> list[Part]:
 
 
 def _about(options: Options) -> dict[str, object]:
-    """Return the facts on which the numbers depend, apart from the GPU, which is in the first line."""
+    """Return the facts on which the numbers depend, except the GPU, which is in the first line."""
     return {
         "kvoffload": kvoffload.__version__,
         "began": datetime.now(UTC).isoformat(timespec="seconds"),

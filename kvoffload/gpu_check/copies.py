@@ -1,4 +1,4 @@
-"""Checks that each way of copying moves the right bytes, and measures its speed and the best use of the page kernel."""
+"""Checks that each way of copying moves the right bytes, measures its speed, and tunes the page kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from kvoffload.transfer.cuda.crossover import Trial, learn
 from kvoffload.transfer.cuda.driver import CudaScratch, NvidiaDriver
 from kvoffload.transfer.host_memory import read_file
 
-_PIECES = (4096, 33_808)  # bytes: one step of the page kernel, and eight steps with a remainder
+# Piece sizes in bytes: one step of the page kernel, and eight steps with a remainder.
+_PIECES = (4096, 33_808)
 _SHORT = tuple(kib << 10 for kib in (4, 8, 16, 24, 32, 64))
 _LONG = (256 << 10, 1 << 20)
 # For each piece size: the share of a large copy's speed that copies in one direction should reach.
@@ -34,7 +35,7 @@ _PROFILED = 8 << 10
 _UNKNOWN = GpuProfile()
 
 
-_Medians = dict[tuple[Direction, int], float]  # GB/s, by direction and piece size in bytes
+_Medians = dict[tuple[Direction, int], float]  # speeds in GB/s, by direction and piece size in bytes
 _ATTRIBUTES = {
     "capability": 75,
     "copy engines": 40,
@@ -164,7 +165,7 @@ def profile(options: Options) -> Iterator[Line]:
     yield _replaces("short copies from which on the kernel is used", fewest, _UNKNOWN.fewest)
     path = profile_path(rig.driver.name, rig.driver.version)
     path.parent.mkdir(parents=True, exist_ok=True)
-    stores = read_profile(rig.driver.name, rig.driver.version).stores  # keep the operator's choice
+    stores = read_profile(rig.driver.name, rig.driver.version).stores  # Keep the operator's choice.
     with written(path) as file:
         file.write(msgspec.json.encode(GpuProfile(programs, fewest, stores)).decode())
     yield Line("the profile that engines read at their start", words=str(path))

@@ -35,11 +35,12 @@ _UNHARMED = "0 0 0"
 _JUDGED = ("register", "query", "record", "wait", "copy", "batch")
 _TIMEOUT_S = 10.0
 _GATE_S = 0.4
-_WAITED_S = 0.02  # a call that takes this long has blocked
+_WAITED_S = 0.02  # a call that takes this many seconds has blocked
 _COPIES = 8192
 _EXIT_S = 50
 _STORED = 16  # blocks to store
-_PIECE_ACROSS = 24 << 20  # bytes; more than the 20 MiB pieces in which torch maps expandable segments
+# Size in bytes, larger than the 20 MiB pieces in which torch maps expandable segments.
+_PIECE_ACROSS = 24 << 20
 
 
 def captures(options: Options) -> Iterator[Line]:
@@ -72,7 +73,7 @@ def _captured(rig: Rig, call: Callable[[], object]) -> str:
     """Return the error codes of beginning a capture, of `call` on another thread meanwhile, and of ending it."""
     library = rig.driver.library
     graph = ctypes.c_void_p()
-    found: list[object] = ["none"]  # stays "none" if the call hangs
+    found: list[object] = ["none"]  # it stays "none" if the call hangs
 
     def make_call() -> None:
         rig.driver.enter()

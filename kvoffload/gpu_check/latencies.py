@@ -14,10 +14,11 @@ from kvoffload.gpu_check.rig import Rig, code_of
 
 _SECONDS = 2.0
 _PINNED_MIB: tuple[int, ...] = (0, 16, 64, 256)
-_ARENA_MIB = 64  # the arena pins this much at a time while an engine serves
+_ARENA_MIB = 64  # while an engine serves, the arena pins this many MiB at a time
 _LONGEST_MS = 5.0
 _PAGE = 4096
-_CODES = "0 712 712 0 713"  # registering again and releasing twice are refused
+# The expected codes: registering a second time and releasing a second time are refused.
+_CODES = "0 712 712 0 713"
 
 
 def latencies(options: Options) -> Iterator[Line]:

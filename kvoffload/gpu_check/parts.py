@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-_LOG_BYTES = 300  # how much of a failed part's output its line quotes
+_LOG_BYTES = 300  # how many bytes of a failed part's output the result quotes
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _PROCESSES = get_context("spawn")  # CUDA does not work in a forked process
 
@@ -56,7 +56,7 @@ class Part:
     """One part of the check, which runs in its own process.
 
     Args:
-        what: the part's subject, with which the line about its failure begins.
+        what: the part's subject, at the start of the line about its failure.
         where: the function that yields its lines, as MODULE:FUNCTION.
         limit_s: seconds after which the process is killed.
         arguments: the function's arguments after the options.
@@ -151,7 +151,7 @@ class NotHere(KVOffloadError):
 
 
 def asked(what: str, answers: Iterator[Line], *, is_check: bool = False) -> Iterator[Line]:
-    """Yield the answers to a question. An exception becomes the last answer and is not raised.
+    """Yield the answers to a question. If one raises an exception, this becomes the last answer.
 
     Args:
         what: the question.
@@ -169,7 +169,7 @@ def asked(what: str, answers: Iterator[Line], *, is_check: bool = False) -> Iter
 
 
 def lines_of(part: Part, options: Options, log: Path) -> Iterator[Line]:
-    """Run a part and yield its lines as they arrive; if it fails, the last line says how.
+    """Run a part and yield its lines as they arrive. If it fails, the last line describes the failure.
 
     Args:
         part: the part to run.
@@ -192,7 +192,7 @@ def lines_of(part: Part, options: Options, log: Path) -> Iterator[Line]:
             yield Line(part.what, words=problem, is_met=False, is_check=part.is_check)
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.ident, signal.SIGKILL)  # includes the processes that the part started
+            os.killpg(process.ident, signal.SIGKILL)  # This also kills the processes that the part started.
         process.kill()
         process.join()
 

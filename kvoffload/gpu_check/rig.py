@@ -1,6 +1,6 @@
-"""Host and device memory of one GPU, and copies between them, made by the copier that workers use.
+"""Host and device memory of one GPU, and copies between them with the workers' copier.
 
-Host memory is allocated like the arena's. Host and device have twice `Options.size` each: loads use the first half,
+Host memory is allocated like the arena's. Host and device have twice `Options.size` each. Loads use the first half and
 stores the second, so that both can run at the same time.
 """
 
@@ -22,7 +22,7 @@ from kvoffload.transfer.host_memory import HostChunk, MmapAllocator, preferred_n
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns, array_at
 
-_KEPT: list[HostChunk] = []  # never freed: copies of earlier rigs may still run
+_KEPT: list[HostChunk] = []  # memory that must not be released, because copies of earlier rigs may still run
 
 
 class Rig:
@@ -48,7 +48,7 @@ class Rig:
         self.host = array_at(self._chunk.address, (2 * size,), (1,))
         self.memory = memory or self.driver.allocate(2 * size, self.stream)
         self._draw = np.random.default_rng(0)
-        self.settle(self.stream)  # other streams may use the memory only once its allocation has run
+        self.settle(self.stream)  # Other streams may use the memory only after its allocation has run.
 
     def with_profile(self, profile: GpuProfile, *ways: Direction) -> CudaCopier:
         """Replace the copier with one that gives all copies in the directions `ways` to the page kernel.
@@ -95,7 +95,7 @@ class Rig:
         """
         tickets = [self._hook.submit(self.copier.submit, way, runs, ()).result() for way, runs in copies]
         pending = tickets
-        while pending:  # query them in turn, because a query also enqueues more of its batch
+        while pending:  # Query all of them in turn, because a query also enqueues more of its batch.
             states = [(ticket, ticket.query()) for ticket in pending]
             if any(state is TicketState.FAILED for _, state in states):
                 raise CopyError("the driver has refused copies; the log has its error")
@@ -108,7 +108,7 @@ class Rig:
         for repeat in range(self.repeats + 1):
             runs = [(way, self.runs(way, piece)) for way in ways]
             seconds = self.seconds(*runs)
-            if repeat:  # the first repeat warms up
+            if repeat:  # The first repeat is a warm-up.
                 found.append(sum(one.total_bytes for _, one in runs) / seconds / 1e9)
         return found
 
@@ -127,7 +127,7 @@ class Rig:
         load = self.runs(Direction.LOAD, piece)
         self.seconds((Direction.LOAD, load))
         self.seconds((Direction.STORE, CopyRuns(load.target, load.source + self.size, load.size)))
-        there[self.size // piece * piece :] = 0  # this remainder was not copied
+        there[self.size // piece * piece :] = 0  # This remainder was not copied.
         return int((there != back).sum())
 
 

@@ -30,7 +30,14 @@ class Promises:
 
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:
-    """Identifies the engine for people. No decision depends on it."""
+    """Identifies the engine for people. No decision depends on it.
+
+    Args:
+        name: the engine's name.
+        version: the engine's version.
+        model: the model's path or name, as passed to the engine.
+        index: this engine's number in its data-parallel server.
+    """
 
     name: str = "unknown"
     version: str = "unknown"

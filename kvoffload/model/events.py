@@ -266,7 +266,14 @@ class DiskClosed(Event, frozen=True):
 
 
 class ResetStarted(Event, frozen=True):
-    """The cache was reset. Lookups no longer find anything computed before."""
+    """The cache was reset. Lookups no longer find anything computed before.
+
+    Args:
+        epoch: number of resets so far.
+        dropped_blocks: blocks removed from the index.
+        draining_blocks: slots still under a running copy.
+        open_jobs: running jobs that were not abandoned; if there are any, the reset call returned False.
+    """
 
     epoch: int
     dropped_blocks: int

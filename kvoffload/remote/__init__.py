@@ -1,1 +1,1 @@
-"""Clients of the remote tier: a store below host and disk that several engines share. Starts no thread."""
+"""Clients of the remote tier, a store that several engines share. Starts no thread."""

@@ -45,7 +45,7 @@ class BucketAddress:
 
     Args:
         bucket: the bucket's name.
-        prefix: start of all objects' names; empty, or ends in a slash.
+        prefix: the start of all objects' names; empty, or with a slash at the end.
     """
 
     bucket: str

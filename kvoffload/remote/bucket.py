@@ -51,7 +51,7 @@ _LOGGED_CHARACTERS = 100  # the most characters quoted of a name that another wr
 _GAP_BYTES = 2**20  # the largest gap between values that are read together
 _STATUS = re.compile(r"status code: (\d{3}[A-Za-z ]*)")
 _REASON = re.compile(r"kind: (\w+)[^{]*source: reqwest|InvalidCertificate\(\s*(\w+)|\"(dns error)\"")
-_OF_THE_OBJECT = re.compile(r"4(?!08|29)")  # another read would also fail, unlike after 408 or 429
+_OF_THE_OBJECT = re.compile(r"4(?!08|29)")  # Another read would also fail, unlike after 408 or 429.
 _INSTALL = "the object store's client cannot be loaded ({}); install kvoffload[s3]"
 
 T = TypeVar("T")
@@ -136,7 +136,7 @@ class BucketStore:
             place = catalogue.places.get(key)
             if place is not None and place.size == len(buffers[position]):
                 by_pack.setdefault(place.pack, []).append((position, place))
-            elif place is not None:  # a value of another size; not read, because it may be huge
+            elif place is not None:  # A value of another size is not read, because it may be huge.
                 arrived[position] = place.size
         runs = [run for pack, parts in by_pack.items() for run in _runs(pack, parts)]
         reads = [self._read_range(*run[:3]) for run in runs]
@@ -219,7 +219,7 @@ class BucketStore:
         return catalogue
 
     def _look(self, catalogue: Catalogue, until: float) -> None:
-        """List the newest packs, and continue a walk that is under way.
+        """List the newest packs, and continue a walk that has begun.
 
         Packs dated more than `CLOCKS_DIFFER_MS` in the future are ignored.
         """
@@ -245,14 +245,16 @@ class BucketStore:
         ends: str | None = None
         try:
             page = self._list(catalogue.folder, place)
-        except _BadNameError:  # the client does not say which name, so list only one window
+        except _BadNameError:
+            # The client does not report which name it rejected, so only one window is listed.
             window, ends = window_of(catalogue.folder, place)
             try:
                 page = self._list(window, place)
             except _BadNameError as error:
                 page = []
                 if ends is not None and catalogue.is_new(ends):
-                    catalogue.add(ends, {})  # so that the next listing does not log the warning again
+                    # Add the last pack, so that the next listing does not log the warning again.
+                    catalogue.add(ends, {})
                     log.warning("remote_window_skipped", window=window, reason=str(error))
         return page, page[-1][0] if len(page) == _PAGE else ends
 

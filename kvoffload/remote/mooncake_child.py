@@ -90,12 +90,12 @@ def main(parent: int, control: int) -> None:
         control: descriptor of the control socket.
     """
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before prctl, so no signal will come
+    if os.getppid() != parent:  # The parent ended before prctl, so no signal will come.
         return
     client, requests = _Client(), socket.socket(fileno=control)
     while descriptors := socket.recv_fds(requests, 1, 2)[1]:
         threading.Thread(target=_answer, args=(client, *descriptors), daemon=True).start()
-    os._exit(0)  # the client may hang or abort during a normal exit
+    os._exit(0)  # The client may hang or abort during a normal exit.
 
 
 def _answer(client: _Client, channel: int, memory: int | None = None) -> None:
@@ -105,7 +105,7 @@ def _answer(client: _Client, channel: int, memory: int | None = None) -> None:
             answer = msgspec.msgpack.encode((client.make(call, arguments, memory), None))
         except Exception as error:
             answer = msgspec.msgpack.encode((None, str(error) or repr(error)))
-        with suppress(OSError):  # the engine's process no longer waits
+        with suppress(OSError):  # The engine's process no longer waits for the answer.
             connection.sendall(answer)
     if memory is not None:
         os.close(memory)

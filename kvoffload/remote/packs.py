@@ -1,11 +1,11 @@
-"""Packs of values in a bucket: their names, their indexes, and a connection's catalogue of them.
+"""Packs of values in a bucket: their names and indexes, and the catalogue of the packs that a connection has found.
 
     <folder of the shard>/<window>/<moment>-<random>-<bytes of the index>
     | index: count, then key, offset and length of each value; XXH3 | values ... |
 
-Window and moment together are the writer's time in milliseconds, counted down, in twelve hexadecimal digits,
-so that a bucket lists the newest pack first. All packs of one window, 17.5 minutes, have the same prefix. A
-listing skips windows without packs, so nights and weekends cost no requests.
+Window and moment together are the writer's time in milliseconds, counted down, in twelve hexadecimal digits, so that a
+bucket lists the newest pack first. All packs of one window, 17.5 minutes, have the same prefix. A listing skips windows
+without packs, so nights and weekends cost no requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from xxhash import xxh3_64_digest
 from kvoffload.model.ids import BlockKey
 
 MOST_BLOCKS = 2**20
-"""The most blocks in a catalogue; the oldest packs are forgotten first."""
+"""The most blocks in a catalogue. At the limit, the oldest packs are forgotten."""
 MOST_PACKS = 2**17
 """The most packs in a catalogue, including those without blocks."""
 CLOCKS_DIFFER_MS = 600_000
@@ -198,11 +198,11 @@ class Catalogue:
     def forget(self, pack: str) -> None:
         for key in self.packs.pop(pack, ()):
             place = self.places.get(key)
-            if place is not None and place.pack == pack:  # two writers may have put the same key
+            if place is not None and place.pack == pack:  # Two writers may have put the same key.
                 del self.places[key]
 
     def condemn(self, pack: str) -> None:
-        """Stop using a pack whose bytes do not match its index, and do not read that index again."""
+        """Stop using a pack whose bytes do not match its index. Do not read that index again."""
         self.forget(pack)
         self.packs[pack] = []
 

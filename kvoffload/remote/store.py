@@ -17,7 +17,7 @@ from kvoffload.remote.values import Shard
 MISSING = -1
 """In the answer of `get`: the store does not have the value."""
 FAILED = -2
-"""In the answer of `get`: the store did not deliver the value."""
+"""In the answer of `get`: the store has the value but did not deliver it."""
 
 
 log = get_logger("remote")
@@ -60,9 +60,9 @@ class SharedMemory(mmap.mmap):
 class RemoteStore(Protocol):
     """One connection to a store. Several threads may use it at once.
 
-    Calls block, some for a minute if the store is dead. If a call fails for one key, the answer for that key
-    says so. If it fails for all keys, it raises `RemoteError`. After `RemoteGone` all further calls fail, and
-    a new connection is needed.
+    Calls block, some for a minute if the store is dead. If a call fails for one key, only that key's answer reports it.
+    If it fails for all keys, it raises `RemoteError`. After `RemoteGone` all further calls fail, and a new connection
+    is needed.
     """
 
     def ask(self, shard: Shard, keys: Sequence[BlockKey]) -> list[bool]:
@@ -72,10 +72,9 @@ class RemoteStore(Protocol):
         """Read values into buffers of their size. Return for each the bytes that arrived, `MISSING` or `FAILED`."""
 
     def put(self, shard: Shard, keys: Sequence[BlockKey], values: Sequence[memoryview]) -> list[bool]:
-        """Write values; return which of them the store now has. Values that it already had remain unchanged.
+        """Write values; return which of them the store now has. Values that were there before remain unchanged.
 
-        A store that answers but accepts no values, for example because it is full, has not failed: reads
-        still work.
+        A store that answers but accepts no values, for example because it is full, has not failed: reads still work.
         """
 
     def read(self, name: str) -> bytes | None:

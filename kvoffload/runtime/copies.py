@@ -26,7 +26,12 @@ from kvoffload.telemetry.catalogue import Hook
 
 
 class HookTime(Struct):
-    """The time of the current hook. A hook sets it at its start, so that nothing inside the hook reads a clock."""
+    """The time of the current hook. A hook sets it at its start, so that nothing inside the hook reads a clock.
+
+    Args:
+        now: when the hook began, in monotonic seconds.
+        spent: seconds that each hook has taken since the last step.
+    """
 
     now: float = -math.inf
     spent: defaultdict[Hook, float] = field(default_factory=lambda: defaultdict(float))

@@ -26,7 +26,15 @@ log = get_logger("scheduler")
 
 
 class Faults:
-    """Audits the core, and takes its place after it has raised."""
+    """Audits the core, and takes its place after it has raised.
+
+    Args:
+        core: the core.
+        bus: dispatches facts to the core.
+        copies: the open copies, with the blocks that workers may still touch.
+        device: the engine's block pool.
+        observation: counts audits, and records whether `OffloadingDegraded` was published.
+    """
 
     def __init__(
         self,

@@ -33,7 +33,19 @@ _TAIL = 20  # how many lines of the journal to log when offloading is switched o
 
 
 class Observation:
-    """The observers of one engine. They do not influence what is stored, found or copied."""
+    """The observers of one engine. They do not influence what is stored, found or copied.
+
+    Args:
+        bus: the bus to observe.
+        shape: the engine's fixed properties.
+        config: the operator's settings.
+        identity: the engine's identity.
+        hook: the current hook's time.
+        clocks: monotonic time to space repeated warnings, and wall time for the journal and spans.
+
+    Raises:
+        ConfigError: the journal's file cannot be written, or a package that spans need is not installed.
+    """
 
     def __init__(
         self,

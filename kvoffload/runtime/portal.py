@@ -37,7 +37,12 @@ class PortalClosed(KVOffloadError):
 
 
 class DaemonExecutor(Executor):
-    """Daemon threads that run submitted calls in order. The standard pool would join its threads at exit."""
+    """Daemon threads that run submitted calls in order. The standard pool would join its threads at exit.
+
+    Args:
+        name: prefix of the threads' names.
+        threads: the maximum number of threads; each submitted call starts one until there are this many.
+    """
 
     def __init__(self, name: str, threads: int) -> None:
         self._name = name

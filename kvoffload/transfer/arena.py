@@ -37,8 +37,10 @@ if TYPE_CHECKING:
 
 _LINE = 64
 CHUNK_BYTES = 64 * 2**20
-"""Pinning this much takes about 6 ms, during which the driver may block other calls. That is short compared with a
-step, but long compared with a driver call."""
+"""Pinning a chunk takes about 6 ms, during which the driver may block other calls.
+
+That is short compared with a step, but long compared with a driver call.
+"""
 
 _RETRY_S = 1.0  # the first wait after memory could not be pinned; each further wait is twice as long
 _LONGEST_RETRY_S = 30.0
@@ -83,7 +85,7 @@ class Arena:
         self.ready_slots = 0
         self._closed = False
         self._lock = threading.Lock()
-        self._holders = 1  # the arena itself, until it is closed
+        self._holders = 1  # counts the arena itself until it is closed
 
     @property
     def is_growing(self) -> bool:
@@ -135,7 +137,7 @@ class Arena:
     def read(self, slot: int, target: Sequence[Pages]) -> None:
         """Copy a slot's bytes to `target`, a result of `views`."""
         for pages, part in zip(self._pages_of(slot), target, strict=True):
-            part[:] = pages  # one numpy call copies many pages, without the GIL
+            part[:] = pages  # One numpy call copies many pages and releases the GIL.
 
     def write(self, slot: int, source: Sequence[Pages]) -> None:
         """Copy `source`, a result of `views`, to a slot."""
@@ -159,7 +161,7 @@ class Arena:
             self._let_go()
 
     def close(self) -> None:
-        """Release all memory, now or when its last holder leaves `held`. None of the caller's copies may still run.
+        """Release all memory, now or when the last `held` context ends. The caller's copies must have ended.
 
         Closing twice does nothing.
         """
@@ -176,7 +178,7 @@ class Arena:
         return [pages[:, place] for pages in self._pages[chunk]]
 
     def _let_go(self) -> None:
-        """Drop one hold, and release the memory if it was the last."""
+        """Remove one holder. If it was the last, release the memory."""
         with self._lock:
             self._holders -= 1
             if self._holders:
@@ -200,7 +202,7 @@ class Arena:
             raise
         except HostMemoryError as error:
             self.refusal = str(error)
-            say = log.warning if self.ready_slots else log.error  # without any slot, nothing is offloaded
+            say = log.warning if self.ready_slots else log.error  # Without any slot, nothing is offloaded.
             say(
                 "host_memory_refused",
                 ready_slots=self.ready_slots,
@@ -216,7 +218,7 @@ class Arena:
         starts = [chunk.address + offset for offset in region_offsets(sizes, count)[:-1]]
         self.geometry = self.geometry.with_chunk(starts)
         self._pages.append(_pages_at(starts, sizes, count))
-        self.ready_slots += count  # last, because other threads read it and then use the addresses
+        self.ready_slots += count  # Set last, because other threads read it and then use the addresses.
 
 
 def region_offsets(page_bytes: Sequence[int], count: int) -> list[int]:

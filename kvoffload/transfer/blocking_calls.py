@@ -3,28 +3,28 @@
     the owner's thread    submit ─▶ queues, reads first ─┐                               ┌─▶ ended ─▶ poll
                                                          └─▶ a thread: `work`, then `use`┘
 
-A disk may hang, and a remote client was seen to block for a minute. So a call has two parts, and a token that can be
-taken only once. The thread that takes the token ends the call:
+A disk may hang, and a remote client may block for a minute. So a call has two parts, and a token that can be taken only
+once. The thread that takes the token ends the call:
 
-* `work` may hang. It runs on a thread of the executor, without the token, so it may outlive the call: the host slots of
-  its job may belong to other blocks while it runs. It writes only its thread's memory, or memory that the caller does
+* `work` may hang. It runs on a thread of the executor, without the token, so it may run after the call has ended, when
+  the host slots of its job belong to other blocks. It writes only its thread's memory, or memory that the caller does
   not reuse after a call has hung. It may read host slots, but must call `Call.check` before their bytes leave the
   process; `check` raises if the token is taken.
-* `use` runs on the same thread, after that thread has taken the token. The owner has not seen the call end, so the host
-  slots still belong to the job, and only `use` may write them. The disk has two exceptions: it may read straight into
+* `use` runs on the same thread, after that thread has taken the token. To the owner, the call has not ended, so the
+  host slots still belong to the job. Only `use` may write them. The disk has two exceptions: it may read straight into
   host slots and write straight from them. If such a call hangs, its job's report names these host slots (for a read) or
-  the file slots (for a write), and they are never used again.
-* The owner's thread takes the token of a call that does not return in time, and of all calls when it closes. From
-  then on, the call's thread runs nothing more of the call, and drops the result if `work` returns late.
+  the file slots (for a write), which are never used again.
+* The owner's thread takes the token of a call that does not return in time, and of all calls when it closes. If `work`
+  returns after that, the call's thread drops the result.
 
 A call that hangs occupies its thread until it returns. A policy decides whether further calls are made:
 
     Breaker   closed ─3 failures in a row, or a hang─▶ open ─pause─▶ probe ─worked─▶ on trial ─a read worked─▶ closed
                                                         ▲              └─failed─▶ open   └─1 failure─▶ open
-    ErrorRow  opening ─worked─▶ closed ─8 errors in a row─▶ failed, for good
-                 └─failed─▶ failed, for good                 while a call hangs, no other call starts
+    ErrorRow  opening ─worked─▶ closed ─8 errors in a row─▶ failed until restart
+                 └─failed─▶ failed until restart       while a call hangs, no other call starts
 
-Only a probe opens the resource, so a lost connection is retried as rarely as a failing remote tier.
+Only a probe opens the resource, so reconnecting is tried as rarely as calling a failing remote tier.
 
 Which thread writes what:
 
@@ -65,10 +65,10 @@ if TYPE_CHECKING:
     from structlog.stdlib import BoundLogger
 
 _CONNECT_S = 30.0
-"""Extra seconds for a probe that must connect first; no client takes longer to connect."""
+"""Extra seconds for a probe that must connect first. No client takes longer to connect."""
 _PROBE = "kvo1/probe"  # name of the object that a probe reads; the object need not exist
 _EXIT_S = 1.0
-"""The longest time that the process waits at exit for calls, in seconds; calls within one machine take milliseconds."""
+"""The longest time in seconds that the process waits at exit for calls. Calls within one machine take milliseconds."""
 _EXIT_PAUSE_S = 0.001
 
 
@@ -102,7 +102,7 @@ class Call:
         job: the job that the call belongs to; None if it belongs to none.
         began, took: when `work` began, and the seconds it took, at most the time limit; 0 if the call was never made.
         result: the result of the call; None if it failed or was not made.
-        error: why the call failed; None if it succeeded or was not made.
+        error: the reason why the call failed; None if it succeeded or was not made.
         is_stuck: whether `work` did not return in time.
         is_gone: whether the connection was lost.
         is_cancelled: whether the call is no longer needed.
@@ -150,11 +150,11 @@ class Policy(Protocol):
     """Decides whether calls are made. Only the owner's thread uses it, except for `probe`.
 
     Attributes:
-        is_closed: whether calls are made (current flows through a closed circuit breaker).
+        is_closed: whether calls are made, as with a closed circuit breaker.
         is_file: whether calls go to a file instead of a connection. For a file, neither opening nor waiting in the
             queue has a time limit, no call starts while another hangs, and closing does not block. For a connection,
             opening and waiting in the queue have time limits, and an executor's thread closes the connection.
-        late: the log event for a hanging call that has returned after all.
+        late: the log event for a hanging call that returned later.
         log: a logger whose fields identify the owner of the calls.
     """
 
@@ -164,10 +164,10 @@ class Policy(Protocol):
     log: BoundLogger
 
     def worked(self, call: Call) -> None:
-        """Note that a call was made and succeeded."""
+        """Process a call that was made and succeeded."""
 
     def failed(self, call: Call, now: float) -> None:
-        """Note that a call was made and failed or hangs."""
+        """Process a call that was made and failed or hangs."""
 
     def takes_probe(self, now: float) -> bool:
         """Return whether a probe is due; if so, the caller must make it."""
@@ -219,7 +219,7 @@ class BlockingCalls(Generic[ResourceT]):
 
     @property
     def works(self) -> bool:
-        """Whether calls are made."""
+        """Return whether calls are made."""
         return self._policy.is_closed and not self._is_closed and not self._waits
 
     @property
@@ -281,7 +281,7 @@ class BlockingCalls(Generic[ResourceT]):
         self._is_closed = True
         self._fail_queued()
         for call in tuple(self._active.values()):
-            call.claim()  # a call that returns later must not touch host memory, which may be released
+            call.claim()  # A call that returns later must not use host memory, which may be released.
         if self._policy.is_file:
             self._disconnect()
         else:
@@ -330,7 +330,8 @@ class BlockingCalls(Generic[ResourceT]):
         try:
             resource = self._connected(call)
             result = call.work(call, resource)
-        except BaseException as raised:  # a panic in a Rust client is no Exception, but must end the call
+        except BaseException as raised:
+            # A panic in a Rust client is not an `Exception`, but must end the call.
             error = str(raised) or repr(raised)
             is_gone = isinstance(raised, RemoteGone)
             if is_gone:
@@ -340,12 +341,12 @@ class BlockingCalls(Generic[ResourceT]):
             self._use(call, result, error)
         elif call.is_stuck and not is_gone:
             self._policy.log.warning(self._policy.late, after_s=round(self._monotonic() - call.began, 1))
-        del self._active[thread]  # last, because the resource stays open while a call is active
+        del self._active[thread]  # Delete it last, because the resource stays open while a call is active.
         if self._is_closed:
             self._disconnect()
 
     def _use(self, call: Call, result: object, error: str | None) -> None:
-        """Run `use` and end the call. This thread has taken its token."""
+        """Run `use` and end the call. This thread has the call's token."""
         try:
             call.result = result if call.use is None or error is not None else call.use(result)
         except Exception as raised:
@@ -356,7 +357,7 @@ class BlockingCalls(Generic[ResourceT]):
 
     def _connected(self, call: Call) -> ResourceT:
         """Return the resource; a probe opens it if it is not open."""
-        # Checked after the call has become active, because `close` and `_disconnect` look at the active calls.
+        # Checked after the call has become active, because `close` and `_disconnect` check the active calls.
         if self._is_closed:
             raise CallEnded("the connection was closed")
         resource = self.resource
@@ -371,18 +372,18 @@ class BlockingCalls(Generic[ResourceT]):
         self._policy.probe(resource)
 
     def _leave(self, resource: ResourceT | None) -> None:
-        """Clear a lost connection, unless another thread has cleared it already and a probe has opened a new one."""
+        """Clear a lost connection, unless another thread has already done so and a probe has opened a new one."""
         with self._changing:
             if self.resource is resource:
                 self.resource = None
 
     def _disconnect(self) -> None:
         with self._changing:
-            if self._active:  # a client may crash if it is closed during a call
+            if self._active:  # A client may crash if it is closed during a call.
                 return
             resource, self.resource = self.resource, None
         if resource is not None:
-            with suppress(OSError):  # a failing disk may raise this, but the file is no longer needed
+            with suppress(OSError):  # A failing disk may raise this error, but the file is no longer needed.
                 resource.close()
 
 
@@ -392,8 +393,8 @@ class Breaker:
     A lost connection counts as a hang. The pause doubles each time until a read other than a probe succeeds, and is at
     least four times as long as the failed call took: requests wait for such calls, so a failing tier takes at most a
     fifth of their time. A successful read resets the count of failed reads, a successful write that of failed writes. A
-    successful probe or write proves little: a store's master may answer both by itself, and claim to have values that
-    its dead nodes cannot deliver.
+    successful probe or write proves little, because a store's master may answer both alone, and may claim to have
+    values that its dead nodes cannot deliver.
 
     Args:
         log: a logger whose fields identify the owner of the calls.
@@ -402,7 +403,7 @@ class Breaker:
     is_file = False
     late = "remote_call_returned"
 
-    _MOST_FAILURES = 3  # in a row
+    _MOST_FAILURES = 3  # failures in a row
     _FIRST_PAUSE_S = 1.0
     _LONGEST_PAUSE_S = 60.0
     _PAUSE_PER_CALL = 4  # the pause is at least this many times as long as the failed call
@@ -411,13 +412,14 @@ class Breaker:
         self.is_closed = False  # the first call must be a probe
         self.log = log
         self._was_logged: bool | None = None  # the value of `is_closed` that was logged last
-        self._failures = [0, 0]  # failed reads since the last successful read; the same for writes
+        # The number of failed reads since the last successful read, and the same for writes.
+        self._failures = [0, 0]
         self._pause_s = self._FIRST_PAUSE_S
         self._probe_at = 0.0
         self._is_probing = False
 
     def worked(self, call: Call) -> None:
-        """Note a success. A successful probe closes the breaker."""
+        """Record a success. A successful probe closes the breaker."""
         self._failures[call.is_write] = 0
         if call.is_probe:
             self.is_closed = True
@@ -432,7 +434,7 @@ class Breaker:
         if call.is_probe:
             self._is_probing = False
         hangs = call.is_stuck or call.is_gone
-        is_on_trial = self._pause_s > self._FIRST_PAUSE_S  # no read has succeeded since the breaker was open
+        is_on_trial = self._pause_s > self._FIRST_PAUSE_S  # no read has succeeded since the breaker opened
         is_last = hangs or is_on_trial or sum(self._failures) >= self._MOST_FAILURES
         if call.is_probe or (self.is_closed and is_last):
             self.is_closed = False
@@ -443,7 +445,7 @@ class Breaker:
         self._log_change(call)
 
     def takes_probe(self, now: float) -> bool:
-        """Return whether the pause is over and no probe runs; if so, the caller must make one."""
+        """Return whether the pause is over and no probe runs. After True, the caller must make a probe."""
         if self.is_closed or self._is_probing or now < self._probe_at:
             return False
         self._is_probing = True
@@ -478,12 +480,12 @@ class ErrorRow:
     is_file = True
     late = "disk_call_returned"
 
-    _MOST_ERRORS = 8  # in a row
+    _MOST_ERRORS = 8  # errors in a row
 
     def __init__(self, log: BoundLogger) -> None:
         self.is_closed = False
         self.is_opening = True
-        """True until it is known whether the file can be opened."""
+        """True until the file was opened or could not be opened."""
         self._was_probed = False
         self.log = log
         self._errors = 0
@@ -511,7 +513,7 @@ class ErrorRow:
             self.log.error("disk_stopped", reason=reason, note="the engine goes on without it")
 
     def takes_probe(self, now: float) -> bool:
-        """Return True once: the first probe opens the file, and there is no second one."""
+        """Return True at the first call only. The first probe opens the file, and there is no second probe."""
         is_first = not self._was_probed
         self._was_probed = True
         return is_first

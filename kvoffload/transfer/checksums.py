@@ -1,9 +1,9 @@
 """Checksums of a rank's host slots: computed after a store or fetch has filled them, compared after a load or spill.
 
-A load's slots are compared after the copy, not before, so a byte that changes in between is detected: if the slot is
-correct after the copy, it was correct during the copy (unless wrong bytes became right again). The hook can start a
-load without waiting for this. When a corrupt block is found, its bytes are already on the device. This does no harm:
-the load has not been reported, its device blocks are leased until it is, and any failed copy leaves undefined bytes.
+A load's slots are compared after the copy, not before, so that a byte that changes before or during the copy is
+detected, and the hook can start a load without waiting for the comparison. When a corrupt block is found, its bytes are
+already on the device. This does no harm: the load has not been reported, its device blocks are still leased, and any
+failed copy leaves undefined bytes.
 
 Not detected: bytes that were already wrong when the store ended, and bytes that change on the way to the device.
 
@@ -17,8 +17,8 @@ is not. So:
 
 A reader returns the pieces to hash; `digests_of` hashes them.
 
-The position of the sampled line in its 4 KiB differs between slots, pages and stretches of 4 KiB, so that over many
-slots every position is covered. For one slot it never changes.
+The position of the sampled line differs between slots, pages and stretches of 4 KiB, so that many slots together cover
+every position. In a given slot it never changes.
 
     page of 8 KiB    | . . # . . . . . | . . . . . # . . |      two stretches, one line of each
 
@@ -57,11 +57,12 @@ SlotReader: TypeAlias = "Callable[[Numbers], Iterable[Iterable[memoryview]]]"
 at once."""
 
 
-_LONG = 2**16  # bytes; for longer pieces the hash library releases the GIL
-_SCRATCH = 2**20  # bytes gathered at a time: they fit a core's cache, and one call copies many pages
+_LONG = 2**16  # size in bytes; for longer pieces the hash library releases the GIL
+# Bytes gathered at a time: enough for one call to copy many pages, and small enough for a core's cache.
+_SCRATCH = 2**20
 _LINE = 64
-_STRETCH = 4096  # memory is seldom lost or overwritten in units smaller than this
-_LINES = 4096  # lines gathered at a time: about 100 us, during which numpy may keep the GIL
+_STRETCH = 4096  # in bytes; memory is seldom lost or overwritten in smaller units
+_LINES = 4096  # lines gathered at a time; this takes about 100 us, during which numpy may keep the GIL
 
 
 class CheckedTicket:
@@ -104,7 +105,7 @@ class CheckedTicket:
 
 
 class Checksums:
-    """The checksums of one rank's slots; no other class writes them.
+    """The checksums of one rank's slots. The only writer of them.
 
     A slot's checksum is written before its store or fetch is reported and read only later, so two threads never access
     it at once.
@@ -121,7 +122,7 @@ class Checksums:
         self._known = np.zeros(slots, np.uint64)
 
     def start(self, direction: Direction, slots: Numbers) -> Future[Positions]:
-        """Start to compute the checksums of slots filled by stores, or to compare those of slots read by loads.
+        """Start computing the checksums of slots filled by stores, or comparing those of slots read by loads.
 
         Returns:
             A future whose result is the positions in `slots` whose bytes have changed; empty for a store.
@@ -133,11 +134,14 @@ class Checksums:
         return self._executor.submit(work, slots)
 
     def take(self, *slots: int) -> None:
-        """Compute the checksums of slots that a fetch has filled. This thread reads the slots."""
+        """Compute the checksums of slots that a fetch has filled. The calling thread reads the slots."""
         self._take(np.array(slots))
 
     def changed(self, slots: Sequence[int]) -> Positions:
-        """Return the positions in `slots` whose bytes have changed since they were filled. This thread reads them."""
+        """Return the positions in `slots` whose bytes have changed since they were filled.
+
+        The calling thread reads them.
+        """
         return self._compare(np.array(slots))
 
     def _take(self, slots: Numbers) -> Positions:
@@ -173,7 +177,7 @@ def slots_in_place(arena: Arena) -> SlotReader:
 
 
 class _Scratch(threading.local):
-    """One buffer for each thread. Touching the memory of a new one for each call would take as long as filling it."""
+    """One buffer per thread. Touching new memory for each call would take as long as filling it."""
 
     def __init__(self, size: int) -> None:
         self.memory = np.empty(size, np.uint8)

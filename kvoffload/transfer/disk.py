@@ -6,13 +6,13 @@ share one disk call.
     aligned, long pages    written and read in place
     other pages            gathered into the calling thread's buffer, or scattered from it
 
-A call that hangs occupies its thread and that thread's buffer. Slots that the call may still change are not used again,
-and `Part.under_call` names them: file slots for a write, host slots for a read in place. A write in place quarantines
-no host slot: the bytes that it still reads there go only to file slots that are not used again. The job's other slots
-can be reused. Fetching blocks of 1 and 4 MiB, in 8 pages each, took 0.7 times as much processor time in place as
-through a buffer.
+A call that hangs occupies its thread and that thread's buffer. Slots that the call may still change are not used again.
+`Part.under_call` lists them: file slots for a write, host slots for a read in place. A write in place quarantines no
+host slot: the bytes that it still reads there go only to file slots that are not used again. The job's other slots can
+be reused. Fetching blocks of 1 and 4 MiB, in 8 pages each, took 0.7 times as much processor time in place as through a
+buffer.
 
-With `verify`, a spill compares the host slots with the checksums computed when their blocks arrived: otherwise a block
+With `verify`, a spill compares the host slots with the checksums computed when their blocks arrived. Otherwise a block
 with a bit flipped in host memory would get a valid checksum on the disk. A fetch computes the checksums that later
 loads and spills compare with.
 """
@@ -56,22 +56,29 @@ Pieces: TypeAlias = Sequence[memoryview]
 """The bytes of one slot, padded at the end to a whole 4 KiB page."""
 
 THREADS = 6
-"""Number of threads that copy: four calls keep a disk busy while the other threads compute checksums."""
+"""The number of threads that copy. Four calls keep a disk busy while the other threads compute checksums."""
 
 SYNC_PERIOD_S = 1.0
 _KEEPS_LOCK = 2**16
 _SHORT = 2**17
-"""Bytes. For pieces above `_KEEPS_LOCK`, the hash library releases the GIL and must get it back from other threads. For
-pieces of up to `_SHORT`, getting it back takes longer than the hash."""
+"""In bytes. The hash library releases the GIL for pieces above `_KEEPS_LOCK`.
+
+For pieces of up to `_SHORT`, getting the GIL back takes longer than the hash.
+"""
 _LONG = 2**16
-"""The minimum size of a page that is copied in place, in bytes. Blocks with shorter pages have many of them, and each
-page in place is a separate part of a disk call and a separate update of the checksum."""
+"""The minimum size of a page that is copied in place, in bytes.
+
+Blocks with shorter pages have many pages, and each page in place is a separate part of a disk call and a separate
+update of the checksum.
+"""
 
 log = get_logger("disk")
 
 
 class RankDisk(TierJobs):
-    """The disk jobs of one rank. A thread opens the slot file, because some file systems allocate its space slowly.
+    """The disk jobs of one rank.
+
+    The slot file is opened on a thread, because some file systems allocate its space slowly.
 
     Args:
         opening: opens the slot file.
@@ -102,7 +109,7 @@ class RankDisk(TierJobs):
         super().__init__(calls, mover, shape.slot_bytes, clock.monotonic)
         self._is_syncing = False
         self._synced_at = clock.monotonic()
-        calls.poll()  # starts the probe that opens the file
+        calls.poll()  # This starts the probe that opens the file.
 
     def take(self) -> TierReport | None:
         """Report the jobs that ended since the last call. Return None until the file is open or cannot be opened."""
@@ -230,12 +237,15 @@ class DiskMover:
             run = positions[first:end]
             if may_change:
                 part.under_call = run
-            # After setting `under_call`, because the owner's thread takes the token before it reads `under_call`.
+            # Only after setting `under_call`, because the owner's thread takes the token before it reads `under_call`.
             call.check()
             copy(places[first], [piece for position in run for piece in data[position]])
 
     def _sum(self, file: SlotFile, place: int, pieces: Pieces) -> int:
-        """Return the checksum or MAC of a file slot's bytes. The index, which has its own MAC, names its block."""
+        """Return the checksum or MAC of a file slot's bytes.
+
+        The index, which has a separate MAC, names the slot's block.
+        """
         if self._key is None:
             return _checksum(pieces, self._shape.slot_bytes)
         context = b"slot " + file.id + self._shape.layout + place.to_bytes(8, "little")
@@ -274,7 +284,7 @@ class FileOpening:
                 raise DiskError(f"disk_bytes gives each rank less than one block of {self.shape.pitch} bytes")
             with self._place.make_folder() as folder:
                 file = self._when_unlocked(folder)
-        except CancelledError:  # the engine stops before its KV is identified
+        except CancelledError:  # The engine stops before its KV is identified.
             raise
         except Exception as error:  # logged here, because the policy does not log a failed probe
             self._log.error("disk_not_opened", reason=reason_of(error), note="the engine goes on without it")
@@ -284,7 +294,7 @@ class FileOpening:
         return file
 
     def _when_unlocked(self, folder: OpenFolder) -> SlotFile:
-        """Open the slot file. Retry while it is locked: workers of a killed engine take a while to notice."""
+        """Open the slot file. Retry while it is locked, because workers of a killed engine may take a while to exit."""
         for number in range(LOCK_TRIES):
             try:
                 return open_slot_file(folder, self.shape, self.slots)
@@ -298,7 +308,7 @@ class FileOpening:
 
 
 class _Buffer:
-    """A thread's buffer for some slots. Its views are made once, because making them takes longer than a short copy."""
+    """A thread's buffer for some slots, with views of each slot. Creating the views takes longer than a short copy."""
 
     def __init__(self, arena: Arena, pitch: int, slots: int) -> None:
         memory = aligned_buffer(slots * pitch)
@@ -337,7 +347,7 @@ class _SlotBuffers:
         return buffer.pieces[: len(slots)]
 
     def room(self, slots: Sequence[int]) -> Sequence[Pieces]:
-        """Return memory to read slots into, valid until the thread's next call; `scatter` copies it to the slots."""
+        """Return memory to read slots into, valid until the thread's next call. `scatter` copies it to the slots."""
         if self.are_in_place:
             return [self._arena.pages(slot) for slot in slots]
         return self._buffer().pieces[: len(slots)]

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 def make_copier(
     layout: DeviceLayout, *, executor: Executor, clock: Clock, batch_copies: str = "auto"
 ) -> Copier:
-    """Return the copier for the layout's device. Called on the engine's thread, once the KV cache is on the device.
+    """Return the copier for the layout's device. Call it on the engine's thread, after the KV cache was allocated.
 
-    On CUDA this measures which copies a kernel should do. This must happen before the engine warms up, captures graphs
-    and serves, because that work and the measurement would disturb each other.
+    On CUDA this measures which copies a kernel should make. Call it before the engine warms up, captures graphs and
+    serves requests, because the measurement and that work would disturb each other.
 
     Args:
         layout: the layout of the tensors to copy.

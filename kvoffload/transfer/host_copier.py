@@ -10,14 +10,13 @@ to copy:
   indexing, 512 at a time, through a buffer that stays in the cache: for a short piece, the kernel's lookup takes longer
   than the copy.
 
-The quick way is used while no other thread wants the GIL; a drop in its speed shows that one does. Pieces of a megabyte
-lose little by waiting for the GIL, so `memmove` always copies them. If the kernel or a sandbox refuses the patient
-way's system call, `memmove` copies everything.
+The quick way is used until a drop in its speed shows that another thread wants the GIL. Pieces of a megabyte lose
+little by waiting for the GIL, so `memmove` always copies them. If the kernel or a sandbox refuses the patient way's
+system call, `memmove` copies everything.
 
 Batches are cut into pieces, which several threads copy. Requests wait for loads, but not for stores. So every free
-thread takes loads before stores, and only one thread at a time copies stores; it looks for loads after each piece. A
-load that arrives while stores are queued starts at once on another thread; the thread that copies stores joins in
-after at most one piece.
+thread takes loads before stores, and only one thread at a time copies stores. A load that arrives while stores are
+queued starts at once on another thread. The thread that copies stores joins in after its current piece.
 
     queue of loads    | a1 a2 a3 | b1 |        ◀── any thread
     queue of stores   | c1 c2 c3 c4 .. |       ◀── one thread, when there is no load
@@ -53,23 +52,27 @@ if TYPE_CHECKING:
     from kvoffload.transfer.ports import Clock, Fence
 
 PIECE_BYTES = 4 * 2**20
-"""Copying this much takes about 1 ms: long compared with the overhead of a piece, short compared with a load. With
-pieces twice as large, a load is 4 % faster on an idle copier, and 5 % slower behind stores."""
+"""Copying a piece takes about 1 ms, which is long compared with its overhead and short compared with a load.
+
+With pieces twice as large, a load is 4 % faster on an idle copier, and 5 % slower behind stores.
+"""
 
 _LOAD_THREADS = 2  # threads that copy one batch of loads; a single thread copies stores
 
 Copy = Callable[[CopyRuns], None]
 
-_PIECES = 1024  # the kernel's limit for one call
+_PIECES = 1024  # the most pieces that the kernel copies in one call
 _LONG = 2**20  # mean piece size in bytes from which memmove is faster even while the engine is busy
 _MIDDLE = 48 * 2**10  # mean piece size in bytes from which memmove is faster while the GIL is free
 _SHORT = 2**13  # mean piece size in bytes up to which indexing is faster
 _UNIT = 2**12  # maximum size in bytes of the units that indexing copies
 _LEAST_UNIT = 2**9
-_ROWS = 512  # units that indexing copies in one call; for up to 500, numpy keeps the GIL
-_MEASURABLE = 2**21  # bytes; the speed of a smaller copy is ignored, because it may come from a cache
-_SLOWER = 2.5  # a copy this many times slower than the best has waited for the GIL, which takes as long as two copies
-_FORGET = 0.98  # the best speed decays by this with each copy: one copy from a cache must not count forever
+_ROWS = 512  # the units that indexing copies in one call; up to 500, numpy keeps the GIL
+# Size in bytes; the speed of smaller copies is ignored, because their source may be in a cache.
+_MEASURABLE = 2**21
+_SLOWER = 2.5  # a copy this many times slower than the best is assumed to have waited for the GIL
+# The best speed decays by this with each copy, so that one copy from a cache does not count forever.
+_FORGET = 0.98
 
 
 class HostTicket:
@@ -87,11 +90,11 @@ class HostTicket:
         self._ended: list[float] = []
 
     def end(self, begun: float, now: float, error: Exception | None = None) -> None:
-        """Note that the copy of a piece, which began at `begun`, has ended."""
+        """Record that the copy of a piece has ended. It began at `begun`."""
         if error is not None:
             self._error = error
         self._begun.append(begun)
-        self._ended.append(now)  # last, because `query` counts these entries
+        self._ended.append(now)  # Append last, because `query` counts these entries.
 
     def query(self) -> TicketState:
         """Return the batch's state.
@@ -144,7 +147,7 @@ class HostCopier:
         self._storing = Lock()
 
     def fence(self) -> Fence:
-        """Return None: on a CPU, the forward pass has ended when the engine's hook runs."""
+        """Return None. On a CPU, the forward pass has ended when the engine's hook runs."""
         return None
 
     def submit(self, direction: Direction, runs: CopyRuns, fences: Sequence[Fence]) -> HostTicket:
@@ -155,11 +158,11 @@ class HostCopier:
         """
         piece = _Piece(runs, HostTicket())
         queue = self._loads if direction is Direction.LOAD else self._stores
-        queue.append(piece)  # before `_serve` is submitted, so that it finds the batch
+        queue.append(piece)  # Queue the piece before `_serve` is submitted, so that `_serve` finds it.
         try:
             self._executor.submit(self._serve)
         except RuntimeError:
-            with suppress(ValueError):  # a running thread has taken the batch, and copies all of it
+            with suppress(ValueError):  # A running thread has taken the batch, and copies all of it.
                 queue.remove(piece)
                 raise
         return piece.ticket
@@ -184,29 +187,30 @@ class HostCopier:
                 self._copy(Direction.STORE, piece)
         finally:
             self._storing.release()
-        return True  # look again: a thread that found the lock taken has left its store to this one
+        # Check again, because a thread that found the lock taken has left its store to this thread.
+        return True
 
     def _copy(self, direction: Direction, piece: _Piece) -> None:
         error, begun = None, self._clock.monotonic()
         try:
             self._copies[direction](piece.runs)
-        except Exception as raised:  # the ticket's `query` raises it
+        except Exception as raised:  # The ticket's `query` raises this error.
             error = raised
         piece.ticket.end(begun, self._clock.monotonic(), error)
 
     def _take(self, queue: deque[_Piece]) -> _Piece | None:
-        """Take the first piece. If it is a whole batch, cut it, and put the other pieces back for other threads."""
+        """Take the first piece. If it is a whole batch, cut it, and queue the other pieces for other threads."""
         try:
             piece = queue.popleft()
         except IndexError:
             return None
-        if piece.ticket.pieces:  # already cut
+        if piece.ticket.pieces:  # The batch is already cut.
             return piece
         parts = [_Piece(part, piece.ticket) for part in cut(piece.runs, self._piece_bytes)]
         piece.ticket.pieces = len(parts)
         queue.extendleft(reversed(parts[1:]))
         if queue is self._loads:
-            with suppress(RuntimeError):  # the executor was shut down: this thread copies everything
+            with suppress(RuntimeError):  # The executor was shut down, so this thread copies everything.
                 for _ in range(min(len(parts), _LOAD_THREADS) - 1):
                     self._executor.submit(self._serve)
         return parts[0]
@@ -216,7 +220,7 @@ def choose_copy(*, arena_is_target: bool = False) -> Copy:
     """Return the fastest copy function that this system allows, found by copying a few bytes.
 
     Args:
-        arena_is_target: whether the function copies into the arena, which has huge pages, or out of it.
+        arena_is_target: True if the function copies into the arena, which has huge pages; False if out of it.
     """
     vector = _vector_copy(far_is_target=arena_is_target)
     if vector is None:
@@ -241,10 +245,10 @@ def choose_copy(*, arena_is_target: bool = False) -> Copy:
 
 @dataclass
 class WatchfulCopy:
-    """Copies the quick way unless another thread seems to want the GIL; then copies the patient way.
+    """Copies the quick way, or the patient way while another thread seems to want the GIL.
 
-    A thread that waits for the GIL becomes several times slower than it was before; a thread on a slow machine does
-    not. A wrong guess costs a few percent of a copy's time.
+    It guesses that this is so when a copy takes several times as long as before. A wrong guess costs a few percent of a
+    copy's time.
 
     Args:
         quick, patient: two ways to copy.
@@ -272,7 +276,7 @@ class WatchfulCopy:
 def copy_by_memmove(runs: CopyRuns) -> None:
     """Copy piece by piece; works everywhere."""
     moves = map(ctypes.memmove, runs.target.tolist(), runs.source.tolist(), runs.size.tolist())
-    deque(moves, 0)  # makes the calls without keeping their results
+    deque(moves, 0)  # `deque` makes the calls without keeping their results.
 
 
 def copy_by_index(runs: CopyRuns, rest: Copy) -> None:
@@ -297,8 +301,8 @@ def copy_by_index(runs: CopyRuns, rest: Copy) -> None:
 def _vector_copy(*, far_is_target: bool) -> Copy | None:
     """Return the kernel's scattered copy within one process, or None if the system refuses it.
 
-    The kernel looks up one side, the far one, page by page. The arena should be that side: it has huge pages if the
-    system supports them; an engine's tensors mostly have none. One call moves at most 2 GiB.
+    The kernel looks up the far side page by page. The arena should be that side: it has huge pages if the system
+    supports them; an engine's tensors mostly have none. One call moves at most 2 GiB.
     """
     try:
         library = ctypes.CDLL(None, use_errno=True)
@@ -340,7 +344,7 @@ def cut(runs: CopyRuns, limit: int) -> Iterator[CopyRuns]:
         yield runs
         return
     runs = no_longer_than(runs, limit)
-    part = (np.cumsum(runs.size) - 1) // limit  # the part that a run's last byte belongs to
+    part = (np.cumsum(runs.size) - 1) // limit  # The part that contains a run's last byte.
     starts = np.flatnonzero(np.diff(part, prepend=-1)).tolist()
     for start, end in pairwise([*starts, len(runs)]):
         yield runs[start:end]

@@ -1,8 +1,8 @@
-"""How much host memory this process may use, how it is allocated, and on which NUMA node.
+"""Limits and allocates this process's host memory, on the GPU's NUMA node.
 
 Copies between the GPU and another NUMA node cross a second, slower bus. So the thread that first touches the memory
-runs on processors of the GPU's node while it does so, if the process may use any of them. Docker's default profile
-allows this, but not `mbind`.
+runs on a processor of the GPU's node meanwhile, if the process may use one. Docker's default profile allows this, but
+not `mbind`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 log = get_logger("transfer")
 
-_KEPT: list[object] = []  # memory that a device may still access, so it is never released
+_KEPT: list[object] = []  # memory that a device may still access, so it must not be released
 _RESERVE = 256 * 2**20
-"""Bytes left free while an arena grows: several chunks, because several ranks may check at the same time."""
+"""Bytes left free while an arena grows. They are several chunks, because several ranks may check at the same time."""
 _NO_LIMIT = 2**60  # cgroup version 1 reports "no limit" as a number above this, version 2 as "max"
 
 
@@ -115,7 +115,7 @@ class MmapAllocator:
         try:
             return await asyncio.wrap_future(work)
         except asyncio.CancelledError:
-            # The thread cannot be stopped, so the chunk that it allocates is released when it has finished.
+            # The thread cannot be stopped. The chunk that it allocates is released when the thread has finished.
             work.add_done_callback(_release_result)
             raise
 
@@ -141,7 +141,7 @@ class MmapAllocator:
             try:
                 self.pin.register(address, size)
             except BaseException:
-                memory.close()  # at once: otherwise the error's traceback would keep the memory alive
+                memory.close()  # Close it now, because the error's traceback would keep the memory.
                 raise
         return HostChunk(address, size, lambda: self._release(address, memory))
 
@@ -158,12 +158,12 @@ class MmapAllocator:
 def _unpin(pin: Pin, address: int, memory: mmap.mmap) -> None:
     if pin.unregister(address):
         memory.close()
-    else:  # the device may still write here, so the addresses must not be reused
+    else:  # The device may still write here, so the addresses must not be reused.
         _KEPT.append(memory)
 
 
 def preferred_node(pci_address: str, read: ReadText = read_file) -> PreferredNode | None:
-    """Return the NUMA node of a PCI device, or None if the kernel names none, as on a machine with only one node.
+    """Return the NUMA node of a PCI device. None if the kernel names none, for example if there is only one node.
 
     Args:
         pci_address: the device's address, such as "0000:3b:00.0".
@@ -176,7 +176,7 @@ def preferred_node(pci_address: str, read: ReadText = read_file) -> PreferredNod
 
 @dataclass
 class PreferredNode:
-    """Moves threads to a NUMA node, so that the memory they touch first is allocated there unless the node is full.
+    """Moves threads to a NUMA node. Memory that they touch first is then allocated there, unless the node is full.
 
     Args:
         node: the node's number.
@@ -211,7 +211,8 @@ class PreferredNode:
             text = self.read(f"/sys/devices/system/node/node{self.node}/cpulist") or ""
             before = os.sched_getaffinity(0)
             os.sched_setaffinity(0, before & _processors(text))
-        except (OSError, ValueError, AttributeError):  # OSError also if the process may use no such processor
+        except (OSError, ValueError, AttributeError):
+            # `OSError` also means that the process may use no such processor.
             return None
         return before
 
@@ -299,7 +300,7 @@ def _cgroup_limits(read: ReadText) -> Iterator[MemoryLimit]:
 
 
 def _chain(read: ReadText, root: str, path: str, limit: str, usage: str) -> Iterator[MemoryLimit]:
-    """Yield the limits of the cgroup and each of its parents. A container may see its own cgroup as the root."""
+    """Yield the limits of the cgroup and of each parent. A container may see its own cgroup as the root."""
     group = PurePosixPath(path)
     for parent in (group, *group.parents):
         folder = root + str(parent).rstrip("/")
@@ -317,7 +318,7 @@ def _number(text: str | None) -> int | None:
 
 
 def _fields(text: str | None) -> dict[str, str]:
-    """Return the second word of each line, keyed by the first."""
+    """Return the second word of each line, by its first word."""
     lines = [line.split() for line in (text or "").splitlines()]
     return {words[0]: words[1] for words in lines if len(words) > 1}
 
@@ -328,10 +329,9 @@ def _advise(memory: mmap.mmap) -> None:
     With huge pages, scattered copies need fewer address translations. Without `MADV_DONTFORK`, each fork would copy the
     pinned pages.
 
-    khugepaged scans memory that is marked for huge pages, and holds the lock of the process's memory map during the
-    scan.
-    `MADV_COLLAPSE` would avoid the scans, but holds that lock while it waits for a kernel thread on every processor,
-    which took up to 6 s beside vLLM's spinning threads.
+    khugepaged scans this memory, and holds the lock of the process's memory map meanwhile. `MADV_COLLAPSE` would avoid
+    the scans, but holds that lock while it waits for a kernel thread on every processor, which took up to 6 s beside
+    vLLM's spinning threads.
     """
     for name in ("MADV_HUGEPAGE", "MADV_DONTFORK", "MADV_DONTDUMP"):
         with contextlib.suppress(OSError, AttributeError):

@@ -26,15 +26,15 @@ _UNRESOLVED = np.empty(0, np.int64)
 
 
 class OpenJob(Struct, eq=False):
-    """One accepted job. A load is submitted as one part; a store is cut into parts as the limit on its bytes allows.
+    """One accepted job. A load is submitted as one part, a store in as many as the limit on its bytes requires.
 
     Args:
         job: the job.
         accepted_at: when the job was accepted, in seconds on the pump's clock.
         fence: the fence that its copies wait for.
         slots, blocks: the job's slots and blocks as arrays; set by `resolve`.
-        started: how many of its pairs of slot and block are in submitted parts.
-        open_parts: how many submitted batches that have not ended contain a part of the job.
+        started: how many of its blocks are in submitted parts.
+        open_parts: how many batches with a part of the job have not ended.
         copy_s: seconds spent in copies that have ended.
         failed: whether the job failed; then no further part starts.
         corrupt: positions of blocks whose host bytes differ from the stored ones.
@@ -53,14 +53,14 @@ class OpenJob(Struct, eq=False):
 
     @property
     def outcome(self) -> CopyOutcome:
-        """How the job ended; valid once the job is over."""
+        """Return how the job ended. Valid only after the job is over."""
         if self.corrupt:
             return CopyOutcome.CORRUPT
         return CopyOutcome.FAILED if self.failed else CopyOutcome.DONE
 
     @property
     def is_over(self) -> bool:
-        """Whether no copy of the job is running or will be started."""
+        """Return whether no copy of the job is running or will be started."""
         return self.open_parts == 0 and (self.failed or self.started == len(self.job.slots))
 
     def resolve(self, ready_slots: int, blocks: int) -> None:
@@ -88,15 +88,15 @@ class Part(NamedTuple):
 
 
 def _numbers(ids: Sequence[int]) -> Numbers:
-    """Return ids as a read-only array. This runs in hooks, and takes half as long as `np.fromiter`."""
+    """Return ids as a read-only array. Takes half as long as `np.fromiter`, which matters in a hook."""
     return np.ndarray((len(ids),), np.int64, struct.pack(f"{len(ids)}q", *ids))
 
 
 class JobLedger:
     """Accepts jobs and returns reports; each accepted job is reported exactly once.
 
-    The hook's thread accepts jobs and takes reports. Both that thread and the coroutine's may end jobs. Containers are
-    accessed only by single operations, which are atomic in Python.
+    The hook's thread accepts jobs and takes reports. Both this thread and the coroutine's thread may end jobs.
+    Containers are accessed only by single operations, which are atomic in Python.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class JobLedger:
         return len(self._open)
 
     def accept(self, jobs: Sequence[DeviceJob], now: float) -> list[OpenJob]:
-        """Accept all of `jobs`, which have one direction, or none. Ids must increase, so no plan is copied twice.
+        """Accept `jobs`, which all have one direction. Ids must increase, so that no plan is copied twice.
 
         Raises:
             IllegalTransition: a job with this id or a higher one was already accepted; nothing changed.
@@ -128,8 +128,8 @@ class JobLedger:
     def end(self, open_job: OpenJob, now: float, slot_bytes: int) -> None:
         """Report a job that is over.
 
-        `queue_s` is all time without copies: the waits for the limit, the fence and the checksums, and the delay until
-        the end is noticed.
+        `queue_s` is the time without copies: waiting for the limit, the fence and the checksums, and until the end is
+        noticed.
         """
         job = open_job.job
         del self._open[job.id]

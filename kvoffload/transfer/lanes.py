@@ -1,4 +1,4 @@
-"""Submitted batches, in the order in which their stream runs them."""
+"""Submitted batches that have not ended, in the order in which their stream runs them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Batch(Struct, eq=False):
     failed: bool = False
 
     def end(self, state: TicketState, now: float) -> Batch:
-        """Note how the batch ended, and return the batch."""
+        """Record how the batch ended, and return the batch."""
         measured = self.ticket.copy_seconds
         self.copy_s = now - self.submitted_at if measured is None else measured
         self.failed = state is TicketState.FAILED
@@ -56,14 +56,13 @@ class Lane:
     """The batches of one direction that have not ended.
 
     A stream runs its batches in order, so a batch is queried only when its predecessor is no longer being copied. A
-    batch that has not ended after `timeout_s` is set aside: it is no longer pending, later batches no longer wait for
-    it, and only `reap_late` queries it, rarely. Its memory is not reused until it has ended, because its jobs are not
-    reported until then.
+    batch that has not ended after `timeout_s` is no longer pending: later batches do not wait for it, and only
+    `reap_late` queries it, rarely. Its jobs are not reported before it has ended, so its memory is not reused.
 
     `add` may run at the same time as any other method; the other methods must exclude each other.
 
     Attributes:
-        lost: why the device no longer works for this process; None while it works.
+        lost: why this process can no longer use the device; None while it can.
     """
 
     def __init__(self, direction: Direction, timeout_s: float) -> None:
@@ -79,12 +78,12 @@ class Lane:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of the pending batches."""
+        """The number of bytes in pending batches."""
         return sum([batch.size for batch in tuple(self._pending)])
 
     @property
     def abandoned(self) -> int:
-        """Number of batches that timed out and have not ended."""
+        """The number of batches that timed out and have not ended."""
         return len(self._abandoned)
 
     def add(self, batch: Batch) -> None:
@@ -107,7 +106,7 @@ class Lane:
                 yield batch.end(state, now)
 
     def reap_late(self, now: float) -> Iterator[Batch]:
-        """Remove and yield the batches that have ended after they timed out."""
+        """Remove and yield the batches that have ended since they timed out."""
         for batch in tuple(self._abandoned):
             state = self._query(batch)
             if state not in _OPEN:
@@ -118,7 +117,7 @@ class Lane:
     def _query(self, batch: Batch) -> TicketState:
         try:
             state = batch.ticket.query()
-        except Exception as error:  # the batch's jobs must end, whatever the copier raises
+        except Exception as error:  # The batch's jobs must end, whatever the copier raises.
             if isinstance(error, DeviceLost):
                 self.lost = str(error)
             self._say(log.error, "failed", batch, reason=repr(error))

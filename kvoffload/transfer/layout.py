@@ -1,4 +1,4 @@
-"""Where the blocks of the engine's KV cache are in device memory."""
+"""The addresses of the engine's KV cache blocks in device memory."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ class DeviceLayout:
 
     Args:
         regions: the regions; no address appears twice.
-        meaning: describes the bytes of a page as far as the engine's identity does not, for example by the attention
-            backends and the order of a cache's dimensions. Processes share blocks only if their meanings are equal.
+        meaning: describes properties of a page's bytes that are not part of the engine's identity, for example by the
+            attention backends and the order of a cache's dimensions. Processes share blocks only if their meanings are
+            equal.
 
     Raises:
         EngineContractError: there is no region, or the regions differ in their number of blocks or in their device.
@@ -115,14 +116,14 @@ class DeviceLayout:
 
 
 def check_pieces(wanted: str, layout: DeviceLayout) -> None:
-    """Check that the engine's layout is the one that the operator's setting asks for.
+    """Check that the engine's layout is the one that the operator's setting requires.
 
     Args:
         wanted: the setting `layout`.
         layout: the layout of the tensors that the engine allocated.
 
     Raises:
-        ConfigError: the setting asks for each block in one piece, but the engine keeps blocks in several.
+        ConfigError: the setting requires each block in one piece, but the engine stores blocks in several.
     """
     pieces = len(layout.regions)
     if wanted == "blocks" and pieces > 1:
@@ -163,7 +164,7 @@ def _region(tensor: torch.Tensor) -> DeviceRegion:
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether the elements fill one piece of memory without gaps; the dimensions may be in any order."""
+    """Return whether the elements fill one piece of memory without gaps. The dimensions may be in any order."""
     expected = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1 and stride != expected:

@@ -19,7 +19,7 @@ HELD_COPIES = 256
 """A copier keeps the GIL while it enqueues a batch of up to this many copies, unless many are pending on the stream."""
 
 Fence: TypeAlias = object
-"""Recorded by a copier on the hook's thread; copies wait for it. Opaque to all other code."""
+"""A marker that a copier records on the hook's thread, and for which copies wait. Other code must not look inside."""
 
 ReadText: TypeAlias = Callable[[str], str | None]
 """Returns a file's text, or None if it cannot be read."""
@@ -55,17 +55,17 @@ class Clocks:
 class TicketState(Enum):
     """The state of a submitted batch."""
 
-    PENDING = "pending"  # it may still touch memory on both sides
-    READING = "reading"  # its copies have ended; the checksums of its host slots are being computed
-    DONE = "done"  # every byte has arrived; the batch touches no memory any more
-    FAILED = "failed"  # the batch touches no memory any more; the destination's bytes are undefined
+    PENDING = "pending"  # the batch may still use memory on both sides
+    READING = "reading"  # the copies have ended; the checksums of the host slots are being computed
+    DONE = "done"  # every byte has arrived; the batch no longer uses any memory
+    FAILED = "failed"  # the batch no longer uses any memory; the destination's bytes are undefined
 
 
 class Ticket(Protocol):
     """One submitted batch."""
 
     def query(self) -> TicketState:
-        """Return the batch's state, without blocking. Not called again once the batch has ended.
+        """Return the batch's state, without blocking. Not called after the batch has ended.
 
         A batch whose query raises counts as failed, so a copier may raise only once the batch has stopped running.
         `DeviceLost` means that all batches of the copier have stopped running.
@@ -74,7 +74,7 @@ class Ticket(Protocol):
 
     @property
     def copy_seconds(self) -> float | None:
-        """Seconds that the copies of an ended batch took, without waiting; None if the copier does not know."""
+        """Return the seconds that an ended batch's copies took, without waiting; None if they were not measured."""
         ...
 
 
@@ -90,15 +90,15 @@ class Copier(Protocol):
     slices: int
 
     def fence(self) -> Fence:
-        """Return a fence behind everything that the calling thread (the hook's) has enqueued so far."""
+        """Return a fence behind all work that the calling thread, the hook's thread, has enqueued so far."""
         ...
 
     def submit(self, direction: Direction, runs: CopyRuns, fences: Sequence[Fence]) -> Ticket:
         """Start a batch behind all of `fences`, without waiting for it.
 
         Raises:
-            Exception: nothing was started. If some copies were started, `submit` returns a ticket that fails once they
-                have ended.
+            Exception: nothing was started. If some copies were started, `submit` instead returns a ticket, which fails
+                after they have ended.
         """
         ...
 

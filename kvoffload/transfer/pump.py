@@ -9,24 +9,23 @@ waits for them and cutting them into batches takes time.
                       submit_stores ─ fence ─▶ store queue                    ├─ reap ─▶ ledger ─▶ take_report
     coroutine         store queue ─ within the byte budget ─────▶ store lane ─┘
 
-* The ledger has each job from acceptance to its report; a lane has each submitted batch. Every job ends, whatever the
-  copier raises. The last section of this file follows one job; the sections before it decide which thread may do what,
-  and when.
+* The ledger contains each job from acceptance to its report, a lane each submitted batch. Every job ends, whatever the
+  copier raises. The last section of this file follows one job; the sections before it decide what each thread does.
 * `_admission` is held while jobs are submitted, and once by `drain`, which ends submission.
-* `_reaping` guards the heads of the lanes and the number of open parts of each store. The hook takes it only if it
-  is free; otherwise the coroutine is already handling ended batches. The coroutine waits for it, because the hook holds
-  it only for a few queries.
+* `_reaping` guards the heads of the lanes and the number of open parts of each store. The hook takes it only if it is
+  free; otherwise the coroutine is already handling ended batches. The coroutine waits for it, because the hook holds it
+  only for a few queries.
 * The bytes of stores in flight stay under a limit that adapts below `store_bytes_in_flight` (`AdaptiveLimit`). A batch
-  has at most half of the limit, so the copier has another batch while the end of the first is being noticed. If loads
-  and stores share a resource, a load waits for at most the limit's number of bytes.
+  has at most half of the limit, so that the copier has another batch to run until the end of the first is noticed. If
+  loads and stores share a resource, a load waits for at most the limit's number of bytes.
 * When nothing is pending, the coroutine sleeps until a job arrives; a job that arrives while it is awake makes no
-  system call. While copies are pending, the coroutine polls each lane. Its pauses double as long as nothing ends, and
-  it makes none while a large batch is being started in slices.
+  system call. While copies are pending, the coroutine polls each lane. Its pauses double as long as nothing ends. It
+  makes no pause while a large batch is being started in slices.
 * If checksums are kept, a batch's ticket makes an executor's threads read the host slots after the copies have ended.
-  Copying and reading together may take `timeout_s`. For timeouts, the drain and a dead coroutine, a batch that is being
-  read counts as a running copy.
+  Copying and reading together may take `timeout_s`. Timeouts, the drain and the handling of a dead coroutine count a
+  batch that is being read as a running copy.
 * A started copy cannot be cancelled. When the coroutine is cancelled, jobs that were not started fail at once. The
-  coroutine goes on, even if cancelled again, until started copies have ended or timed out.
+  coroutine runs, even if cancelled again, until started copies have ended or timed out.
 * If the coroutine dies, the hook's `poll` notices ends instead, and fails jobs that were not started.
 """
 
@@ -64,16 +63,16 @@ if TYPE_CHECKING:
 log = get_logger("transfer")
 
 _CLOSING = "the pump is closing"
-_FIRST_PAUSE_S = 0.0002  # shorter than the copy of a few blocks
+_FIRST_PAUSE_S = 0.0002  # shorter than copying a few blocks
 LONGEST_PAUSE_S = 0.005
-"""Python's thread switch interval: polling more often gains nothing while the engine's thread computes."""
+"""Python's thread switch interval. Polling more often gains nothing while the engine's thread computes."""
 
 
 class Wakeup:
     """A flag that a coroutine waits for. While the coroutine is awake, `set` makes no system call.
 
-    No wake-up is lost: `set` raises the flag before it checks whether the coroutine sleeps, and `wait` notes that the
-    coroutine sleeps before it checks the flag.
+    No wake-up is lost: `set` raises the flag before it checks whether the coroutine sleeps, and `wait` records that it
+    sleeps before it checks the flag.
     """
 
     def __init__(self) -> None:
@@ -144,27 +143,27 @@ class TransferPump:
         self._stores = Lane(Direction.STORE, timeout_s)
         self._lanes = self._loads, self._stores
         self._late_look_at = 0.0
-        self._lost: str | None = None  # why the device no longer works for this process
+        self._lost: str | None = None  # why this process can no longer use the device
         self._admission = Lock()
         self._reaping = Lock()
         self._wakeup = Wakeup()
         self._pause_s = _FIRST_PAUSE_S
         self._is_closing = False
-        self._gone: str | None = None  # why the coroutine will start nothing more
+        self._gone: str | None = None  # why the coroutine starts no more copies
         self._reported: tuple[int, bool, str | None] = (0, True, None)
 
     # --- the hook's thread ---
 
     def fence(self) -> Fence:
-        """Return a fence behind all that the calling thread has enqueued on the device, or None after an error."""
+        """Return a fence behind all work that the calling thread has enqueued on the device, or None after an error."""
         try:
             return self._copier.fence()
-        except Exception as error:  # `submit_loads` then records a later fence, which is equally safe
+        except Exception as error:  # `submit_loads` then records a later fence, which is also safe.
             log.warning("fence_refused", rank=self._rank, reason=repr(error))
             return None
 
     def submit_loads(self, jobs: Sequence[DeviceJob], fence: Fence = None) -> None:
-        """Start loads in one batch, behind everything that the calling thread has enqueued on the device so far.
+        """Start loads in one batch, behind all work that the calling thread has enqueued on the device so far.
 
         A job that cannot be started is reported as failed.
 
@@ -186,7 +185,7 @@ class TransferPump:
         self._wakeup.set()
 
     def submit_stores(self, jobs: Sequence[DeviceJob]) -> None:
-        """Queue stores for the coroutine, behind everything that the calling thread has enqueued on the device so far.
+        """Queue stores for the coroutine, behind all work that the calling thread has enqueued on the device so far.
 
         A job that cannot be started is reported as failed.
 
@@ -218,13 +217,13 @@ class TransferPump:
             self._reaping.release()
 
     def take_report(self, *, is_due: bool = False) -> TransferReport | None:
-        """Return the jobs that ended since the last call and the number of ready slots, or None if nothing has changed.
+        """Return a report of ended jobs and of ready slots, or None if nothing has changed since the last call.
 
         Args:
             is_due: return a report even if nothing has changed, because the caller has something to add.
         """
         reports = self._ledger.take_reports()
-        # `is_growing` must be read first: once it is False, `ready_slots` is final.
+        # Read `is_growing` first. Once it is False, `ready_slots` is final.
         is_growing = self._arena.is_growing
         ready_slots = max(self._arena.ready_slots, self._reported[0])
         lost = self._lost or self._loads.lost or self._stores.lost
@@ -244,7 +243,7 @@ class TransferPump:
         )
 
     def coroutine_lost(self, reason: str) -> None:
-        """Take over from `run`, because its loop or thread is gone.
+        """Continue without `run`, because its loop or thread has ended.
 
         Stores that were not started fail; `poll` still notices when started ones end.
         """
@@ -260,7 +259,7 @@ class TransferPump:
     # --- the coroutine ---
 
     async def run(self) -> None:
-        """Start stores and notice ends until cancelled, then drain. Call this once."""
+        """Start stores and handle ended batches until cancelled, then drain. Call this once."""
         reason = "the transfer coroutine was stopped"
         try:
             await self._turns()
@@ -300,7 +299,7 @@ class TransferPump:
         return self._abandoned
 
     async def close(self) -> None:
-        """Drain, then close the copier and the arena. The arena stays open if a timed-out copy may still touch it."""
+        """Drain, then close the copier and the arena. The arena stays open if a timed-out copy may still use it."""
         left = await self.drain()
         self._copier.close()
         if left:
@@ -320,12 +319,12 @@ class TransferPump:
                 await anyio.lowlevel.checkpoint()
 
     def _turn(self) -> bool:
-        """Notice ends and start stores; return whether any batch is pending afterwards."""
+        """Handle ended batches and start stores. Return whether any batch is pending afterwards."""
         with self._reaping:
             progress = self._reap()
             progress |= self._start_stores()
-            # Read under the lock: if the hook ended the last batch in between, the coroutine would sleep while stores
-            # are queued.
+            # Read under the lock. Otherwise, if the hook ended the last batch in between, the coroutine would sleep
+            # while stores are queued.
             is_pending = any(self._lanes)
         self._pause_s = _FIRST_PAUSE_S if progress else min(2 * self._pause_s, LONGEST_PAUSE_S)
         return is_pending
@@ -345,7 +344,7 @@ class TransferPump:
         accepted = self._ledger.accept(jobs, self._clock.monotonic())
         try:
             fence = fence or self._copier.fence()
-        except Exception as error:  # the caller is the engine, which a copier's error must not reach
+        except Exception as error:  # The caller is the engine, which must not get a copier's error.
             self._note_lost(error)
             self._fail(accepted, f"no fence: {error!r}")
             return []
@@ -372,7 +371,8 @@ class TransferPump:
     def _reap(self) -> bool:
         """Handle the batches that have ended; return whether there were any."""
         now = self._clock.monotonic()
-        is_load_pending = bool(self._loads)  # read before reaping: loads that end now ran beside the stores
+        # Read before reaping, because loads that end now ran beside the stores.
+        is_load_pending = bool(self._loads)
         ended = [*self._loads.reap(now)]
         for batch in self._stores.reap(now):
             ended.append(batch)
@@ -386,7 +386,7 @@ class TransferPump:
         return bool(ended)
 
     def _fail(self, jobs: Iterable[OpenJob], reason: str) -> None:
-        """Fail `jobs`: start no more parts of them, and report those that have no running copies."""
+        """Fail `jobs`: start no more of their parts, and report those without running copies."""
         now = self._clock.monotonic()
         for job in jobs:
             log.error("job_failed", direction=job.job.direction.value, job=job.job.id, reason=reason)
@@ -404,7 +404,7 @@ class TransferPump:
             return True
         try:
             job.resolve(self._arena.ready_slots, self._arena.layout.blocks)
-        except Exception as error:  # not only CopyError: ids of a wrong type raise other errors
+        except Exception as error:  # Not only `CopyError`, because ids of a wrong type raise other errors.
             self._fail([job], str(error))
             return False
         return True
@@ -417,7 +417,7 @@ class TransferPump:
             runs = merge_runs(self._arena.geometry, direction, slots, blocks)
             fences = {id(part.job.fence): part.job.fence for part in parts}
             ticket: Ticket = self._copier.submit(direction, runs, tuple(fences.values()))
-        except Exception as error:  # nothing was started, so the jobs can end
+        except Exception as error:  # Nothing was started, so the jobs can end.
             self._note_lost(error)
             self._fail([part.job for part in parts], f"not submitted: {error!r}")
             return

@@ -1,8 +1,8 @@
 """Copies between the host slots of one rank and a remote tier, in batches.
 
 A batch goes through the calling thread's buffer, which is registered with the remote client. A value is verified before
-it is copied from the buffer to a host slot. A call that hangs can change only this buffer, so its job's host slots can
-be reused. With a key, a batch also goes through a second buffer, which only this process can write.
+it is copied from the buffer to a host slot. A hanging call can change only this buffer, so its job's host slots can be
+reused. With a key, a batch also goes through a second buffer, which only this process can write.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvoffload.transfer.tier_jobs import Part
 
 MOST_BLOCKS = 64
-"""The maximum number of blocks in a batch; larger batches are not faster."""
+"""The maximum number of blocks in a batch. Larger batches are not faster."""
 _MOST_BYTES = 32 * 2**20  # maximum size of a batch, and therefore of a thread's buffer, in bytes
 _LINE = 64
 
@@ -58,7 +58,7 @@ def remote_calls(
         connect: opens the connection; may raise, and may block for a while.
         executor: its threads make the calls, and may block for any length of time.
         monotonic: returns the time in seconds; callable from any thread.
-        timeout_s: how many seconds a call may wait in the queue, and how many it may then take.
+        timeout_s: the most seconds that a call may wait in the queue, and the most that it may then take.
         who: log fields that identify the owner of the calls.
     """
     return BlockingCalls(connect, executor, monotonic, Breaker(log.bind(**who)), timeout_s)
@@ -110,7 +110,7 @@ class RemoteMover:
                 seal(value, shard.name(job.targets[position]), self._layout, self._key)
             find_corrupt(part, self._checksums, log)
         self._copy(own, buffers)
-        # Checked after the copies: if the slots have been reused, the copied bytes must not be written under the names
+        # Checked after the copies. If the slots have been reused, the copied bytes must not be written under the names
         # of the part's blocks.
         call.check()
         values = {
@@ -140,7 +140,7 @@ class RemoteMover:
         return part
 
     def fill(self, part: Part) -> Part:
-        """Copy the correct values from the thread's memory into their host slots."""
+        """Copy the correct values from the thread's buffer into their host slots."""
         buffers, slots = self._own(len(part.positions)), part.job.slots
         with self._arena.held():
             for position in part.whole:
@@ -163,7 +163,7 @@ class RemoteMover:
         return self._parts(buffer, count)
 
     def _own(self, count: int) -> list[memoryview]:
-        """Return the calling thread's memory in which values are sealed and verified.
+        """Return memory of the calling thread in which values are sealed and verified.
 
         With a key, this memory is not registered: Mooncake lets other machines write to registered memory at any time,
         even between the verification and the copy.
@@ -177,8 +177,8 @@ class RemoteMover:
 
     def _copy(self, sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
         if self._key is None:
-            return  # both are the same memory
-        for source, target in zip(sources, targets, strict=True):  # numpy copies without the GIL
+            return  # Source and target are the same memory.
+        for source, target in zip(sources, targets, strict=True):  # numpy releases the GIL while it copies.
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
     def _parts(self, buffer: memoryview, count: int) -> list[memoryview]:

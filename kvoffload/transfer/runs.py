@@ -8,7 +8,7 @@ consecutive slots are adjacent in every region:
 
 Two pairs can be joined if their blocks are consecutive, their slots are consecutive and in one chunk (each chunk is a
 separate piece of memory, pinned separately), and the region's pages are adjacent on the device. Pairs are first sorted
-by block: if no block appears twice, pairs that can be joined are then next to each other.
+by block, so that pairs that can be joined are next to each other.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Geometry:
     chunk_slots: int
 
     def with_chunk(self, starts: Sequence[int]) -> Geometry:
-        """Return the geometry with one more chunk, whose regions start at `starts`."""
+        """Return the geometry with another chunk, whose regions start at `starts`."""
         row = np.array([starts], np.int64)
         return replace(self, host_base=np.concatenate((self.host_base, row)))
 
@@ -123,7 +123,7 @@ def merge_runs(geometry: Geometry, direction: Direction, slots: Numbers, blocks:
     """Return the copies between `slots[i]` and `blocks[i]` for every `i`; all slots and blocks must be in range."""
     slots, blocks = _sorted_by_block(slots, blocks)
     chunks = slots // geometry.chunk_slots
-    places = slots - chunks * geometry.chunk_slots  # `np.divmod` takes five times as long as these two lines
+    places = slots - chunks * geometry.chunk_slots  # `np.divmod` takes five times as long as these two lines.
     first = _run_starts(slots, blocks, chunks)
     lengths = np.diff(first, append=len(slots))
     touching = geometry.device_stride == geometry.page

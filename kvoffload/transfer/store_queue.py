@@ -1,4 +1,4 @@
-"""The stores that wait for the coroutine, and how they are cut into batches."""
+"""The stores that wait for the coroutine, and their division into batches."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from kvoffload.transfer.jobs import OpenJob
     from kvoffload.transfer.lanes import Batch
 
-# The lowest limit and the step are the highest limit divided by this. If the limit allowed less than a batch or two,
-# stores would wait for the coroutine's next turn.
+# The highest limit divided by this is the lowest limit, and also the step. If the limit allowed less than a batch or
+# two, stores would wait for the coroutine's next turn.
 _PARTS = 8
 _LOCK_S = 0.01  # extra time that a batch enqueued in several calls may spend waiting for the GIL
 
@@ -76,7 +76,7 @@ class StoreQueue:
             now: when its end was noticed, in seconds on the pump's clock.
             is_load_pending: whether a load was pending when its end was noticed.
         """
-        is_measured = 2 * batch.size >= self._least  # starting a small batch takes longer than its copies
+        is_measured = 2 * batch.size >= self._least  # Starting a small batch takes longer than its copies.
         self.limit.ended(
             batch.size,
             batch.copy_s if is_measured else 0.0,

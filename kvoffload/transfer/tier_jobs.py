@@ -26,7 +26,7 @@ class TierReport(NamedTuple):
 
     Args:
         jobs: reports of the jobs that ended since the last report.
-        works: whether calls to the tier are made.
+        works: whether this rank makes calls to the tier.
         is_new: whether a job has ended or `works` has changed since the last report.
         file: the rank's slot file, if the tier is a disk and the file is open.
     """
@@ -46,7 +46,8 @@ class Part:
         positions: positions of these blocks in the job, in the order in which they are copied.
         whole: positions that were copied successfully.
         corrupt: positions whose bytes differ from the stored ones.
-        under_call: positions whose slots a hanging call may still change: file slots in a spill, host slots in a fetch.
+        under_call: positions whose slots a hanging call may still change: a file slot in a spill, a host slot in a
+            fetch.
         sums: for a spill to the disk, the checksums by position.
     """
 
@@ -59,9 +60,9 @@ class Part:
 
 
 def find_corrupt(part: Part, checksums: Checksums | None, log: BoundLogger) -> None:
-    """Note and log the host slots of a part whose bytes have changed. Call this after their bytes were copied.
+    """Record and log a part's host slots whose bytes have changed. Call this after the bytes were copied.
 
-    A slot that is intact now was intact when it was copied, unless it held another block in between, which `Call.check`
+    A slot that is intact now was also intact during the copy, unless it was reused in between, which `Call.check`
     detects.
     """
     if checksums is None:
@@ -87,12 +88,15 @@ class Mover(Protocol):
         """Read a part's blocks into memory that only this call uses, and verify them."""
 
     def fill(self, part: Part) -> Part:
-        """Copy the correct blocks into their host slots, which still belong to the job: this thread took the token."""
+        """Copy the correct blocks into their host slots.
+
+        The slots still belong to the job, because this thread has its token.
+        """
 
 
 @dataclass(slots=True, eq=False)
 class _OpenJob:
-    """A job with parts that have not ended.
+    """A job some of whose parts have not ended.
 
     Args:
         job: the job.
@@ -162,7 +166,7 @@ class _OpenJob:
 
 
 class TierJobs:
-    """The jobs of one rank and one tier. All methods are called on the thread of the engine's hooks; none waits.
+    """The jobs of one rank and one tier. Call all methods on the thread of the engine's hooks; none waits.
 
     Args:
         calls: makes the calls to the tier; `close` closes it.
@@ -193,11 +197,11 @@ class TierJobs:
                 self.calls.submit(partial(copy, part), ended, use, is_write=is_put, job=job.id)
 
     def cancel(self, jobs: Collection[JobId]) -> None:
-        """Start no more reads for these fetches, because no request waits for them any more."""
+        """Start no more reads for these fetches, because no request waits for them."""
         self.calls.cancel(jobs)
 
     def take(self) -> TierReport | None:
-        """Report the jobs that ended since the last call. Return None until it is known whether the tier works."""
+        """Report the jobs that ended since the last call. Return None before the tier has opened or failed."""
         self.calls.poll()
         return self._report()
 

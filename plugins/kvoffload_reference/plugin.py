@@ -1,4 +1,4 @@
-"""The plugin that the reference engine finds by its entry point, and the plugin's worker side on each rank."""
+"""The plugin that the reference engine finds by its entry point, with its worker's side on each rank."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class ReferencePlugin:
         self.workers.append(worker)
 
         def examine_layout(layout: DeviceLayout) -> list[Finding]:
-            # The models and their pages are small on purpose, so a check of copy speed would only add warnings.
+            # Models and pages are small on purpose, so a check of the copy speed would only add warnings.
             return examine_rank(rank, engine.config.ranks, self._config, layout, checks=memory.CHECKS)
 
         return ReferenceWorker(worker, examine_layout)

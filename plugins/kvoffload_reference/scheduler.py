@@ -41,7 +41,7 @@ class PoolDevice:
         return DeviceBlockId(block) if block is not None else None
 
     def lease_problems(self, leases: Mapping[DeviceBlockId, int]) -> list[str]:
-        """Compare the core's leases with the engine's separate count of the plugin's references, block by block."""
+        """Compare the core's leases with the engine's count of the plugin's references, block by block."""
         counted = self._pool.leases()
         return [
             f"block {block} is leased {leases.get(DeviceBlockId(block), 0)} times, the engine counts {counted.get(block, 0)}"
@@ -52,7 +52,7 @@ class PoolDevice:
 
 @dataclass(slots=True)
 class _Sent:
-    """The part of a request that was already reported; later facts contain only the rest."""
+    """What was already reported about a request. Later facts contain only the rest."""
 
     view: Request
     keys: list[int]  # number of keys reported, per group
@@ -191,5 +191,5 @@ def _blocks(table: Sequence[int]) -> tuple[DeviceBlockId, ...]:
 
 
 def _keys(known: Sequence[bytes]) -> tuple[BlockKey, ...]:
-    """Convert keys by type only: the engine makes them in the form that kvoffload uses."""
+    """Convert only the types, because the engine makes its keys in the form that kvoffload uses."""
     return tuple(map(BlockKey, known))

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from kvoffload.disk.identity import KVIdentity
     from kvoffload.transfer.layout import DeviceLayout
 
-_REPORT_EVERY = 16  # steps; a decoding batch completes only a few blocks per step
+_REPORT_EVERY = 16  # in steps; a decoding batch completes only a few blocks per step
 
 
 def start_scheduler(
@@ -84,7 +84,7 @@ def start_scheduler(
         groups,
         Changes(offload),
         portal.close,
-        # The lazy planner needs to know what each step allocates.
+        # The lazy planner needs the allocations of every step.
         1 if config.store_policy == "lazy" else _REPORT_EVERY,
         tier_events,
         identification,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # before 0.32 vLLM does not distinguish hits by source
+except ImportError:  # Before 0.32, vLLM does not distinguish hits by source.
     CacheHitSource = None
 
 
@@ -47,7 +47,7 @@ class KVOffloadConnector(VllmScheduler, VllmWorker, KVConnectorBase_V1, Supports
     """
 
     requires_kv_delivery = False
-    """False, because this is a cache: no request's output depends on whether its blocks are stored."""
+    """False, because this is a cache: no request's output depends on whether its blocks were stored."""
 
     supports_divergent_local_hybrid_hits = False
 
@@ -91,7 +91,7 @@ class KVOffloadConnector(VllmScheduler, VllmWorker, KVConnectorBase_V1, Supports
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose loads ended. Only vLLM before 0.30 calls this.
 
-        These versions learn of failed loads from `get_block_ids_with_load_errors`, and only if the model has one group.
+        These versions get failed loads from `get_block_ids_with_load_errors`, and only if the model has one group.
         """
         received = self.take_received()
         self._bad_blocks = received.bad_blocks

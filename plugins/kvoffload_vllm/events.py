@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from kvoffload.core.key_index import KeyIndex
     from kvoffload_vllm.pool_device import VllmDevice
 
-_PLACES = {  # vLLM's names; LOCAL is the machine that publishes the event
+_PLACES = {  # vLLM's names of places; LOCAL is the machine that publishes the event
     Tier.HOST: {"medium": "CPU", "locality": "LOCAL"},
     Tier.DISK: {"medium": "STORAGE", "locality": "LOCAL"},
     Tier.REMOTE: {"medium": "STORAGE", "locality": "REMOTE"},
 }
-_TOKEN = "i"  # four bytes a token
+_TOKEN = "i"  # four bytes per token
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ class TierEvents:
             yield self._stored(tier, key, came[key])
 
     def _awaits_no_more(self, key: BlockKey, tier: Tier) -> bool:
-        """Stop waiting for the note of a key on a tier; return whether it was awaited."""
+        """Stop waiting for the note of a key on a tier. Return whether any block waited for it."""
         tiers = self.notes.awaited.get(key, set())
         was_left_out = tier in tiers
         tiers.discard(tier)
@@ -289,7 +289,7 @@ def publishes_events(vllm_config: VllmConfig) -> bool:
 
 
 def _parents_first(came: Mapping[BlockKey, BlockNote]) -> Iterator[BlockKey]:
-    """Yield each key after its parent's: a router drops a block whose parent it does not know."""
+    """Yield each key after its parent's: a router drops a block with an unknown parent."""
     rest = dict(came)
     for key in came:
         line: list[BlockKey] = []

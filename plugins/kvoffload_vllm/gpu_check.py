@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
 ENVIRONMENT: Mapping[str, str] = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # scheduler and worker in this process
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the scheduler and the worker in this process
     "TORCHDYNAMO_DISABLE": "1",  # compiling would take longer than it saves here
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -114,7 +114,7 @@ def measure(
             prompts = _prompts(draw)
             for engine in (plain, ours) if pair % 2 else (ours, plain):
                 seconds = _decoding(engine, prompts)
-                if pair:  # the first pair warms up
+                if pair:  # The first pair is a warm-up.
                     found[engine].append(seconds)
         over = ratios(found[ours], found[plain])
         yield measured(f"{what}: a decoding step, over one without", over, "x", at_most=1.02)
@@ -160,7 +160,7 @@ class Engine:
 
     @property
     def offload(self) -> SchedulerSide:
-        """Kvoffload's scheduler side. Use it only if the engine has kvoffload's connector."""
+        """The scheduler side of kvoffload. Use it only if the engine has kvoffload's connector."""
         side: SchedulerSide = self.scheduler.connector.offload
         return side
 
@@ -190,7 +190,7 @@ class Engine:
             for output in outputs:
                 first.setdefault(output.request_id, time.perf_counter() - begun)
                 last[output.request_id] = output
-            if not outputs:  # like the loop of vLLM's server, which sleeps while only copies are open
+            if not outputs:  # vLLM's server also sleeps while only copies are open.
                 time.sleep(_PAUSE_S)
         return max(first.values()), time.perf_counter() - begun, [last[name] for name in names]
 

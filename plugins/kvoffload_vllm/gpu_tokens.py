@@ -42,8 +42,8 @@ _SHAPE: Mapping[str, Any] = {
 }
 # A prompt is wrong if a log-probability differs by more than _LEAST_LIMIT, and by more than _TIMES_NOISE times vLLM's
 # own variation. On a CPU, a block that held another block's bytes changed a log-probability by 0.6 or more. Rounding
-# (bfloat16 instead of float32) changed it by up to 0.16 and gave 11 of 24 prompts another token, so a different token
-# alone proves nothing.
+# (bfloat16 instead of float32) changed it by up to 0.16, and 11 of 24 prompts got a different token, so a different
+# token proves nothing.
 _LEAST_LIMIT = 0.05
 _TIMES_NOISE = 3
 _MOST_NOISE = 0.2
@@ -86,7 +86,8 @@ def lines(options: Options) -> Iterator[Line]:
     os.environ.update(ENVIRONMENT)
     few = {"host_bytes": _FEW_BYTES}
     with_graphs: dict[str, dict[str, Any]] = {
-        "": {"host_bytes": options.host_gib << 30},  # pinning this much overlaps the capture of graphs
+        # Pinning this much takes so long that it overlaps with the capture of graphs.
+        "": {"host_bytes": options.host_gib << 30},
         ', layout "blocks"': {**few, "layout": "blocks"},
         ', batch_copies "off"': {**few, "batch_copies": "off"},
     }
@@ -108,7 +109,7 @@ def compared(options: Options, modes: Sequence[Mode]) -> Iterator[Line]:
             own: tuple[object, ...] = (model, expected, mode.engine, what)
             yield from _found(Part(what, f"{_HERE}:plain", _ENGINE_S, own), options)
             if not expected.exists():
-                continue  # the engine failed, and its line gives the reason
+                continue  # The engine failed, and its line gives the reason.
             for row, settings in mode.settings.items():
                 what = f"{mode.what}{row}"
                 own = (model, expected, mode.engine, what, settings)
@@ -197,7 +198,7 @@ def write_weights(folder: Path) -> None:
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
-            if weight.dim() > 1:  # the norms keep their weights
+            if weight.dim() > 1:  # The norms keep their weights.
                 weight.normal_(0, _WIDTH, generator=draw)
     model.save_pretrained(folder)
 

@@ -91,7 +91,7 @@ def vllm_groups(
     shape = EngineShape(
         groups=specs,
         ranks=vllm_config.parallel_config.world_size,
-        device_blocks=kv_cache_config.num_blocks - 1,  # the null block belongs to no request
+        device_blocks=kv_cache_config.num_blocks - 1,  # The null block belongs to no request.
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         match_tokens=match_tokens,
         promises=Promises(recovers_loads=recovers_loads, hands_off_states=features.hands_off_states),
@@ -111,7 +111,8 @@ def find_block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
 
 
 def _translate_group(place: GroupId, number: int, group: KVCacheGroupSpec, has_lookahead: bool) -> GroupSpec:
-    spec = layer_specs(group.kv_cache_spec)[0]  # the layers agree in every field that is read here
+    # All layers have the same values in the fields that are read here.
+    spec = layer_specs(group.kv_cache_spec)[0]
     key_number = None if number == place else number
     return GroupSpec(place, kind_of(spec), spec.block_size, reach_of(spec), has_lookahead, key_number)
 
@@ -138,7 +139,8 @@ def _drops_for_draft(vllm_config: VllmConfig) -> bool:
     draft: Any = getattr(vllm_config, "speculative_config", None)
     if draft is None:
         return False
-    ask = getattr(draft, "use_eagle_block_drop", None) or draft.use_eagle  # vLLM has the former since 0.30
+    # VLLM has `use_eagle_block_drop` since 0.30.
+    ask = getattr(draft, "use_eagle_block_drop", None) or draft.use_eagle
     return bool(ask())
 
 

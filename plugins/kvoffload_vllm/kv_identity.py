@@ -103,7 +103,7 @@ class Identification:
             return self._found
 
     def step(self, offload: SchedulerSide) -> KVIdentity | None:
-        """Note that a step begins.
+        """Handle the begin of a step.
 
         Return the identity in the first step after its disk folder was locked, and None in every other step.
         """
@@ -115,7 +115,7 @@ class Identification:
         return identity
 
     def close(self) -> None:
-        """Wake all waiting threads, because the engine is stopping, perhaps before its first step."""
+        """Wake all waiting threads. The engine is stopping, perhaps before its first step."""
         self._is_closed = True
         self._stepped.set()
 
@@ -168,14 +168,14 @@ def find_identity(
             parallel={
                 "tensor": parallel.tensor_parallel_size,
                 "pipeline": parallel.pipeline_parallel_size,
-            },  # each data-parallel engine holds the whole model, so all have the same identity
+            },  # Each data-parallel engine holds the whole model, so all engines have the same identity.
             settings={**_settings(vllm_config), "hash_tokens": str(groups.hash_tokens)},
             groups=groups_of(groups.shape),
         )
         return with_key(identity, key)
     except DiskError:
         raise
-    except Exception as error:  # vLLM or the hub may raise anything here
+    except Exception as error:  # vLLM or the hub may raise any exception here.
         raise DiskError(f"what this engine's KV depends on cannot be determined: {error!r}") from error
 
 
@@ -300,7 +300,7 @@ def _rope_types(settings: Mapping[str, Any], *, in_rope: bool = False) -> set[st
 
 
 def _device() -> str:
-    """Return the GPU's name or a digest of the CPU's instruction set: the layout inside a block depends on it."""
+    """Return the GPU's name, or a digest of the CPU's instruction set. The layout inside a block depends on them."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -313,7 +313,7 @@ _CPU_FLAGS = ("flags", "Features")  # the prefix of the line with the instructio
 
 
 def _process_began_ns() -> int:
-    """Return when this process began, in nanoseconds since 1970: the engine loaded its weights after that."""
+    """Return when this process began, in nanoseconds since 1970. The engine loaded its weights after that."""
     fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return time.time_ns() - int(age * 1e9)

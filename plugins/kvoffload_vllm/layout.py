@@ -7,7 +7,7 @@ same layer, or to the next layer in the same block:
     layer outermost    | A0 A1 A2 .. | B0 B1 B2 .. |       one region per layer, or per part of a layer, such as a head
     block outermost    | A0 B0 | A1 B1 | A2 B2 | ..        one region
 
-Before 0.29, each tensor is an allocation of its own, or part of a slab with the blocks outermost. The strides of a
+Before 0.29, each tensor has a separate allocation, or is part of a slab with the blocks outermost. The strides of a
 layer's view show which dimensions lie outside the blocks, for example if all keys are stored before all values.
 
 Groups share memory: a block belongs to one group at a time, and every group uses the same bytes for it. So a region is
@@ -75,7 +75,7 @@ def layout_of_caches(caches: Caches, kv_cache_config: KVCacheConfig) -> DeviceLa
 
 
 def meaning_of_caches(caches: Caches, kv_cache_config: KVCacheConfig, layers: Mapping[str, object]) -> str:
-    """Return a text that says what a block's bytes mean: each layer's attention backend and the form of its cache.
+    """Return a text that describes a block's bytes: each layer's attention backend and the form of its cache.
 
     vLLM chooses both when it loads the model, so only a worker knows them. The text does not depend on the number of
     blocks.
@@ -141,7 +141,7 @@ def _older_regions(tensor: KVCacheTensor, caches: Caches, blocks: int) -> Iterat
 def _regions_by_strides(name: str, view: torch.Tensor, blocks: int) -> Iterator[DeviceRegion]:
     """Yield a region for each index of the dimensions outside the blocks, for example one each for keys and values."""
     block_dim = _block_dimension(name, view, blocks)
-    kernel_blocks = view.shape[block_dim] // blocks  # a block may hold several kernel blocks
+    kernel_blocks = view.shape[block_dim] // blocks  # A block may contain several kernel blocks.
     item, strides = view.element_size(), view.stride()
     others = [d for d in range(view.dim()) if d != block_dim and view.shape[d] > 1]
     outer = [d for d in others if strides[d] > strides[block_dim]]
@@ -152,7 +152,7 @@ def _regions_by_strides(name: str, view: torch.Tensor, blocks: int) -> Iterator[
         raise EngineContractError(
             f"a block's bytes are scattered in {name}, of shape {tuple(view.shape)} and strides {strides}"
         )
-    page = strides[block_dim] * kernel_blocks * item  # includes any padding after it
+    page = strides[block_dim] * kernel_blocks * item  # This includes any padding after the page.
     for places in itertools.product(*(range(view.shape[d]) for d in outer)):
         offset = sum(place * strides[d] for place, d in zip(places, outer, strict=True))
         yield _region(view.data_ptr() + offset * item, page, page, blocks, view)
@@ -194,7 +194,7 @@ def _check_apart(layout: DeviceLayout) -> None:
 
 
 def _total_bytes(tensors: Sequence[KVCacheTensor]) -> int:
-    # Since 0.29, and before that for parts of a slab, `size` is that of the whole common allocation.
+    # Since 0.29, and for parts of a slab also before, `size` is the size of the whole common allocation.
     common = [tensor.size for tensor in tensors if _is_part(tensor)]
     alone = [tensor.size for tensor in tensors if not _is_part(tensor)]
     return int(max(common, default=0) + sum(alone))

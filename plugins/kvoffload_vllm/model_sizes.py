@@ -1,8 +1,8 @@
 """Computes the sizes of vLLM's KV blocks from a model's `config.json`, without importing vLLM, which takes seconds.
 
-A wrong size is worse than none. So a model type is supported only if a test compares its sizes with those of a stock
-vLLM. The supported types are models whose layers all have full attention and pages of one size, and DeepSeek's models
-with multi-head latent attention. A block has one page in each layer.
+A model type is supported only if a test compares its sizes with those of a stock vLLM, because a wrong size is worse
+than none. The supported types are models whose layers all have full attention and pages of one size, and DeepSeek's
+models with multi-head latent attention. A block has one page in each layer.
 
 A `config.json` may come from anywhere, so each value that is read has a type and bounds.
 """
@@ -98,7 +98,7 @@ def read_config(folder: Path) -> ModelConfig:
     """
     path = folder / "config.json" if folder.is_dir() else folder
     try:
-        if not path.is_file():  # reading a pipe or a device might never end
+        if not path.is_file():  # Reading a pipe or a device might never end.
             raise _wrong(f"{path} is not a regular file")
         with path.open("rb") as file:
             raw = msgspec.json.decode(file.read(_LARGEST_CONFIG), type=dict[str, object])

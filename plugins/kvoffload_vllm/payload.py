@@ -18,8 +18,8 @@ Payload = dict[str, dict[str, Any]]
 
 _COMMA = ","
 _MIB = 1 << 20
-# The minimum time between messages of a busy engine. Scrapes are rarer, and a message costs as much as planning several
-# copies.
+# The minimum time between messages of a busy engine. Scrapes are rarer, and one message costs as much time as planning
+# several copies.
 _APART_S = 1.0
 
 
@@ -70,7 +70,7 @@ class Changes:
                 for labels, now in series.items()
                 if now != sent.get(labels, 0)
             }
-        else:  # a series that the gauge no longer has is sent as 0, as in a scrape
+        else:  # A series that the gauge no longer has is sent as 0, as in a scrape.
             series = {**dict.fromkeys(sent, 0), **series}
             changed = {labels: now for labels, now in series.items() if now != sent.get(labels)}
         self._sent[metric.name] = {**sent, **series}
@@ -92,7 +92,7 @@ def merge(payload: Payload, later: Mapping[str, Any]) -> None:
         if metric.kind is Kind.GAUGE or joined not in series:
             series[joined] = value
         else:
-            series[joined] = series[joined] + value  # adds numbers, concatenates lists
+            series[joined] = series[joined] + value  # This adds numbers and concatenates lists.
 
 
 def summarize(payload: Mapping[str, Any]) -> dict[str, int | float]:

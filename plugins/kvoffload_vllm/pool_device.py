@@ -52,7 +52,7 @@ class VllmDevice:
     def keys_of(self, blocks: Sequence[DeviceBlockId]) -> list[BlockKey | None]:
         known = self._pool.blocks
         if not self._partly_hashed:
-            return [known[block].block_hash for block in blocks]  # vLLM and the core use the same keys
+            return [known[block].block_hash for block in blocks]  # vLLM and the core use the same keys.
         return [self._whole_key(known[block]) for block in blocks]
 
     def block_of(self, key: BlockKey) -> DeviceBlockId | None:

@@ -94,7 +94,7 @@ class Tracked(Struct, eq=False):
         return sent > 0 and (len(hashes) < sent or hashes[sent - 1] != self.last_hash)
 
     def new_keys(self, maker: KeyMaker) -> tuple[tuple[BlockKey, ...], ...]:
-        """Return the keys that are not reported yet, and mark them as reported."""
+        """Return the keys that were not reported yet, and mark them as reported."""
         hashes = self.request.block_hashes
         keys = maker.keys(hashes, self.hashes)
         self.hashes = len(hashes)
@@ -146,17 +146,17 @@ class ProgressReports:
         """By request, its newly allocated blocks that are not reported yet."""
 
     def allocated(self, tracked: Tracked, known: int) -> None:
-        """Note that a request got a block table with `known` computed tokens. The caller reports the table."""
+        """Record that a request got a block table with `known` computed tokens. The caller reports the table."""
         name = tracked.request.request_id
         self.forget(name)
         tracked.boundary = known + 1
         if tracked.hashes != len(tracked.request.block_hashes):
-            # A session's next input has new keys. The first step reports them, although it confirms no tokens.
+            # A session's next input has new keys. The first step reports them, even if it confirms no tokens.
             tracked.boundary = known
             self._soon[name] = self._least_block
 
     def forget(self, name: str) -> _Table:
-        """Forget a request that lost, or is about to lose, its block table; return its unreported blocks."""
+        """Stop tracking the table of a request that lost or is about to lose it. Return its unreported blocks."""
         self._soon.pop(name, None)
         return self._late.pop(name, ())
 
@@ -168,7 +168,7 @@ class ProgressReports:
         resumed, groups, tables = cached.resumed_req_ids, self._groups, cached.new_block_ids
         self.steps += 1
         reallocated: list[DeviceBlockId] = []
-        # Most requests have no new block; `compress` skips them fast. For a resumed request vLLM passes the whole
+        # Most requests have no new block, and `compress` skips them fast. For a resumed request vLLM passes the whole
         # block table, which was already reported when it was allocated.
         for name, blocks in compress(zip(cached.req_ids, tables, strict=True), tables):
             if name not in resumed and name in self._tracked:

@@ -107,8 +107,8 @@ class VllmScheduler:
         if not self._state_tokens:
             found = self.offload.lookup(name, num_computed_tokens, request.num_tokens, new_keys)
             return found, bool(found)
-        # vLLM ends a prefill chunk at this boundary and keeps the recurrent state there. Before each lookup it sets
-        # the boundary to the end of the prefix that the device holds without a state. After the lookup it reads the
+        # vLLM ends a prefill chunk at this boundary and keeps the recurrent state there. Before each lookup it sets the
+        # boundary to the end of the prefix that is on the device without a state. After the lookup it reads the
         # boundary again.
         kept = getattr(request, "shared_prefix_boundary", None)
         found = self.offload.lookup(name, num_computed_tokens, request.num_tokens, new_keys, kept or 0)
@@ -122,7 +122,7 @@ class VllmScheduler:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.is_rewritten:
             tracked = self._start_anew(request, tracked)
-        # The table's blocks after these tokens are newly allocated.
+        # The blocks of the table after these tokens are newly allocated.
         known = max(tracked.found_tokens, request.num_computed_tokens)
         tracked.noted = 0
         self._progress.allocated(tracked, known)
@@ -143,7 +143,7 @@ class VllmScheduler:
         scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
         decoding = len(scheduled)
         if total > decoding:
-            decoding = list(scheduled.values()).count(1)  # requests with draft tokens count as prefill
+            decoding = list(scheduled.values()).count(1)  # Requests with draft tokens count as prefill.
         progress, late = self._progress.step(output, states)
         reallocated = (*copied, *late) if late and self.offload.watches_blocks else copied
         fact = facts.StepScheduled(
@@ -168,7 +168,7 @@ class VllmScheduler:
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._request_ended(request, holds_blocks=any(block_ids))
-        return False, None  # blocks that are being copied stay leased, so vLLM may free them at once
+        return False, None  # Blocks that are being copied stay leased, so vLLM may free them at once.
 
     def _request_ended(self, request: Request, *, holds_blocks: bool) -> None:
         """Report that a request finished or was aborted; vLLM frees its blocks afterwards.

@@ -2,9 +2,9 @@
 
 Unsupported configurations are refused at start, so that no wrong block is served.
 
-A prefix hit needs the blocks of every group that vLLM looks up for it. A group may be left out only if vLLM says that a
-hit does not need it (`prefix_cacheable` is False: vLLM rebuilds its contents). If we cannot copy one of the needed
-groups, the whole model cannot be offloaded.
+A prefix hit needs the blocks of every group that vLLM looks up for it. A group may be left out only if a hit does not
+need it (`prefix_cacheable` is False: vLLM rebuilds its contents). If we cannot copy one of the needed groups, the whole
+model cannot be offloaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KINDS = {
     "ChunkedLocalAttentionSpec": AttentionKind.CHUNKED_LOCAL,
     "MambaSpec": AttentionKind.RECURRENT,
 }
-"""Attention kinds by exact class name: a subclass that is not listed may recycle or share blocks differently."""
+"""Attention kinds by exact class name. A subclass that is not listed may recycle or share blocks in another way."""
 
 VERSIONS = "vLLM 0.28 and newer; 0.28, 0.30, 0.32 and 0.33 were run"
 """vLLM versions that the connector works with."""

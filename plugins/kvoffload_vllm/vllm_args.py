@@ -1,4 +1,4 @@
-"""`kvoffload vllm-args`: prints the arguments that make a stock vLLM use kvoffload, so that no key is forgotten."""
+"""`kvoffload vllm-args`: prints the arguments that make a stock vLLM use kvoffload."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _yaml(config: Mapping[str, object]) -> str:
         if isinstance(value, dict):
             lines += [f"  {name}:", *(f"    {key}: {json.dumps(one)}" for key, one in value.items())]
         else:
-            lines.append(f"  {name}: {json.dumps(value)}")  # JSON is valid YAML
+            lines.append(f"  {name}: {json.dumps(value)}")  # JSON is valid YAML.
     return "\n".join(lines)
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Received:
-    """Loads that ended on this worker since the last step. Each started load is reported once.
+    """Loads that ended on this worker since the last step. Each started load is reported exactly once.
 
     Args:
         finished: requests whose load ended on this worker, including failed loads.
@@ -94,7 +94,7 @@ class VllmWorker:
             self._loading[load.id] = (load.extra, load.targets)
         answers = metadata.answers
         for job in answers.abandoned:
-            # A copy that already ended on this worker was reported then. A running copy keeps its blocks leased.
+            # Copies that have ended on this worker were reported then. A running copy keeps its blocks leased.
             if job in self._loading:
                 self._load_ended(job, failed=True)
         if answers.without_copy:

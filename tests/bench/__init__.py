@@ -1,1 +1,1 @@
-"""Measurements."""
+"""Benches: measurements on this machine."""

@@ -24,7 +24,7 @@ BENCHES = (
     "trace",
     "verify",
 )
-"""Modules of this folder with `add_arguments(parser)` and `run(options)`."""
+"""modules of this folder with `add_arguments(parser)` and `run(options)`"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,8 +1,8 @@
-"""Copies of scattered blocks through the host copier, beside one large copy of the same bytes.
+"""Compares copies of scattered blocks by the host copier with one large copy of the same bytes.
 
 Each repeat copies other blocks of a pool four times as large, scattered on both sides, and then as many bytes in one
-piece (one `memmove` a thread), so that other load on the machine affects both. Merging and submitting count as copying. Every byte
-of both sides is compared before a path is timed. On a GPU, `kvoffload gpu-check` does this.
+piece (one `memmove` a thread), so that other load on the machine affects both. Merging and submitting count as copying.
+Every byte of both sides is compared before the measurement. `kvoffload gpu-check` is the equivalent for a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.bench.lines import Line, line
 from tests.bench.results import add_output_arguments, give_out
 
 _GOALS = {4: 0.6, 64: 0.9, 256: 0.9, 2048: 0.9}
-"""By KiB of a page: speed over that of one large copy."""
+"""for each page size in KiB: the speed relative to one large copy"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,10 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print.
+    """Run the bench, and print the results.
 
     Raises:
-        WrongBytes: a copy moves other bytes than it should.
+        WrongBytes: a copy has copied wrong bytes.
         CommandError: the results cannot be written.
     """
     method = (
@@ -53,17 +53,17 @@ def _measure(args: argparse.Namespace) -> Iterator[Line]:
             with Rig(page_kib * 1024, size, threads) as rig:
                 ways = (
                     list(Direction) if threads == min(args.threads) else [Direction.LOAD]
-                )  # one thread stores
+                )  # one thread copies stores
                 for way in ways:
                     yield from _measure_case(rig, page_kib, way, args.repeats, threads)
     yield from copy_lanes.measure_loads(size // 2, args.repeats)
 
 
 def _measure_case(rig: Rig, page_kib: int, way: Direction, repeats: int, threads: int) -> Iterator[Line]:
-    """Check the path, then time it beside one large copy.
+    """Check the copies, then time them and one large copy.
 
     Raises:
-        WrongBytes: the path moves other bytes than it should.
+        WrongBytes: a copy has copied wrong bytes.
     """
     rig.check(way)
     speeds, ratios = [], []
@@ -75,7 +75,7 @@ def _measure_case(rig: Rig, page_kib: int, way: Direction, repeats: int, threads
         else:
             whole = rig.in_one_piece(way)
             scattered = rig.scattered(way, slots, blocks)
-        if repeat:  # the first warms up
+        if repeat:  # The first repeat is a warm-up.
             speeds.append(rig.size / scattered / 1e9)
             ratios.append(whole / scattered)
     plural = "s" if threads > 1 else ""

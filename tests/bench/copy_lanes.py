@@ -1,7 +1,7 @@
-"""A load while stores are queued.
+"""Measures loads while stores are queued.
 
-It goes through the worker's side as an engine's hooks use it. A load's time is from the hook that submits it to the
-poll that finds it reported; polls are as far apart as the steps of a fast engine.
+It calls the worker's side like an engine's hooks. A load's time is from its submission to the poll that reports it.
+Polls are as far apart as the steps of a fast engine.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 REGIONS = 8
 PAGE = 64 * 2**10
-STORES = 4  # times a load's bytes that are queued before it
+STORES = 4  # the bytes of stores queued before a load, as a multiple of the load's bytes
 _POLL_S = 0.0002
-_HEAD_START_S = 0.005  # in which the first stores begin
+_HEAD_START_S = 0.005  # the time for the first stores to begin
 
 
 class Lanes:
-    """One rank's worker side over random bytes; `blocks` blocks are a load, and there are six times as many."""
+    """One rank's worker side with random bytes. A load has `blocks` blocks, and the device six times as many."""
 
     def __init__(self, blocks: int, portal: Portal) -> None:
         self._count = blocks
@@ -74,10 +74,10 @@ class Lanes:
         return seconds
 
     def check(self) -> None:
-        """Store blocks, load them elsewhere, and compare.
+        """Store blocks, load them into other blocks, and compare.
 
         Raises:
-            WrongBytes: they differ.
+            WrongBytes: the bytes differ.
         """
         order = self._draw.permutation(self._blocks)
         slots, source, target = (
@@ -99,7 +99,7 @@ class Lanes:
             self._take(left)
 
     def _take(self, left: set[JobId]) -> None:
-        """Take a report and remove its jobs from `left`; without one, wait for a moment."""
+        """Take a report and remove its jobs from `left`. Without a report, pause briefly."""
         report = self.side.take_report()
         if report is None:
             time.sleep(_POLL_S)
@@ -124,7 +124,7 @@ class Lanes:
 
 
 def measure_loads(size: int, repeats: int) -> Iterator[Line]:
-    """Time a load of `size` bytes alone and one behind stores, in pairs; which comes first alternates."""
+    """Time pairs of loads of `size` bytes, with and without stores queued before them, in alternating order."""
     seconds: dict[bool, list[float]] = {False: [], True: []}
     portal = Portal("kvoffload-bench")
     lanes = Lanes(max(size // (PAGE * REGIONS), 1), portal)
@@ -133,7 +133,7 @@ def measure_loads(size: int, repeats: int) -> Iterator[Line]:
         for repeat in range(repeats + 1):
             for stores in (False, True) if repeat % 2 else (True, False):
                 took = lanes.load_seconds(stores=stores)
-                if repeat:  # the first warms up
+                if repeat:  # The first pair is a warm-up.
                     seconds[stores].append(took)
     finally:
         lanes.side.close()

@@ -1,7 +1,7 @@
-"""Host memory in place of a device, an arena, random bytes on both, and the real copier between them.
+"""Host memory in place of a device, an arena, and the real copier between them.
 
-The device's memory is one allocation, as engines make it, cut into regions. Each copy names other blocks and slots of a
-pool that holds several times as much, so nothing is found in a cache.
+The device's memory is one allocation, as engines make it, cut into regions. Each copy uses other blocks and slots of a
+pool several times as large, so that nothing is in a processor's cache.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 REGIONS = 8
-POOL = 4  # times what one copy names
-_ALIGNMENT = 4096  # of the start of a large copy
+POOL = 4  # the pool's size, as a multiple of one copy
+_ALIGNMENT = 4096  # alignment of a large copy
 
 
 class WrongBytes(KVOffloadError):
-    """Raised when a copy moves other bytes than it should, so that its time means nothing."""
+    """Raised when a copy has copied wrong bytes, so that its time is meaningless."""
 
 
 class WatchedExecutor(Executor):
-    """Threads whose work can be waited for without taking time from them."""
+    """Threads with a way to wait for their work without slowing them down."""
 
     def __init__(self, threads: int) -> None:
         self._inside = DaemonExecutor("bench-copy", threads)
@@ -69,13 +69,13 @@ class WatchedExecutor(Executor):
 
 
 class Rig:
-    """One page size.
+    """The memory for one page size.
 
     Args:
         page: bytes of a block in each region.
         size: about how many bytes one copy moves.
-        threads: of the copies.
-        regions: pages of a block.
+        threads: the number of copy threads.
+        regions: the number of pages in a block.
     """
 
     def __init__(self, page: int, size: int, threads: int = 1, regions: int = REGIONS) -> None:
@@ -94,7 +94,7 @@ class Rig:
             self.layout,
             self.blocks,
             make_allocator(self.layout, executor=at_once),
-            chunk_bytes=max(CHUNK_BYTES, POOL * self.size),  # all in one, so that a large copy fits
+            chunk_bytes=max(CHUNK_BYTES, POOL * self.size),  # one chunk, so that a large copy fits
         )
         asyncio.run(self.arena.prepare())
         bases = [int(base) for base in self.arena.geometry.host_base[0]]
@@ -119,7 +119,7 @@ class Rig:
         self.arena.close()
 
     def draw(self) -> tuple[Numbers, Numbers]:
-        """Return slots and blocks for a copy, scattered on both sides."""
+        """Return random slots and blocks for a copy."""
         slots, blocks = (self._draw.permutation(self.blocks)[: self.count] for _ in range(2))
         return slots, blocks
 
@@ -136,12 +136,12 @@ class Rig:
         return time.perf_counter() - begun
 
     def in_one_piece(self, way: Direction) -> float:
-        """Copy as many bytes in one large piece a thread; return the seconds."""
+        """Copy as many bytes in one large piece per thread; return the seconds."""
         places = (min(self._host.size, self._device.numel()) - self.size) // _ALIGNMENT + 1
         host, device = (int(self._draw.integers(places)) * _ALIGNMENT for _ in range(2))
         addresses = [self._host.ctypes.data + host, self._device.data_ptr() + device]
         target, source = addresses if way is Direction.STORE else reversed(addresses)
-        threads = 1 if way is Direction.STORE else self._threads  # one thread copies stores
+        threads = 1 if way is Direction.STORE else self._threads  # One thread copies stores.
         part = self.size // threads
         begun = time.perf_counter()
         for start in range(0, part * threads, part):
@@ -150,10 +150,10 @@ class Rig:
         return time.perf_counter() - begun
 
     def check(self, way: Direction) -> None:
-        """Copy once, and compare every byte of both sides with what should be there.
+        """Copy once, and compare every byte of both sides with the expected one.
 
         Raises:
-            WrongBytes: one differs.
+            WrongBytes: a byte differs.
         """
         self._fill()
         slots, blocks = self.draw()
@@ -171,7 +171,7 @@ class Rig:
                 )
 
     def _fill(self) -> None:
-        """Put random bytes on both sides."""
+        """Fill both sides with random bytes."""
         seed = int(self._draw.integers(2**31))
         _randomize(self._device, seed)
         _randomize(torch.from_numpy(self._host), seed + 1)

@@ -1,9 +1,8 @@
-"""The disk tier's copies beside the disk's own speed, and an engine that starts again after a SIGKILL.
+"""Compares the disk tier's copies with the disk's own speed, and measures an engine that restarts after a SIGKILL.
 
-Each repeat passes over a file with direct I/O, in order and on one thread, between the file and the host memory that the
-blocks lie in. Then it spills and fetches as many bytes through the real `RankDisk` and slot file, from and to scattered
-host slots and places, checksums included. So other load on the machine affects both. Every fetched byte is compared with
-what was spilled before anything is timed.
+Each repeat reads and writes a file in order, with direct I/O on one thread, from and to the blocks' host memory. Then
+it spills and fetches as many bytes with the real `RankDisk` and slot file, between scattered host slots and disk slots,
+with checksums. So other load on the machine affects both. Every fetched byte is compared before the measurement.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from tests.bench.tier_hooks import HOST, NEVER, OUTGROWS, hook_seconds, moved, s
 
 _GOAL, _GOAL_FROM_KIB = 0.8, 1024
 _PIECE = 2**20
-_POOL = 4  # times the places that one pass names
+_POOL = 4  # the number of disk slots, as a multiple of one pass
 _REGIONS = 8  # pages of a block
 _PLAYS = 3
 
@@ -67,10 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print.
+    """Run the bench, and print the results.
 
     Raises:
-        CommandError: the folder cannot be written, or the results cannot.
+        CommandError: the folder or the results cannot be written.
     """
     method = (
         f"{args.repeats} repeats of {args.mib} MiB each way, in turns with sequential passes over a file with direct I/O in pieces of "
@@ -94,7 +93,7 @@ def _measure(args: argparse.Namespace) -> Iterator[Line]:
 
 
 def _copies(folder: Path, block_kib: int, size: int, repeats: int) -> Iterator[Line]:
-    """Spill and fetch `size` bytes of blocks in each repeat, and pass over as many on the disk."""
+    """Spill and fetch `size` bytes of blocks in each repeat, and read and write as many bytes in order."""
     block, path = block_kib * 1024, folder / "slots0"
     with Rig(block // _REGIONS, size, regions=_REGIONS) as rig:
         with open_folder(folder) as opened:
@@ -118,7 +117,7 @@ def _lines(tier: _Tier, what: str, repeats: int, has_goal: bool) -> Iterator[Lin
         tier.shuffle()
         for way, (plain_pass, copy) in works.items():
             took = _timed(plain_pass), _timed(copy)
-            if repeat:  # the first warms up, and compares every byte
+            if repeat:  # The first repeat is a warm-up, and compares every byte.
                 plain[way].append(tier.size / took[0] / 1e9)
                 through[way].append(tier.size / took[1] / 1e9)
         if not repeat:
@@ -137,7 +136,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 class _Tier:
-    """Copies of one rank between a rig's host slots and a file; and passes over the file without the tier."""
+    """One rank's copies between a rig's host slots and a file, and plain passes over the file."""
 
     def __init__(self, file: SlotFile, rig: Rig) -> None:
         self.size = rig.size
@@ -155,27 +154,25 @@ class _Tier:
         self._slots: list[int] = []
         self._places: list[int] = []
         self._sums: tuple[tuple[int, ...], ...] = ()
-        self._pass_over(
-            os.pwritev, _POOL * self.size
-        )  # a file system makes space ready when it is first written
+        self._pass_over(os.pwritev, _POOL * self.size)  # File systems allocate space at the first write.
         self._file.sync()
 
     def shuffle(self) -> None:
-        """Choose other slots and places for the next copies."""
+        """Choose other host slots and disk slots for the next copies."""
         self._slots = self._draw.sample(range(self._rig.blocks), self._rig.count)
         self._places = self._draw.sample(range(self._file.slots), self._rig.count)
 
     def spill(self) -> None:
-        """Write the slots to their places, and have them on the disk."""
+        """Write the host slots to their disk slots, and sync."""
         self._sums = tuple((each,) for each in self._job(is_spill=True))
         self._file.sync()
 
     def fetch(self) -> None:
-        """Read the places into their slots."""
+        """Read the disk slots into their host slots."""
         self._job(is_spill=False)
 
     def pass_writing(self) -> None:
-        """Write as many bytes in order, and have them on the disk."""
+        """Write as many bytes in order, and sync."""
         self._pass_over(os.pwritev, self.size)
         self._file.sync()
 
@@ -190,10 +187,10 @@ class _Tier:
             call(descriptor, [memory[start : start + min(_PIECE, size - offset)]], offset + 4096)
 
     def check(self) -> None:
-        """Fetch into cleared slots, and compare every byte with what was spilled.
+        """Fetch into cleared slots, and compare every byte with the spilled one.
 
         Raises:
-            CommandError: one differs; nothing of it is worth timing.
+            CommandError: a byte differs.
         """
         self.spill()
         pages = [page for slot in self._slots for page in self._rig.arena.pages(slot)]
@@ -205,7 +202,6 @@ class _Tier:
             raise CommandError("fetched bytes differ from those that were spilled")
 
     def close(self) -> None:
-        """Close the file."""
         self._copies.close()
         self._threads.shutdown()
 
@@ -225,7 +221,7 @@ class _Tier:
 
 
 async def _hooks(folder: Path) -> list[Line]:
-    """Measure hooks without a disk, with one that writes nothing, and with one that works."""
+    """Measure hooks without a disk, with a disk to which nothing is written, and with a working disk."""
     disk = {**HOST, "disk_bytes": "64MiB"}
     spent: dict[str, list[float]] = {}
     for play in range(_PLAYS):

@@ -1,9 +1,10 @@
-"""What offloading costs and brings the reference engine.
+"""Measures the cost and the benefit of offloading in the reference engine.
 
-* Throughput on prompts that never repeat, with over without. Both engines serve the same prompts, one right after the
-  other, and which one goes first alternates. An engine's time ends when it has nothing left to do, open copies included.
-* Time to first token of returning turns of conversations whose KV the device has evicted: the working set is
-  four times the device's cache. Both engines play every round, one after the other, with the same prompts.
+* Throughput on prompts that never repeat, with offloading relative to without. Both engines serve the same prompts, one
+  right after the other, and which one goes first alternates. An engine's time ends when it has nothing left to do,
+  including copies.
+* Time to first token of returning turns of conversations whose KV the device has evicted: the working set is four times
+  the device's cache. Both engines play every round, one after the other, with the same prompts.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print.
+    """Run the bench, and print the results.
 
     Raises:
-        CommandError: the results cannot be written, memory cannot be had, or an audit found problems.
+        CommandError: the results cannot be written, memory cannot be allocated, or an audit found problems.
     """
     method = (
         f"reference engine, {args.model} model, on the CPU; {args.pairs} pairs of prompts, {args.conversations} conversations "
@@ -65,11 +66,11 @@ async def _never_repeating(options: DemoOptions, pairs: int) -> Line:
     async with open_engines(options) as engines:
         vocabulary = range(engines.plain.config.model.vocab_size)
         for number in range(pairs + 1):
-            # Random tokens: no two prompts share even their first block.
+            # Random tokens, so that no two prompts have a common first block.
             asked = [draw.choices(vocabulary, k=options.first_tokens) for _ in range(_AT_ONCE)]
             both = (engines.plain, engines.offloaded)
             seconds = {engine: await _serve(engine, asked) for engine in both[:: 1 if number % 2 else -1]}
-            if number:  # the first pair warms up
+            if number:  # The first pair is a warm-up.
                 found.append(seconds[engines.plain] / seconds[engines.offloaded])
         if problems := audit_offloading(engines.offload):
             raise CommandError("; ".join(problems))
@@ -93,7 +94,7 @@ async def _serve(engine: Engine, prompts: list[list[int]]) -> float:
 
 
 async def _returning(options: DemoOptions) -> list[Line]:
-    """Play conversations on both engines, round by round, and compare each returning turn."""
+    """Run conversations on both engines, round by round, and compare each returning turn."""
     make = partial(Player, conversations=make_conversations(options), options=options, on_turn=lambda _: None)
     async with open_engines(options) as engines:
         both = (engines.plain, engines.offloaded)

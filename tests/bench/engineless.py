@@ -1,4 +1,4 @@
-"""The scheduler's side without an engine: device blocks are numbers, and nothing is copied."""
+"""The scheduler's side without an engine: device blocks are only numbers, and nothing is copied."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from kvoffload.runtime.scheduler_side import SchedulerSide
 from tests.keys import block_key
 
 BLOCK_TOKENS = 16
-_HASH_BYTES = 32  # as engines hash with SHA-256
+_HASH_BYTES = 32  # the length of SHA-256 hashes, which engines use
 _GROUP = GroupId(0)
 _DEVICE_BLOCKS = 4096
 _AT_ONCE = 64
 
 
 class CountedBlocks:
-    """Device blocks by number, allocated in the order in which they were given back."""
+    """Device blocks by number, allocated in the order in which they were freed."""
 
     def __init__(self, blocks: int) -> None:
         self._free = deque(map(DeviceBlockId, range(1, blocks + 1)))
         self._references = [0] * (blocks + 1)
         self.keys: dict[DeviceBlockId, BlockKey] = {}
-        """What each block holds, as far as it was computed."""
+        """the contents of each block, if it was computed"""
 
     def take(self, count: int) -> tuple[DeviceBlockId, ...]:
-        """Hand blocks out; what they held is gone."""
+        """Allocate blocks, whose contents are lost."""
         blocks = tuple([self._free.popleft() for _ in range(count)])
         for block in blocks:
             self.keys.pop(block, None)
@@ -64,7 +64,7 @@ class CountedBlocks:
 
 
 class Engineless:
-    """One scheduler's side whose `slots` host slots are all ready from the start."""
+    """One scheduler side, whose `slots` host slots are all ready from the start."""
 
     def __init__(self, slots: int) -> None:
         full = GroupSpec(_GROUP, AttentionKind.FULL, BLOCK_TOKENS)
@@ -73,17 +73,17 @@ class Engineless:
         self.side.reported([TransferReport(Rank(0), (), slots)])
 
     def seen(self, name: str, keys: Sequence[BlockKey]) -> RequestId:
-        """Let a request come whose prompt is these whole blocks and a token."""
+        """Add a request whose prompt has these whole blocks and one more token."""
         request = RequestId(name)
         self.side.seen(facts.RequestSeen(request, len(keys) * BLOCK_TOKENS + 1, (tuple(keys),)))
         return request
 
     def ended(self, request: RequestId) -> None:
-        """Let a request end that was never computed."""
+        """End a request that was never computed."""
         self.side.ended(facts.RequestEnded(request, 0, ((),)))
 
     def fill(self, draw: random.Random, count: int) -> float:
-        """Put `count` new blocks on the host, in place of the oldest; return the most processor time that 64 of them took."""
+        """Store `count` new blocks on the host, replacing the oldest; return the longest processor time for 64."""
         longest = 0.0
         for placed in range(0, count, _AT_ONCE):
             keys = fresh_keys(draw, min(_AT_ONCE, count - placed))
@@ -93,11 +93,11 @@ class Engineless:
         return longest
 
     def put(self, keys: Sequence[BlockKey]) -> None:
-        """Put blocks on the host without the hooks, which would take a hundred times as long."""
+        """Store blocks on the host without the hooks, which would take a hundred times as long."""
         pool = self.side.core.state.pool
         pool.fill(pool.reserve(keys)[0])
 
 
 def fresh_keys(draw: random.Random, count: int) -> list[BlockKey]:
-    """Return keys that are on no host yet, of the length that engines give them."""
+    """Return keys of the usual length that are on no host yet."""
     return [block_key(draw.randbytes(_HASH_BYTES), _GROUP) for _ in range(count)]

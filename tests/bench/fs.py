@@ -1,8 +1,8 @@
-"""Prompts that return after a restart: kvoffload's disk beside vLLM's `fs` tier and beside computing them.
+"""Compares prompts that return after a restart: from kvoffload's disk, from vLLM's `fs` tier, and computed.
 
-Every engine is a stock vLLM with the same model and the same host memory, which is too small for all prompts. The
-first one on a folder is asked for the prompts that return twice, each behind one that does not return. In each turn,
-another engine on that folder, whose files are not in the page cache, is asked for the prompts that return.
+Every engine is a stock vLLM with the same model and the same host memory, which is too small for all prompts. The first
+engine on a folder serves each returning prompt twice, after a prompt that does not return. In each turn, another engine
+on this folder, whose files are not in the page cache, serves the returning prompts.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print.
+    """Run the bench, and print the results.
 
     Raises:
-        CommandError: there is no vLLM here, or the results cannot be written.
+        CommandError: vLLM is not installed, or the results cannot be written.
     """
     require_vllm()
     method = f"{args.prompts} prompts, {args.turns} engines one after the other on each folder, in turns; medians [95 % interval]"
@@ -60,15 +60,18 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Size:
-    """Of a prompt in blocks, and of a block in bytes; `shape` is the model's."""
+    """The blocks of a prompt, the bytes of a block, and the model's shape."""
 
     blocks: int = 64
-    # Tokens, keys and values, layers, heads, their size, float32.
+    # tokens, keys and values, layers, heads, their size, float32
     block_bytes: int = engines.BLOCK * 2 * 4 * 8 * 64 * 4
     shape: Mapping[str, int] = field(default_factory=lambda: LARGER)
 
     def transfer(self, name: str, folder: Path) -> dict[str, Any]:
-        """Return the engine's option for a connector. Fetches may fill a quarter of our host: a prompt."""
+        """Return the engine's option for a connector.
+
+        A quarter of our host, which fetches may fill, has room for a prompt.
+        """
         from tests.vllm.stock import fs_peer
 
         host = 4 * self.blocks * self.block_bytes
@@ -81,7 +84,7 @@ class Size:
 
 @dataclass
 class Side:
-    """A connector, or none, with its folder, and what came of it."""
+    """A connector, or none, with its folder and its results."""
 
     name: str
     folder: Path
@@ -92,20 +95,22 @@ class Side:
     read: list[int] = field(default_factory=list)
     written: int = 0
     not_read: int = 0
-    """Timed prompts that were not read from the disk when they were asked for."""
+    """timed prompts that were not read from the disk"""
 
     def fill(self, prompts: Sequence[Prompt], others: Sequence[Prompt]) -> None:
-        """The first engine's life."""
+        """Run the first engine."""
         with self._living() as llm:
             for prompt, other in zip(prompts, others, strict=True):
                 for each in (other, prompt, prompt):
                     serve(llm, each)
 
     def return_to(self, prompts: Sequence[Prompt]) -> None:
-        """A life of an engine that finds the prompts on the disk; the one used last is asked first, untimed.
+        """Run an engine that finds the prompts on the disk.
+
+        The most recently used prompt is served first, without timing.
 
         Raises:
-            RuntimeError: one was computed.
+            RuntimeError: a prompt was computed.
         """
         forget_pages(self.folder)
         began = moved("read_bytes")
@@ -124,12 +129,12 @@ class Side:
         self.read.append(moved("read_bytes") - began)
 
     def left(self) -> int:
-        """Return the bytes that its files take."""
+        """Return the bytes of its files."""
         return sum(path.stat().st_blocks * 512 for path in files_in(self.folder))
 
     @contextmanager
     def _living(self) -> Iterator[Any]:
-        """An engine that serves; our disk is open."""
+        """Yield a running engine whose disk, if it is ours, is open."""
         room = (self.size.blocks + 2) * engines.BLOCK
         options = {
             "num_gpu_blocks_override": 3 * self.size.blocks,
@@ -154,9 +159,9 @@ class Side:
 
 
 def serve(llm: Any, prompt: Prompt) -> tuple[float, tuple[int, ...], int]:
-    """Return seconds to the first token, all tokens, and how many of the prompt were found; all copies have ended then.
+    """Serve a prompt until all copies have ended. Return seconds to the first token, all tokens, and found tokens.
 
-    A step without a forward pass is followed by a pause of 1 ms, as in vLLM's own loop, which one process does not use.
+    After a step without a forward pass it pauses for 1 ms, as in vLLM's own loop, which a single process does not use.
     """
     from vllm import SamplingParams
 
@@ -174,7 +179,7 @@ def serve(llm: Any, prompt: Prompt) -> tuple[float, tuple[int, ...], int]:
 
 
 def moved(which: str) -> int:
-    """Return what this process has read of disks, or written to them."""
+    """Return the bytes that this process has read from disks, or written to them."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(dict(each.split(": ") for each in lines)[which])
 
@@ -184,7 +189,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def forget_pages(folder: Path) -> None:
-    """Have no byte of the folder's files in the page cache."""
+    """Remove all files of the folder from the page cache."""
     for path in files_in(folder):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -197,7 +202,7 @@ def draw_prompts(size: Size, count: int, seed: int = 0) -> list[list[int]]:
 
 
 def play(root: Path, size: Size, turns: int, count: int) -> list[Side]:
-    """Fill both disks, and let engines return in turns, another one first each time."""
+    """Fill both disks, then run engines in turns, each time in another order."""
     checkpoint = checkpoints.make("qwen3", root / "model", **size.shape)
     sides = [Side(name, root / name, checkpoint, size) for name in (NONE, OURS, FS)]
     prompts = draw_prompts(size, count)
@@ -211,7 +216,7 @@ def play(root: Path, size: Size, turns: int, count: int) -> list[Side]:
 
 
 def lines(sides: Sequence[Side]) -> Iterator[Line]:
-    """Yield what was found."""
+    """Yield the results."""
     none, ours, fs = sides
     yield line(f"first token sooner than computed, {OURS}", ratios(none.first_s, ours.first_s))
     yield line(f"first token sooner than computed, {FS}", ratios(none.first_s, fs.first_s))
@@ -229,5 +234,5 @@ def lines(sides: Sequence[Side]) -> Iterator[Line]:
 
 
 def differing(one: Side, other: Side) -> int:
-    """Return how many answers are not the same."""
+    """Return how many answers differ."""
     return sum(mine != its for mine, its in zip(one.answers, other.answers, strict=True))

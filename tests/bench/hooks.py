@@ -1,9 +1,9 @@
-"""Time in the scheduler's hooks per step, beside vLLM's own `SimpleCPUOffloadConnector`.
+"""Compares the time in the scheduler's hooks per step with vLLM's own `SimpleCPUOffloadConnector`.
 
-Both connectors ride the same kind of engine in this process, on the same prompts, and the engines take turns step by
-step, so that whatever else the machine does meets both alike. A connector that plans copies only in every n-th step
-looks better in the median step than it is; so steps are first averaged over windows of `WINDOW_STEPS`, and the median
-window is what counts. Prompts differ in length: blocks become whole in every step, not in all requests at once.
+Two equal engines in this process serve the same prompts, each with one connector, in turns step by step, so that other
+work on the machine affects both. A connector that plans copies only in every n-th step would look too good in the
+median step. So steps are averaged over windows of `WINDOW_STEPS`, and the median window counts. Prompts differ in
+length, so that blocks are completed in every step, not in all requests at the same time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PHASES = {
 }
 WINDOW_STEPS = 16
 TARGET = 0.3
-"""Of the peer's time, with many running requests."""
+"""as a share of the peer's time, with many running requests"""
 _MANY = 128
 
 
@@ -46,8 +46,8 @@ class Case:
     """One phase of one model with a number of running requests.
 
     Args:
-        model, running, phase: which.
-        step_us: by connector, microseconds per step, one a repeat.
+        model, running, phase: the model, the number of running requests, and the phase.
+        step_us: for each connector, microseconds per step in each repeat.
     """
 
     model: str
@@ -56,7 +56,7 @@ class Case:
     step_us: Mapping[str, Sequence[float]]
 
     def lines(self) -> Iterator[Line]:
-        """Yield the time over the peer's, and the time."""
+        """Yield the time relative to the peer's, and the time."""
         what = f"{PHASES[self.phase]}, {self.running} running, {MODELS[self.model]}"
         target = TARGET if self.running >= _MANY and self.phase != "prefill" else None
         found = ratios(self.step_us[OURS], self.step_us[PEER])
@@ -73,10 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print.
+    """Run the bench, and print the results.
 
     Raises:
-        CommandError: there is no vLLM here, or the results cannot be written.
+        CommandError: vLLM is not installed, or the results cannot be written.
     """
     require_vllm()
     connectors, note = find_connectors()
@@ -95,11 +95,11 @@ def measure(
     repeats: int,
     tokens: int,
 ) -> Iterator[Case]:
-    """Measure every model with every number of running requests; `find_connectors` comes first."""
+    """Measure every model with every number of running requests. Call `find_connectors` first."""
     for model in models:
         with open_riders(model, connectors, max(running)) as riders:
             draw = random.Random(0)
-            _ride(riders, draw_prompts(draw, max(running)), tokens)  # warms up
+            _ride(riders, draw_prompts(draw, max(running)), tokens)  # a warm-up
             for count in running:
                 yield from _measure_case(model, riders, count, repeats, tokens, draw)
 
@@ -112,7 +112,7 @@ def _measure_case(
         for name, steps in _ride(riders, draw_prompts(draw, running), tokens).items():
             decode = [step.hook_ns / 1e3 for step in steps if step.requests == step.tokens == running]
             prefill = [step.hook_ns / 1e3 for step in steps if step.tokens > step.requests]
-            # All that was spent, steps that only wait for copies included, over the steps that compute.
+            # All time in hooks, including steps that only wait for copies, divided by the steps that compute.
             whole = sum(step.hook_ns for step in steps) / 1e3 / sum(step.tokens > 0 for step in steps)
             gathered["all"].setdefault(name, []).append(whole)
             for phase, times in (("decode", decode), ("prefill", prefill)):
@@ -130,7 +130,7 @@ def _median_window(steps_us: Sequence[float]) -> float:
 
 
 def _ride(riders: Sequence[Rider], prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, list[Step]]:
-    """Serve the same prompts on every engine, a step each in turns; who goes first alternates."""
+    """Serve the same prompts on every engine, one step each in turns, in alternating order."""
     steps: dict[str, list[Step]] = {rider.name: [] for rider in riders}
     for rider in riders:
         rider.ask(prompts, tokens)

@@ -1,6 +1,7 @@
-"""What every bench finds, as lines: what was measured, a median with its interval, the target, and whether it is met.
+"""The results of benches as lines: what was measured, a median with its interval, the target, and whether it is met.
 
-A bench prints its lines as a table or as JSON and keeps them on request; README.md shows the headlines of those kept.
+A bench prints its lines as a table or JSON, and saves them if requested. README.md shows the headlines of saved
+results.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ class Line:
 
     Args:
         what: what was measured.
-        median: of the samples.
-        low, high: how far it can be trusted; None with too few samples to say.
-        unit: of all three.
-        target: what was wanted, in words; empty where nothing was.
+        median: the median of the samples.
+        low, high: the ends of its confidence interval; None with too few samples.
+        unit: the unit of these three.
+        target: the target in words; empty if there is none.
         is_met: whether the median meets the target; None without a target.
     """
 
@@ -35,7 +36,7 @@ class Line:
 
     @property
     def found(self) -> str:
-        """The numbers as a table shows them."""
+        """Return the numbers as a table shows them."""
         shown = f"{_digits(self.median)}{self.unit}"
         if self.low is None or self.high is None:
             return shown
@@ -43,11 +44,11 @@ class Line:
 
     @property
     def verdict(self) -> str:
-        """Whether the target is met, in a word."""
+        """Return whether the target is met, in a word."""
         return {None: "", True: "met", False: "missed"}[self.is_met]
 
     def to_plain(self) -> dict[str, object]:
-        """The fields for JSON, numbers to five digits."""
+        """Return the fields for JSON, with numbers rounded to five digits."""
         return {
             name: float(f"{value:.5g}") if isinstance(value, float) else value
             for name, value in asdict(self).items()
@@ -62,7 +63,7 @@ def line(
     at_least: float | None = None,
     at_most: float | None = None,
 ) -> Line:
-    """Return the median of at least one sample and its 95 % interval; the median is held against the target."""
+    """Return the median of the samples and its 95 % interval, and compare the median with the target."""
     middle, target, is_met = statistics.median(samples), "", None
     low, high = (one if math.isfinite(one) else None for one in median_interval(samples))
     if at_least is not None:
@@ -73,16 +74,16 @@ def line(
 
 
 def ratios(mine: Iterable[float], others: Iterable[float]) -> list[float]:
-    """Return the one over the other, in pairs."""
+    """Return each of `mine` divided by the one of `others` at the same index."""
     return [one / other for one, other in zip(mine, others, strict=True)]
 
 
 def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
     """Return two of the samples between which the median lies with at least this confidence.
 
-    The number of samples below the median is that of heads in as many tosses of a coin, so of n ordered samples the
-    k-th from either end enclose it unless fewer than k tosses came up heads, or fewer than k tails. The narrowest such
-    pair is taken; where even the outermost is not enough (fewer than 6 samples for 95 %), everything is possible.
+    The number of samples below the median has the distribution of heads in as many coin tosses. So the k-th of n
+    ordered samples from either end enclose the median unless there are fewer than k heads or fewer than k tails. The
+    narrowest such pair is returned. With too few samples (fewer than 6 for 95 %), the interval is infinite.
     """
     ordered = sorted(samples)
     count = len(ordered)
@@ -145,11 +146,11 @@ HEADLINES: Mapping[str, Sequence[str]] = {
         "a slot's memory, every block replaced twice, 1,000,000 slots",
     ),
 }
-"""The lines that README.md shows, by bench."""
+"""the lines that README.md shows, for each bench"""
 
 
 def markdown(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table for each machine with the headlines of kept results.
+    """Return a table for each machine with the headlines of saved results.
 
     Raises:
         KeyError: a result lacks a headline.

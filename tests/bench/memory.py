@@ -1,8 +1,10 @@
-"""Python memory of host slots, and the start-up time of many: each number of slots in a separate process.
+"""Measures the Python memory of host slots, and the start-up time with many slots.
 
-What is compared is the process's resident memory, before the side is made and when its slots are full, and again after
-every block has been replaced twice: dicts that lose and gain keys need more room than those that only gain, and copy
-themselves now and then. A block's key counts as the host's own, since nothing else refers to it once the request has ended.
+Each number of slots runs in a separate process.
+
+The process's resident memory is compared before the side is made, when its slots are full, and after every block was
+replaced twice, because dicts with deletions need more memory than those without, and are sometimes rebuilt. A block's
+key is counted, because nothing else refers to it after the request's end.
 """
 
 from __future__ import annotations
@@ -22,19 +24,19 @@ from kvoffload.cli.exits import CommandError
 from tests.bench.engineless import Engineless
 from tests.bench.lines import Line, line
 
-_TARGETS_AT = 1_000_000  # slots
-_REPLACED = 2  # times: the first time takes room, the second copies what has it
-_ROOT = Path(__file__).resolve().parents[2]  # of the checkout
+_TARGETS_AT = 1_000_000  # in slots
+_REPLACED = 2  # times; the first replacement grows the dicts, the second rebuilds them
+_ROOT = Path(__file__).resolve().parents[2]  # the checkout
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Memory(NamedTuple):
-    """One number of slots.
+    """The result for one number of slots.
 
     Args:
-        start_s: until the side is made and knows of all its slots.
-        full, churned: resident bytes a slot: of full ones, and of full ones in which each block has been replaced twice.
-        longest_put_s: the longest time that 64 blocks took to find places, of the processor and over all of them.
+        start_s: seconds until the side has all its slots.
+        full, churned: resident bytes per slot: when full, and after each block was replaced twice.
+        longest_put_s: the longest processor time for storing 64 blocks.
     """
 
     start_s: float
@@ -47,7 +49,7 @@ def measure(slots: Sequence[int]) -> Iterator[Line]:
     """Measure each number of slots.
 
     Raises:
-        CommandError: a process ended without an answer, as one does that gets no memory.
+        CommandError: a process ended without an answer, for example because it got no memory.
     """
     for count in slots:
         found, what = _in_a_process(count), f", {count:,} slots"
@@ -62,16 +64,16 @@ def measure(slots: Sequence[int]) -> Iterator[Line]:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process."""
+    """Return the resident memory of this process."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE
 
 
 def fill(slots: int) -> Memory:
-    """Measure here: memory that other things left behind would be taken for free."""
+    """Measure in this process, which must be new: reused memory would hide growth."""
     draw = random.Random(0)
-    Engineless(16).put([])  # everything is imported, and made once
+    Engineless(16).put([])  # Import everything, and create what is created once.
     gc.collect()
-    gc.disable()  # as it is at rest in an engine
+    gc.disable()  # as in an idle engine
     before = resident_bytes()
     begun = time.perf_counter()
     rig = Engineless(slots)

@@ -1,9 +1,9 @@
-"""What requests that wait cost each step, beside vLLM's `OffloadingConnector`.
+"""Measures what waiting requests add to each step, compared with vLLM's `OffloadingConnector`.
 
-Some requests decode, many wait behind them and do nothing. This connector rides an engine of its own. Of the peer only
-the scheduler's side runs without a GPU: it follows an engine without a connector, gets each request and asked for
-a plan in each step, and its stores end at once. The model has sliding windows, so both must notice blocks that left a
-window and were allocated again; the peer looks for them in all requests that it knows.
+Some requests decode while many wait. Our connector runs in its own engine. Without a GPU, only the peer's scheduler
+side can run: it follows an engine without a connector, gets each request and makes a plan in each step, and its stores
+end at once. The model has sliding windows, so both connectors must notice blocks that left a window and were allocated
+again. The peer searches all of its requests for them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.bench.vllm_engines import (
 
 RUNNING = 16
 FEW = 10
-_STEPS = 64  # in which each running request completes two blocks
+_STEPS = 64  # steps in which each running request completes two blocks
 _WAITING_TOKENS = 64
 _PEER = "OffloadingConnector"
 _PEER_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
@@ -48,10 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print.
+    """Run the bench, and print the results.
 
     Raises:
-        CommandError: there is no vLLM here, or the results cannot be written.
+        CommandError: vLLM is not installed, or the results cannot be written.
     """
     require_vllm()
     method = (
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(waiting: Sequence[int], pairs: int) -> Iterator[Line]:
-    """Measure both connectors with each number of waiting requests; the peer only where this vLLM has it."""
+    """Measure both connectors for each number of waiting requests; the peer only if this vLLM has it."""
     import torch
 
     prepare_process(torch.cuda.is_available())
@@ -77,7 +77,7 @@ def _measure(waiting: Sequence[int], pairs: int) -> Iterator[Line]:
         for rider in riders[1:]:
             rider.follow(_peers_side, _all_ended)
         for rider in riders:
-            _steps_us(rider, FEW, draw)  # warms up
+            _steps_us(rider, FEW, draw)  # a warm-up
         for count in waiting:
             yield from _measure_case(riders, count, pairs, draw)
 
@@ -99,7 +99,7 @@ def _measure_case(riders: Sequence[Rider], waiting: int, pairs: int, draw: rando
 
 
 def _steps_us(rider: Rider, waiting: int, draw: random.Random) -> float:
-    """Return the mean microseconds in hooks of steps in which all running requests decode and `waiting` others wait."""
+    """Return the mean microseconds in hooks per step, while all running requests decode and `waiting` others wait."""
     names = rider.ask(draw_prompts(draw, RUNNING), 2 * _STEPS)
     took: list[float] = []
     names += rider.ask([draw.choices(range(2, VOCABULARY), k=_WAITING_TOKENS) for _ in range(waiting)], 1)
@@ -114,7 +114,7 @@ def _steps_us(rider: Rider, waiting: int, draw: random.Random) -> float:
 
 
 def _peers_side(vllm_config: Any, kv_cache_config: Any) -> Any:
-    """Make the scheduler's side of vLLM's `OffloadingConnector` for an engine that does not have it."""
+    """Return the scheduler's side of vLLM's `OffloadingConnector` for an engine without this connector."""
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
@@ -127,7 +127,7 @@ def _peers_side(vllm_config: Any, kv_cache_config: Any) -> Any:
 
 
 def _all_ended(plan: Any) -> Any:
-    """Report to the peer that all stores of a plan have ended."""
+    """Return a report to the peer that all stores of a plan have ended."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
     from vllm.v1.outputs import KVConnectorOutput
 

@@ -1,8 +1,9 @@
-"""The remote tier's copies beside the store's own client, engines that share a store, and a store that hangs.
+"""Compares the remote tier with the store's own client, and measures engines that share a store, also while it hangs.
 
-The stores are started from their wheels on this machine: a Mooncake master with one node, and SeaweedFS as an S3 server. Each
-repeat moves the same bytes each way by the store's own client and then through the tier, so that other load on the machine
-affects both (`remote_rig.py`). Every byte is compared before anything is timed. `remote_engines.py` has the engines.
+The stores are started from their wheels on this machine: a Mooncake master with one node, and SeaweedFS as an S3
+server. Each repeat moves the same bytes each way by the store's own client and then through the tier, so that other
+load on the machine affects both (`remote_rig.py`). Every byte is compared before the measurement. `remote_engines.py`
+measures the engines.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from tests.bench.remote_rig import REGIONS, BucketClient, MooncakeClient, TierWa
 from tests.bench.results import add_output_arguments, give_out
 
 _GOAL, _GOAL_FROM_KIB = 0.7, 1024
-_SPACE, _LEAST_SPACE = 4, 2**28  # memory of a Mooncake node: times what a repeat writes, and at least
+# Memory of a Mooncake node: this multiple of a repeat's bytes, and at least this many bytes.
+_SPACE, _LEAST_SPACE = 4, 2**28
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print.
+    """Run the bench, and print the results.
 
     Raises:
         RemoteError: a store is not installed or does not start.
@@ -84,7 +86,7 @@ def _copies(
             for (call, way), found in speeds.items():
                 began = time.perf_counter()
                 getattr(way, call)()
-                if repeat:  # the first warms up
+                if repeat:  # The first repeat is a warm-up.
                     found.append(rig.size / (time.perf_counter() - began) / 1e9)
             client.clear()
     goal = _GOAL if block_kib >= _GOAL_FROM_KIB else None

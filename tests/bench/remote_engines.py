@@ -1,10 +1,11 @@
-"""Engines that share a store: what the second engine gains, what the store costs the hooks, and what it costs while it hangs.
+"""Engines that share a store: the second engine's gain, the cost in hooks, and the cost while the store hangs.
 
-* A second engine serves prompts that another engine computed and wrote to the store, in turns with an engine that recomputes them.
-* Conversations that outgrow the host are played by four engines in turns: without a store, with an empty one that nothing is written
-  to, with one that works, and with one that is dead.
-* An engine serves a ring of prompts that fits neither its device nor its host, so that each comes from the store. Its tokens are
-  counted in each second while the process with the values is stopped, and after it goes on.
+* A second engine serves prompts whose blocks another engine has written to the store, in turns with an engine that
+  computes them.
+* Four engines serve conversations larger than the host in turns: without a store, with an empty one to which nothing is
+  written, with a working one, and with a dead one.
+* An engine serves a ring of prompts that fits neither its device nor its host, so that each comes from the store. Its
+  tokens per second are counted before, while and after the process with the values is stopped.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ LocalStore: TypeAlias = LocalMooncake | LocalBucket
 _NODE_BYTES = 2**29
 _ANSWER = 4
 _RING, _RING_TOKENS, _CLIENTS = 32, 320, 2
-_HOST_SHARE = 3  # of the ring; fetches may fill a quarter of the host: a prompt of each client
-_FLOAT_BYTES = 4  # of the engine's KV
+_HOST_SHARE = 3  # share of the ring; fetches may fill a quarter of the host, which is a prompt of each client
+_FLOAT_BYTES = 4  # bytes of a number in the engine's KV
 
 
 def measure_engines(args: argparse.Namespace) -> Iterator[Line]:
-    """Measure on each store that was asked for.
+    """Measure each chosen store.
 
     Raises:
         RemoteError: a store does not start.
-        CommandError: it brings nothing where it should.
+        CommandError: the store delivers nothing.
     """
     for store in args.store:
         with local_store(store, _NODE_BYTES) as server:
@@ -68,7 +69,7 @@ def measure_engines(args: argparse.Namespace) -> Iterator[Line]:
 
 
 async def _second_engine(name: str, server: LocalStore, args: argparse.Namespace) -> list[Line]:
-    """Have one engine write prompts to the store, and another begin on them."""
+    """Let one engine write prompts to the store, and measure another that starts with them."""
     tokens = 1280 if args.model == "small" else 512
     options = DemoOptions(
         conversations=args.conversations,
@@ -109,9 +110,10 @@ async def _second_engine(name: str, server: LocalStore, args: argparse.Namespace
 
 
 async def _hooks(kind: str) -> list[Line]:
-    """Measure hooks without a store, with an idle one, with one that works, and with a dead one."""
+    """Measure hooks without a store, with an idle one, with a working one, and with a dead one."""
     async with AsyncExitStack() as opened:
-        # First: an engine reads the endpoint of a bucket from the environment, where the store that works replaces it.
+        # Started first, because an engine reads a bucket's endpoint from the environment, where the working store then
+        # replaces it.
         dies = opened.enter_context(local_store(kind, _NODE_BYTES))
         dead = await opened.enter_async_context(served(OUTGROWS, {**HOST, "remote_url": dies.url}))
         dies.close()
@@ -142,7 +144,7 @@ async def _without_a_store(args: argparse.Namespace) -> float:
     """Return the tokens per second without a store."""
     options = _ring_options(args)
     async with served(options, {"host_bytes": _ring_host(options)}) as (engine, _), _ring(engine) as tokens:
-        await _rate(tokens, args.seconds)  # warms up
+        await _rate(tokens, args.seconds)  # a warm-up
         return await _rate(tokens, args.seconds)
 
 
@@ -150,7 +152,7 @@ async def _hanging(server: LocalStore, args: argparse.Namespace) -> tuple[float,
     """Stop the process with the values for a while.
 
     Returns:
-        The tokens per second of an engine that uses the store, before, meanwhile and afterwards.
+        The tokens per second of an engine that uses the store: before, while it is stopped, and afterwards.
     """
     process = server.node if isinstance(server, LocalMooncake) else server.server
     options = _ring_options(args)
@@ -176,7 +178,7 @@ def _ring_options(args: argparse.Namespace) -> DemoOptions:
 
 
 def _ring_host(options: DemoOptions) -> int:
-    """Return the bytes of a host that holds a part of the ring."""
+    """Return the bytes of a host with room for a part of the ring."""
     model = engine_config(options).model
     token_bytes = 2 * model.layers * model.kv_heads * model.head_dim * _FLOAT_BYTES
     return _RING * _RING_TOKENS * token_bytes // _HOST_SHARE
@@ -184,7 +186,7 @@ def _ring_host(options: DemoOptions) -> int:
 
 @asynccontextmanager
 async def _ring(engine: Engine) -> AsyncIterator[list[int]]:
-    """Have clients serve a ring of prompts; the list gets the tokens of each second, the last one still under way."""
+    """Let clients serve a ring of prompts. The list gets the tokens of each second; the last second is incomplete."""
     prompts, tokens, now = (
         itertools.cycle(_prompts(_RING, _RING_TOKENS)),
         [0],
@@ -218,7 +220,7 @@ async def _rate(tokens: list[int], seconds: int) -> float:
     """Return the tokens per second of this second and the next ones.
 
     Raises:
-        CommandError: there are none.
+        CommandError: no token was computed.
     """
     first = len(tokens) - 1
     while len(tokens) <= first + seconds:  # noqa: ASYNC110  # a list has no event for it
@@ -244,5 +246,5 @@ async def _first_token_s(engine: Engine, prompt: list[int]) -> float:
 
 
 def _prompts(count: int, tokens: int) -> list[list[int]]:
-    draw = random.Random(1)  # another seed than the warm-up's, which would be the first prompt
+    draw = random.Random(1)  # another seed than the warm-up's, whose first prompt would be the same
     return [draw.choices(range(256), k=tokens) for _ in range(count)]

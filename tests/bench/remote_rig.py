@@ -1,8 +1,7 @@
-"""Two ways to the same bytes: through the tier, and by the remote tier's own client.
+"""Two ways to transfer the same bytes: through the remote tier, and with the store's own client.
 
-The tier is what an engine uses: `BlockingCalls` and `RemoteMover` between scattered host slots and the store, checksums included. The
-client is called from as many threads with values of the same sizes in batches of the same length, from and to memory that it
-has registered.
+The tier uses `BlockingCalls` and `RemoteMover` between scattered host slots and the store, with checksums. The client
+is called from as many threads, with the same sizes of values and batches, on memory that it has registered.
 """
 
 from __future__ import annotations
@@ -39,31 +38,31 @@ if TYPE_CHECKING:
     from kvoffload.remote.local import LocalBucket
     from tests.bench.copy_rig import Rig
 
-TIMEOUT_S = 60.0  # of a call: long enough to measure a slow one
+TIMEOUT_S = 60.0  # time limit of a call, long enough to measure a slow one
 _KEY_BYTES = 33
-_POLL_S = 1e-3  # one that is shorter takes the threads' processor
+_POLL_S = 1e-3  # shorter pauses take processor time from the threads
 REGIONS = 8  # pages of a block
 
 
 class Way(Protocol):
-    """Moves a repeat's bytes."""
+    """One way to transfer the bytes of a repeat."""
 
     def put(self) -> None:
         """Write them."""
 
     def get(self) -> None:
-        """Read what was written last."""
+        """Read the bytes that were written last."""
 
     def close(self) -> None:
-        """End connections."""
+        """Close connections."""
 
 
 class TierWay:
-    """Through the tier, from and to scattered slots of a rig.
+    """Transfers through the tier, from and to scattered slots of a rig.
 
     Args:
-        url: of the store.
-        rig: its host memory; it says how many blocks.
+        url: the store's URL.
+        rig: the host memory, and the number of blocks.
     """
 
     def __init__(self, url: str, rig: Rig) -> None:
@@ -98,7 +97,7 @@ class TierWay:
         """Put, clear the slots, get, and compare every byte.
 
         Raises:
-            CommandError: a byte differs, so there is nothing to time.
+            CommandError: a byte differs.
         """
         self.put()
         pages = [page for slot in self._slots for page in self._rig.arena.pages(slot)]
@@ -129,7 +128,7 @@ class ClientWay(ABC):
     """The store's own client, called in batches from as many threads as the tier has.
 
     Args:
-        rig: says how large a block is, and how many.
+        rig: determines the size and number of blocks.
     """
 
     def __init__(self, rig: Rig) -> None:
@@ -170,7 +169,7 @@ class ClientWay(ABC):
         call(start, [buffer[at * self._value_bytes :][: self._value_bytes] for at in range(count)])
 
     def _register(self, buffer: memoryview) -> None:  # noqa: B027  # not every client needs it
-        """Register memory that puts and gets use."""
+        """Register the memory that puts and gets use."""
 
     @abstractmethod
     def _put(self, start: int, values: Sequence[memoryview]) -> None: ...
@@ -180,7 +179,7 @@ class ClientWay(ABC):
 
 
 class MooncakeClient(ClientWay):
-    """Its own connection; `clear` removes everything, so the store must have no other user."""
+    """Uses a separate connection. `clear` removes everything, so the store must have no other user."""
 
     def __init__(self, server: LocalMooncake, rig: Rig) -> None:
         super().__init__(rig)
@@ -216,7 +215,7 @@ class MooncakeClient(ClientWay):
 
 
 class BucketClient(ClientWay):
-    """Its own connection; a batch is one object, whose values a get reads as ranges, as the tier does."""
+    """Uses a separate connection. A batch is one object, and a get reads ranges of it, as the tier does."""
 
     def __init__(self, server: LocalBucket, rig: Rig) -> None:
         import obstore

@@ -1,4 +1,4 @@
-"""What every bench does with its lines: a table or JSON of them, and the files that keep them, one per bench and machine."""
+"""Prints the lines of a bench as a table or JSON, and saves them to a file per bench and machine."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def give_out(
     measuring: Iterable[Line],
     *packages: str,
 ) -> int:
-    """Measure, print, and keep what was found where that was asked for; return the exit code.
+    """Run a bench, print its lines, and save them if requested; return the exit code.
 
     Args:
-        name: the bench's.
-        args: of `add_output_arguments`.
-        method: how it is measured, in a sentence.
-        measuring: yields what it finds.
-        packages: more distributions whose versions matter.
+        name: the bench's name.
+        args: the options of `add_output_arguments`.
+        method: the method, in a sentence.
+        measuring: yields the lines.
+        packages: further distributions whose versions are recorded.
 
     Raises:
-        CommandError: it cannot be measured, or a file cannot be written.
+        CommandError: the bench cannot run, or a file cannot be written.
     """
     about = _machine(*packages)
     began = datetime.now(UTC).isoformat(timespec="seconds")
@@ -61,13 +61,13 @@ def give_out(
     else:
         about_text = ", ".join(f"{key} {value}" for key, value in about.items())
         print("\n".join([about_text, method, "", *table(lines)]))
-    if args.save is not None:  # last: what was measured is on the screen where the file cannot be written
+    if args.save is not None:  # Last, so that the results are on the screen if the file cannot be written.
         say(f"written: {_save(name, result, args.save)}")
     return Exit.OK
 
 
 def _options(args: argparse.Namespace) -> dict[str, object]:
-    """Return the bench's options. A path would say more of the machine than of the numbers."""
+    """Return the bench's options without paths, which only depend on the machine."""
     hidden = ("json", "save")
     return {
         name: value
@@ -77,10 +77,10 @@ def _options(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _machine(*packages: str) -> dict[str, object]:
-    """Return what numbers depend on: the processor, its load now, and the versions of what took part.
+    """Return the facts on which the results depend: the processor, its current load, and versions.
 
     Args:
-        packages: more distributions whose versions matter; those that are not installed are left out.
+        packages: further distributions whose versions are recorded, if they are installed.
     """
     found = {}
     for name in ("kvoffload", "torch", *packages):
@@ -90,15 +90,16 @@ def _machine(*packages: str) -> dict[str, object]:
 
 
 def _save(name: str, result: Mapping[str, object], folder: Path) -> Path:
-    """Write a bench's result into `folder`/NAME-MACHINE.json, in place of what was there; return the path.
+    """Write a bench's result to `folder`/NAME-MACHINE.json, replacing an existing file; return the path.
 
     Args:
-        name: the bench's.
+        name: the bench's name.
         result: JSON-like values; its "machine" names the file.
-        folder: is made where it is missing.
+        folder: created if it is missing.
 
     Raises:
-        CommandError: it cannot be written, or is over 30 kB: a bench keeps sums, not samples.
+        CommandError: the file cannot be written, or is larger than 30 kB, because a bench saves sums instead of
+            samples.
     """
     about = result["machine"]
     assert isinstance(about, Mapping)

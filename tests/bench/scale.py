@@ -1,6 +1,6 @@
-"""The scheduler's side without an engine: lookups, and memory of slots. Copies are simulated.
+"""Measures lookups and the memory of slots on the scheduler's side, without an engine.
 
-Each is measured on the real `SchedulerSide`; the engine around it and the copies are not there.
+The `SchedulerSide` is the real one. There is no engine, and copies are simulated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print.
+    """Run the bench, and print the results.
 
     Raises:
         CommandError: a file cannot be written, or there is not enough memory for so many slots.

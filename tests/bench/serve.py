@@ -1,11 +1,12 @@
-"""What offloading costs and brings a stock vLLM, beside vLLM's own `SimpleCPUOffloadConnector`.
+"""Measures offloading's cost and benefit in a stock vLLM, compared with vLLM's `SimpleCPUOffloadConnector`.
 
-Engines without a connector, with this one and with the peer's take turns in one process, each on the same prompts, so that
-whatever else the machine does meets all alike.
+Engines without a connector, with this one and with the peer's take turns in one process, each on the same prompts, so
+that whatever else the machine does meets all alike.
 
-* Prompts that never repeat: throughput over that without a connector, until nothing is left to do, open copies included.
-* Turns that come back: conversations need four times the device's cache, so the device has forgotten each one by its next
-  turn. Time from the request to its first token, over recomputing and over the peer.
+* Prompts that never repeat: throughput over that without a connector, until nothing is left to do, open copies
+  included.
+* Turns that come back: conversations need four times the device's cache, so the device has forgotten each one by its
+  next turn. Time from the request to its first token, over recomputing and over the peer.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ PROMPT_TOKENS = 1024
 TURN_TOKENS = 64
 TURNS = 3
 _CACHE_SHARE = 4
-_SHAPE: Mapping[str, Any] = {  # large enough that computing a prompt takes longer than scheduling it
+_SHAPE: Mapping[str, Any] = {  # so large that computing a prompt takes longer than scheduling it
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_attention_heads": 4,
@@ -56,10 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print.
+    """Run the bench, and print the results.
 
     Raises:
-        CommandError: there is no vLLM here, or the results cannot be written.
+        CommandError: vLLM is not installed, or the results cannot be written.
     """
     require_vllm()
     connectors, note = find_connectors()
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(connectors: Mapping[str, Mapping[str, Any]], pairs: int, conversations: int) -> Iterator[Line]:
-    """Measure every connector and none."""
+    """Measure an engine with each connector and one without."""
     longest = PROMPT_TOKENS + TURNS * TURN_TOKENS
     needed = conversations * (longest // BLOCK)
     blocks = max(needed // _CACHE_SHARE, AT_ONCE * (longest // BLOCK + 1)) + 1  # the null block is never used
@@ -86,7 +87,7 @@ def _measure(connectors: Mapping[str, Mapping[str, Any]], pairs: int, conversati
 
 
 def _throughput(rates: Mapping[str, Sequence[float]], vllm: str) -> Iterator[Line]:
-    """Yield what prompts that never repeat show, of rates by connector."""
+    """Yield the results for prompts that never repeat, from the rates by connector."""
     what = f"throughput on prompts that never repeat, {vllm}"
     for name, found in rates.items():
         if name != PLAIN:
@@ -96,7 +97,7 @@ def _throughput(rates: Mapping[str, Sequence[float]], vllm: str) -> Iterator[Lin
 
 
 def _first_tokens(first_ms: Mapping[str, Sequence[float]], working_set: str) -> Iterator[Line]:
-    """Yield what returning turns show, of milliseconds by connector."""
+    """Yield the results for returning turns, from milliseconds by connector."""
     first = f"first token of returning turns, {working_set}"
     for name, found in first_ms.items():
         if name != PLAIN:
@@ -113,13 +114,13 @@ def _never_repeating(riders: Sequence[Rider], pairs: int, draw: random.Random) -
         prompts = [_tokens(draw, PROMPT_TOKENS) for _ in range(AT_ONCE)]
         for rider in _in_turns(riders, repeat):
             seconds = rider.serve(prompts, TURN_TOKENS)[1]
-            if repeat:  # the first warms up
+            if repeat:  # The first repeat is a warm-up.
                 rates[rider.name].append(AT_ONCE * (PROMPT_TOKENS + TURN_TOKENS) / seconds)
     return rates
 
 
 def _returning(riders: Sequence[Rider], conversations: int, draw: random.Random) -> dict[str, list[float]]:
-    """Take every conversation's turns, round by round; each turn's prompt goes on from that of the turn before."""
+    """Run every conversation's turns, round by round. Each turn's prompt continues the previous turn."""
     first_ms: dict[str, list[float]] = {rider.name: [] for rider in riders}
     prompts = [_tokens(draw, PROMPT_TOKENS) for _ in range(conversations)]
     for turn in range(TURNS):

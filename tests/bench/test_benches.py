@@ -1,4 +1,4 @@
-"""Each bench runs with its smallest settings and prints its lines. Those on vLLM are in tests/vllm."""
+"""Each bench runs with its smallest settings and prints its lines. The benches on vLLM are tested in tests/vllm."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_bench_measures_and_prints_its_lines(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # the disk that is measured
+    monkeypatch.chdir(tmp_path)  # its disk is measured
     assert main([*command.split(), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert [line["median"] > 0 for line in printed["lines"]] == [True] * lines
@@ -61,7 +61,7 @@ def test_an_index_is_opened_as_an_engine_does(tmp_path: Path) -> None:
 
 
 def break_copies(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[CopyRuns], None]) -> None:
-    """Hand each copy to `spoil` when it has ended."""
+    """Call `spoil` with each copy that has ended."""
 
     def copy(runs: CopyRuns) -> None:
         host_copier.copy_by_memmove(runs)
@@ -79,7 +79,7 @@ def last_byte(runs: CopyRuns) -> None:
 
 
 def byte_behind(runs: CopyRuns) -> None:
-    """Flip a byte of a page that was not written, behind one that was."""
+    """Flip a byte of an unwritten page after a written one."""
     flip(int(np.setdiff1d(runs.target + PAGE, runs.target)[0]))
 
 

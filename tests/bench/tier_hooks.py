@@ -1,4 +1,4 @@
-"""Engines with a tier below the host, and the time that the tier costs the scheduler's hooks."""
+"""Measures the time that a lower tier adds to the scheduler's hooks."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Served: TypeAlias = "tuple[Engine, SchedulerSide]"
 OUTGROWS = DemoOptions(
     conversations=12, turns=10, first_tokens=384, turn_tokens=96, answer_tokens=24, model="tiny"
 )
-"""Conversations that outgrow a host of `HOST`."""
+"""conversations that are larger than a host of `HOST`"""
 HOST: Mapping[str, object] = {"host_bytes": "18MiB"}
 NEVER = 2**30
-"""Hits before a block is written, for a tier that has nothing to do."""
+"""so many hits before a block is written that the tier has nothing to do"""
 _PATIENCE_S = 120.0
 
 
 @asynccontextmanager
 async def served(options: DemoOptions, settings: Mapping[str, object]) -> AsyncIterator[Served]:
-    """Run an engine; wait until its host memory is ready and the tiers below can be used."""
+    """Yield an engine whose host memory is ready and whose lower tiers can be used."""
     plugin = load_plugin(PLUGIN)
     async with Engine(engine_config(options, settings), plugin) as engine:
         side: SchedulerSide | None = getattr(plugin, "offload", None)
@@ -55,10 +55,10 @@ def _has_its_memory(side: SchedulerSide) -> bool:
 
 
 async def until(engine: Engine | None, what: str, holds: Callable[[], bool]) -> None:
-    """Wait for a condition, stepping an engine that has no requests.
+    """Wait for a condition, and step an engine that has no requests.
 
     Raises:
-        CommandError: it takes too long; the message says `what`.
+        CommandError: it takes too long; the message contains `what`.
     """
     now = asyncio.get_running_loop().time
     end = now() + _PATIENCE_S
@@ -71,12 +71,12 @@ async def until(engine: Engine | None, what: str, holds: Callable[[], bool]) -> 
 
 
 def moved(side: SchedulerSide, tier: str, way: str) -> float:
-    """Return the blocks that were copied to (`way` "store") or from ("load") a tier."""
+    """Return how many blocks were copied to (`way` "store") or from ("load") a tier."""
     return side.counters.snapshot().count("kvoffload_tier_blocks_total", tier, way, "done")
 
 
 async def hook_seconds(engines: Mapping[str, Served]) -> dict[str, list[float]]:
-    """Play the rounds of `OUTGROWS` on the engines in turns; return the seconds in the hooks of each, by round."""
+    """Run the rounds of `OUTGROWS` on the engines in turns; return the seconds in each engine's hooks, by round."""
     conversations = make_conversations(OUTGROWS)
     players: dict[str, Player] = {}
     for name, (engine, _) in engines.items():

@@ -1,10 +1,11 @@
-"""What each tier finds of a production trace's prompts, on paper and by the real core.
+"""Counts what each tier finds of a production trace's prompts, with a simple model and with the real core.
 
-A trace is a file of JSON lines with `timestamp` (milliseconds), `input_length` (tokens) and `hash_ids`, one for each 512 tokens of
-the prompt: equal ids stand for equal prefixes. Such traces are published with Mooncake.
+A trace is a file of JSON lines with `timestamp` (milliseconds), `input_length` (tokens) and `hash_ids`, one for each
+512 tokens of the prompt: equal ids stand for equal prefixes. Such traces are published with Mooncake.
 
-On paper, a tier is a table of keys in the order of use. The real core decides about the same requests with the same capacities; its
-copies end at once and move nothing. What the answers to requests add to later prompts is known only when these come.
+In the simple model, a tier is a table of keys in the order of use. The real core decides about the same requests with
+the same capacities; its copies end at once and copy nothing. The answers' keys are only known when later prompts
+contain them.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ from tests.bench.results import add_output_arguments, give_out
 from tests.keys import block_key
 
 BLOCK_TOKENS = 512
-_BATCH = 64  # keys of one call for values
+_BATCH = 64  # the number of keys for which one call gets values
 _GROUP = GroupSpec(GroupId(0), AttentionKind.FULL, BLOCK_TOKENS)
 _DEVICE_BLOCKS = 4096
-_CORE_ENGINES, _CORE_REQUESTS = 64, 4000  # a part of the trace: the core decides about each block
+# Only a part of the trace, because the core decides about each block.
+_CORE_ENGINES, _CORE_REQUESTS = 64, 4000
 _MANY = 1000
 _GBIT = 1e9 / 8
 _SPEEDS = (10, 25, 100, 400)
@@ -52,12 +54,15 @@ class Prompt(NamedTuple):
 
     @property
     def most_blocks(self) -> int:
-        """A hit leaves a token to compute."""
+        """Return how many blocks a hit can have, because one token must be computed."""
         return (self.tokens - 1) // BLOCK_TOKENS
 
 
 class Tiers(NamedTuple):
-    """The tiers below an engine's device, in blocks. After `share_after` hits a block goes to the remote tier; None without one."""
+    """The capacities of the tiers in blocks.
+
+    A block goes to the remote tier after `share_after` hits; None without a remote tier.
+    """
 
     name: str
     host: int
@@ -78,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Play the trace, print, and write what was asked for.
+    """Run the bench, and print or write the results.
 
     Raises:
         CommandError: the trace cannot be read.
@@ -99,7 +104,7 @@ def read_trace(path: Path) -> Iterator[Prompt]:
     """Yield a trace's requests.
 
     Raises:
-        CommandError: the file cannot be read, or is no trace.
+        CommandError: the file cannot be read, or is not a trace.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -132,22 +137,22 @@ def route(prompts: Sequence[Prompt], engines: int, *, is_sticky: bool) -> list[i
 
 
 class PaperEngine:
-    """Tables of keys.
+    """The simple model of an engine's tiers: tables of keys.
 
     Args:
-        tiers: their sizes.
-        store: keys that the shared store has.
+        tiers: the capacities.
+        store: the keys in the shared store.
     """
 
     def __init__(self, tiers: Tiers, store: set[BlockKey]) -> None:
         self._tiers = tiers
         self._store = store
-        self._host: OrderedDict[BlockKey, int] = OrderedDict()  # how often it was found again
+        self._host: OrderedDict[BlockKey, int] = OrderedDict()  # how often each key was found again
         self._disk: OrderedDict[BlockKey, None] = OrderedDict()
         self.count: Counter[str] = Counter()
 
     def serve(self, prompt: Prompt) -> None:
-        """Find what there is of a prompt, and keep all of it."""
+        """Look a prompt up, and keep all of its blocks."""
         count, found = self.count, 0
         asked = [key for key in prompt.keys if key not in self._host and key not in self._disk]
         count["asked"] += len(asked) if self._tiers.share_after is not None else 0
@@ -169,7 +174,7 @@ class PaperEngine:
         self._keep(prompt.keys, found)
 
     def _keep(self, keys: Sequence[BlockKey], found: int) -> None:
-        """The deepest blocks become the least recently used."""
+        """Keep these blocks. The deepest blocks become the least recently used."""
         put = 0
         for at in reversed(range(len(keys))):
             hits = self._host.get(keys[at], int(at < found))
@@ -197,11 +202,11 @@ class PaperEngine:
 
 
 class CoreEngine:
-    """The real core, one request after the other. Copies end when they have begun.
+    """The real core, with one request after the other. Copies end at once.
 
     Args:
-        tiers: their sizes.
-        store: keys that the shared store has.
+        tiers: the capacities.
+        store: the keys in the shared store.
     """
 
     def __init__(self, tiers: Tiers, store: set[BlockKey]) -> None:
@@ -224,7 +229,7 @@ class CoreEngine:
             lower.remote_opened(facts.RemoteOpened("trace"))
 
     def serve(self, prompt: Prompt) -> None:
-        """Play one request from its arrival to its end, and let all copies end."""
+        """Run one request from its arrival to its end, and let all copies end."""
         core, self._served = self._core, self._served + 1
         name = RequestId(str(self._served))
         core.request_seen(facts.RequestSeen(name, prompt.tokens, (prompt.keys,)))
@@ -287,7 +292,7 @@ def play(
     *,
     is_sticky: bool = False,
 ) -> Counter[str]:
-    """Play requests on `engines` engines; return the counts of tokens, blocks and calls."""
+    """Run requests on `engines` engines; return the counts of tokens, blocks and calls."""
     store: set[BlockKey] = set()
     all_of_them: dict[int, PaperEngine | CoreEngine] = {}
     for number, prompt in zip(route(prompts, engines, is_sticky=is_sticky), prompts, strict=True):
@@ -336,7 +341,7 @@ def _hit(what: str, count: Counter[str]) -> Line:
 def _network(
     what: str, args: argparse.Namespace, prompts: Sequence[Prompt], engines: int, count: Counter[str]
 ) -> Iterator[Line]:
-    """Yield what the store and its network do, also for a thousand engines as busy as each of these."""
+    """Yield the load of the store and its network, also for a thousand engines with the same traffic."""
     seconds = max(prompts[-1].at_s - prompts[0].at_s, 1.0)
     block = args.kv_bytes * BLOCK_TOKENS
     keys = count["asked"] + count["fetched"] + count["put"]

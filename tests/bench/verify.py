@@ -1,9 +1,9 @@
-"""What checksums (`verify`) add to copies between two pieces of host memory.
+"""Measures the time that checksums (`verify`) add to copies within host memory.
 
 Every repeat copies the same blocks to slots and back, once with each setting, in an order that changes from repeat to
 repeat, so that other load on the machine affects all of them. Copies and checksums run one after the other on one
-thread, and each repeat chooses other blocks of more memory than a cache holds. A setting's time is compared with that of
-"off" in the same repeat.
+thread, and each repeat chooses other blocks of memory that is larger than a cache. A setting's time is compared with
+that of "off" in the same repeat.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.bench.lines import Line, line, ratios
 from tests.bench.results import add_output_arguments, give_out
 
 MODES = ("off", "sample", "full")
-REGIONS = 32  # pages of a block: keys and values of 16 layers, or of 32 that keep both in one tensor
+REGIONS = 32  # pages of a block: keys and values of 16 layers, or 32 layers with both in one tensor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print.
+    """Run the bench, and print the results.
 
     Raises:
         CommandError: the results cannot be written.
@@ -67,7 +67,7 @@ def measure(block_kib: int, size: int, repeats: int) -> Iterator[Line]:
                     rig.executor.wait()
                     took = time.perf_counter() - begun
                     assert read is None or read.result() == ()
-                    if repeat:  # the first warms up
+                    if repeat:  # The first repeat is a warm-up.
                         seconds[way][mode].append(took)
     for way, taken in seconds.items():
         for mode in MODES[1:]:

@@ -1,6 +1,6 @@
-"""Two engines in one process that take turns step by step, each with a stopwatch on its connector's scheduler hooks.
+"""Engines in one process that step in turns, with timed scheduler hooks.
 
-vLLM keeps the worker's connector in a variable of the process. Each engine puts its own there before a step.
+vLLM keeps the worker's connector in a global variable, so each engine puts its own connector there before a step.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 from kvoffload.cli.exits import CommandError
 
 ENVIRONMENT: Mapping[str, str] = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # scheduler and worker in this process
-    "TORCHDYNAMO_DISABLE": "1",  # nothing is worth compiling here
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the scheduler and the worker in this process
+    "TORCHDYNAMO_DISABLE": "1",  # compiling would take longer than it saves here
     "OMP_NUM_THREADS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -42,7 +42,7 @@ _SHAPE: Mapping[str, Any] = {
     "pad_token_id": 1,
     "bos_token_id": None,
 }
-HOST_BYTES = 1 << 28  # nothing is evicted
+HOST_BYTES = 1 << 28  # so much that nothing is evicted
 
 HOOKS = (
     "on_new_request",
@@ -58,7 +58,7 @@ HOOKS = (
     "get_kv_connector_stats",
     "take_events",
 )
-"""What the scheduler calls of a connector while it serves."""
+"""the connector's hooks that the scheduler calls while it serves"""
 
 
 _PAUSE_S = 0.001
@@ -69,9 +69,9 @@ class Step:
     """One step of an engine.
 
     Args:
-        requests: scheduled in it.
-        tokens: computed in it.
-        hook_ns: spent in the hooks since the step before.
+        requests: the number of scheduled requests.
+        tokens: the number of computed tokens.
+        hook_ns: nanoseconds in the hooks since the last step.
     """
 
     requests: int
@@ -80,7 +80,7 @@ class Step:
 
 
 class Rider:
-    """An engine with one connector, or none; `options` are of the engine, in place of those here."""
+    """An engine with one connector, or none. `options` override the engine's default options."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Rider:
         self._worker_connector = self._place._KV_CONNECTOR_AGENT
         self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self._spent_ns = self._requests = self._tokens = 0
-        self.outputs: Sequence[Any] = ()  # of the last step
+        self.outputs: Sequence[Any] = ()  # the outputs of the last step
         if self._scheduler.connector is not None:
             self._watch(self._scheduler.connector)
 
@@ -112,11 +112,11 @@ class Rider:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is anything left to do, open copies included."""
+        """Whether anything is left to do, including open copies."""
         return bool(self._scheduler.has_requests())
 
     def ask(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[str]:
-        """Ask for `tokens` tokens of each prompt; return the requests' names."""
+        """Request `tokens` tokens for each prompt; return the requests' names."""
         from vllm import SamplingParams
 
         wanted = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -126,7 +126,7 @@ class Rider:
         return names
 
     def step(self) -> Step:
-        """Take one step. After one that only waited for copies it pauses, as the loop of vLLM's server does."""
+        """Run one step. If it only waited for copies, pause afterwards, as vLLM's server does."""
         self._place._KV_CONNECTOR_AGENT = self._worker_connector
         self._requests = self._tokens = 0
         self.outputs = self.llm.llm_engine.step()
@@ -137,7 +137,7 @@ class Rider:
         return step
 
     def serve(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[list[float], float]:
-        """Serve prompts, all at once; return each one's seconds to its first token, and those until nothing is left."""
+        """Serve all prompts at the same time. Return each one's seconds to its first token, and the total seconds."""
         begun = time.perf_counter()
         names = self.ask(prompts, tokens)
         first: dict[str, float] = {}
@@ -149,17 +149,17 @@ class Rider:
         return [first[name] for name in names], time.perf_counter() - begun
 
     def abort(self, names: Sequence[str]) -> None:
-        """Ask for no more of these requests; those that have ended are left alone."""
+        """Abort these requests. Those that have ended are ignored."""
         self.llm.llm_engine.abort_request(list(names))
 
     def follow(self, make: Callable[[Any, Any], Any], ended: Callable[[Any], Any]) -> None:
-        """Time a connector's scheduler side that follows this engine, which has no connector itself.
+        """Time the scheduler side of a connector that follows this engine, which has no connector.
 
-        It hears of each request and plans in each step; what it finds and plans is not done.
+        It gets each request and plans in each step, but its hits and plans are not executed.
 
         Args:
-            make: makes it of vLLM's configuration and that of the KV cache.
-            ended: makes of a plan the workers' report that all in it has ended.
+            make: makes the connector from vLLM's configuration and the KV cache's.
+            ended: makes the workers' report that all copies of a plan have ended.
         """
         scheduler = self._scheduler
         side = make(self.llm.llm_engine.vllm_config, scheduler.kv_cache_config)
@@ -213,10 +213,10 @@ class Rider:
 
 
 def require_vllm() -> None:
-    """Say in one sentence that a bench cannot run here.
+    """Check that vLLM is installed.
 
     Raises:
-        CommandError: there is no vLLM.
+        CommandError: vLLM is not installed.
     """
     if importlib.util.find_spec("vllm") is None:
         raise CommandError("this bench runs on vLLM, which is not installed in this environment")
@@ -226,9 +226,9 @@ OURS, PEER = "kvoffload", "peer"
 
 
 def find_connectors() -> tuple[dict[str, dict[str, Any]], str]:
-    """Return the settings of both connectors by name, and a sentence on the peer. Sets the process up for vLLM.
+    """Return the settings of both connectors by name, and a sentence about the peer. Prepares the process for vLLM.
 
-    Without a GPU, copies on the host replace those of the peer, which does not run there as it is.
+    Without a GPU, the peer's copies are replaced by copies within host memory.
     """
     import torch
 
@@ -252,14 +252,14 @@ def open_riders(
     shape: Mapping[str, Any] | None = None,
     **options: object,
 ) -> Iterator[list[Rider]]:
-    """Make an engine for each connector, all with the same tiny model, and end them.
+    """Yield an engine for each connector, all with the same tiny model.
 
     Args:
         model: "qwen3" or "gemma3".
         connectors: settings by name; None for no connector.
-        running: requests that may run at once.
-        shape: of the model, in place of the one here.
-        options: of the engines, in place of those here.
+        running: the most requests that run at the same time.
+        shape: replaces the model's default shape.
+        options: override the engines' default options.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         checkpoint, riders = _write_checkpoint(model, Path(folder), shape or {}), []
@@ -275,7 +275,7 @@ def draw_prompts(draw: random.Random, count: int) -> list[list[int]]:
 
 
 def kv_transfer(connector: str, **extra: object) -> dict[str, Any]:
-    """Return vLLM's settings for a connector, `extra` being the connector's own."""
+    """Return vLLM's settings for a connector. `extra` has the connector's own settings."""
     return {
         "kv_connector": connector,
         "kv_role": "kv_both",
@@ -285,7 +285,7 @@ def kv_transfer(connector: str, **extra: object) -> dict[str, Any]:
 
 
 def prepare_process(on_gpu: bool) -> None:
-    """Set what vLLM reads when it is imported."""
+    """Set environment variables that vLLM reads at its import."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if not on_gpu:
@@ -293,7 +293,7 @@ def prepare_process(on_gpu: bool) -> None:
 
 
 def _write_checkpoint(kind: str, folder: Path, shape: Mapping[str, Any]) -> Path:
-    """Write the configuration of a tiny model, whose weights vLLM makes up; return its folder."""
+    """Write the configuration of a tiny model without weights, which vLLM draws; return its folder."""
     import transformers
 
     config: Any
@@ -302,7 +302,7 @@ def _write_checkpoint(kind: str, folder: Path, shape: Mapping[str, Any]) -> Path
             **{"num_hidden_layers": 1, "architectures": ["Qwen3ForCausalLM"], **_SHAPE, **shape}
         )
     else:
-        layers = ["sliding_attention"] * 5 + ["full_attention"]  # as in the real ones: six groups
+        layers = ["sliding_attention"] * 5 + ["full_attention"]  # six groups, as in the real models
         config = transformers.Gemma3TextConfig(
             num_hidden_layers=len(layers),
             layer_types=layers,

@@ -1,4 +1,4 @@
-"""Who gets what, in which order, and what an exception does."""
+"""Which subscriber gets which messages, in which order, and what happens if a handler raises."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_subscription_holds_for_classes_seen_before_it() -> None:
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=3), min_size=1, max_size=8))
 def test_all_subscribers_see_all_messages_in_the_same_order(children: list[list[int]]) -> None:
-    """Property: message i publishes later ones from whichever of three subscribers the draw names."""
+    """Property: while message i is handled, one of three subscribers, chosen at random, publishes later ones."""
     bus, seen = Bus(), [list[int](), list[int](), list[int]()]
 
     def listen(who: int) -> None:
@@ -115,7 +115,8 @@ def test_all_subscribers_see_all_messages_in_the_same_order(children: list[list[
         listen(who)
     bus.publish(Base(0))
     assert seen[0] == seen[1] == seen[2]
-    assert seen[0] == sorted(seen[0])  # breadth first: a generation ends before the next begins
+    # Breadth first: all messages of a generation are delivered before the next generation.
+    assert seen[0] == sorted(seen[0])
     assert bus.published == len(seen[0])
 
 
@@ -223,7 +224,7 @@ def test_closing_the_bus_closes_the_feeds() -> None:
 
 
 def keep(bus: Bus, batches: list[list[object]]) -> None:
-    """Add the messages of each batch from now on."""
+    """Append the messages of each batch from now on."""
     bus.keep(lambda kept: batches.extend([messages for _, _, messages in kept]), float)
 
 

@@ -1,4 +1,4 @@
-"""Observers watch; none of them can hurt the engine or another observer."""
+"""No observer can disturb the engine or another observer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.asyncio
 
 
 def fed(bus: Bus, name: str, capacity: int) -> Feed[int]:
-    """A feed of every number that is published."""
+    """Return a feed of every number that is published."""
     feed: Feed[int] = bus.observe(name, capacity)
     bus.count(int, feed.offer)
     return feed
@@ -59,7 +59,7 @@ async def test_an_observer_that_raises_is_removed_and_its_neighbour_goes_on() ->
         await wait_all_tasks_blocked()
         bus.publish(3)
         bus.close()
-    assert removed == [("bad", "at 1", 1)]  # the second event was queued and is dropped
+    assert removed == [("bad", "at 1", 1)]  # The second event was queued and is dropped.
     assert seen == [1, 2, 3]
     assert numbers(bad) == (1, 1, 0)
 
@@ -85,7 +85,7 @@ async def test_an_observer_that_waits_loses_only_its_own_events() -> None:
         gate.set()
         bus.close()
     assert seen == [0, 1, 2, 3, 4, 5]
-    assert late == [0, 1, 2]  # one in hand, two waiting
+    assert late == [0, 1, 2]  # The consumer has taken one; two are queued.
     assert slow.dropped == 3
     assert quick.dropped == 0
 

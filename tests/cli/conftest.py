@@ -1,4 +1,4 @@
-"""What tests of the command share: small demos, and a process that is left as it was found."""
+"""Shared by the tests of the command: small demos, and clean-up of the process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["one_thread"]
 
-# Three turns of four conversations on a device cache that holds about a third of them: a fraction of a second.
+# Three turns of four conversations, on a device cache for about a third of them. Takes a fraction of a second.
 SMALL = (
     "demo --model tiny --conversations 4 --turns 3 --first-tokens 100 --turn-tokens 30 --answer-tokens 5 "
     "--device-blocks {blocks} --host-bytes 16MiB"
@@ -23,7 +23,7 @@ SMALL = (
 
 @pytest.fixture(autouse=True)
 def _own_logging() -> Iterator[None]:
-    """The command is its own host and sets logging up; other tests must not see that."""
+    """Undo the command's logging setup, which other tests must not see."""
     logger = logging.getLogger("kvoffload")
     before = (logger.handlers[:], logger.level, logger.propagate)
     yield
@@ -33,5 +33,5 @@ def _own_logging() -> Iterator[None]:
 
 @pytest.fixture
 def small() -> list[str]:
-    """The arguments of a small demo with full attention."""
+    """Return the arguments of a small demo with full attention."""
     return SMALL.format(blocks=26).split()

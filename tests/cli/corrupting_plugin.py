@@ -1,4 +1,4 @@
-"""A control: one block is damaged after it was loaded; a demo that does not notice proves nothing."""
+"""A plugin that corrupts one loaded block, to prove that the demo notices wrong bytes."""
 
 from __future__ import annotations
 
@@ -17,29 +17,28 @@ if TYPE_CHECKING:
 
 
 class CorruptingPlugin:
-    """A plugin like the one inside, except that the first block loaded by its first rank gets other bytes."""
+    """Wraps the real plugin, and corrupts the first block that the first rank loads."""
 
     def __init__(self, inside: EnginePlugin) -> None:
         self._inside = inside
 
     @property
     def offload(self) -> SchedulerSide | None:
-        """The inside of the plugin inside."""
+        """Return the scheduler side of the wrapped plugin."""
         offload: SchedulerSide | None = getattr(self._inside, "offload", None)
         return offload
 
     def scheduler_side(self, engine: EngineFacts) -> SchedulerPlugin:
-        """The scheduler's side of the plugin inside."""
         return self._inside.scheduler_side(engine)
 
     def worker_side(self, engine: EngineFacts, rank: int) -> WorkerPlugin:
-        """The worker's side of the plugin inside, spoilt on the first rank."""
+        """Return the wrapped plugin's worker side, which corrupts a block on the first rank."""
         worker = self._inside.worker_side(engine, rank)
         return worker if rank else CorruptingWorker(worker)
 
 
 class CorruptingWorker(WorkerPlugin):
-    """Waits for the end of the first load, and changes one block before the engine hears of it."""
+    """Waits for the end of the first load, and changes one block before the load is reported to the engine."""
 
     def __init__(self, inside: WorkerPlugin) -> None:
         self._inside = inside
@@ -48,7 +47,7 @@ class CorruptingWorker(WorkerPlugin):
         self._is_done = False
 
     def register_kv_caches(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep the memory, to change it."""
+        """Keep the tensors, to change them later."""
         self._tensors = tensors
         self._inside.register_kv_caches(tensors)
 
@@ -60,11 +59,10 @@ class CorruptingWorker(WorkerPlugin):
         self._inside.start_loads(plan)
 
     def start_stores(self, plan: object) -> None:
-        """Nothing of its own."""
         self._inside.start_stores(plan)
 
     def take_output(self) -> object:
-        """Change the block once its load has arrived."""
+        """Change the block after its load has ended."""
         output = self._inside.take_output()
         if self._target is not None and isinstance(output, TransferReport) and not self._is_done:
             job, block = self._target
@@ -78,7 +76,6 @@ class CorruptingWorker(WorkerPlugin):
         return output
 
     def shutdown(self) -> None:
-        """Nothing of its own."""
         self._inside.shutdown()
 
     def _spoil(self, block: int) -> None:

@@ -1,4 +1,4 @@
-"""Bad input: one clear line, exit code 2, and nothing half-started."""
+"""Bad input gives one clear line and exit code 2, and leaves nothing started."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No conversation begins, and no thread is left that was not there."""
+    """Check that no conversation began and no new thread is left."""
 
     def play(*_: object) -> None:
         raise AssertionError("it was played")
@@ -31,7 +31,7 @@ def _nothing_is_played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
-    """What it says; one line."""
+    """Return the single line that the command prints."""
     assert main(argv) == Exit.USAGE
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)

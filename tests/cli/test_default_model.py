@@ -1,4 +1,4 @@
-"""The demo's default model, on fewer conversations than by default. How much time it saves is for the benchmarks."""
+"""The demo's default model, with fewer conversations than by default. Benchmarks measure the time it saves."""
 
 from __future__ import annotations
 

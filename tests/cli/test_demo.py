@@ -1,4 +1,4 @@
-"""The demo from end to end, with tiny dimensions, through the real plugin."""
+"""The whole demo, with a tiny model and the real plugin."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ KINDS = {
 
 
 def at_progress(monkeypatch: pytest.MonkeyPatch, text: str, act: Callable[[], object]) -> None:
-    """Do something once, in the middle of a demo, when it would show this."""
+    """Call `act` once, in the middle of a demo, when it would print this text."""
 
     def progress(_: Screen, shown: str) -> None:
         if shown == text:
@@ -60,7 +60,7 @@ def at_progress(monkeypatch: pytest.MonkeyPatch, text: str, act: Callable[[], ob
 
 
 def run_json(argv: list[str], capsys: pytest.CaptureFixture[str], code: int = Exit.OK) -> dict[str, Any]:
-    """Run a demo for its JSON; standard output holds nothing else."""
+    """Run a demo with JSON output. Standard output contains nothing else."""
     assert main([*argv, "--json"]) == code, capsys.readouterr()
     found: dict[str, Any] = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     return found
@@ -83,7 +83,7 @@ def test_outputs_are_equal_and_tokens_are_saved(
     assert without["host_tokens"] == 0
     assert with_["host_tokens"] > 0
     assert with_["computed_tokens"] < without["computed_tokens"]
-    # Not more: on so small a pool a slow copy leaves no lease for a request's last blocks. The gates ask for 90 %.
+    # Not more than that: on such a small pool a slow copy leaves no lease for a request's last blocks.
     assert with_["reused_share"] >= 0.5
     assert found["offloading"]["loaded_blocks"].keys() == {"loaded"}
 
@@ -136,7 +136,7 @@ def test_a_demo_that_is_slower_says_so(
 def test_it_begins_when_there_is_host_memory(
     small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory is late: ready after the third prompt that only warms up."""
+    """The host memory becomes ready only after the third warm-up prompt."""
     ready, prepare, warm_up, warmed = threading.Event(), Arena.prepare, play.warm_up, []
 
     async def late(arena: Arena, **settings: bool) -> None:
@@ -249,7 +249,7 @@ def test_close_log_probabilities_agree() -> None:
     ],
 )
 def test_any_difference_is_a_mismatch(answer: list[Token], problem: str) -> None:
-    """One each: what follows another token is another text."""
+    """Each answer has one difference. After a different token, the context differs too."""
     [found] = compare(turn(Token(1, -0.5), Token(2, -1.5)), turn(*answer))["mismatches"]
     assert found.startswith("conversation 0, turn 1")
     assert found.endswith(problem)
@@ -328,7 +328,7 @@ def test_ctrl_c_drains_and_says_so(
 def test_sigterm_drains_and_says_so_though_sigint_is_ignored(
     times: int, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when it comes again while copies drain."""
+    """The same if a second SIGTERM arrives while copies drain."""
 
     def terminate() -> None:
         for _ in range(times):

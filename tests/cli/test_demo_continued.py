@@ -1,4 +1,4 @@
-"""`demo --restart` and `demo --remote`: an engine that is killed for real, and what the next one finds."""
+"""`demo --restart` and `demo --remote`: an engine is killed with SIGKILL, and the next engine uses its blocks."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from kvoffload.remote.local import Server
 
 NEEDS_MOONCAKE = pytest.mark.tools("ibverbs")
 
-# Long enough for several writes of the disk's index before the kill; half of what is found are answers.
+# Long enough for several writes of the disk's index before the kill. Half of the blocks found are answers.
 LONGER = ["--first-tokens", "400", "--answer-tokens", "320", "--device-blocks", "220"]
-# A machine that is busy with other tests must not make a call or the drain too short.
+# Other tests may keep the machine busy, so calls and the drain get long time limits.
 PATIENT = ["--config", "disk_drain_s=60", "--config", "remote_timeout_s=60"]
 
 
 @pytest.fixture
 def children(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
-    """The engines' processes that are started."""
+    """Collect the engine processes that are started."""
     started: list[Process] = []
     start = asyncio.create_subprocess_exec
 
@@ -45,7 +45,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
 
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Server]:
-    """The servers that are started; their folders are made in `tmp_path`."""
+    """Collect the servers that are started. Their folders are in `tmp_path`."""
     started: list[Server] = []
     wait = Server._wait
 
@@ -74,7 +74,7 @@ def run_json(argv: list[str], capfd: pytest.CaptureFixture[str]) -> dict[str, An
 
 
 def check_found(found: dict[str, Any], tier: str) -> None:
-    """Turns after the first two are equal, and blocks that the killed engine wrote save tokens."""
+    """Check that the turns after the first two are equal, and that blocks written by the killed engine save tokens."""
     assert found["passed"]
     assert (found["options"]["killed_in"], found["agreement"]["tokens"]) == (2, 4 * 320)
     before, after = found["before"], found["tiers"][tier]
@@ -83,7 +83,7 @@ def check_found(found: dict[str, Any], tier: str) -> None:
     assert after["read_bytes"] > 0
     without, with_ = found["without_offloading"], found["with_offloading"]
     assert without["computed_tokens"] - with_["computed_tokens"] == with_["host_tokens"]
-    # More than the first messages: the prompts hold the killed engine's answers.
+    # More than the first messages, because the prompts contain the killed engine's answers.
     assert with_["host_tokens"] > 4 * 400
 
 

@@ -1,4 +1,4 @@
-"""Journals that no engine wrote: whatever stands in them, the commands end with a page, a trace, or one line."""
+"""Journals that no engine wrote. Whatever they contain, a command ends with a page, a trace, or one line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FACTS = sorted(
     name for name, cls in vars(facts).items() if isinstance(cls, type) and cls.__module__ == facts.__name__
 )
 FIELDS = sorted({name for cls in vars(facts).values() for name in getattr(cls, "__struct_fields__", ())})
-# Names that a reader may use for something else.
+# Names that a reader may use for its own purposes.
 ODD = ["start", "end", "what", "track", "name", "replay", "self"]
 times = st.floats(-1e9, 1e9) | st.integers(-3, 3) | st.sampled_from([0, 1e10])
 anything = (
@@ -56,7 +56,7 @@ def run(command: str, lines: list[dict[str, Any]]) -> int:
         chosen = {"since": None, "until": None, "last": None, "request": None}
         args = argparse.Namespace(journal=path, output=output, **chosen)
         try:
-            # What `main` calls, without parsing arguments for each.
+            # The same call as in `main`, without parsing arguments each time.
             return int(import_module(COMMANDS[command]).run(args))
         except KVOffloadError:
             return Exit.USAGE

@@ -1,4 +1,4 @@
-"""The command itself: what it says of itself, and what of wrong usage."""
+"""The command itself: its help and version, and its errors for wrong usage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tooling.scripts import ROOT
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """The one line that wrong usage prints."""
+    """Return the line that wrong usage prints."""
     code = main(argv)
     out, err = capsys.readouterr()
     assert (code, out, err.count("\n")) == (Exit.USAGE, "", 1)

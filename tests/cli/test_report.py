@@ -1,4 +1,4 @@
-"""`kvoffload report`: what the page says is what was counted, and it needs nothing else."""
+"""`kvoffload report`: the page shows the counted numbers, and refers to nothing outside itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvoffload.cli.report import render
 from kvoffload.model.wire import Direction
 from kvoffload.telemetry.records import BEGUN
 
-# Long enough that the host has memory before it is over, on a busy machine too; the host evicts.
+# Long enough that host memory is ready before the end, even on a busy machine. The host evicts.
 _TIGHT = (
     "demo --model tiny --conversations 6 --turns 4 --first-tokens 400 --turn-tokens 30 --answer-tokens 5 "
     "--device-blocks 80 --host-bytes 4MiB"
@@ -35,13 +35,13 @@ def account_of(journal: Path) -> Account:
 
 
 def write(journal: Path, *messages: Mapping[str, object]) -> None:
-    """Write lines that are numbered, a second apart."""
+    """Write numbered lines, one second apart."""
     lines = [{"seq": number, "t": float(number), **message} for number, message in enumerate(messages, 1)]
     journal.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 class Reading(HTMLParser):
-    """A page's counters, its headings, and everything that names something outside the page."""
+    """A page's counters, its headings, and its references to anything outside the page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -64,9 +64,9 @@ class Reading(HTMLParser):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A demo's journal and its page."""
+    """Return a demo's journal and its page."""
     journal = tmp_path_factory.mktemp("run") / "journal.jsonl"
-    # A process of its own: the demo sets up logging, which a fixture for the whole module would leave behind.
+    # Run in a separate process: the demo sets up logging, which would otherwise stay for the whole module.
     command = [sys.executable, "-m", "kvoffload", *_TIGHT.split(), "--config", f"journal_path={journal}"]
     subprocess.run(command, check=True, capture_output=True)
     assert main(["report", str(journal)]) == Exit.OK
@@ -135,7 +135,7 @@ def test_a_page_needs_nothing_but_itself(run: tuple[Path, str]) -> None:
         "http://www.w3.org/2000/svg",
         "http://www.w3.org/1999/xlink",
     }
-    assert len(reading.ids) == len(set(reading.ids))  # several drawings on one page
+    assert len(reading.ids) == len(set(reading.ids))  # The page has several figures.
 
 
 def test_a_journals_text_is_text_and_never_markup(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_what_is_no_journal_is_said_and_nothing_is_written(
 
 
 def test_bytes_that_are_no_text_are_written_as_an_escape(tmp_path: Path) -> None:
-    """The model's path may not be UTF-8; JSON keeps its bytes as lone surrogates."""
+    """The model's path may contain bytes that are not UTF-8. JSON keeps them as lone surrogates."""
     path = tmp_path / "journal"
     engine = {"name": "vllm", "version": "1", "model": "/models/\udcff"}
     write(path, {"event": BEGUN, "engine": engine}, {"event": "BlocksOffered", "blocks": 3})

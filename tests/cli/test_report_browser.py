@@ -1,4 +1,4 @@
-"""The page of `kvoffload report` in a real browser, as somebody reads it: on a phone, in the dark, by keyboard."""
+"""The page of `kvoffload report` in a real browser: on a phone, in dark mode, and by keyboard."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.slow, pytest.mark.tools("chromium-headless-shell")]
 
-# Long enough that the host has memory before it is over, on a busy machine too.
+# Long enough that host memory is ready before the end, even on a busy machine.
 _DEMO = (
     "demo --model tiny --conversations 6 --turns 4 --first-tokens 400 --turn-tokens 30 --answer-tokens 5 "
     "--device-blocks 80 --host-bytes 8MiB"
@@ -28,10 +28,10 @@ _DEMO = (
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The address of a page."""
+    """Return the address of a page."""
     journal = tmp_path_factory.mktemp("run") / "journal.jsonl"
     command = [sys.executable, "-m", "kvoffload"]
-    # In processes of their own: the browser's library runs an event loop in this one.
+    # In separate processes, because the browser's library runs an event loop in this process.
     subprocess.run(
         [*command, *_DEMO.split(), "--config", f"journal_path={journal}"], check=True, capture_output=True
     )
@@ -61,7 +61,7 @@ def test_no_width_makes_the_page_scroll_sideways(width: int, browser: Browser, r
     page = browser.new_page(viewport={"width": width, "height": 700})
     page.goto(report)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    # A figure that is wider than a phone scrolls by itself, so that its text stays readable.
+    # A figure wider than a phone scrolls separately, so that its text stays readable.
     sizes = page.evaluate(
         "[...document.querySelectorAll('figure svg')].map(s => s.getBoundingClientRect().width)"
     )
@@ -76,7 +76,7 @@ def test_light_and_dark_follow_the_reader_and_can_be_read(browser: Browser, repo
         for element in ("h1", "figure svg text"):
             pixels = Image.open(io.BytesIO(page.locator(element).first.screenshot())).convert("L").tobytes()
             darkest, lightest = _luminance(min(pixels)), _luminance(max(pixels))
-            assert (lightest + 0.05) / (darkest + 0.05) >= 4.5, (scheme, element)  # WCAG 2's contrast ratio
+            assert (lightest + 0.05) / (darkest + 0.05) >= 4.5, (scheme, element)  # WCAG 2's minimum contrast
         grounds.append(pixels[0])
     assert grounds[0] > 200
     assert grounds[1] < 70

@@ -24,7 +24,7 @@ DEMO = (
 @pytest.fixture(scope="module")
 def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("run") / "journal.jsonl"
-    # A process of its own: the demo sets up logging, which a fixture for the whole module would leave behind.
+    # Run in a separate process: the demo sets up logging, which would otherwise stay for the whole module.
     command = [sys.executable, "-m", "kvoffload", *DEMO.split(), "--config", f"journal_path={path}"]
     subprocess.run(command, check=True, capture_output=True)
     return path
@@ -55,7 +55,7 @@ def test_everything_that_happened_is_drawn_once(journal: Path, trace: list[dict[
 
 @pytest.mark.slow
 def test_spans_of_one_line_nest(trace: list[dict[str, Any]]) -> None:
-    """A viewer draws nonsense, without a word, where spans of one line overlap and none contains the other."""
+    """A viewer silently draws nonsense if spans on one line overlap without nesting."""
     lines: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in trace:
         if event["ph"] == "X":

@@ -1,4 +1,4 @@
-"""`kvoffload top` on real servers of metrics, on a real terminal, in a pipe, and through a server's restart."""
+"""`kvoffload top` with real metrics servers, on a real terminal, in a pipe, and during a server's restart."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ A = RequestId("a")
 
 
 class Engine(FakeSource):
-    """Counters that a test sets, and one state."""
+    """Counters and one state, set by a test."""
 
     def __init__(self) -> None:
         super().__init__()
         self.collector = KVOffloadCollector(self)
 
     def work(self, requests: int = 1, cause: MissCause = MissCause.EVICTED) -> None:
-        """Look prompts up: of 80 tokens each, 48 are found."""
+        """Look up prompts of 80 tokens, of which 48 are found."""
         for _ in range(requests):
             self.bus.publish(events.LookupAnswered(A, 0, 3, 2, 48, 32, cause))
 
@@ -67,7 +67,7 @@ def engine() -> Engine:
 
 
 def row(*readings: Reading) -> Row:
-    """The row of a server after these scrapes."""
+    """Return the row of a server after these scrapes."""
     server = Server("http://h:1/metrics")
     for reading in readings:
         server.before, server.now = server.now, {"": reading}
@@ -76,7 +76,7 @@ def row(*readings: Reading) -> Row:
 
 
 def cells(*servers: Server) -> list[list[str]]:
-    """The table's cells, without its headings."""
+    """Return the table's cells, without its headings."""
     console = Console(width=250, file=io.StringIO(), highlight=False, markup=False, emoji=False)
     console.print(table(servers))
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
@@ -161,7 +161,7 @@ def test_seconds_saved_are_less_what_waiting_and_interference_cost(engine: Engin
 
 
 def test_the_top_cause_is_that_of_first_missing_blocks(engine: Engine) -> None:
-    """Each lookup misses a second block too: "behind_miss" would always win."""
+    """Each lookup also misses a second block. If these counted, "behind_miss" would always be the top cause."""
     engine.work(2, MissCause.NEVER_SEEN)
     found = row(engine.reading(0.0))
     assert found.miss_cause == "never_seen"
@@ -241,7 +241,7 @@ def test_an_address_that_cannot_be_asked_is_a_line() -> None:
 
 @contextmanager
 def answering(*lines: bytes) -> Iterator[str]:
-    """A server that gives one answer to everything."""
+    """Run a server that gives the same answer to every request."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -312,7 +312,7 @@ def test_the_rows_as_json(engine: Engine, capsys: pytest.CaptureFixture[str]) ->
 
 
 class OnTerminal:
-    """The command on a terminal of its own."""
+    """The command on a separate terminal."""
 
     def __init__(self, url: str) -> None:
         self.master, self._slave = pty.openpty()
@@ -323,10 +323,11 @@ class OnTerminal:
         self.seen = ""
 
     def _own_terminal(self) -> None:
-        fcntl.ioctl(self._slave, termios.TIOCSCTTY, 0)  # so that Ctrl-C reaches it
+        # A controlling terminal, so that Ctrl-C reaches the command.
+        fcntl.ioctl(self._slave, termios.TIOCSCTTY, 0)
 
     def read_until(self, text: str, seconds: float = 30.0) -> None:
-        """Read what is drawn from now on until `text` is in it."""
+        """Read the output from now on until it contains `text`."""
         drawn, deadline = "", time.monotonic() + seconds
         while text not in drawn:
             assert time.monotonic() < deadline, f"{text!r} is not in {drawn[-3000:]!r}"
@@ -382,5 +383,5 @@ def test_it_lives_through_the_servers_restart_and_gives_the_terminal_back(engine
                 terminal.process.send_signal(signal.SIGTERM)
                 assert terminal.end() == Exit.TERMINATED
         cursor = re.findall(r"\x1b\[\?25[hl]", terminal.seen)
-        assert cursor[-1] == "\x1b[?25h"  # shown again
+        assert cursor[-1] == "\x1b[?25h"  # The cursor is shown again.
         assert "Traceback" not in terminal.seen

@@ -1,4 +1,4 @@
-"""A demo's journal, metrics page and table agree to the last block."""
+"""The journal, the metrics page and the table of a demo agree on every count."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 TURNS = 4 * 7
 
 UNREPORTED = {"kvoffload_audits_total"}
-"""Counters of what the scheduler side does for itself, which no event tells and no journal holds."""
+"""Counters of the scheduler side that no event reports, so the journal does not contain them."""
 
 Reported = tuple[list[Record], dict[str, dict[tuple[str, ...], float]], dict[str, Any]]
 
@@ -42,7 +42,7 @@ Reported = tuple[list[Record], dict[str, dict[tuple[str, ...], float]], dict[str
 def reported(
     small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Reported:
-    """The journal, the metrics at the end, and the table's numbers of one demo that evicts."""
+    """Return the journal, the final metrics, and the table's numbers of a demo that evicts."""
     pages: list[bytes] = []
 
     def scrape(engines: Engines) -> list[str]:
@@ -53,7 +53,7 @@ def reported(
 
     monkeypatch.setattr(session, "audit", scrape)
     path = tmp_path / "journal"
-    # Enough turns that some are found, and too little memory for the last ones, however fast the copies are.
+    # Enough turns for some hits, and too little memory for the last turns, however fast copies are.
     tight = ["--turns", "7", "--host-bytes", "1600KiB", "--config", f"journal_path={path}"]
     assert main([*small, *tight, "--device-blocks", "40", "--json"]) == 0
     table = json.loads(capsys.readouterr().out)["offloading"]
@@ -72,7 +72,8 @@ def parsed(page: str) -> dict[str, dict[tuple[str, ...], float]]:
 
 def test_the_journal_and_the_metrics_page_agree(reported: Reported) -> None:
     records, page, _ = reported
-    assert [record.sequence for record in records] == list(range(1, len(records) + 1))  # nothing was dropped
+    # No event was dropped.
+    assert [record.sequence for record in records] == list(range(1, len(records) + 1))
     bus, counters = Bus(), Counters()
     counters.subscribe(bus)
     for record in records:
@@ -89,7 +90,7 @@ def test_the_journal_and_the_metrics_page_agree(reported: Reported) -> None:
 
 
 def test_the_journal_and_the_table_agree(reported: Reported) -> None:
-    """Added up from the events by hand, without the counters."""
+    """Counts are summed from the journal's events here, without using the counters."""
     records, _, table = reported
     played = after_warming_up(records)
     assert table["stored_blocks"] == by(played, events.StoreEnded, "outcome")
@@ -109,7 +110,7 @@ def test_the_journal_and_the_table_agree(reported: Reported) -> None:
 
 
 def after_warming_up(records: Sequence[Record]) -> list[events.Event]:
-    """The events of the conversations. Requests before them only warm up, and have drained."""
+    """Return the events of the conversations. Earlier requests are only a warm-up, and have drained."""
     seen = [
         at
         for at, record in enumerate(records)

@@ -1,4 +1,4 @@
-"""The invariants: counts and indexes that the core keeps are derived again from its records, and compared."""
+"""The full audit: recomputes the core's counts and indexes from its records, and compares them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HAS_TABLE = (RequestState.LOADING, RequestState.RUNNING)
 
 
 def audit(core: OffloadCore) -> list[str]:
-    """Return every broken invariant as one line of text. Reads only; costs time in the size of the pools."""
+    """Return one line of text for each broken invariant. Reads only. Its cost grows with the pools."""
     state, stores = core.state, core.stores
     problems = [*core.audit(), *_without_pool(state, stores), *_slots(state), *pool_problems(state.pool)]
     if state.disk is not None:
@@ -43,12 +43,12 @@ def audit(core: OffloadCore) -> list[str]:
 
 
 def audit_side(side: SchedulerSide) -> list[str]:
-    """Return every broken invariant, as the scheduler's side and as this module see them."""
+    """Return one line of text for each broken invariant of the scheduler's side. Runs its own audit too."""
     return [*side.audit(), *audit(side.core), *_copies(side)]
 
 
 def _copies(side: SchedulerSide) -> Iterator[str]:
-    """Compare the runtime's table of open copies with its own records, and at rest with nothing."""
+    """Compare the runtime's table of open copies with the core's records. At rest, the table must be empty."""
     copies = side.copies
     running = Counter(
         (copy.given.direction, copy.is_overdue)
@@ -95,7 +95,7 @@ def _records(state: CoreState) -> Iterable[RequestRecord]:
 
 
 def _counts(state: CoreState, stores: Stores) -> Iterator[tuple[str, int, int]]:
-    """Yield what is counted, the count, and the number that the records give."""
+    """Yield each count's description, its value, and the value recomputed from the records."""
     pool, jobs, opened = state.pool, state.jobs, state.jobs.open.values()
     yield "slots in all states", sum(map(pool.count, SlotState)), pool.capacity
     yield "keys of slots that can hit", len(pool.index), sum(map(pool.count, _CAN_HIT))
@@ -131,13 +131,13 @@ def _counts(state: CoreState, stores: Stores) -> Iterator[tuple[str, int, int]]:
 
 
 def _indexes(state: CoreState, stores: Stores) -> Iterator[tuple[str, Mapping[Any, Any], Mapping[Any, Any]]]:
-    """Yield what is indexed, the index, and the index that the records give."""
+    """Yield each index's description, the index, and the index recomputed from the records."""
     live, opened, in_flight = state.requests.live.values(), state.jobs.open.values(), stores.in_flight
     pins: Counter[SlotId] = Counter()
     for record in live:
         pins.update(record.hit.slots if record.hit is not None else ())
     for job in opened:
-        # Some rank may read for a spill after its outcome is known.
+        # A rank may still read for a spill after the spill's outcome is known.
         if isinstance(job, Spill) or (isinstance(job, Load) and not job.settled):
             pins.update(job.slots)
     yield "pins of slots", state.pool.pins, pins
@@ -174,7 +174,7 @@ def _indexes(state: CoreState, stores: Stores) -> Iterator[tuple[str, Mapping[An
 
 
 def _keys(jobs: Iterable[Job], kind: type[Fetch | Spill]) -> dict[Any, Job]:
-    """Return the keys of the jobs of a kind that have no outcome."""
+    """Return the keys of jobs of one kind that have no outcome."""
     return {key: job for job in jobs if isinstance(job, kind) and not job.settled for key in job.keys}
 
 
@@ -184,7 +184,7 @@ def _job(job: Job) -> Iterator[str]:
 
 
 def _request(record: RequestRecord) -> Iterator[str]:
-    """Only a request with a block table has what is tied to one. Only such a one loads for others (R14)."""
+    """Check that only requests with a block table have data tied to one, and that only such requests load (R14)."""
     where, has_table = f"request {record.request} is {record.state.name}", record.state in _HAS_TABLE
     if (record.table is not None) != has_table:
         yield f"{where} and has {'no' if record.table is None else 'a'} table"
@@ -212,7 +212,7 @@ def _waiting_for_room(stores: Stores) -> Iterator[str]:
 
 
 def _tables(state: CoreState) -> Iterator[str]:
-    """Yield where the reverse index and the block tables disagree."""
+    """Yield the differences between the reverse index and the block tables."""
     tables = state.tables
     expected = {
         (block, (record, group, position))
@@ -231,7 +231,7 @@ def _tables(state: CoreState) -> Iterator[str]:
 
 
 def pool_problems(pool: HostPool) -> Iterator[str]:
-    """Yield where the counts, the eviction order or the free slots disagree with the slots' records."""
+    """Yield the differences between the slots' records and the pool's counts, eviction order or free slots."""
     states = bytes(pool.state(SlotId(slot)) for slot in range(pool.capacity))
     ready = {slot for slot, state in enumerate(states) if state == SlotState.READY}
     empty = [slot for slot, state in enumerate(states) if state == SlotState.EMPTY]
@@ -246,7 +246,7 @@ def pool_problems(pool: HostPool) -> Iterator[str]:
 
 
 def _slots(state: CoreState) -> Iterator[str]:
-    """Yield the slots that can hit but are not in the index under their keys, and slots without bytes that have a key."""
+    """Yield slots that can hit but are not in the index under their keys, and slots without bytes that have a key."""
     pool, parts = state.pool, state.pool.index.parts
     for slot in map(SlotId, range(pool.capacity)):
         key, slot_state = pool.key(slot), pool.state(slot)

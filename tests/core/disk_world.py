@@ -1,4 +1,4 @@
-"""The small engine with a disk below its host: real bytes in every place, and the index as it lies on the disk."""
+"""The small engine with a disk tier: real bytes in every slot, and the index as it is on the disk."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from tests.core.world import CORRUPT, DONE, FAILED, GARBAGE, keys_of
 
 
 class DiskWorld(LowerWorld):
-    """A world with `disk` places. It opens with what `before` left on its disk, or with an empty disk.
+    """A world with a disk of `disk` slots. The disk has the contents that `before` left, or is empty.
 
-    Ages go on where those of `before` ended, so that what it computed before a reset stays from before the reset.
+    Reset counts continue from those of `before`, so that its blocks from before a reset can be recognized.
 
     Args:
-        groups: as of the world.
-        disk: places on the disk.
+        groups: see `World`.
+        disk: the number of slots on the disk.
         after_hits: `disk_min_hits`.
-        before: the life of the engine before this one.
-        opens: the disk's index is read at once.
-        settings: as of the world.
+        before: the world of the previous engine.
+        opens: whether the disk's index is read at once.
+        settings: see `World`.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class DiskWorld(LowerWorld):
             self.tell(self.unread.pop(0))
 
     def _parts(self, size: int) -> Iterator[facts.DiskRestored]:
-        """Of a smaller disk the most recently used entries are left, where they lie."""
+        """Yield the parts of the index. A smaller disk keeps the most recently used entries in their slots."""
         puts = list(self.index.values())[-self.disk_size :]
         self.index = OrderedDict((put.slot, put) for put in puts)
         slots = max(self.disk_size, max(self.index, default=-1) + 1)
@@ -85,7 +85,7 @@ class DiskWorld(LowerWorld):
         yield facts.DiskRestored(slots, free=tuple(free), is_last=True)
 
     def die(self, *, loses_tail: bool) -> None:
-        """The engine's process ends, in the middle of its writes; with the power the last of the index may go too."""
+        """Kill the engine in the middle of its writes. After a power failure, the end of the index may be lost too."""
         for copy in self.copies.values():
             if copy.job.tier is Tier.DISK and copy.job.direction is Direction.STORE:
                 for place in copy.job.targets:
@@ -131,7 +131,7 @@ class DiskWorld(LowerWorld):
         if bad and outcome is not FAILED:
             return JobReport(job.id, job.direction, CORRUPT, 0, 0.0, 0.0, corrupt=tuple(bad))
         for slot, place in zip(job.slots, job.targets, strict=True):
-            # After a reset the slot may have been emptied under the spill, which comes to nothing.
+            # After a reset the slot may have been emptied under the spill, whose result is dropped.
             held = GARBAGE if outcome is FAILED else self.host[rank].get(slot, GARBAGE)
             self.places[rank][place] = held
             self.place_age[place] = self.host_age.get(slot, 0)
@@ -158,7 +158,7 @@ class DiskWorld(LowerWorld):
         return JobReport(job.id, job.direction, outcome, 0, 0.0, 0.0, found, stuck=stuck)
 
     def disk_fails(self, rank: int = 0, *, works: bool = False) -> None:
-        """A rank says that its disk fails, or works again."""
+        """Report that a rank's disk fails, or that it works again."""
         (self.failing.discard if works else self.failing.add)(rank)
         self._tell_report(rank)
 
@@ -166,7 +166,7 @@ class DiskWorld(LowerWorld):
         return {**super()._reachable(rank), "disk_works": rank not in self.failing}
 
     def spoil(self, rank: int, text: str) -> None:
-        """The disk loses the last block of a text; only the checksum will tell."""
+        """Corrupt the last block of a text on the disk. Only the checksum can detect this."""
         self.spoil_place(rank, self.disk.pool.index[keys_of(text, self.groups[0])[-1]])
 
     def spoil_place(self, rank: int, place: SlotId) -> None:
@@ -220,25 +220,24 @@ class DiskWorld(LowerWorld):
     # -- what the core said -------------------------------------------------------------------------------------
 
     def on_disk(self, text: str, group: int = 0) -> str:
-        """Which blocks of a text are on the disk: one character a block, x or a dot."""
+        """Return which blocks of a text are on the disk, as one character per block, x or a dot."""
         index = self.disk.pool.index
         return "".join("x" if key in index else "." for key in keys_of(text, self.groups[group]))
 
     def evicted(self) -> int:
-        """Blocks that left the host, less those that came from the disk."""
+        """Return how many blocks have left the host, minus those that came from the disk."""
         return super().evicted() - self.disk_copies(Direction.LOAD, TierOutcome.DONE)
 
     def disk_copies(self, direction: Direction, outcome: TierOutcome) -> int:
-        """Blocks copied so far."""
         return self.copies_of(Tier.DISK, direction, outcome)
 
     def serve_again(self, name: str, text: str) -> None:
-        """Serve a text a second time, so that its blocks are worth a spill, and let all copies end."""
+        """Serve a text a second time, so that its blocks become spill candidates, and let all copies end."""
         self.serve(name, text)
         self.settle()
 
     def settle(self) -> None:
-        """Empty steps until nothing is left to spill."""
+        """Step without work until there is nothing to spill."""
         for _ in range(100):
             if not (self.disk.candidates or self.core.has_work):
                 return
@@ -247,14 +246,14 @@ class DiskWorld(LowerWorld):
         raise AssertionError("spills without end")
 
     def only_on_disk(self, *texts: str) -> None:
-        """The disk has these texts, and neither host nor device do."""
+        """Leave these texts only on the disk."""
         for number, text in enumerate(texts):
             self.serve(f"first{number}", text)
             self.serve_again(f"again{number}", text)
         self.empty_host()
 
     def empty_host(self) -> None:
-        """Other texts take every slot of the host; the device forgets all."""
+        """Fill every slot of the host with other texts, and reset the device's cache."""
         self.device.forget_keys()
         for number in range(self.core.state.pool.capacity):
             self.serve(f"filler{number}", f"{number:04}{number:04}"[: self.groups[0].block_tokens + 1])

@@ -1,4 +1,4 @@
-"""A hashable picture of any state in here: equal for equal states, however they were reached."""
+"""Fingerprints of states: equal for equal states, however they were reached."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ _Draw = Callable[[Any, "_Met"], object]
 
 
 def fingerprint(value: object, *, constant: Collection[type] = ()) -> object:
-    """Return a hashable picture of a value and all that it refers to: atoms and tuples of them. Reads only.
+    """Return a fingerprint of a value and everything it refers to, made of tuples and atoms. Reads only.
 
-    Order counts in lists, queues, `OrderedDict` and `LruOrder`; not in dicts and sets. An object met for the second time stands as
-    the number of its first meeting, so cycles end; tuples, messages and frozen dataclasses are values, and drawn again.
+    The order matters in lists, queues, `OrderedDict` and `LruOrder`, but not in dicts and sets. The second occurrence
+    of an object is replaced by the number of its first occurrence, so cycles end. Tuples, messages and frozen
+    dataclasses are values and are expanded again.
 
     Args:
-        value: what to draw.
-        constant: types whose objects are the same in all that will be compared, and are left out.
+        value: the value to describe.
+        constant: types whose objects are the same in all compared states, and are left out.
     """
     return _Met(constant).draw(value)
 
 
 class _Met:
-    """One drawing: which objects were met, in which order."""
+    """The objects found so far, in order."""
 
     __slots__ = ("_constant", "_numbers")
 
@@ -62,7 +63,7 @@ def _members(values: Iterable[Any], met: _Met) -> object:
 
 
 def _sorted_members(values: Iterable[Any], met: _Met) -> object:
-    # Sorted before they are drawn: who is met first must not depend on the order of insertion.
+    # Sort first, so that the numbering does not depend on the order of insertion.
     return _members(_in_order(values), met)
 
 
@@ -77,12 +78,12 @@ def _items(value: Mapping[Any, Any], met: _Met) -> object:
 def _in_order(values: Iterable[Any]) -> list[Any]:
     try:
         return sorted(values)
-    except TypeError:  # enums, records: anything without an order
+    except TypeError:  # Enums and records have no order.
         return sorted(values, key=repr)
 
 
 def _drawing(kind: type) -> tuple[bool, _Draw]:
-    """Return whether objects of a type are values, without an identity that counts, and how they are drawn."""
+    """Return whether objects of a type are values without an identity, and how to describe them."""
     if issubclass(kind, Enum):
         return True, lambda value, met: value.name
     for kinds, is_value, draw in _CONTAINERS:

@@ -1,4 +1,4 @@
-"""What worlds with a disk and worlds with a store have in common."""
+"""Common parts of the worlds with a lower tier."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ class LowerWorld(World):
         ]
 
     def copies_of(self, tier: Tier, direction: Direction, outcome: TierOutcome) -> int:
-        """Blocks copied to or from the tier so far."""
+        """Return how many blocks were copied to or from the tier so far."""
         wanted = tier, direction, outcome
         ended = self.reported(TierCopyEnded)
         return sum(each.blocks for each in ended if (each.tier, each.direction, each.outcome) == wanted)
 
     def serve(self, name: str, text: str, *, drains: bool = True) -> Req:
-        """As of any world; what a tier has of the text is waited for. Unless it `drains`, spills wait."""
+        """Serve as in `World`, and wait for blocks of the text from lower tiers.
+
+        Unless it `drains`, spills stay open.
+        """
         request = self.add(name, text)
         while self.admit(request) is None:
             self.idle_step()

@@ -1,4 +1,4 @@
-"""The small engine with a remote tier below its host, and the store: what every rank wrote into it, by namespace."""
+"""The small engine with a remote tier, and a simulated store with the values that each rank wrote, by namespace."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.core.world import CORRUPT, DONE, FAILED, GARBAGE, Req, keys_of
 
 
 class Value(NamedTuple):
-    """What the store has under a name: a block's bytes, and the writer's resets when they were computed."""
+    """A value in the store: a block's contents, and how many resets preceded their computation."""
 
     held: BlockKey
     age: int
 
 
 class Ask(NamedTuple):
-    """A question that the store has not answered."""
+    """A query that the store has not answered yet."""
 
     request: RequestId
     keys: tuple[BlockKey, ...]
@@ -35,20 +35,20 @@ class Ask(NamedTuple):
 
 
 Store = dict[tuple[str, BlockKey, int], Value]
-"""By namespace, key and rank."""
+"""Values by namespace, key and rank."""
 
 
 class RemoteWorld(LowerWorld):
-    """A world with a store, which it may share with another.
+    """A world with a store, which other worlds may share.
 
     Args:
-        groups: as of the world.
-        store: what engines have written.
-        remote_min_hits: the setting.
-        hints: kept of what the store has.
-        is_reached: the store answers from the start.
-        namespace: under which the engine finds what others wrote.
-        settings: as of the world.
+        groups: see `World`.
+        store: the shared store.
+        remote_min_hits: the setting of this name.
+        hints: the maximum number of hints.
+        is_reached: whether the store answers from the start.
+        namespace: the namespace in which engines share blocks.
+        settings: see `World`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RemoteWorld(LowerWorld):
         self.remote_min_hits, self.hints = remote_min_hits, hints
         self.store: Store = {} if store is None else store
         self.namespace = namespace
-        """What the core finds blocks under, once it has learnt of it."""
+        """The namespace in which the core finds blocks, when it has been reported."""
         self.unreached: set[int] = set()
         self.asked: list[Ask] = []
         super().__init__(*groups, **settings)
@@ -72,7 +72,7 @@ class RemoteWorld(LowerWorld):
             self.reach()
 
     def _make_core(self, policy: Policy) -> OffloadCore:
-        with patch("kvoffload.core.tiers.MOST_HINTS", self.hints):  # every audit looks at each of them
+        with patch("kvoffload.core.tiers.MOST_HINTS", self.hints):  # Every audit checks each hint.
             return super()._make_core(replace(policy, remote_min_hits=self.remote_min_hits))
 
     @property
@@ -81,16 +81,16 @@ class RemoteWorld(LowerWorld):
         return self.core.state.remote
 
     def reach(self) -> None:
-        """The core learns that the store answers, and under which namespace."""
+        """Report to the core that the store answers, and with which namespace."""
         self.tell(facts.RemoteOpened(self.namespace))
 
     def reset(self) -> None:
-        """From now on nothing is found but what this engine writes."""
+        """Reset: from now on, only blocks that this engine writes are found."""
         super().reset()
         self.namespace = f"print/own {self.resets}"
 
     def add(self, name: str, text: str, *, reads_cache: bool = True, answers: bool = True) -> Req:
-        """As for any world; the store answers at once, or when the test says so."""
+        """Add a request as in `World`. The store answers at once, or when the test calls `answer`."""
         request = super().add(name, text, reads_cache=reads_cache)
         asks = self.remote.take_asks()
         self.asked += [Ask(*ask, self.namespace) for ask in asks]
@@ -99,12 +99,12 @@ class RemoteWorld(LowerWorld):
         return request
 
     def answer(self) -> None:
-        """The store says what it has of all it was asked for."""
+        """Let the store answer all queries."""
         while self.asked:
             self.answer_one(0)
 
     def answer_one(self, number: int, how: str = "true") -> None:
-        """The store answers one question: "true", it "lies" that it has everything, or the call "fails"."""
+        """Let the store answer one query: "true", "lies" (it claims to have everything), or "fails"."""
         ask, last = self.asked.pop(number), len(self.ranks) - 1
         has = [key for key in ask.keys if how == "lies" or (ask.namespace, key, last) in self.store]
         lacks = [key for key in ask.keys if key not in has]
@@ -122,7 +122,7 @@ class RemoteWorld(LowerWorld):
         takes: int | None = None,
         **others: Any,  # noqa: ANN401  # of other tiers' jobs
     ) -> None:
-        """As of any world. Of a put a store that is full `takes` the first values alone."""
+        """Report as in `World`. A full store accepts only the first `takes` values of a put."""
         copy = self.copies[job]
         if copy.job.tier is not Tier.REMOTE:
             super().report(rank, job, outcome, corrupt, **others)
@@ -141,7 +141,7 @@ class RemoteWorld(LowerWorld):
     def _put(
         self, rank: int, job: RemoteJob, outcome: CopyOutcome, corrupt: tuple[int, ...], takes: int
     ) -> JobReport:
-        """Write values. A call that fails may have written them all the same."""
+        """Write values. A call that fails may still have written them."""
         wrong = [at for at, slot in enumerate(job.slots) if (rank, slot) in self.rotten or at in corrupt]
         right = [at for at in range(len(job.slots)) if at not in wrong]
         for at in right[:takes]:
@@ -155,7 +155,7 @@ class RemoteWorld(LowerWorld):
         return JobReport(job.id, job.direction, outcome, 0, 0.0, 0.0, tuple(wrong), missing=tuple(missing))
 
     def _get(self, rank: int, job: RemoteJob, outcome: CopyOutcome, corrupt: tuple[int, ...]) -> JobReport:
-        """Read values: the right ones come to their slots."""
+        """Read values: valid ones are copied to their slots."""
         wrong, missing = list[int](), list[int]()
         for at, (slot, key) in enumerate(zip(job.slots, job.targets, strict=True)):
             value = self.store.get((job.extra, key, rank))
@@ -174,34 +174,34 @@ class RemoteWorld(LowerWorld):
         return {**super()._reachable(rank), "remote_works": rank not in self.unreached}
 
     def fails(self, *ranks: int, works: bool = False) -> None:
-        """Ranks, all unless they are named, report that the store does not answer, or answers again."""
+        """Report that the store does not answer these ranks (by default all), or that it answers again."""
         for rank in ranks or self.ranks:
             (self.unreached.discard if works else self.unreached.add)(rank)
             self._tell_report(rank)
 
     def evicted(self) -> int:
-        """Blocks that left the host, less those that came from the store."""
+        """Return how many blocks have left the host, minus those that came from the store."""
         return super().evicted() - self.copied(Direction.LOAD)
 
     def copied(self, direction: Direction, outcome: TierOutcome = TierOutcome.DONE) -> int:
-        """Blocks copied to the store or from it so far."""
+        """Return how many blocks were copied to or from the store so far."""
         return self.copies_of(Tier.REMOTE, direction, outcome)
 
     def remote_jobs(self, direction: Direction) -> list[JobId]:
         return self.jobs_of(Tier.REMOTE, direction)
 
     def in_store(self, text: str, rank: int = 0) -> str:
-        """Which blocks of a text the store has: one character a block, x or a dot."""
+        """Return which blocks of a text the store has, as one character per block, x or a dot."""
         namespace = self.remote.namespace
         keys = keys_of(text, self.groups[0])
         return "".join("x" if (namespace, key, rank) in self.store else "." for key in keys)
 
     def overwrite(self, text: str, rank: int = 0) -> None:
-        """Another writer wrote under the name of the text's last block."""
+        """Overwrite the value of the text's last block, as another writer may do."""
         self.store[self.remote.namespace, keys_of(text, self.groups[0])[-1], rank] = Value(GARBAGE, 0)
 
     def share(self, text: str) -> None:
-        """Have a text computed, found again and written to the store."""
+        """Compute a text, let a lookup find it again, and write it to the store."""
         self.serve("first", text)
         self.serve("again", text)
         for _ in range(10):
@@ -210,4 +210,4 @@ class RemoteWorld(LowerWorld):
 
 
 class TieredWorld(DiskWorld, RemoteWorld):
-    """A world with a disk and a store below its host."""
+    """A world with a disk and a remote tier."""

@@ -1,4 +1,4 @@
-"""Every invariant is broken once, by hand, and the audit of the tests or of production says so."""
+"""Each test breaks an invariant by hand, and checks that the audit reports it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEXT = "abcdefghijklm"
 
 
 def scene() -> World:
-    """Something on the host, a load (job 2) and a store (job 3) open, a pending hit, a request that waits."""
+    """Return a world with a block on the host, an open load (2) and store (3), a pending hit, and a waiting request."""
     world = World(full(), window(5, group=1), ranks=2)
     world.serve("first", TEXT)
     world.device.forget_keys()
@@ -45,7 +45,7 @@ def scene() -> World:
 
 
 class Broken:
-    """The parts of a core, to break them."""
+    """The parts of a core that tests break."""
 
     def __init__(self, world: World) -> None:
         self.core: OffloadCore = world.core
@@ -248,7 +248,7 @@ def test_a_large_memory_of_misses_is_bounded_in_parts() -> None:
     keys = [BlockKey(number.to_bytes(3, "little")) for number in range(2 * bound)]
     misses.note(keys, MissCause.EVICTED)
     misses.arrived(keys[-1:])
-    assert max(map(len, misses._causes.values())) == 1024  # what copies itself
+    assert max(map(len, misses._causes.values())) == 1024  # No dict grows longer than this.
     assert misses.cause(keys[-2]) is misses.cause(keys[bound]) is MissCause.EVICTED
     assert misses.cause(keys[-1]) is misses.cause(keys[bound - 1]) is MissCause.NEVER_SEEN
 
@@ -325,7 +325,7 @@ def is_at_rest(world: World) -> bool:
 
 
 def drained() -> World:
-    """Three blocks on the host, and nothing going on."""
+    """Return a world with three blocks on the host and no open job."""
     world = World()
     world.serve("first", TEXT)
     assert is_at_rest(world)
@@ -358,7 +358,7 @@ def test_what_copies_with_the_disk_leave_over_is_reported_at_rest(invariant: str
 
 
 def test_at_rest_no_slot_is_gone_through() -> None:
-    """There may be a million of them, and the audit is made in a hook."""
+    """There may be a million slots, and the audit runs in a hook."""
     world = DiskWorld(host=16)
     world.only_on_disk(TEXT)
     disk = world.core.state.disk
@@ -368,12 +368,12 @@ def test_at_rest_no_slot_is_gone_through() -> None:
     disk.has_block = None  # type: ignore[assignment]  # a look at it raises
     for pool in (world.core.state.pool, disk.pool):
         pool._keys = None  # type: ignore[assignment]  # the same
-        pool._states = bytearray(pool.capacity)  # all of them EMPTY
+        pool._states = bytearray(pool.capacity)  # all slots EMPTY
     assert world.core.audit() == []
 
 
 def test_a_copy_that_timed_out_may_keep_its_leases_and_its_request_at_rest() -> None:
-    """No request waits for it. What its request holds may be neither evicted nor missed."""
+    """No request waits for such a copy. Slots that its request holds may not be evicted, and must be accounted for."""
     world = World()
     first = world.add("first", TEXT)
     world.admit(first)

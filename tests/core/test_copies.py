@@ -1,4 +1,4 @@
-"""The core can be copied and compared: that is how it is explored, and how a difference between two runs is found."""
+"""The core can be copied and compared, which the exploration and the comparison of two runs rely on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXT = "abcdefghijklm"
 
 
 def busy(policy: str = "eager") -> World:
-    """A world with something of everything: a load, stores, a pending hit, a wait for room, a reset behind it."""
+    """Return a world with a load, stores, a pending hit, a wait for room, and a reset behind it."""
     world = World(full(), window(5, group=1), ranks=2, device=48, host=16, policy=policy)
     world.reset()
     world.serve("first", TEXT)
@@ -34,7 +34,7 @@ def busy(policy: str = "eager") -> World:
 
 
 def play(world: World) -> list[object]:
-    """The same story for a world and its copy; return all that was seen."""
+    """Play the same actions on a world and its copy; return everything observed."""
     seen: list[object] = []
     for job in sorted(world.copies):
         world.report(1, job, FAILED)
@@ -107,7 +107,7 @@ def test_every_kind_of_change_shows_and_no_two_look_the_same() -> None:
 
 
 def scene() -> World:
-    """A store that is open is job 0, something is on the host, a request runs and one waits."""
+    """Return a world with an open store (job 0), a block on the host, a running request and a waiting one."""
     world = World(full(), window(5, group=1), ranks=2)
     world.add("runs", "0123456789abc")
     world.admit(world.requests["runs"])

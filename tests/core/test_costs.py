@@ -1,4 +1,4 @@
-"""What a step costs does not grow with the requests that did nothing in it: calls are counted, not time."""
+"""The cost of a step does not grow with requests that did nothing in it. Calls are counted, not timed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ TEXT = "abcdefghijklm"
 
 
 class Quiet(World):
-    """A world that does not look at everything after every fact: that is what grows."""
+    """A world that does not check all its state after every fact, because the cost of that grows."""
 
     def check(self) -> None:
         pass
 
 
 def crowded(idle: int, policy: str) -> tuple[World, Req]:
-    """Idle requests that run, have stored, wait or were never admitted; and one that is busy."""
+    """Return a world with idle requests (running, stored, waiting, never admitted), and one busy request."""
     world = Quiet(full(), window(6, group=1), device=8 * idle + 100, host=4 * idle + 50, policy=policy)
     for number in range(idle):
         request = world.add(f"idle{number}", f"{number:06}xx{number % 7}")
@@ -40,7 +40,7 @@ def crowded(idle: int, policy: str) -> tuple[World, Req]:
 
 
 def scenes(world: World, busy: Req) -> dict[str, Callable[[], object]]:
-    """Everything that an engine does in a step, of one request, in an order that can be run."""
+    """Return all operations of one request in a step, in an order in which they can run."""
     core = world.core
 
     def tell(fact: facts.Fact) -> None:

@@ -1,4 +1,4 @@
-"""The disk below the host: what is written to it, what is found on it, and what every failure costs."""
+"""The disk below the host: what is written, what is found, and what each failure costs."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_what_only_the_disk_has_is_fetched_and_then_loaded() -> None:
 
 
 def searches_of(module: str, monkeypatch: pytest.MonkeyPatch) -> list[Match]:
-    """Return a list that gets what the module's searches return from now on."""
+    """Return a list that collects the results of the module's searches."""
     found: list[Match] = []
 
     def search(*arguments: Any) -> Match:  # noqa: ANN401
@@ -118,14 +118,14 @@ def test_lookups_that_wait_for_a_fetch_search_nothing_until_it_has_ended(
     world.only_on_disk(TEXT)
     request, shares = world.add("late", TEXT), world.add("shares", TEXT)
     searches = searches_of("loads", monkeypatch)
-    assert [world.lookup(request) for _ in range(5)] == [None] * 5  # asked again in each step
+    assert [world.lookup(request) for _ in range(5)] == [None] * 5  # The engine asks again in each step.
     assert not searches
-    assert [world.lookup(shares) for _ in range(5)] == [None] * 5  # it began no fetch of its own
+    assert [world.lookup(shares) for _ in range(5)] == [None] * 5  # It began no other fetch.
     assert len(searches) == 1
-    assert len(world.reported(LookupDeferred)) == 2  # each waits once
-    assert world.lookup(request, may_wait=False) == 0  # its waiting time has ended
+    assert len(world.reported(LookupDeferred)) == 2  # Each wait is reported once.
+    assert world.lookup(request, may_wait=False) == 0  # Its waiting time is over.
     assert world.lookup(request) is None
-    assert len(world.reported(LookupDeferred)) == 3  # after an answer it is another wait
+    assert len(world.reported(LookupDeferred)) == 3  # After an answer, another wait is reported.
     world.idle_step()
     world.finish()
     assert world.admit(request) == 12
@@ -305,7 +305,7 @@ def test_a_window_is_found_on_the_disk_too() -> None:
 
 
 def spilling(world: DiskWorld) -> JobId:
-    """Have a text found again and its spill with the ranks; return the job."""
+    """Let lookups find a text again and submit its spill; return the job."""
     world.serve("once", TEXT)
     world.serve("again", TEXT, drains=False)
     world.idle_step()
@@ -362,7 +362,7 @@ def test_a_host_slot_is_pinned_while_it_is_spilled() -> None:
 
 
 def test_r17_a_place_is_struck_before_it_is_written_again() -> None:
-    """The world refuses a put into a slot that was not invalidated, and checks every place after every fact."""
+    """The world refuses a write to a slot that was not invalidated, and checks every slot after every fact."""
     world = DiskWorld(disk=3)
     world.only_on_disk(TEXT)
     assert len(world.index) == 3
@@ -398,7 +398,7 @@ def test_r16_a_host_slot_under_a_read_that_hangs_is_never_handed_out_again() -> 
 
 
 def test_a_fetch_leaves_nothing_to_the_collector_of_garbage() -> None:
-    """It would come more often, in the hooks."""
+    """Garbage collections would run more often, inside hooks."""
     world = DiskWorld(host=16)
     world.only_on_disk(TEXT)
     gc.collect()
@@ -409,7 +409,7 @@ def test_a_fetch_leaves_nothing_to_the_collector_of_garbage() -> None:
         assert world.lookup(request) is None
         world.idle_step()
         world.finish()
-        world.end(request)  # when its blocks have come, and not looked up again
+        world.end(request)  # Its blocks have arrived, but it was not looked up again.
         world.settle()
         gc.collect()
         left = {type(found) for found in gc.garbage}
@@ -530,10 +530,10 @@ def test_spills_wait_for_loads_and_fetches() -> None:
 
 
 def gathering() -> DiskWorld:
-    """A world whose spills have at most eight blocks, with a request that runs on and three blocks that were found again."""
+    """Return a world with spills of at most eight blocks, a running request, and three blocks that were found again."""
     world = DiskWorld(host=64, disk=64)
     world.serve("first", TEXT)
-    world.serve_again("first again", TEXT)  # the limit is not known before the first spill
+    world.serve_again("first again", TEXT)  # The first spill sets the limit.
     for text in OTHERS:
         world.serve(text, text)
     world.add("runs on", "?")

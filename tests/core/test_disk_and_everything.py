@@ -1,7 +1,7 @@
-"""The machine of `test_everything` with a disk below the host: any order of facts, restarts among them.
+"""The same as `test_everything` with a disk tier and restarts.
 
-The world checks after every fact that the disk's index says what the pool says, that each place that can be found has its
-block on every rank, and that nothing is from before a reset.
+After every fact, the world checks that the disk's index agrees with the pool, that each findable slot has its block on
+every rank, and that no block is from before a reset.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class WithDisk(Everything):
 
     @rule(data=st.data(), really=st.sampled_from([False] * 9 + [True]), disk=st.integers(-4, 8))
     def restart(self, data: st.DataObject, really: bool, disk: int) -> None:
-        """The engine dies, and another one takes its disk over."""
+        """Kill the engine, and start another one on the same disk."""
         if not really:
             return
         before = self.world
@@ -117,7 +117,7 @@ class WithDisk(Everything):
         assert sum(counts) == disk.pool.capacity
 
     def _the_metrics_add_up(self) -> None:
-        """Metrics of the disk are the telemetry's tests to check."""
+        """The tests of telemetry check the disk's metrics."""
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class WithDisk(Everything):
         return sorted(number for number, copy in copies.items() if copy.job.tier is Tier.DISK)
 
     def _lookup(self, request: Req, may_wait: bool) -> int | None:
-        """A fetch may be waited for; an answer is what the host has, found the slow way."""
+        """Return the answer of a lookup, which may wait for a fetch. Compare it with the host's blocks."""
         world, state = self.world, self.world.core.state
         record = state.requests.live[request.name]
         answer = world.lookup(request, may_wait=may_wait)

@@ -1,4 +1,4 @@
-"""When a fetch begins and ends: with its request, before any request (a warm start), and how much at a time."""
+"""When fetches begin and end: for a request, before any request (a warm start), and how many blocks at a time."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_fetch_that_another_request_waits_for_goes_on() -> None:
 
 
 def test_a_request_waits_once_for_the_fetches_of_others() -> None:
-    """It waits for the fetch of its last block, wherever the jobs lie in memory."""
+    """It waits for the fetch of its last block, in whatever order the jobs were created."""
     text = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJ"
     world = DiskWorld(host=64)
     world.only_on_disk(text)
@@ -255,7 +255,7 @@ NO_OWNER = cast("Owner[Spill]", None)
 
 
 def ended(tier: LowerTier, number: int, *, last: int = 0, is_load_open: bool = False) -> float:
-    """Have a spill end; return the limit then."""
+    """End a spill; return the limit after it."""
     slots = list(map(SlotId, range(16)))
     job = Spill(NO_OWNER, slots, [], keys=[], tier_slots=[], id=JobId(number), copy_s=1.0)
     tier.spill_ended(job, JobId(max(last, number)), is_load_open=is_load_open)

@@ -1,4 +1,4 @@
-"""The lazy planner: what the device is about to evict is stored, no sooner, and nothing takes turns forever."""
+"""The lazy planner stores the blocks that the device evicts next, not earlier, and comes to rest when idle."""
 
 from __future__ import annotations
 
@@ -36,21 +36,22 @@ def test_what_is_next_in_line_is_stored_before_it_is_handed_out() -> None:
     for number, text in enumerate(texts):
         world.serve(f"r{number}", text)
     on_device = set(world.device.index)
-    for text in texts:  # whatever the device has lost, the host has
+    for text in texts:  # Every block that the device has lost is on the host.
         for key in keys_of(text, world.groups[0]):
             assert key in on_device or key in world.core.state.pool.index
     assert any(world.on_host(text) == "xxx" for text in texts)
 
 
 def test_a_device_that_steps_turn_over_is_eager() -> None:
-    assert isinstance(lazy(device=12, step_tokens=8).core._planner, EagerPlanner)  # a step allocates 3
+    # One step allocates 3 blocks.
+    assert isinstance(lazy(device=12, step_tokens=8).core._planner, EagerPlanner)
     assert isinstance(lazy(device=13, step_tokens=8).core._planner, LazyPlanner)
 
 
 @pytest.mark.parametrize("slots", [3, 8, 20, 39, 60])
 def test_an_engine_without_requests_comes_to_rest_whatever_the_host_holds(slots: int) -> None:
-    # Each look stored the blocks in front, which then joined the queue's end: with a host smaller than the queue it went
-    # round forever, and an engine that waits for its plugin's copies never came to rest.
+    # Regression: each look-ahead stored the blocks at the front, which then joined the queue's end. If the host was
+    # smaller than the queue, this never ended, and an engine that waits for its plugin never became idle.
     world = lazy(device=40, host=slots)
     for number in range(20):
         world.serve(f"r{number}", f"{number}bcdefghijklm")
@@ -67,7 +68,7 @@ def test_an_engine_without_requests_comes_to_rest_whatever_the_host_holds(slots:
 def test_at_its_end_a_request_stores_what_the_next_steps_may_evict() -> None:
     world = lazy(device=16)
     request = computed(world, text="0123456789" * 5)
-    assert world.device.free_blocks() == 3  # of the 6 that two steps may allocate
+    assert world.device.free_blocks() == 3  # Two steps may allocate 6 blocks, and 3 are free.
     assert world.offered() == 0
     world.end(request)
     assert world.offered() == 3
@@ -83,7 +84,7 @@ def test_blocks_lost_to_preemption_are_counted() -> None:
     for block in blocks:
         world.device.free.move_to_end(block, last=False)
     hungry = world.add("hungry", "x" * 8)
-    world.admit(hungry)  # in the same schedule, so that it gets what was just freed
+    world.admit(hungry)  # Admitted in the same step, so that it gets the blocks just freed.
     world.step(hungry)
     assert world.stores() == {StoreOutcome.LOST: 2}
     world.admit(victim)
@@ -92,7 +93,7 @@ def test_blocks_lost_to_preemption_are_counted() -> None:
 
 @pytest.mark.parametrize("host", [1, 3, 5])
 def test_a_host_smaller_than_the_look_does_not_churn(host: int) -> None:
-    # What did not fit was stored in turns, step after step, each time evicting what had been stored before.
+    # Regression: blocks that did not fit were stored in turns, and each store evicted the previous ones.
     world = lazy(device=24, host=host)
     for number in range(8):
         world.serve(f"r{number}", f"{number}bcdefghijklm")
@@ -108,7 +109,7 @@ def test_a_host_smaller_than_the_look_does_not_churn(host: int) -> None:
 
 
 def test_a_look_goes_no_further_than_the_lease_limit_and_goes_on_in_the_next_step() -> None:
-    world = lazy(full(), device=24, step_tokens=16)  # 6 may be leased, 20 are looked at
+    world = lazy(full(), device=24, step_tokens=16)  # Stores may lease 6 blocks, and a look-ahead covers 20.
     assert world.shape.lease_limit == 6
     for number in range(5):
         world.end(computed(world, f"r{number}", f"{number}bcdefghijklmnop"))
@@ -136,7 +137,7 @@ def test_a_look_skips_what_a_reset_made_worthless() -> None:
 
 
 def test_what_a_load_fills_was_handed_out_when_it_was_allocated() -> None:
-    # Blocks allocated for a load were not counted until it ended, and what they left at the head was not looked at.
+    # Regression: blocks allocated for a load were counted only after the load, so the queue's new head was not checked.
     world = lazy(device=24)
     for number in range(12):
         world.serve(f"r{number}", f"{number:02}cdefghijklm")
@@ -185,6 +186,6 @@ def test_another_block_with_a_key_that_is_being_stored_is_not_offered() -> None:
     for _ in range(14):
         world.step(hungry, tokens=4)
     assert len(world.open_jobs()) == 1
-    assert world.offered() == 4  # one of the second request's came with the first look
+    assert world.offered() == 4  # The first look-ahead has offered one block of the second request.
     world.drain()
     assert world.on_host(TEXT) == "xxx"

@@ -1,4 +1,4 @@
-"""Before host memory is ready: offers are no refusals, and what running requests hold is offered again."""
+"""While host memory is not ready, offers are not declined, and running requests offer their blocks again."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_as_memory_grows_what_waits_is_stored_bit_by_bit_heads_first() -> None:
 
 
 def test_a_host_that_is_as_large_as_it_gets_is_full() -> None:
-    """Also where memory was refused, and there is none at all."""
+    """Also if memory was refused and there are no slots."""
     world = World(host=0, is_growing=True)
     request = computed(world, "runs")
     world.ready_up_to(0)

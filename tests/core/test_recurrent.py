@@ -1,4 +1,4 @@
-"""Recurrent groups: their states are stored when a step completes them, and a hit ends where there is one."""
+"""Recurrent groups: a state is stored when a step completes it, and a hit ends where there is a state."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ PROMISES = Promises(hands_off_states=True)
 
 
 def make(**chosen: bool | int | str) -> World:
-    """Group 0 is recurrent, as in most hybrids."""
+    """Make a world whose group 0 is recurrent, as in most hybrid models."""
     return World(recurrent(), full(group=1), promises=PROMISES, **chosen)  # type: ignore[arg-type]  # each by its name
 
 
 def compute(world: World, request: Req, until: int) -> None:
-    """Compute a block a step."""
+    """Compute one block per step."""
     while request.computed < until:
         world.step(request, tokens=4)
 
 
 def with_states(*ends: int, **chosen: bool | int | str) -> World:
-    """The host has all blocks of the text, and the states after these tokens; the device has forgotten everything."""
+    """Return a world whose host has all blocks of the text, and the states after these tokens.
+
+    The device has nothing.
+    """
     world = make(**chosen)
     world.states_end = ends
     request = world.add("first", TEXT)
@@ -59,12 +62,15 @@ def test_a_hit_ends_at_the_last_state() -> None:
     assert world.admit(request) == 8
     world.step()
     world.finish()
-    world.run(request)  # the world compares what it computes from
+    world.run(request)  # The world compares the state from which the request continues.
     assert world.results == [("a", True)]
 
 
 def test_r10_a_state_is_offered_after_what_the_step_hands_out_is_known() -> None:
-    """Its block is allocated in the step that completes it: only then it counts as computed since the reset."""
+    """The step that completes the state also allocates its block.
+
+    Only after that it counts as computed since the reset.
+    """
     world = make()
     world.reset()
     request = world.add("a", TEXT)
@@ -96,7 +102,7 @@ def test_r8_a_state_waits_for_host_memory() -> None:
 
 
 def test_r5_a_state_that_waited_for_leases_comes_before_blocks_that_waited_longer() -> None:
-    world = make(device=16)  # leases for four blocks
+    world = make(device=16)  # Stores may lease four blocks.
     one, two = world.add("one", "nopqrstuvwxyzabcdefg"), world.add("two", TEXT)
     world.states_end = ()
     for request in (one, two):
@@ -182,7 +188,7 @@ def test_r2_a_state_that_is_not_its_requests_is_not_stored() -> None:
 
 
 def test_a_state_that_is_handed_off_again_in_another_block_has_one_place() -> None:
-    """The engine hands a loaded state off too, when the load has ended."""
+    """The engine hands a loaded state off again when the load has ended."""
     world = with_states(4, 8)
     request = world.add("a", TEXT)
     world.admit(request)
@@ -192,11 +198,11 @@ def test_a_state_that_is_handed_off_again_in_another_block_has_one_place() -> No
     for block in world.device.hand_out(2):
         world.device.name(block, key_at(TEXT, 12))
         state = facts.StateHandedOff(request.name, GroupId(0), 2, key_at(TEXT, 12), block)
-        world.tell(facts.StepScheduled(9, states=(state,)))  # the world audits the index
+        world.tell(facts.StepScheduled(9, states=(state,)))  # The world audits the index.
 
 
 def test_states_of_all_lengths_are_evicted_with_their_blocks() -> None:
-    """Nothing that a head needs is evicted before what only the tail needs (R15)."""
+    """A head's blocks are evicted after those that only the tail needs (R15)."""
     world = with_states(4, 8, 12)
     pool = world.core.state.pool
     order = [pool.key(slot) for slot in pool._order]
@@ -208,7 +214,7 @@ def test_states_of_all_lengths_are_evicted_with_their_blocks() -> None:
 
 
 def test_a_recurrent_group_is_no_reason_against_lazy() -> None:
-    """A step takes a block or two of it, however many its tokens fill."""
+    """A step uses one or two blocks of a recurrent group, however many tokens it computes."""
     groups = recurrent(), recurrent(group=1), full(group=2)
     shape = EngineShape(groups, 1, 64, step_tokens=16, promises=PROMISES)
     assert shape.turnover_blocks == 2 + 2 + 5
@@ -246,7 +252,7 @@ def test_lazy_stores_the_states_of_an_ending_request_where_little_is_free() -> N
 # -- prefix boundaries ----------------------------------------------------------------------------------------------------
 
 SHARED = "abcdefghnopqr"
-"""Shares two blocks with the text."""
+"""shares two blocks with the text"""
 
 
 def boundary(world: World, name: str) -> int:
@@ -290,7 +296,7 @@ def test_no_boundary_is_asked_for_within_what_is_found() -> None:
 
 
 def test_a_boundary_lies_where_device_and_host_together_end() -> None:
-    """The device has the first block of full attention without a state, the host only the second."""
+    """The device has the first block of full attention without a state, and the host only the second."""
     world = with_states(12)
     pool = world.core.state.pool
     pool.quarantine(pool.index[key_at(TEXT, 4, 1)])
@@ -359,7 +365,7 @@ def test_r15_a_state_is_used_by_a_load_and_not_by_the_devices_own_hit(is_loaded:
 
 
 def served(world: World, name: str, text: str) -> Req:
-    """A request's whole life, with a block a step."""
+    """Serve a request, computing one block per step."""
     request = world.add(name, text)
     world.admit(request)
     world.step()
@@ -376,7 +382,7 @@ def served(world: World, name: str, text: str) -> Req:
 
 
 def on_disk(end: int = 8) -> DiskWorld:
-    """The disk has all whole blocks of the text and one state; neither host nor device has any."""
+    """Return a world whose disk has all whole blocks of the text and one state. Host and device are empty."""
     world = DiskWorld(recurrent(), full(group=1), promises=PROMISES, after_hits=0, host=32, disk=400)
     world.states_end = (end,)
     request = world.add("first", TEXT)
@@ -429,7 +435,7 @@ def test_a_state_whose_fetch_failed_is_what_is_missed() -> None:
     world.report(0, fetch(world, other), FAILED)
     assert world.admit(other) == 0
     world.states_end = ()
-    compute(world, other, len(TEXT))  # which leaves the attention on the host, and no state
+    compute(world, other, len(TEXT))  # This leaves the attention blocks on the host, and no state.
     world.end(other)
     world.drain()
     assert (world.on_host(TEXT), world.on_host(TEXT, group=1)) == ("...", "xxx")

@@ -1,4 +1,4 @@
-"""A store that engines share: what is written to it, what is found in it, and what every failure costs."""
+"""A remote tier that engines share: what is written, what is found, and what each failure costs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXT = "abcdefghijklmnop"  # four blocks, of which a lookup finds three
 
 
 def two(**settings: int) -> tuple[RemoteWorld, RemoteWorld]:
-    """Two engines with one store; the first has written a text."""
+    """Return two engines with one remote tier, to which the first has written a text."""
     first = RemoteWorld(**settings)  # type: ignore[arg-type]  # of the world
     first.share(TEXT)
     return first, RemoteWorld(store=first.store, **settings)  # type: ignore[arg-type]
@@ -74,7 +74,7 @@ def test_a_lookup_waits_for_the_answer_and_no_longer() -> None:
     assert other.asked == [(request.name, tuple(keys_of(TEXT, full())), other.namespace)]
     assert other.lookup(request) is None
     assert other.remote_jobs(LOAD) == []
-    other.tell(facts.RemoteAnswered(request.name, other.remote.namespace))  # it could not be asked
+    other.tell(facts.RemoteAnswered(request.name, other.remote.namespace))  # The query could not be made.
     assert other.admit(request) == 0
     assert other.miss() is MissCause.NEVER_SEEN
     other.run(request)
@@ -167,7 +167,8 @@ def test_r17_a_value_that_is_gone_costs_what_lies_behind_it_and_one_fetch() -> N
     del first.store[first.remote.namespace, keys_of(TEXT, full())[1], 0]
     request = other.add("late", TEXT, answers=False)
     keys = tuple(keys_of(TEXT, full())[:3])
-    other.tell(facts.RemoteAnswered(request.name, other.remote.namespace, keys))  # the store lies
+    # The store reports keys that it does not have.
+    other.tell(facts.RemoteAnswered(request.name, other.remote.namespace, keys))
     assert other.lookup(request) is None
     other.idle_step()
     other.finish()
@@ -322,7 +323,7 @@ def test_r18_a_put_under_way_at_a_reset_leaves_no_hint() -> None:
 
 
 def putting() -> tuple[RemoteWorld, JobId, Callable[[], set[SlotState]]]:
-    """Two ranks that write the same blocks, and the states of the host slots that they read."""
+    """Return two ranks that write the same blocks, and a function for the states of the host slots that they read."""
     world = RemoteWorld(ranks=2)
     world.serve("once", TEXT)
     world.serve("again", TEXT, drains=False)

@@ -1,4 +1,4 @@
-"""R1, R2, R9 and R14: what a lookup found, what the engine makes of it, and loads that do not end well."""
+"""R1, R2, R9 and R14: lookups, how the engine uses their answers, and loads that fail."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXT = "abcdefghijklm"  # three whole blocks and a token to compute
 
 
 def cached(text: str = TEXT, **options: object) -> World:
-    """A world whose host has a text and whose device has forgotten it."""
+    """Return a world with a text on the host but not on the device."""
     world = World(**options)  # type: ignore[arg-type]
     world.serve("first", text)
     world.device.forget_keys()
@@ -40,7 +40,7 @@ def test_r1_many_requests_fill_the_host_between_a_lookup_and_its_allocation() ->
     world = cached(host=4)
     late = world.add("late", TEXT)
     assert world.lookup(late) == 12
-    for number in range(6):  # each fills the one slot that is left, and evicts the one before
+    for number in range(6):  # Each fills the only free slot, and evicts the previous block.
         world.serve(f"r{number}", str(number) * 13)
     assert world.evicted() == 5
     assert world.on_host(TEXT) == "xxx"
@@ -83,7 +83,7 @@ def test_r1_a_reset_drops_the_pins_and_the_allocation_survives_it() -> None:
     world.reset()
     assert drops(world) == [(PinDropCause.RESET, 3)]
     assert world.count(SlotState.EMPTY) == world.ready
-    world.allocate(late, 12)  # the engine still goes by the answer from before
+    world.allocate(late, 12)  # The engine still uses the earlier answer.
     assert violations(world) == [RejectionCause.TOKENS_WITHOUT_PIN]
     assert world.results == [("late", False)]
 
@@ -99,7 +99,8 @@ def test_r1_two_lookups_pin_a_slot_twice() -> None:
 
 
 def test_r1_what_was_pinned_and_turned_out_worthless_is_not_loaded() -> None:
-    # Loading by what was pinned, and not by what can hit now, read slots that another request's load had invalidated.
+    # Regression: loading from the pinned slots, not those that can hit now, read slots that another request's load had
+    # invalidated.
     world = cached()
     one, two = world.add("one", TEXT), world.add("two", TEXT)
     world.lookup(two)
@@ -137,7 +138,7 @@ def test_r2_more_tokens_than_were_found_fail_the_load() -> None:
 def test_r2_more_tokens_than_were_found_are_loaded_where_the_host_has_them_by_now() -> None:
     world = cached()
     request = world.add("a", TEXT)
-    world.allocate(request, 12)  # it never asked
+    world.allocate(request, 12)  # It never looked up.
     assert violations(world) == [RejectionCause.TOKENS_WITHOUT_PIN]
     world.step()
     world.finish()
@@ -145,7 +146,8 @@ def test_r2_more_tokens_than_were_found_are_loaded_where_the_host_has_them_by_no
 
 
 def test_r2_a_hit_that_the_engine_declines_is_a_miss_and_no_contract_violation() -> None:
-    # Second in a MultiConnector, every hit of the first counted as a contract violation, and as one of our hits.
+    # Regression: second in a MultiConnector, every hit of the first connector counted as a contract violation and as
+    # our hit.
     world = cached()
     request = world.add("a", TEXT)
     assert world.lookup(request) == 12
@@ -192,7 +194,8 @@ def test_r2_fewer_tokens_than_found_need_other_blocks_of_a_window() -> None:
     world.finish()
     world.run(request)
     assert world.results == [("a", True)]
-    assert drops(world) == [(PinDropCause.NOT_ACCEPTED, 3)]  # two of full, the deepest of the window
+    # Two blocks of the full group, and the deepest of the window.
+    assert drops(world) == [(PinDropCause.NOT_ACCEPTED, 3)]
 
 
 def test_r2_fewer_tokens_whose_window_is_gone_fail_the_load() -> None:
@@ -302,7 +305,7 @@ def test_r2_a_step_that_knows_of_fewer_tokens_and_nothing_new_takes_nothing_back
     world.idle_step()
     before = fingerprint(world.core)
     world.tell(facts.StepScheduled(world.steps, (facts.Progress(request.name, 4),)))
-    world.core.state.steps -= 1  # only that there was a step can be seen
+    world.core.state.steps -= 1  # Only the number of steps has changed.
     assert fingerprint(world.core) == before
 
 
@@ -397,7 +400,7 @@ def test_r9_a_failed_load_is_recomputed_and_never_tried_again(outcome: object) -
     request = loading(world)
     world.finish(outcome=outcome)  # type: ignore[arg-type]
     assert world.results == [("a", False)]
-    world.serve("again", TEXT)  # the host has it once more
+    world.serve("again", TEXT)  # The host has the text again.
     world.device.forget_keys()
     assert world.admit(request) == 0
     assert world.miss() is MissCause.LOAD_FAILED
@@ -459,7 +462,8 @@ def test_r9_a_request_that_ends_takes_back_its_own_load_and_no_other() -> None:
 
 @pytest.mark.parametrize("order", [(CORRUPT, FAILED), (FAILED, CORRUPT)])
 def test_r9_a_rank_that_fails_invalidates_all_also_where_another_names_a_corrupt_block(order: tuple) -> None:
-    # Only the first rank's report counted: after a corrupt block, a failed copy left the other slots in the index.
+    # Regression: only the first rank's report counted. After a corrupt block, a failed copy left the other slots in the
+    # index.
     world = cached(ranks=2)
     loading(world)
     (job,) = world.open_jobs(Direction.LOAD)
@@ -490,11 +494,11 @@ def test_r9_a_load_that_is_abandoned_keeps_its_blocks_from_reuse() -> None:
     world.overdue(job)
     assert world.results == [("a", False)]
     world.admit(request)
-    world.run(request)  # by computing
+    world.run(request)  # It computes the tokens itself.
     for number in range(4):
-        world.serve(f"r{number}", str(number) * 30)  # wants every block there is
+        world.serve(f"r{number}", str(number) * 30)  # These requests need every block.
     assert all(world.device.leased[block] == 1 for block in blocks)
-    world.finish(job)  # late, and into blocks that no other request has
+    world.finish(job)  # A late copy, into blocks that no other request has.
     assert not any(world.device.leased[block] for block in blocks)
 
 
@@ -506,15 +510,16 @@ def test_r14_fifty_requests_with_one_prefix_load_it_once() -> None:
     crowd = [world.add(f"r{number}", TEXT + str(number)) for number in range(50)]
     answers = [world.admit(request) for request in crowd]
     assert answers == [12, *[None] * 49]
-    assert sum(world.core.state.pool.pins.values()) == 3  # those who wait pin nothing
+    assert sum(world.core.state.pool.pins.values()) == 3  # Waiting requests pin nothing.
     assert len(world.reported(LookupDeferred)) == 49
     world.step()
-    assert [world.admit(request) for request in crowd[1:]] == [None] * 49  # still loading
-    assert len(world.reported(LookupDeferred)) == 49  # each waits once, however often it is asked for
+    assert [world.admit(request) for request in crowd[1:]] == [None] * 49  # the load is still open
+    # Each wait is reported once, however often the engine asks.
+    assert len(world.reported(LookupDeferred)) == 49
     world.finish()
     assert world.results == [("r0", True)]
     world.device.forget_keys()
-    assert world.admit(crowd[1]) is None  # loaded, but not yet usable
+    assert world.admit(crowd[1]) is None  # loaded, but the request does not run yet
     world.step()
     assert [world.admit(request) for request in crowd[1:]] == [0] * 49
     assert all(request.brought == (12, 0) for request in crowd[1:])
@@ -557,12 +562,13 @@ def test_r14_once_the_owner_runs_no_request_waits_for_it() -> None:
     world.device.forget_keys()
     assert world.admit(waits) is None
     world.step()
-    world.device.forget_keys()  # should the device have lost what was loaded, the next one loads it
+    world.device.forget_keys()  # If the device has lost the loaded blocks, the next request loads them.
     assert world.admit(waits) == 12
 
 
 def test_r14_an_owner_that_was_given_blocks_again_keeps_no_request_waiting() -> None:
-    # Preempted and given blocks again within a step, without a lookup: its loaded blocks have no owner.
+    # Regression: for a request that is preempted and readmitted within a step, without a lookup, loaded blocks had no
+    # owner.
     world = cached()
     owner = loading(world)
     world.finish()
@@ -575,7 +581,7 @@ def test_r14_an_owner_that_was_given_blocks_again_keeps_no_request_waiting() -> 
 
 
 def test_r14_no_request_waits_for_a_load_from_before_a_reset() -> None:
-    # Slots that drained after the reset and were filled anew still had the old load's owner.
+    # Regression: slots that drained after the reset and were filled again still had the old load's owner.
     world = cached(host=3)
     loading(world)
     world.reset()
@@ -617,7 +623,8 @@ def test_r14_a_first_owner_stays_the_owner() -> None:
 
 
 def test_r14_one_that_would_not_wait_is_waited_for_when_the_first_owner_is_gone() -> None:
-    # Only the first to load a slot was remembered, so the third loaded what the second was loading.
+    # Regression: only the first request that loads a slot was remembered, so a third one loaded what the second was
+    # loading.
     world = cached()
     first = loading(world)
     second = world.add("b", TEXT)
@@ -648,7 +655,7 @@ def test_r14_who_shares_only_the_tail_of_a_load_waits_too() -> None:
     world.lookup(owner)
     head = world.device.hand_out(2)
     tables = ((*head, *world.device.hand_out(1)),)
-    world.tell(facts.BlocksAllocated(owner.name, tables, 8, 4))  # has the head on the device
+    world.tell(facts.BlocksAllocated(owner.name, tables, 8, 4))  # The device has the head.
     assert world.admit(world.add("waits", TEXT)) is None
 
 

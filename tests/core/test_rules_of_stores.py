@@ -1,4 +1,4 @@
-"""R3, R4, R5, R7, R8 and R15: what is stored, from which block, when it can hit, and what makes room for it."""
+"""R3, R4, R5, R7, R8 and R15: which blocks are stored, from where, when they can hit, and what is evicted for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXT = "abcdefghijklm"  # three whole blocks and a token to compute
 
 
 def computed(world: World, name: str = "a", text: str = TEXT) -> Req:
-    """A request that has computed its prompt; its stores are open."""
+    """Return a request that has computed its prompt. Its stores are open."""
     request = world.add(name, text)
     world.admit(request)
     world.run(request)
@@ -25,7 +25,10 @@ def computed(world: World, name: str = "a", text: str = TEXT) -> Req:
 
 
 def side_by_side(world: World) -> tuple[Req, Req]:
-    """Two requests that computed one prompt into blocks of their own; the second one's wait for the first one's."""
+    """Return two requests that computed one prompt into separate blocks.
+
+    The second one's offers wait for the first one's stores.
+    """
     one, two = world.add("one", TEXT), world.add("two", TEXT)
     world.admit(one)
     world.admit(two)
@@ -41,13 +44,13 @@ def stored_blocks(world: World) -> list[DeviceBlockId]:
 
 
 def offer(world: World, *blocks: tuple[BlockKey, DeviceBlockId]) -> None:
-    """Offer blocks that belong to no request, as lazy does."""
+    """Offer blocks without a request, as the lazy planner does."""
     world.core.stores.offer([Offer(key, block) for key, block in blocks], last_chance=True)
     world._settle()
 
 
 def named(world: World, *keys: BlockKey) -> list[DeviceBlockId]:
-    """Device blocks that hold these keys, and of which the engine knows that."""
+    """Return device blocks whose contents the engine has confirmed to have these keys."""
     blocks = world.device.hand_out(len(keys))
     for block, key in zip(blocks, keys, strict=True):
         world.device.name(block, key)
@@ -64,7 +67,7 @@ def test_r3_the_same_prefix_twice_while_its_store_is_open_across_steps_and_after
     first = computed(world)
     under_way = stored_blocks(world)
     assert len(under_way) == 3
-    second = computed(world, "b")  # finds the first one's blocks on the device
+    second = computed(world, "b")  # It finds the first request's blocks on the device.
     assert second.tables[0][:3] == first.tables[0][:3]
     for _ in range(3):
         world.idle_step()
@@ -84,13 +87,13 @@ def test_r3_a_block_stays_off_limits_until_the_last_rank_of_a_failed_store_has_e
     second = computed(world, "b")
     assert second.tables[0][:3] == first.tables[0][:3]
     for job in world.open_jobs():
-        assert world.copies[job].running == {1}  # nothing new: the other rank still reads the blocks
+        assert world.copies[job].running == {1}  # No new copy: the other rank still reads the blocks.
     world.device.forget_keys()
     waits = world.add("c", TEXT)
     world.admit(waits)
     assert world.miss() is MissCause.STORE_FAILED
     world.finish()
-    world.end(second)  # its last chance
+    world.end(second)  # This is its last chance.
     world.drain()
     assert world.stores()[StoreOutcome.FAILED] == 3
 
@@ -138,7 +141,7 @@ def test_r3_another_block_with_the_hash_is_offered_again_when_the_first_does_not
     mine, others = one.tables[0][:3], two.tables[0][:3]
     assert set(mine).isdisjoint(others)
     assert stored_blocks(world) == mine
-    assert not any(world.device.leased[block] for block in others)  # not meanwhile
+    assert not any(world.device.leased[block] for block in others)  # Meanwhile, no other block is leased.
     for job in world.open_jobs():
         if how == "fails":
             world.finish(job, outcome=FAILED)
@@ -155,7 +158,7 @@ def test_r3_another_block_that_no_longer_holds_the_key_is_not_stored_in_its_plac
     world = World(device=16)
     _, two = side_by_side(world)
     world.end(two)
-    computed(world, "greedy", "0123456789" * 4 + "01234")  # gets its blocks
+    computed(world, "greedy", "0123456789" * 4 + "01234")  # It gets the blocks of `two`.
     world.finish(*[job for job in world.open_jobs() if job < 3], outcome=FAILED)
     world.drain()
     assert world.on_host(TEXT) == "..."
@@ -228,7 +231,7 @@ def test_r3_a_duplicate_whose_request_has_ended_is_stored_when_the_first_fails()
 
 
 def test_r3_what_a_request_left_to_be_offered_again_does_not_belong_to_the_next_of_its_name() -> None:
-    world = World(device=12)  # leases for one's three blocks
+    world = World(device=12)  # Stores may lease one request's three blocks.
     _, two = side_by_side(world)
     world.end(two)
     for job in world.open_jobs():
@@ -239,7 +242,8 @@ def test_r3_what_a_request_left_to_be_offered_again_does_not_belong_to_the_next_
     world.step(again)
     record = world.core.state.requests.live[again.name]
     assert world.stores() == {StoreOutcome.ABANDONED: 3, StoreOutcome.STALLED: 3}
-    assert list(record.waiting) == [(0, 0), (0, 1), (0, 2)]  # its own, for the copies that still run
+    # Its own offers wait, because copies of its blocks still run.
+    assert list(record.waiting) == [(0, 0), (0, 1), (0, 2)]
 
 
 def test_r15_cached_keys_are_used_head_last_and_a_key_twice_in_one_offer_once() -> None:
@@ -328,7 +332,8 @@ def test_r4_capacity_is_what_every_rank_has_ready() -> None:
 
 
 def test_a_draining_slot_does_not_take_its_key_from_a_newer_one() -> None:
-    # After a reset a slot drains with its old key. Dooming it again took the key out of the index for its successor.
+    # Regression: after a reset, a slot drains with its old key. Invalidating it again removed the key of its successor
+    # from the index.
     world = World(ranks=2)
     world.serve("first", TEXT)
     world.device.forget_keys()
@@ -349,14 +354,14 @@ def test_a_draining_slot_does_not_take_its_key_from_a_newer_one() -> None:
 
 
 def test_r5_stores_lease_no_more_than_a_quarter_of_the_device() -> None:
-    world = World(device=32)  # a quarter is 8
+    world = World(device=32)  # a quarter is 8 blocks
     request = computed(world, text="0123456789" * 8)
     assert len(stored_blocks(world)) == 8
     world.step()
     assert len(stored_blocks(world)) == 8
     world.finish()
     world.step()
-    assert len(stored_blocks(world)) == 8  # those that waited for room
+    assert len(stored_blocks(world)) == 8  # Those that waited for room are stored.
     world.finish()
     world.end(request)
     world.drain()
@@ -375,7 +380,8 @@ def test_r5_what_waits_for_room_at_the_end_of_its_request_is_declined() -> None:
 
 
 def test_r5_a_request_that_ends_leaves_nothing_waiting_for_room() -> None:
-    # With copies that never end, what waited for room was kept forever, also of requests that were gone.
+    # Regression: with copies that never end, offers that waited for room were kept forever, even for requests that had
+    # ended.
     world = World(device=32)
     for number in range(5):
         world.end(computed(world, f"r{number}", f"{number}bcdefghi" * 4))
@@ -388,13 +394,13 @@ def test_r5_a_leased_block_is_not_handed_out_after_its_request_is_gone() -> None
     under_way = stored_blocks(world)
     world.end(request)
     assert all(world.device.leased[block] == 1 for block in under_way)
-    for number in range(3):  # hand_out asserts
+    for number in range(3):  # `DevicePool` checks each allocation.
         hungry = world.add(f"r{number}", str(number) * 40)
         world.admit(hungry)
         world.run(hungry, until=40)
         world.end(hungry)
     for job in [job for job in world.open_jobs() if set(world.copies[job].blocks) & set(under_way)]:
-        world.finish(job)  # the world compares the bytes
+        world.finish(job)  # The world compares the bytes.
     assert not any(world.device.leased[block] for block in under_way)
 
 
@@ -417,7 +423,7 @@ def test_r5_leases_of_a_store_are_given_back_exactly_once(stage: str, leaves: st
     request = world.add("a", TEXT[:9])
     world.admit(request)
     world.step()
-    if stage == "planned":  # what the last offers of another request put into the step's job
+    if stage == "planned":  # Another request's last offers join the step's job.
         other = world.add("b", "01234")
         world.admit(other)
         world.step(other)
@@ -507,7 +513,7 @@ def test_r5_blocks_are_given_back_deepest_first() -> None:
 
 
 def reused(world: World, request: Req) -> list[int]:
-    """The positions that the core has removed from a request's record."""
+    """Return the positions that the core has zeroed in a request's table."""
     table = world.core.state.requests.live[request.name].table
     assert table is not None
     return [position for position, block in enumerate(table[0]) if block == NULL_BLOCK]
@@ -515,11 +521,12 @@ def reused(world: World, request: Req) -> list[int]:
 
 def test_r7_a_declined_window_block_is_freed_handed_to_another_position_and_offered_again() -> None:
     world = World(window(5), device=4, host=0)
-    request = computed(world, text="abcdefghijklmnopqrstuvwxyz")  # goes round the device more than once
+    # It allocates more blocks than the device has.
+    request = computed(world, text="abcdefghijklmnopqrstuvwxyz")
     assert reused(world, request) == [0, 1, 2]
     world.ready_up_to(8)
-    world.end(request)  # a block that found no free slot is offered again
-    world.drain()  # the world compares the bytes
+    world.end(request)  # A block that got no slot is offered again.
+    world.drain()  # The world compares the bytes.
     assert world.on_host("abcdefghijklmnopqrstuvwx") == "...x.."
     assert world.stores() == {StoreOutcome.STALE: 3, StoreOutcome.STORED: 1, StoreOutcome.LEASE_LIMIT: 2}
 
@@ -530,7 +537,7 @@ def test_r7_a_window_block_is_struck_in_the_step_that_hands_it_out_though_its_re
     world.admit(sleeps)
     while sleeps.computed < 16:
         world.step(sleeps)
-    world.step(sleeps)  # its first blocks have left the window
+    world.step(sleeps)  # Its first blocks have left the window.
     assert reused(world, sleeps) == []
     busy = world.add("busy", "0123456789" * 2)
     world.admit(busy)
@@ -616,7 +623,7 @@ def test_r7_striking_costs_the_ids_and_not_the_tables() -> None:
 
 
 def evict(world: World, name: str, text: str) -> None:
-    """Another request's store takes the host's slots; it fails, so that they are empty then."""
+    """Take the host's slots for another request's store. The store fails, so that the slots are empty afterwards."""
     other = world.add(name, text)
     world.admit(other)
     world.step(other)
@@ -643,10 +650,10 @@ def test_r8_once_a_request_so_that_a_tiny_pool_does_not_churn() -> None:
     world.serve("first", "abcdefghi")
     request = computed(world, text="abcdefghi")
     evict(world, "b", "012345678")
-    world.step(request)  # what was evicted is stored again, but
+    world.step(request)  # The evicted block is stored again.
     world.finish(outcome=FAILED)
     world.device.forget_keys()
-    world.serve("again", "abcdefghi")  # it comes back by another's doing
+    world.serve("again", "abcdefghi")  # Another request stores the block again.
     assert world.on_host("abcdefgh") == "xx"
     evict(world, "c", "987654321")
     world.step(request)
@@ -664,7 +671,7 @@ def test_r8_once_also_for_a_request_that_offers_it_again() -> None:
     world.preempt(request)
     world.serve("again", "abcdefghi")
     world.admit(request)
-    world.run(request)  # offers all its blocks once more: they are on the host
+    world.run(request)  # It offers all its blocks again, which are on the host.
     world.finish()
     world.end(request)
     stores = world.stores()
@@ -782,7 +789,8 @@ def test_r15_least_recently_used_first_and_the_head_of_a_prefix_last(how: str) -
 
 @pytest.mark.parametrize("how", ["stored", "looked up", "loaded"])
 def test_r15_depth_counts_across_groups(how: str) -> None:
-    # Pins and holds went group by group, so the last group's head left before the first group's tail.
+    # Regression: pins and holds were released group by group, so the last group's head was evicted before the first
+    # group's tail.
     world = World(full(), full(group=1), host=8)
     world.serve("first", LONG)
     if how != "stored":
@@ -794,9 +802,9 @@ def test_r15_depth_counts_across_groups(how: str) -> None:
 
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
 def test_r15_stores_that_no_running_request_holds_arrive_deepest_first(policy: str) -> None:
-    # The device's free queue has the deepest first, so lazy's jobs had them first, and the heads were evicted first.
+    # Regression: the device's free queue has the deepest block first. So did lazy's jobs, and heads were evicted first.
     world = World(device=24, policy=policy)
-    text = "bcdefghi" if policy == "eager" else "bcdefghijklmnopq"  # what eager stores in one step
+    text = "bcdefghi" if policy == "eager" else "bcdefghijklmnopq"  # the blocks that eager stores in one step
     for number in range(8):
         request = computed(world, f"r{number}", f"{number}{text}")
         world.step(request)
@@ -813,7 +821,7 @@ def test_r15_stores_that_no_running_request_holds_arrive_deepest_first(policy: s
 
 
 def heads_last(world: World) -> bool:
-    """Whether every prefix of `LONG` leaves the host after all that is deeper."""
+    """Return whether every prefix of `LONG` is evicted after all deeper blocks."""
     order = [world.core.state.pool.key(slot) or b"" for slot in world.core.state.pool._order]
     depths = [len(key) for key in order if key.startswith(LONG[:4].encode())]
     return len(depths) > 1 and depths == sorted(depths, reverse=True)
@@ -823,7 +831,8 @@ def heads_last(world: World) -> bool:
 def test_r15_a_head_that_was_found_on_the_device_is_used_as_late_as_the_tail_behind_it(
     groups: object,
 ) -> None:
-    # The head was touched when the request began, the tail stored later: so the head was evicted first.
+    # Regression: the head was marked as used when the request began, and the tail stored later, so the head was evicted
+    # first.
     world = World(*groups)  # type: ignore[misc]
     world.serve("first", LONG[:9])
     request = world.add("again", LONG)
@@ -839,7 +848,7 @@ def test_r15_a_head_that_was_found_on_the_device_is_used_as_late_as_the_tail_beh
 
 @pytest.mark.parametrize("how", ["runs", "ends", "loses its blocks"])
 def test_r15_a_request_that_computes_what_the_host_has_uses_it_head_last(how: str) -> None:
-    # Touched as it was confirmed, step by step, the head was the oldest.
+    # Regression: blocks were marked as used when they were confirmed, step by step, so the head was the oldest.
     world = World()
     world.serve("first", LONG)
     world.device.forget_keys()
@@ -857,7 +866,7 @@ def test_r15_a_request_that_computes_what_the_host_has_uses_it_head_last(how: st
 
 
 def tail_looked_up(world: World) -> Req:
-    """A request whose tail the host has pinned, and whose head the device found."""
+    """Return a request whose tail is pinned on the host, and whose head is on the device."""
     world.serve("first", LONG)
     world.device.forget_keys()
     world.serve("head", LONG[:9])
@@ -869,7 +878,7 @@ def tail_looked_up(world: World) -> Req:
 
 @pytest.mark.parametrize("how", ["takes nothing", "takes less", "ends", "is looked up again"])
 def test_r15_a_tail_behind_the_devices_own_hit_is_released_before_its_head(how: str) -> None:
-    # The lookup pinned only the tail; once released, it was younger than the head that only the device had been asked for.
+    # Regression: the lookup pinned only the tail. After its release, the tail was more recent than the head.
     world = World()
     request = tail_looked_up(world)
     if how == "takes nothing":
@@ -925,7 +934,7 @@ def test_r15_slots_that_went_bad_meanwhile_are_released_too() -> None:
 
 
 def test_r15_a_tail_that_arrives_after_a_preemption_is_not_used_later_than_its_head() -> None:
-    # The head was released at the preemption, and the tail became evictable behind it.
+    # Regression: the head was released at the preemption, and the tail could be evicted only after it.
     world = World()
     request = computed(world, text=LONG)
     head, *_ = world.open_jobs()
@@ -943,17 +952,17 @@ def test_r15_a_tail_that_arrives_for_a_new_table_is_not_used_later_than_a_head_o
     request = world.add("a", TEXT)
     world.admit(request)
     world.step()
-    for _ in range(3):  # one job a block
+    for _ in range(3):  # one job per block
         world.step()
     head, tail, stuck = world.open_jobs()
     world.finish(head)
-    world.overdue(stuck)  # what the request holds is not kept for it
+    world.overdue(stuck)  # Slots that the request holds are no longer kept for it.
     world.preempt(request)
     world.idle_step()
     world.device.forget_keys()
     world.admit(request, accept=0)
     world.step()
-    world.step()  # the head is computed again
+    world.step()  # The head is computed again.
     world.finish(tail)
     world.preempt(request)
     world.idle_step()
@@ -976,14 +985,14 @@ def test_r15_a_load_beside_a_late_store_of_the_table_before_leaves_the_head_to_b
     request = computed(world, text=LONG)
     head, *others, last = world.open_jobs()
     world.finish(head)
-    world.overdue(last)  # what the request holds is released with its table
+    world.overdue(last)  # Slots that the request holds are released with its table.
     world.preempt(request)
     world.idle_step()
     world.device.forget_keys()
     world.admit(request)
     world.step()
     (load,) = world.open_jobs(Direction.LOAD)
-    world.finish(*others)  # held for the new table, before its head is
+    world.finish(*others)  # They are held for the new table before its head is.
     world.finish(load)
     world.preempt(request)
     world.idle_step()
@@ -1001,7 +1010,7 @@ def test_r15_a_head_that_waited_for_a_slot_is_evicted_after_the_tail_that_did_no
         world.step(request)
     assert world.core.state.requests.live[
         request.name
-    ].waiting  # its head; the host is full of what `holds` stored
+    ].waiting  # It waits for its head, because the blocks stored by `holds` fill the host.
     world.ready_up_to(2)
     world.step(request)
     world.finish()

@@ -1,4 +1,4 @@
-"""The eviction order by itself."""
+"""The eviction order alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SLOTS = st.lists(st.integers(0, 40).map(SlotId), unique=True, max_size=8)
 
 @given(st.lists(SLOTS))
 def test_it_is_the_order_of_the_last_uses(batches: list[list[SlotId]]) -> None:
-    """Members leave and others join, compared with a plain model."""
+    """Slots are removed and added at random, and compared with a simple model."""
     order, model = LruOrder(), OrderedDict[SlotId, None]()
     order.grow(20)
     for number, batch in enumerate(batches):

@@ -1,4 +1,4 @@
-"""Copies that never end: what they touch of the device is bounded, because no new ones are begun beyond it (R5, R16)."""
+"""Copies that never end: a limit on the device blocks under them stops new copies (R5, R16)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK = 4
 
 
 def stores(world: World, name: str, blocks: int) -> tuple[Req, JobId]:
-    """A request that has computed so many blocks, and their store under way."""
+    """Return a request that has computed this many blocks, and the open job that stores them."""
     before = set(world.open_jobs())
     request = world.add(name, name * blocks * BLOCK)
     assert world.admit(request) == 0
@@ -34,7 +34,7 @@ def hangs(world: World, name: str, blocks: int = 1) -> JobId:
 
 
 def is_stalled(world: World) -> bool:
-    """Whether a block that can be stored waits."""
+    """Return whether a block that could be stored waits."""
     world.idle_step()
     stalls, resumes = len(world.reported(CopiesStalled)), len(world.reported(CopiesResumed))
     assert stalls - resumes in (0, 1)
@@ -55,7 +55,8 @@ def test_three_jobs_in_a_row_stall_copies_and_one_that_ends_late_lets_them_go_on
     assert world.reported(CopiesResumed) == [CopiesResumed(2)]
     world.idle_step()
     world.finish()
-    assert world.stores() == {StoreOutcome.ABANDONED: 3, StoreOutcome.STORED: 2}  # what had waited
+    # The waiting blocks were stored.
+    assert world.stores() == {StoreOutcome.ABANDONED: 3, StoreOutcome.STORED: 2}
 
 
 @pytest.mark.parametrize("outcome", [DONE, FAILED])
@@ -70,7 +71,7 @@ def test_jobs_that_end_between_are_no_row(outcome: object) -> None:
 
 
 def test_beyond_an_eighth_of_the_device_no_copy_is_begun_until_enough_have_ended() -> None:
-    world = World(device=64, host=256, step_tokens=64)  # an eighth is 8
+    world = World(device=64, host=256, step_tokens=64)  # an eighth is 8 blocks
     jobs = []
     for name in "abcd":
         assert not is_stalled(world)

@@ -1,4 +1,4 @@
-"""The three tables: every legal step goes where the table says, every other one raises and changes nothing."""
+"""The three state machines: each legal step leads to the listed state; every other step raises and changes nothing."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_what_can_hit_and_what_can_be_evicted() -> None:
 
 
 def pool_with(state: SlotState) -> tuple[HostPool, SlotId]:
-    """A pool of two slots, one of them in a state."""
+    """Return a pool of two slots, one of them in this state."""
     pool = HostPool()
     pool.grow(2)
     if state is SlotState.EMPTY:
@@ -239,7 +239,7 @@ def test_slots_that_were_freed_are_taken_before_fresh_ones_and_in_order() -> Non
 
 
 class Owner:
-    """Notes what it learns of its jobs."""
+    """Records the calls about its jobs."""
 
     def __init__(self) -> None:
         self.learnt: list[object] = []
@@ -281,7 +281,7 @@ def jobs_with(state: JobState) -> tuple[Jobs, Job]:
 )
 def test_a_job_that_is_dropped_is_cancelled_or_runs_to_its_end(state: JobState, learnt: list[object]) -> None:
     jobs, job = jobs_with(state)
-    job.settled = state is JobState.ABANDONED  # its owner was informed before
+    job.settled = state is JobState.ABANDONED  # its owner was called before
     jobs.drop(job)
     assert job.owner.learnt == learnt  # type: ignore[attr-defined]
     is_cancelled = state is JobState.PLANNED

@@ -1,9 +1,8 @@
-"""A small engine in memory, with real conservation of blocks and a picture of their bytes, for stories about the core.
+"""A small simulated engine for tests of the core. It tracks the contents of every block.
 
-A prompt is a text, a token is one character, and what a block holds is the text up to its last token: so a block is
-right when it holds its own key, and every wrong copy, reuse or hit shows as another text. Nothing happens by itself.
-The test says when a request is admitted, when a step runs, and when which rank's copy ends; a copy moves bytes only
-then. After every fact the core's audit and the world's own invariants are checked.
+A prompt is a text, and a token is one character. A block contains the text up to its last token, so every wrong copy,
+reuse or hit shows as another text. The test decides when a request is admitted, when a step runs, and when each rank's
+copy ends; only then are bytes copied. After every fact, the world checks its invariants and audits the core.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def recurrent(block_tokens: int = 4, group: int = 0) -> GroupSpec:
 
 
 def key_at(text: str, end: int, group: int = 0) -> BlockKey:
-    """The key of the block whose last token is at `end - 1`; also what it holds on every rank."""
+    """Return the key of the block whose last token is at `end - 1`. It is also the block's content on every rank."""
     return block_key(text[:end].encode(), GroupId(group))
 
 
@@ -87,7 +86,7 @@ def keys_of(text: str, group: GroupSpec) -> list[BlockKey]:
 
 
 def handle(core: OffloadCore, fact: facts.Fact) -> None:
-    """Hand a fact to its handler, as the bus does."""
+    """Pass a fact to its handler, as the bus does."""
     handlers: dict[type[facts.Fact], Callable[[Any], None]] = {
         facts.RequestSeen: core.request_seen,
         facts.BlocksAllocated: core.blocks_allocated,
@@ -111,7 +110,7 @@ def handle(core: OffloadCore, fact: facts.Fact) -> None:
 
 
 def left_behind(core: OffloadCore) -> dict[str, object]:
-    """What requests, jobs and hits keep in the core, by name; empty when all has drained (R11)."""
+    """Return what requests, jobs and hits have left in the core, by name; empty after the drain (R11)."""
     state, pool = core.state, core.state.pool
     kept = {
         "pins": pool.pins,
@@ -139,12 +138,12 @@ def left_behind(core: OffloadCore) -> dict[str, object]:
 
 
 def needed_blocks(group: GroupSpec, length: int) -> range:
-    """Return the positions of the blocks that must be present to go on computing at token `length`."""
+    """Return the positions of the blocks that must be present to compute from token `length` on."""
     return range(group.first_needed_token(length) // group.block_tokens, length // group.block_tokens)
 
 
 class DevicePool:
-    """Device blocks: who holds and who leases them, what the engine's index says of them, and their bytes."""
+    """Device blocks: their owners, their leases, their entries in the engine's index, and their contents."""
 
     def __init__(self, blocks: int, ranks: int) -> None:
         self.size = blocks
@@ -198,13 +197,13 @@ class DevicePool:
         self._unrefer(self.held, blocks)
 
     def name(self, block: DeviceBlockId, key: BlockKey) -> None:
-        """The engine knows for certain what the block holds."""
+        """Confirm a block's contents to the engine."""
         self._forget_key(block)
         self.keys[block] = key
         self.index.setdefault(key, {})[block] = None
 
     def forget_keys(self) -> None:
-        """The engine's own prefix cache is reset."""
+        """Reset the engine's own prefix cache."""
         self.keys.clear()
         self.index.clear()
 
@@ -242,7 +241,7 @@ class DevicePool:
 
 @dataclass
 class Req:
-    """One request as the engine sees it."""
+    """A request in the engine."""
 
     name: RequestId
     text: str
@@ -250,28 +249,28 @@ class Req:
     tables: list[list[DeviceBlockId]] = field(default_factory=list)
     computed: int = 0
     reported_keys: list[int] = field(default_factory=list)
-    brought: tuple[int, int] = (0, 0)  # device and host tokens of its last admission
+    brought: tuple[int, int] = (0, 0)  # device and host tokens at its last admission
 
     def held(self) -> list[DeviceBlockId]:
-        """Its blocks, the deepest first."""
+        """Return its blocks, the deepest first."""
         return [block for table in self.tables for block in reversed(table) if block != NULL_BLOCK]
 
 
 @dataclass
 class Copy:
-    """A submitted job, and the ranks whose copy has not ended."""
+    """A submitted job, with the ranks whose copy has not ended."""
 
     job: AnyJob
     running: set[Rank]
 
     @property
     def blocks(self) -> tuple[DeviceBlockId, ...]:
-        """Of the device."""
+        """Return the job's device blocks."""
         return self.job.targets if self.job.tier is Tier.HOST else ()
 
 
 class World:
-    """The engine, its ranks, and the core that receives their facts."""
+    """An engine with its ranks, and the core that handles its facts."""
 
     def __init__(
         self,
@@ -294,9 +293,11 @@ class World:
         self.device = DevicePool(device, ranks)
         self.core = self._make_core(Policy(policy, least, boundaries))
         self.host: list[dict[SlotId, BlockKey]] = [{} for _ in self.ranks]
-        self.rotten: set[tuple[int, SlotId]] = set()  # rank and slot, corrupted behind everybody's back
+        # Slots whose bytes were corrupted silently, by rank and slot.
+        self.rotten: set[tuple[int, SlotId]] = set()
         self.resets = 0
-        self.device_age: dict[DeviceBlockId, int] = {}  # the reset since which a block's bytes were computed
+        # The number of resets before a block's contents were computed.
+        self.device_age: dict[DeviceBlockId, int] = {}
         self.host_age: dict[SlotId, int] = {}
         self.requests: dict[str, Req] = {}
         self.copies: dict[JobId, Copy] = {}
@@ -306,14 +307,14 @@ class World:
         self.preempted: list[RequestId] = []
         self.persists = True
         self.report_every = report_every
-        """Progress without a state is reported in each step whose number is a multiple of this."""
+        """Progress without a state is reported only in steps whose number is a multiple of this."""
         self.late: dict[str, list[list[DeviceBlockId]]] = {}
-        """Per running request, the blocks that were not reported."""
+        """For each running request, the blocks that were not reported yet."""
         self.until_report = report_every
         self.least_from = {Tier.DISK: 0, Tier.REMOTE: 0}
         self.steps = 0
         self.states_end: Collection[int] | None = None
-        """The tokens after which a recurrent state is kept and handed off; None for every end of a block."""
+        """The numbers of tokens after which a recurrent state is kept and handed off; None for every block end."""
         self.ready = 0
         self.checks_each_fact = True
         self.ready_up_to(host, is_growing=is_growing)
@@ -324,7 +325,7 @@ class World:
     # -- telling and checking -----------------------------------------------------------------------------------
 
     def tell(self, fact: facts.Fact) -> None:
-        """Tell the core, as the runtime does, and check every invariant."""
+        """Dispatch a fact to the core, as the runtime does, and check all invariants."""
         handle(self.core, fact)
         self._settle()
 
@@ -338,7 +339,7 @@ class World:
             self.check()
 
     def check(self) -> None:
-        """The core's audit, and what only the world can see."""
+        """Audit the core, and check the world's own invariants."""
         problems = [*audit(self.core), *self.device.problems()]
         assert not problems, problems
         leases = self.core.state.leases.counts
@@ -360,7 +361,7 @@ class World:
         return request
 
     def lookup(self, request: Req, *, may_wait: bool = True, least: int = 0) -> int | None:
-        """Tokens that the host adds to the device's hit, None for "not yet"."""
+        """Return how many tokens the host adds to the device's hit, or None for "not yet"."""
         for tier, tokens in (self.least_from | {Tier.HOST: least}).items():
             self.core.set_least(tier, tokens)
         answer = self.core.lookup(
@@ -374,14 +375,14 @@ class World:
         return answer
 
     def admit(self, request: Req, *, may_wait: bool = True, accept: int | None = None) -> int | None:
-        """Look up, then allocate; return the tokens that come from the host, None for "not yet"."""
+        """Look up, then allocate. Return how many tokens come from the host, or None for "not yet"."""
         answer = self.lookup(request, may_wait=may_wait)
         if answer is not None:
             self.allocate(request, answer if accept is None else accept)
         return answer
 
     def allocate(self, request: Req, external: int) -> bool:
-        """Give a waiting request its first blocks, if there are enough."""
+        """Allocate a waiting request's first blocks, if enough are free."""
         device = self.device_hit(request)
         seen = device + external
         end = seen if external else min(len(request.text), device + self.shape.step_tokens)
@@ -401,7 +402,7 @@ class World:
         return True
 
     def preempt(self, request: Req, *, tell: bool = True) -> None:
-        """Take a running request's blocks back; the core hears of it with the next step."""
+        """Take a running request's blocks back. The next step reports it to the core."""
         self.device.unhold(request.held())
         request.tables, request.computed, request.state = [], 0, "waiting"
         self.late.pop(request.name, None)
@@ -409,7 +410,7 @@ class World:
             self.preempted.append(request.name)
 
     def end(self, request: Req) -> None:
-        """Finish or abort, in any state."""
+        """Finish or abort a request in any state."""
         holds = request.state == "running"
         late = tuple(map(tuple, self.late.pop(request.name, ())))
         fact = facts.RequestEnded(request.name, request.computed, self._new_keys(request), holds, late)
@@ -427,11 +428,10 @@ class World:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def step(self, *requests: Req, tokens: int | None = None) -> TransferPlan:
-        """Run one step of these requests (of all running ones by default), each by up to `tokens` tokens."""
+        """Run one step of these requests (by default all running ones), each by up to `tokens` tokens."""
         return self._step(requests or self.running(), tokens or self.shape.step_tokens)
 
     def idle_step(self) -> TransferPlan:
-        """Run one step without work."""
         return self._step((), 0)
 
     def running(self) -> tuple[Req, ...]:
@@ -452,7 +452,7 @@ class World:
             late = self.late.setdefault(request.name, [[] for _ in new_blocks])
             for row, more in zip(late, new_blocks, strict=True):
                 row += more
-            if made or end - request.computed > 1:  # a late report must not be late by a block
+            if made or end - request.computed > 1:  # A report may not be delayed by a whole block.
                 progress.append(self._progress(request.name))
             elif self.until_report:
                 reallocated += chain.from_iterable(new_blocks)
@@ -475,7 +475,7 @@ class World:
         return facts.Progress(request.name, request.computed, late, self._new_keys(request))
 
     def submit(self) -> TransferPlan:
-        """Hand the core's plan to the ranks."""
+        """Submit the core's plan to the ranks."""
         plan = self.core.plan()
         for job in plan.jobs:
             assert job.slots
@@ -485,14 +485,14 @@ class World:
         return plan
 
     def run(self, request: Req, *, until: int | None = None) -> None:
-        """Step one request until it has computed its text (or `until`), and once more, so that the core knows."""
+        """Step one request until it has computed its text (or `until`), and once more to report this to the core."""
         target = until or len(request.text)
         while request.computed < target:
             self.step(request)
         self.step(request, tokens=1)
 
     def serve(self, name: str, text: str) -> Req:
-        """A request's whole life, all copies ended: its blocks are on the host if they can be."""
+        """Serve a request and end all copies. Its blocks are then on the host, if possible."""
         request = self.add(name, text)
         self.admit(request)
         self.step()
@@ -505,7 +505,7 @@ class World:
     # -- ranks --------------------------------------------------------------------------------------------------
 
     def ready_up_to(self, slots: int, *, is_growing: bool = False) -> None:
-        """Every rank has so many slots ready, and no more are on their way unless `is_growing`."""
+        """Make this many slots ready on every rank. No more will follow, unless `is_growing`."""
         self.ready, self.is_growing = slots, is_growing
         for rank in self.ranks:
             self._tell_report(rank)
@@ -516,7 +516,7 @@ class World:
     def report(
         self, rank: int, job: JobId, outcome: CopyOutcome = DONE, corrupt: tuple[int, ...] = ()
     ) -> None:
-        """One rank's copy ends; its bytes move now."""
+        """End one rank's copy. Its bytes are copied now."""
         copy = self.copies[job]
         assert copy.job.tier is Tier.HOST
         if outcome is DONE and copy.job.direction is not Direction.STORE:
@@ -535,17 +535,17 @@ class World:
         self.tell(facts.TransferReported(self.last_reports[Rank(rank)]))
 
     def _reachable(self, rank: int) -> dict[str, Any]:
-        """Return what a rank reports of each tier below its host."""
+        """Return a rank's report about each lower tier."""
         return {}
 
     def repeat_report(self, rank: int) -> None:
-        """A rank says once more what it said last; nothing may change."""
+        """Report a rank's last copy a second time, which must change nothing."""
         before = fingerprint(self.core), len(self.log)
         self.tell(facts.TransferReported(self.last_reports[Rank(rank)]))
         assert (fingerprint(self.core), len(self.log)) == before
 
     def finish(self, *jobs: JobId, outcome: CopyOutcome = DONE) -> None:
-        """End jobs on every rank; by default all that are open and not abandoned."""
+        """End jobs on every rank, by default all open jobs that were not abandoned."""
         for job in jobs or self.submitted():
             for rank in sorted(self.copies[job].running):
                 self.report(rank, job, outcome)
@@ -562,7 +562,7 @@ class World:
         self.tell(facts.JobOverdue(job))
 
     def rot(self, rank: int, slot: SlotId) -> None:
-        """Host memory fails; only a checksum will tell."""
+        """Corrupt a slot of host memory. Only a checksum can detect this."""
         self.rotten.add((rank, slot))
         self.host[rank][slot] = GARBAGE
 
@@ -574,7 +574,7 @@ class World:
         self.tell(facts.InvariantBroken(DegradeCause.INVARIANT_BROKEN, "a test"))
 
     def drain(self) -> None:
-        """Empty steps until nothing is pending; what was abandoned stays so."""
+        """Step without work until no job is pending. Abandoned jobs stay abandoned."""
         for _ in range(100):
             if not self.core.has_work:
                 return
@@ -588,7 +588,7 @@ class World:
         return [event for event in self.log if isinstance(event, kind)]
 
     def stores(self) -> dict[StoreOutcome, int]:
-        """Offers by outcome, so far."""
+        """Return the number of offers so far, by outcome."""
         counts: Counter[StoreOutcome] = Counter()
         for event in self.reported(StoreEnded):
             counts[event.outcome] += event.blocks
@@ -601,7 +601,7 @@ class World:
         return dict(counts)
 
     def miss(self) -> MissCause | None:
-        """Why the last admission's lookup found no more."""
+        """Return why the last admission's lookup found no more blocks."""
         return self.reported(LookupAnswered)[-1].cause
 
     def offered(self) -> int:
@@ -611,7 +611,7 @@ class World:
         return sum(event.blocks for event in self.reported(BlocksEvicted))
 
     def on_host(self, text: str, group: int = 0) -> str:
-        """Which blocks of a text can hit: one character a block, x or a dot."""
+        """Return which blocks of a text can hit, as one character per block, x or a dot."""
         index = self.core.state.pool.index
         return "".join("x" if key in index else "." for key in keys_of(text, self.groups[group]))
 
@@ -619,7 +619,7 @@ class World:
         return self.core.state.pool.count(state)
 
     def device_hit(self, request: Req) -> int:
-        """The longest prefix on the device, found the slow way."""
+        """Return the longest prefix on the device, found by checking every length."""
         step = self.shape.alignment
         for length in range((len(request.text) - 1) // step * step, 0, -step):
             if all(
@@ -639,7 +639,7 @@ class World:
         first = group.first_needed_token(seen) // size
         table: list[DeviceBlockId | None] = []
         if group.kind is AttentionKind.RECURRENT:
-            end = seen  # the block to go on in is allocated with the step
+            end = seen  # The next block is allocated with the step.
         for position in range(-(-end // size)):
             if position < first:
                 table.append(NULL_BLOCK)
@@ -652,7 +652,7 @@ class World:
         return table
 
     def _grow(self, request: Req, end: int) -> tuple[tuple[DeviceBlockId, ...], ...] | None:
-        """Give back what left the window, then allocate what the tokens up to `end` need."""
+        """Free blocks that have left the window, then allocate blocks for the tokens up to `end`."""
         for group, table in zip(self.groups, request.tables, strict=True):
             first = group.first_needed_token(request.computed) // group.block_tokens
             gone = [place for place in range(min(first, len(table))) if table[place] != NULL_BLOCK]
@@ -672,13 +672,13 @@ class World:
         return tuple(map(tuple, new))
 
     def _skip_to_end(self, request: Req, end: int) -> None:
-        """Of a recurrent group only the block in which a chunk ends is needed."""
+        """A recurrent group only needs the block in which a chunk ends."""
         for group, table in zip(self.groups, request.tables, strict=True):
             if group.kind is AttentionKind.RECURRENT:
                 table += [NULL_BLOCK] * ((end - 1) // group.block_tokens - len(table))
 
     def _states(self, request: Req, end: int) -> Iterator[facts.StateHandedOff]:
-        """The states that a chunk's forward pass will have written: they have their keys before it."""
+        """Yield the states that a chunk's forward pass will write. They have keys before the forward pass."""
         for group, table in zip(self.groups, request.tables, strict=True):
             at = end // group.block_tokens - 1
             is_kept = self.states_end is None or end in self.states_end
@@ -690,7 +690,7 @@ class World:
             yield facts.StateHandedOff(request.name, group.group, at, key, table[at])
 
     def _compute(self, request: Req, end: int) -> None:
-        """The forward pass: reads what the tokens look back at, which must be right, and writes [computed, end)."""
+        """Run the forward pass: check the blocks that the tokens read, and write the blocks of [computed, end)."""
         start, text = request.computed, request.text
         age = self.resets
         for group, table in zip(self.groups, request.tables, strict=True):
@@ -715,10 +715,10 @@ class World:
         request.computed = end
         self._name_blocks(request, states=False)
         if end == len(text):
-            request.text += "."  # a new token
+            request.text += "."  # The engine samples a new token.
 
     def _name_blocks(self, request: Req, *, states: bool) -> None:
-        """Name what was computed or loaded; states that were computed have names if they are kept."""
+        """Confirm computed and loaded blocks, and computed states that are kept."""
         for group, table in zip(self.groups, request.tables, strict=True):
             if group.kind is AttentionKind.RECURRENT and not states:
                 continue
@@ -757,7 +757,7 @@ class World:
             self._load_ended(name, loaded=False)
 
     def _load_ended(self, name: str, *, loaded: bool) -> None:
-        """The engine hears how a load ended: exactly once a load, also of a request that is gone."""
+        """Handle the end of a load, which must be reported exactly once, even if its request has ended."""
         request = self.requests[name]
         assert request.state == "loading" or (request.state == "ended" and request.tables), name
         self.results.append((name, loaded))

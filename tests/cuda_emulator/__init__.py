@@ -1,10 +1,8 @@
-"""The emulated driver (`emulator.c`) as Python sees it. `build` compiles it, `Emulator` loads it as `libcuda.so.1`.
+"""Python's interface to the emulated driver (`emulator.c`). `build` compiles it, `Emulator` loads it as `libcuda.so.1`.
 
-emulator = Emulator(build())
-emulator.reset(stepped=True, seed=1)       every test begins with a driver that knows nothing
-engine = Engine(0)                         an engine's stream, and memory on device 0
-engine.write(block, seed), engine.read(block, seed)
-emulator.step(10)                          stepped: ten operations of streams drawn by the seed
+emulator = Emulator(build()) emulator.reset(stepped=True, seed=1)       every test begins with a fresh driver engine =
+Engine(0)                         an engine's stream, and memory on device 0 engine.write(block, seed),
+engine.read(block, seed) emulator.step(10)                          stepped: run ten operations of random streams
 emulator.races, emulator.wrong, emulator.report
 """
 
@@ -53,10 +51,10 @@ _INTERFACE: dict[str, tuple[object, tuple[object, ...]]] = {
 
 @cache
 def build() -> Path:
-    """Compile the emulator; without gcc this fails. Once a process, which can load only one `libcuda.so.1`.
+    """Compile the emulator with gcc, once per process, because a process can load only one `libcuda.so.1`.
 
     Raises:
-        subprocess.CalledProcessError: it does not compile; its output says why.
+        subprocess.CalledProcessError: it does not compile; the output has the reason.
     """
     folder = Path(tempfile.mkdtemp(prefix="cuda-emulator-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -68,7 +66,7 @@ def build() -> Path:
 
 @cache
 def load(library: Path) -> ctypes.CDLL:
-    """Load it; from then on this process gets it when it asks for `libcuda.so.1`."""
+    """Load the library. From then on, this process gets it as `libcuda.so.1`."""
     loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     for name, (result, arguments) in _INTERFACE.items():
         function = getattr(loaded, name)
@@ -77,10 +75,10 @@ def load(library: Path) -> ctypes.CDLL:
 
 
 class Emulator:
-    """The driver and its devices.
+    """The emulated driver and its devices.
 
     Args:
-        library: as `build` returned it.
+        library: the path that `build` returned.
     """
 
     def __init__(self, library: Path) -> None:
@@ -89,11 +87,11 @@ class Emulator:
     def reset(
         self, *, stepped: bool = False, seed: int = 1, delay_us: int = 200, version: int = 13000
     ) -> None:
-        """Forget everything. Streams run by themselves, with delays up to `delay_us`, unless they are `stepped`."""
+        """Reset the driver. Streams run by themselves, with delays up to `delay_us`, unless they are `stepped`."""
         self.lib.emu_reset(stepped, seed, delay_us, version)
 
     def step(self, operations: int = 1_000_000) -> int:
-        """Run up to so many operations; return how many could run."""
+        """Run at most this many operations; return how many could run."""
         return int(self.lib.emu_step(operations))
 
     @property
@@ -102,12 +100,12 @@ class Emulator:
 
     @property
     def wrong(self) -> int:
-        """Reads of the engine's kernels that found other bytes than they should."""
+        """Return how many reads of the engine's kernels found wrong bytes."""
         return int(self.lib.emu_count(1))
 
     @property
     def faults(self) -> int:
-        """Accesses to memory that is neither the device's nor registered."""
+        """Return how many accesses were to memory that is neither the device's nor registered."""
         return int(self.lib.emu_count(2))
 
     @property
@@ -116,33 +114,36 @@ class Emulator:
 
     @property
     def waits(self) -> int:
-        """How often a call waited for room in a stream."""
+        """Return how often a call waited for room in a stream."""
         return int(self.lib.emu_count(4))
 
     @property
     def waits_with_lock(self) -> int:
-        """How often one would have waited with the interpreter's lock held."""
+        """Return how often a call would have waited for room with the GIL held."""
         return int(self.lib.emu_count(5))
 
     @property
     def report(self) -> str:
-        """Both accesses of each race, and what else went wrong."""
+        """Return both accesses of each race, and all other errors."""
         return str(self.lib.emu_report().decode())
 
     def calls(self, name: str = "", *, with_lock: bool = False) -> int:
-        """Return how often a function was called, or how often with the interpreter's lock held; without a name, of all."""
+        """Return how often a function was called, in total or with the GIL held.
+
+        Without a name, count all functions.
+        """
         return int(self.lib.emu_calls(name.encode(), with_lock))
 
     def fail(self, name: str, code: int, *, after: int = 0, times: int = 1) -> None:
-        """Have calls of a function fail."""
+        """Make calls of a function fail."""
         self.lib.emu_fail(name.encode(), code, after, times)
 
     def lose(self, device: int, code: int = 700) -> None:
-        """Put a device in an error that stays."""
+        """Put a device into an error state that stays."""
         self.lib.emu_break(device, code)
 
     def limit_batches(self, copies: int) -> None:
-        """Refuse the batch's copies from this one on; -1 refuses none."""
+        """Refuse batches of at least this many copies; -1 refuses none."""
         self.lib.emu_set(0, copies)
 
     def shift_host_addresses(self, by: int) -> None:
@@ -155,30 +156,30 @@ class Emulator:
         self.lib.emu_set(3, number)
 
     def set_depth(self, operations: int) -> None:
-        """Let a stream hold so many operations."""
+        """Limit the number of operations pending on a stream."""
         self.lib.emu_set(4, operations)
 
     def refuse_pinning(self) -> None:
-        """Register no host memory, as under confidential computing."""
+        """Refuse to register host memory, as under confidential computing."""
         self.lib.emu_set(5, 0)
 
     def gate(self, stream: int) -> None:
-        """Hold up what is enqueued on a stream from now on, until `open`."""
+        """Hold operations enqueued on a stream from now on, until `open`."""
         assert self.lib.emu_gate(stream) == 0
 
     def open(self) -> None:
         self.lib.emu_open()
 
     def host_access(self, address: int, size: int, *, writes: bool) -> None:
-        """Say that the host reads or writes memory, for the detection of races."""
+        """Report that the host reads or writes memory, for the detection of races."""
         self.lib.emu_host_access(address, size, writes)
 
     def adopt(self, address: int, size: int) -> None:
-        """Count host memory as the device's."""
+        """Treat host memory as the device's."""
         self.lib.emu_adopt(address, size)
 
     def advance(self, seconds: float = 0.0) -> float:
-        """Let time pass on the host; return the new time."""
+        """Advance the host's clock; return the new time."""
         return float(self.lib.emu_time(seconds))
 
     @property
@@ -187,19 +188,19 @@ class Emulator:
 
     @property
     def contexts(self) -> int:
-        """A bit for each device that has a context."""
+        """Return a bit mask of the devices that have a context."""
         return int(self.lib.emu_contexts())
 
 
 class Engine:
-    """What an engine has on one device: a stream, and KV memory whose blocks its kernels write and read.
+    """An engine's part on one device: a stream, and KV memory whose blocks its kernels write and read.
 
     Args:
-        emulator: the driver.
-        device: which.
-        blocks: how many.
+        emulator: the emulated driver.
+        device: the device's number.
+        blocks: the number of blocks.
         pages: bytes of a block in each region.
-        on_default_stream: whether it stays on the device's legacy default stream, as an engine may that runs eagerly.
+        on_default_stream: whether it uses the device's legacy default stream, as engines in eager mode may do.
     """
 
     def __init__(
@@ -233,24 +234,23 @@ class Engine:
         self.layout = DeviceLayout.of(regions)
 
     def enter(self) -> None:
-        """Make the device the calling thread's, as `torch.cuda.set_device` does."""
+        """Make the device current on the calling thread, as `torch.cuda.set_device` does."""
         self._check(self._lib.cuCtxSetCurrent(self._context))
 
     def write(self, block: int, seed: int, cost_s: float = 1e-5) -> None:
-        """Launch a kernel that fills a block."""
         self._launch(block, seed, True, cost_s)
 
     def read(self, block: int, seed: int, cost_s: float = 1e-5) -> None:
-        """Launch a kernel that reads a block and counts it as wrong unless it holds what `write` makes of the seed."""
+        """Launch a kernel that reads a block, and counts an error unless `write` makes its bytes from this seed."""
         self._launch(block, seed, False, cost_s)
 
     def capture(self, mode: int = CAPTURE_GLOBAL) -> None:
-        """Begin to capture a graph; by default as torch does: no thread may make an unsafe call."""
+        """Begin to capture a graph. By default, as in torch, no thread may make an unsafe call."""
         self.enter()
         self._check(self._lib.cuStreamBeginCapture_v2(self.stream, mode))
 
     def end_capture(self) -> int:
-        """End it; return the driver's code."""
+        """End the capture; return the driver's code."""
         graph = ctypes.c_void_p()
         return int(self._lib.cuStreamEndCapture(self.stream, ctypes.byref(graph)))
 

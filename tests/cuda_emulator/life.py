@@ -1,9 +1,9 @@
-"""An engine at work, with the worker's side that ships beside it: `Life` on an emulated device, `Steps` on any.
+"""A simulated engine that runs with kvoffload's worker side: `Life` on an emulated device, `Steps` on any device.
 
-Its kernels write and read blocks; a step is enqueued before the one before it has ended, in the order of vLLM's model runners:
-zeroing of blocks, `begin_step`, the forward pass, loads, stores. It keeps to what the scheduler's side guarantees: a block or
-slot under an open job is not used, a block is read once its load was reported. Everything else is the worker's side's to
-keep, and shows as a race or as wrong bytes.
+Its kernels write and read blocks. It enqueues each step before the previous one has ended, in the order of vLLM's model
+runners: zeroing of blocks, `begin_step`, the forward pass, loads, stores. As the scheduler's side guarantees, it uses
+no block or slot under an open job, and reads a block after its load was reported. All other rules are up to the
+worker's side, and breaking one shows as a race or as wrong bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TIMEOUT_S = 1e6
 
 
 class KernelEngine(Protocol):
-    """An engine whose kernels write and read blocks; a read notes whether the block holds what was written."""
+    """An engine whose kernels write and read blocks. A read records whether the block has the expected contents."""
 
     def enter(self) -> None: ...
     def write(self, block: int, seed: int) -> None: ...
@@ -40,15 +40,15 @@ class KernelEngine(Protocol):
 
 
 class Steps:
-    """One rank. `step` enqueues a step; `settle` waits for all jobs.
+    """Steps of one rank. `step` enqueues a step, and `settle` waits for all jobs.
 
     Args:
-        engine: its kernels.
-        side: the worker's side, registered.
-        seed: of all choices.
-        blocks: of the engine.
-        slots: of the host.
-        most: blocks of a job.
+        engine: launches the kernels.
+        side: the worker's side, already registered.
+        seed: seed of all random choices.
+        blocks: the number of device blocks.
+        slots: the number of host slots.
+        most: the most blocks in a job.
     """
 
     def __init__(
@@ -57,23 +57,23 @@ class Steps:
         self.engine: KernelEngine = engine
         self.side, self.blocks, self.slots, self.most = side, blocks, slots, most
         self.draws = random.Random(seed)
-        self.contents: dict[int, int] = {}  # what a block that no copy writes to holds, by its number
-        self.stored: dict[int, int] = {}  # what a slot holds whose store was reported
+        self.contents: dict[int, int] = {}  # the contents of each block that no copy writes to, as a number
+        self.stored: dict[int, int] = {}  # the contents of each slot whose store was reported
         self.open: dict[int, tuple[DeviceJob, tuple[int, ...]]] = {}
         self.outcomes: list[tuple[int, CopyOutcome]] = []
         self.jobs = 0
         self._seeds = 0
 
     def let_some_run(self) -> None:
-        """Let the device go on, where it does not by itself."""
+        """Let the device run some operations, if it does not run by itself."""
 
     def let_all_run(self) -> None:
-        """Let the device do all that it can, where it does not by itself."""
+        """Let the device run all operations that it can, if it does not run by itself."""
 
     # -- a step -------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Enqueue a step, let the streams go on as far as it is drawn, and take the reports."""
+        """Enqueue a step, let the streams run a random number of operations, and take the reports."""
         self.engine.enter()
         loads = [job for _ in range(self.draws.randint(0, 2)) if (job := self._load()) is not None]
         fresh = self._some(self._free_blocks(), self.draws.randint(1, self.most + 2))
@@ -96,10 +96,10 @@ class Steps:
         for block in self._some(
             [block for block in self.contents if block not in self._under_copy()], self.most
         ):
-            del self.contents[block]  # the engine frees it, and a later step writes it
+            del self.contents[block]  # The engine frees the block, and a later step writes it.
 
     def take(self) -> None:
-        """Take reports, as the scheduler's side would."""
+        """Take reports, as the scheduler's side does."""
         report = self.side.take_report()
         for part in report.jobs if report is not None else ():
             job, seeds = self.open.pop(part.job)
@@ -112,7 +112,7 @@ class Steps:
                 self.contents.update(zip(map(int, job.targets), seeds, strict=True))
 
     def settle(self) -> None:
-        """Let everything end, and read every block."""
+        """Let all jobs end, and read every block."""
         while self.open:
             self.let_all_run()
             self.take()
@@ -177,12 +177,12 @@ class Life(Steps):
     """A rank on an emulated device.
 
     Args:
-        emulator: the driver.
-        patch: replaces what asks torch for the current stream.
-        seed: of all choices.
-        device: which.
-        is_stepped: whether the emulator's streams run here, between two steps.
-        timeout_s: of copies.
+        emulator: the emulated driver.
+        patch: replaces the function that asks torch for the current stream.
+        seed: seed of all random choices.
+        device: the device's number.
+        is_stepped: whether the emulator's streams run in this thread, between two steps.
+        timeout_s: the time limit of copies.
         on_default_stream: whether the engine stays on the device's default stream.
     """
 
@@ -225,7 +225,7 @@ class Life(Steps):
 
     @property
     def problems(self) -> str:
-        """What went wrong: races and wrong bytes with what the emulator says of them, and jobs that failed."""
+        """Return what went wrong: races and wrong bytes, with the emulator's report, and failed jobs."""
         emulator = self.emulator
         if not (emulator.races or emulator.wrong or emulator.faults or self.failed):
             return ""

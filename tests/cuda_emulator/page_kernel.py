@@ -1,4 +1,4 @@
-"""The page kernel without Triton: the emulator runs what Triton would have compiled, under the same name."""
+"""The page kernel without Triton. The emulator runs an equivalent under the same name."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class PageKernel:
-    """Stands in for the kernel that ships; each launch has descriptors of its own."""
+    """Replaces the page kernel. Each launch has separate descriptors."""
 
     programs: ClassVar[list[int]] = []
-    """Thread blocks of each kernel that was made."""
+    """the number of thread blocks of each kernel that was made"""
 
     def __init__(self, driver: NvidiaDriver, stream: int, programs: int) -> None:
         self._driver, self._stream = driver, stream
@@ -41,7 +41,7 @@ class PageKernel:
 
 
 def install(patch: pytest.MonkeyPatch) -> type[PageKernel]:
-    """Have the driver find it in place of the kernel that ships."""
+    """Make the driver use this kernel instead of the shipped one."""
     module = ModuleType("kvoffload.transfer.cuda.page_kernel")
     module.PageKernel = PageKernel  # type: ignore[attr-defined]
     patch.setitem(sys.modules, module.__name__, module)

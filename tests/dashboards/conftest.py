@@ -1,4 +1,4 @@
-"""The generator is not in the wheel: it is imported from the checkout, after the wheel's own packages."""
+"""The generator is not in the wheel, so it is imported from the checkout, after the wheel's packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every query of every dashboard and rule, and what PromQL's parser says of it."""
+"""Every query of every dashboard and rule, parsed by PromQL's own parser."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rule_expressions() -> Iterator[str]:
 
 
 def metrics_in(expr: str) -> set[str]:
-    """The names of the series that an expression selects."""
+    """Return the names of the series that an expression selects."""
     found: set[str] = set()
 
     def visit(node: promql_parser.Expr) -> None:

@@ -1,4 +1,4 @@
-"""What every panel has, and that panels, rules and the catalogue speak of the same metrics."""
+"""Every panel is complete, and panels, rules and the catalogue agree on the metrics."""
 
 from __future__ import annotations
 
@@ -136,6 +136,6 @@ def test_each_series_of_a_query_is_filtered_by_the_chosen_engines() -> None:
 
 
 def base(name: str) -> str:
-    """The catalogue's name of a series: a histogram's parts have suffixes."""
+    """Return the catalogue's name of a series. Parts of a histogram have suffixes."""
     stem = re.sub("_(bucket|sum|count)$", "", name)
     return stem if stem in BY_NAME and BY_NAME[stem].kind is Kind.HISTOGRAM else name

@@ -1,4 +1,4 @@
-"""The programs that the checks start end with them, come what may."""
+"""Programs started by the checks end with them, whatever happens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dashboards.observe.prometheus import ObserveError, end
 
 
 def child(before: str) -> subprocess.Popen[str]:
-    """A process that waits for a signal, after it has done `before`."""
+    """Start a process that runs `before` and then waits for a signal."""
     program = f"import signal; {before}; print('ready', flush=True); signal.pause()"
     process = subprocess.Popen([sys.executable, "-c", program], text=True, stdout=subprocess.PIPE)
     assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""The committed files against the types that Grafana publishes, and against what importing into any Grafana needs."""
+"""Checks the committed files against the types that Grafana publishes, and for imports into any Grafana."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check(name: str, value: object) -> None:
 def check_board(board: dict[str, Any]) -> None:
     plain = copy.deepcopy(board)
     for annotation in plain["annotations"]["list"]:
-        annotation.pop("expr", None)  # a data source's own; the type does not know it
+        annotation.pop("expr", None)  # This field belongs to a data source, and the type does not have it.
     check("dashboard", plain)
     for panel in panels_of(plain):
         check(f"{panel['type']}_options", panel["options"])
@@ -81,7 +81,7 @@ def test_it_names_no_data_source_and_no_engine(board: dict[str, Any]) -> None:
     for name, variable in variables.items():
         if name != "datasource":
             assert variable["datasource"] == SOURCE
-            assert variable["allValue"] == ".*"  # also matches series without the label
+            assert variable["allValue"] == ".*"  # `.*` also matches series without the label.
     for panel in panels_of(board):
         assert panel["datasource"] == SOURCE
         assert all(target["datasource"] == SOURCE for target in panel["targets"])

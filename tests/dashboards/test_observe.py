@@ -1,4 +1,4 @@
-"""The dashboards' and rules' queries under a real Prometheus that watches a real demo."""
+"""Runs the queries of dashboards and rules in a real Prometheus that scrapes a real demo."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Observed:
 
 @pytest.fixture(scope="module")
 def observed() -> Iterator[Observed]:
-    """The demo starts first, as on a machine so quick that it serves long before the first scrape."""
+    """Start the demo before Prometheus, as on a machine so fast that it serves long before the first scrape."""
     address = f"127.0.0.1:{free_port()}"
     with run_demo(address) as demo, run_prometheus([address]) as prometheus:
         start = time.time()
@@ -74,7 +74,7 @@ def test_every_metric_of_the_catalogue_is_there_with_all_its_series(observed: Ob
 
 
 def test_prometheus_saw_what_the_demo_reports(observed: Observed) -> None:
-    """What was counted between the first scrape and the last covers the demo's own table; the warm-up comes on top."""
+    """The counts between the first and the last scrape include those in the demo's table, and also the warm-up."""
     seen = observed.prometheus.query("sum by (outcome) (kvoffload_load_blocks_total)")
     loaded = {one.labels["outcome"]: one.values[0] for one in seen}
     assert {name: count for name, count in loaded.items() if count} == observed.result["offloading"][

@@ -1,4 +1,4 @@
-"""What draws the dashboards' pictures knows every kind of panel, and is the Grafana that the containers run."""
+"""The program that takes the dashboards' pictures supports every kind of panel, and uses the same Grafana."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files that bring Prometheus and Grafana up. No container runs here: what can be checked is that they fit together."""
+"""The files that start Prometheus and Grafana. No container runs here, so only their consistency is checked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def mounts(service: str) -> dict[PurePosixPath, Path]:
-    """Paths in the container, by paths of ours."""
+    """Return our paths by the paths in the container."""
     pairs = [volume.split(":")[:2] for volume in COMPOSE["services"][service]["volumes"]]
     return {PurePosixPath(there): FOLDER / here for here, there in pairs if here.startswith(".")}
 

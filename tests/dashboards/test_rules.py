@@ -1,4 +1,4 @@
-"""Rules, as promtool sees them, and the text that alerts carry."""
+"""Checks rules with promtool, and the text of alerts."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_no_rule_speaks_of_a_job_or_an_instance_by_name() -> None:
 
 
 def test_every_rule_keeps_the_labels_of_its_engine() -> None:
-    """An aggregation may only take away a label of the metric's own: alerts are routed by namespace, pod and cluster."""
+    """Aggregations may only remove the metric's own labels, because alerts are routed by namespace, pod and cluster."""
     own = {label.name for metric in CATALOGUE for label in metric.labels}
     for expr in rule_expressions():
         assert not re.search(r"\bby\b|\bon\b|\bignoring\b", expr), expr

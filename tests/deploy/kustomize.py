@@ -1,4 +1,4 @@
-"""What `kubectl apply -k` would send, as far as our files use it: resources, strategic merge patches and images."""
+"""The objects that `kubectl apply -k` would send. Supports resources, strategic merge patches and images."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ _KEYS = {
     "volumes": "name",
     "volumeMounts": "mountPath",
 }
-"""Lists that a patch merges, by the field that names an element; it replaces every other list."""
+"""The lists that a patch merges, with the field that identifies an element. A patch replaces all other lists."""
 
 
 def load(path: Path) -> list[Object]:
-    """Return the objects of a file."""
+    """Return the objects in a file."""
     return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
 
 
 def build(folder: Path) -> list[Object]:
-    """Return the objects of a folder with a `kustomization.yaml`."""
     (plan,) = load(folder / "kustomization.yaml")
     objects: list[Object] = []
     for name in plan["resources"]:
@@ -42,7 +41,7 @@ def build(folder: Path) -> list[Object]:
 
 
 def merged(value: object, change: object, key: str = "") -> object:
-    """Return a value with a strategic merge patch in it."""
+    """Return a value after a strategic merge patch."""
     if isinstance(value, dict) and isinstance(change, dict):
         return {
             **value,

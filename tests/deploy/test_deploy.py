@@ -1,4 +1,4 @@
-"""The files for clusters, as far as they can be checked without one."""
+"""Checks the files for clusters, as far as this is possible without a cluster."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pod(name: str) -> dict[str, Any]:
 
 
 def containers(name: str) -> list[dict[str, Any]]:
-    """The doctor's and the server's, with the arguments that the ConfigMap fills in."""
+    """Return the containers of the doctor and the server, with the arguments from the ConfigMap."""
     if name == "production-stack-values.yaml":
         (model,) = objects(name)[0]["servingEngineSpec"]["modelSpec"]
         server = {"args": model["vllmConfig"]["extraArgs"], "image": f"{model['repository']}:{model['tag']}"}
@@ -126,7 +126,7 @@ def test_the_pod_is_guaranteed_and_confined(name: str) -> None:
 
 
 def test_only_servers_and_the_store_reach_mooncake() -> None:
-    """Every pod that speaks Mooncake is selected by a policy; of the servers only HTTP is open to others."""
+    """A policy selects every pod that uses Mooncake. Of the servers, only the HTTP port is open to other pods."""
     policies = {
         one["metadata"]["name"]: one
         for one in objects("kubernetes/mooncake")
@@ -155,7 +155,7 @@ def test_the_doctor_sees_the_servers_limits(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_the_doctor_is_content_with_all_but_this_machine(name: str) -> None:
-    """Where a pod's tiers are not on this machine, the doctor warns; it fails for what would stop the server."""
+    """If a pod's tiers are not on this machine, the doctor warns. It fails for problems that would stop the server."""
     doctor, _ = containers(name)
     command = [sys.executable, "-m", "kvoffload", *doctor["command"][1:], *doctor["args"], "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -174,7 +174,7 @@ def test_the_doctor_is_content_with_all_but_this_machine(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["kubernetes/base/server.yaml", "llm-d/patch-vllm.yaml"])
 def test_the_memory_is_the_sum_of_its_terms(name: str) -> None:
-    """As the head says: host memory, weights, processes, shared memory."""
+    """The sum is explained at the top of the file: host memory, weights, processes, shared memory."""
     text = (FOLDER / name).read_text(encoding="utf-8")
     (terms,) = re.findall(
         r"^# +(\d+)Gi host_bytes \+ (\d+)Gi .* \+ (\d+)Gi .* \+ (\d+)Gi /dev/shm = (\d+)Gi$", text, re.M
@@ -197,7 +197,7 @@ def test_production_stack_asks_for_as_much_as_the_manifest() -> None:
 
 
 def test_production_stack_leaves_prefix_caching_on() -> None:
-    """The chart passes `--no-enable-prefix-caching` unless told otherwise."""
+    """The chart passes `--no-enable-prefix-caching` by default."""
     (model,) = objects("production-stack-values.yaml")[0]["servingEngineSpec"]["modelSpec"]
     assert model["vllmConfig"]["enablePrefixCaching"] is True
 
@@ -221,7 +221,7 @@ def test_the_dockerfile_is_sound() -> None:
 
 @pytest.mark.slow
 def test_what_the_build_sends_is_enough_for_the_wheel(tmp_path: Path) -> None:
-    """The first stage, on the files that `Dockerfile.dockerignore` lets through."""
+    """Runs the first build stage with the files that `Dockerfile.dockerignore` includes."""
     lines = (FOLDER / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
     context, wheels = tmp_path / "source", tmp_path / "wheel"
     context.mkdir()

@@ -1,4 +1,4 @@
-"""Blocks of recognisable bytes, and the writer of a tier's files as scheduler and ranks share it."""
+"""Blocks with recognizable bytes, and a writer that does the work of the scheduler and of all ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.model.wire import DiskRecord, Invalidate, Put
 
 RANKS = 2
-SLOT_BYTES = 6000  # no multiple of a sector
+SLOT_BYTES = 6000  # not a multiple of a sector
 
 
 def shape_of(rank: int, slot_bytes: int = SLOT_BYTES) -> SlotShape:
@@ -36,12 +36,12 @@ def key_of(number: int) -> BlockKey:
 
 
 def shard(generation: bytes, key: bytes, rank: int, size: int = SLOT_BYTES) -> bytes:
-    """What a rank computed for a key in a generation: other bytes in each."""
+    """Return a rank's bytes for a key. They differ between generations."""
     return Random(generation + key + bytes([rank])).randbytes(size)
 
 
 class Writer:
-    """The files of one engine, written as the tier writes them: invalidate, reuse, data of all ranks, then put."""
+    """The files of one engine, written like the tier's: invalidate, reuse, write all ranks' data, then put."""
 
     def __init__(self, folder: Path, slots: int, slot_bytes: int = SLOT_BYTES) -> None:
         self.folder = open_folder(folder)
@@ -99,7 +99,7 @@ def open_files(folder: Path, slots: int, slot_bytes: int = SLOT_BYTES) -> list[S
 
 
 def usable(folder: Path, files: list[SlotFile]) -> IndexContents | None:
-    """What the folder's index says, where it is about these files."""
+    """Return the folder's index if it belongs to these files, else None."""
     found = None
     with open_folder(folder) as opened, suppress(NotAnIndex):
         found = load_index(opened, min(file.slots for file in files))
@@ -109,9 +109,9 @@ def usable(folder: Path, files: list[SlotFile]) -> IndexContents | None:
 
 
 def found_blocks(folder: Path, slots: int) -> dict[bytes, bool]:
-    """The keys that a new engine finds, each with whether its bytes match the index's checksums.
+    """Return the keys that a new engine finds, and for each whether its bytes match the index's checksums.
 
-    Bytes that match and are not the key's own are an error: they would be served.
+    Raise an error if the bytes match but are not the key's, because they would be served.
     """
     files = open_files(folder, slots)
     try:

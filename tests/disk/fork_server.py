@@ -1,4 +1,4 @@
-"""Processes that a test kills, forked from one that has imported what they need."""
+"""Processes that a test kills, forked from a process that has already imported their modules."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from multiprocessing.context import ForkServerContext
 
 
 def forking() -> ForkServerContext:
-    """Return where such processes are made.
+    """Return the context that makes such processes.
 
-    A process has one fork server, which imports what was named before its first use, so all tests name the same.
+    A process has one fork server, whose imports are set before its first use, so all tests use the same.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.disk.blocks", "tests.reference.test_disk_kills"])

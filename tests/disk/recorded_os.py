@@ -1,7 +1,7 @@
-"""The system calls of the tier's files, recorded; and what a power failure can leave of them.
+"""Records the system calls on the disk tier's files, and simulates what a power failure leaves.
 
-What was not synced may be lost, torn at any sector, or written in any order, each file on its own. Names change in order:
-a file system journals them, but may lose the last ones.
+Writes that were not synced may be lost, torn at any sector, or reordered within a file. Changes of names happen in
+order, because a file system journals them, but the last ones may be lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _O_MAKES = os.O_CREAT
 
 @dataclass(slots=True)
 class Inode:
-    """A file's bytes: those that are durable, and the changes since."""
+    """A file's durable bytes, and the changes since."""
 
     durable: bytearray = field(default_factory=bytearray)
     pending: list[tuple[int, bytes | None]] = field(
@@ -28,7 +28,7 @@ class Inode:
 
 
 class Disk:
-    """Files by inode and names, as far as they are durable."""
+    """The durable files, by inode and name."""
 
     def __init__(self) -> None:
         self.inodes: dict[int, Inode] = {}
@@ -36,7 +36,7 @@ class Disk:
         self.pending_names: list[tuple[str, str | None, int]] = []  # new name, old name, inode
 
     def left(self, random: Random, folder: Path) -> None:
-        """Write what a power failure now can leave into a folder."""
+        """Write the files that a power failure at this moment can leave into a folder."""
         names = dict(self.names)
         for new, old, inode in self.pending_names[: random.randint(0, len(self.pending_names))]:
             names[new] = inode
@@ -74,11 +74,11 @@ def _put(data: bytearray, offset: int, new: bytes) -> None:
 
 
 class RecordedOs:
-    """Stands for the module `os`: does what it does, and follows what becomes durable.
+    """Replaces the module `os`: calls it, and tracks which writes become durable.
 
     Args:
-        disk: what it follows.
-        happened: called after each call that changes something.
+        disk: the tracked disk.
+        happened: called after each call that changes a file or name.
     """
 
     def __init__(self, disk: Disk, happened: Callable[[], None]) -> None:
@@ -131,7 +131,7 @@ class RecordedOs:
             os.fsync(descriptor)
             self._synced(inode)
             return
-        for new, old, number in self._disk.pending_names:  # of the one folder there is
+        for new, old, number in self._disk.pending_names:  # Tests use only one folder.
             self._disk.names[new] = number
             self._disk.names.pop(old or "", None)
         self._disk.pending_names = []

@@ -1,4 +1,4 @@
-"""Where the files lie: the fingerprint, the lock, and names that lead elsewhere."""
+"""The disk tier's folders: fingerprint, lock, and names that lead elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The index in its file: appended to, cut, rewritten, begun anew."""
+"""The index's file: appended to, truncated, rewritten and replaced."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_rewrite_of_harmed_bytes_is_refused(tmp_path: Path, log: IndexLog) -> 
 def test_an_index_larger_than_its_slots_can_make_it_is_not_read(tmp_path: Path, log: IndexLog) -> None:
     log.append([put(1)])
     log.close()
-    os.truncate(tmp_path / "index", 2**40)  # of which the file system keeps a page
+    os.truncate(tmp_path / "index", 2**40)  # The file system stores only one page of this.
     with pytest.raises(NotAnIndex, match=rf"it has {2**40} bytes, and 1000 slots take at most \d+"):
         load_index(open_folder(tmp_path), HEADER.slots)
 
@@ -159,7 +159,7 @@ def test_an_index_that_is_a_link_is_refused(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(tmp_path / "victim")
     with pytest.raises(DiskError, match="is not used"):
         load_index(open_folder(tmp_path), HEADER.slots)
-    start_index(open_folder(tmp_path), HEADER).close()  # in place of the links
+    start_index(open_folder(tmp_path), HEADER).close()  # It replaces the links.
     assert (tmp_path / "victim").read_text() == "precious"
 
 

@@ -1,6 +1,6 @@
-"""SIGKILL at random moments: every put that was written and not invalidated is found, with its bytes; nothing else is served.
+"""Kills a writer at random moments. Every put that was written and not invalidated is found with its bytes.
 
-KVOFFLOAD_KILLS=200 makes more of them.
+KVOFFLOAD_KILLS=200 runs more kills.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tests.disk.fork_server import forking
 
 SLOTS = 24
 KILLS = int(os.environ.get("KVOFFLOAD_KILLS", "12"))
-_MOST_ACTIONS = 400  # before which every writer is killed
+_MOST_ACTIONS = 400  # every writer is killed before this number of actions
 
 
 def write_until_killed(folder: Path, seed: int, to_test: Connection) -> None:
-    """Put, invalidate, sync, rewrite and reset at random; say what is about to happen, or has."""
+    """Put, invalidate, sync, rewrite and reset at random. Report each action before and after it."""
     random = Random(seed)
     writer = Writer(folder, SLOTS)
     for number in range(1, 2 * _MOST_ACTIONS):
@@ -45,7 +45,7 @@ def write_until_killed(folder: Path, seed: int, to_test: Connection) -> None:
 
 
 class Expected:
-    """What must be found, what may be, and what must not."""
+    """Which blocks must be found, which may be found, and which must not be found."""
 
     def __init__(self) -> None:
         self.there: set[bytes] = set()
@@ -65,7 +65,7 @@ class Expected:
 
 
 def listen(from_writer: Connection, expected: Expected, least: int | None = None) -> None:
-    """Take what the writer says: so many messages, or all that there are."""
+    """Process the writer's messages: this many, or all."""
     taken = 0
     while least is None or taken < least:
         try:
@@ -93,7 +93,8 @@ def test_after_a_kill_at_any_moment_what_was_put_is_found(tmp_path: Path) -> Non
         assert process.exitcode == -signal.SIGKILL, "the writer ended by itself"
         found = found_blocks(tmp_path, SLOTS)
         assert {key for key in expected.there if not found.get(key)} == set(), f"seed {seed}"
-        # The last put may have been written and not said; an invalidated one may be found, with its bytes or without.
+        # The last put may have been written but not reported. An invalidated block may be found, with or without its
+        # bytes.
         unsaid = found.keys() - expected.there - expected.perhaps
         assert len(unsaid) <= 1
         expected.there = {key for key, is_right in found.items() if is_right}

@@ -1,4 +1,4 @@
-"""Names below `disk_path` that lead elsewhere, or that another user made first."""
+"""Names below `disk_path` that lead elsewhere, or that another user has created first."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_new_index_takes_the_place_of_what_has_its_name(tmp_path: Path, kind: 
 @pytest.mark.parametrize("kind", ["link", "file", pytest.param("other owner", marks=needs_root), "mode"])
 @pytest.mark.parametrize("is_parent", [True, False])
 def test_a_folder_that_is_not_ours_is_refused(tmp_path: Path, kind: str, *, is_parent: bool) -> None:
-    """As another user makes it before the engine starts: the fingerprint is a digest of public settings."""
+    """Another user can create the folder first, because the fingerprint is a digest of public settings."""
     path = tmp_path / IDENTITY.fingerprint / "replica0"
     path = path.parent if is_parent else path
     path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -142,7 +142,7 @@ def test_a_forked_child_does_not_keep_a_lock(tmp_path: Path) -> None:
     close_locked(held)
     again = os.open(tmp_path / "lock", os.O_RDWR)
     try:
-        lock(again)  # raises where the child has it
+        lock(again)  # This raises an error if the child has the lock.
         close_locked(again)
     finally:
         os.write(go[1], b"x")

@@ -1,4 +1,4 @@
-"""Power failures: unsynced writes are lost, torn and reordered, and no wrong byte is served; what was synced is found."""
+"""Power failures lose, tear and reorder unsynced writes. No wrong byte is served, and synced blocks are found."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tests.disk.blocks import Writer, found_blocks, key_of
 from tests.disk.recorded_os import Disk, RecordedOs
 
 SLOTS = 6
-FAILURES = 60  # of a seed
+FAILURES = 60  # the number of failures per seed
 SEEDS = 8
 
 
 class Life:
-    """A writer at work, and pictures of the disk at random moments with what must be found on it."""
+    """A writer, with states of the disk at random moments and the blocks that must be found in each."""
 
     def __init__(self, folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.random = Random(seed)
         self.disk = Disk()
         self.durable: set[bytes] = set()  # put, synced with their data, and not invalidated
-        self.gone: set[bytes] = set()  # from before a reset that was answered
+        self.gone: set[bytes] = set()  # from before a completed reset
         self.pictures: list[tuple[Disk, set[bytes], set[bytes]]] = []
         recorded = RecordedOs(self.disk, self.happened)
         for module in (index, open_folder, slot_file):
@@ -73,7 +73,7 @@ def test_after_a_power_failure_at_any_moment_no_wrong_byte_is_served(
         after = tmp_path / f"after{number}"
         after.mkdir()
         disk.left(random, after)
-        found = found_blocks(after, SLOTS)  # raises where bytes pass that are not the key's
+        found = found_blocks(after, SLOTS)  # This raises if accepted bytes are not the key's.
         assert {key for key in durable if not found.get(key)} == set()
         assert found.keys() & gone == set()
         held += len(durable)

@@ -1,4 +1,4 @@
-"""A slot file in a real file system."""
+"""Slot files on a real file system."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_slots_larger_than_a_piece_are_whole(opened: Callable[..., SlotFile]) ->
 def test_calls_that_transfer_less_than_asked_for_are_gone_on_with(
     opened: Callable[..., SlotFile], monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    """Two slots in 1,100 pieces: more than a call takes."""
+    """Two slots in 1,100 pieces are more than one call can transfer."""
     file = opened(3, SlotShape(0, 1, 550 * PAGE, b"a rank's layout."))
     for name in ("pwritev", "preadv"):
         real = getattr(os, name)

@@ -1,4 +1,4 @@
-"""What tells a model's weights from others: never their name, size or time."""
+"""The identity of a model's weights. It does not depend on names, sizes or times."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def snapshot(tmp_path: Path) -> Path:
-    """A model as it lies in a Hugging Face cache."""
+    """Make a model's folder as in a Hugging Face cache."""
     blobs = tmp_path / "models--org--name" / "blobs"
     folder = tmp_path / "models--org--name" / "snapshots" / COMMIT
     blobs.mkdir(parents=True)
@@ -96,7 +96,7 @@ def test_hidden_files_do_not_count(tmp_path: Path, model: Path) -> None:
 
 
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes of each chunk that is hashed from now on, of files and of their list."""
+    """Record the length of each chunk that is hashed from now on, of files and of their list."""
     sizes: list[int] = []
     real = xxh3_128
 
@@ -130,7 +130,7 @@ def test_a_digest_is_remembered(tmp_path: Path, model: Path, monkeypatch: pytest
 def test_a_file_that_changed_a_moment_ago_is_not_remembered(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, since_ns: int
 ) -> None:
-    """It could change again within the same tick of the file system's clock."""
+    """The file could change again within the same tick of the file system's clock."""
     memory = tmp_path / "memory"
     changed = max(path.stat().st_ctime_ns for path in model.rglob("*"))
     weights_identity(model, memory, now_ns=lambda: changed + since_ns)
@@ -201,6 +201,6 @@ def test_r18_with_a_key_a_forged_memory_makes_no_weights_others(
     assert weights_identity(model, memory, key=key, now_ns=later) == before
     assert sizes == []
     data = memory.read_bytes()
-    at = data.index(b'"', data.rindex(b", ")) + 1  # a digest
+    at = data.index(b'"', data.rindex(b", ")) + 1  # the position of a digest
     memory.write_bytes(data[:at] + b"0" * 32 + data[at + 32 :])
     assert (weights_identity(model, memory, key=key, now_ns=later) == before) is (key is not None)

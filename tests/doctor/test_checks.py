@@ -1,4 +1,4 @@
-"""Each check against machines of files: host memory, limits, GPUs, pools, pages, the disk, the journal and the collector."""
+"""The doctor's checks on simulated machines: memory, limits, GPUs, pools, pages, disk, journal and collector."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ IN_V1 = {
 
 
 class Recorder:
-    """Allocates nothing, and remembers what was asked for."""
+    """Allocates nothing, and records the requested sizes."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -49,7 +49,7 @@ class Recorder:
 
 @given(st.lists(st.integers(1, 70000), min_size=1, max_size=4), st.integers(0, 5 * CHUNK_BYTES // 2))
 def test_what_is_expected_is_what_the_arena_takes(pages: list[int], share: int) -> None:
-    """Apart from its regions, each of which starts on a cache line."""
+    """The sizes are equal except for the alignment of regions to cache lines."""
     layout = FakeDevice(1, pages).layout
     asked = Recorder()
     asyncio.run(Arena(layout, share // layout.slot_bytes, asked).prepare())
@@ -62,9 +62,9 @@ def test_what_is_expected_is_what_the_arena_takes(pages: list[int], share: int) 
     ("sizes", "needed"),
     [
         (Sizes(), 2 * 4096),
-        (Sizes(ranks=3), 2 * 4096 - 2),  # the odd bytes are not used
+        (Sizes(ranks=3), 2 * 4096 - 2),  # The odd bytes are not used.
         (Sizes(ranks=2, block_bytes=4096), 2 * 4096),
-        (Sizes(ranks=2, block_bytes=3, page_bytes=(1, 1, 1)), 2 * 4095),  # each rank has whole blocks
+        (Sizes(ranks=2, block_bytes=3, page_bytes=(1, 1, 1)), 2 * 4095),  # Each rank has whole blocks.
     ],
 )
 def test_what_is_needed(sizes: Sizes, needed: int) -> None:
@@ -78,7 +78,7 @@ def test_what_is_needed(sizes: Sizes, needed: int) -> None:
 def test_property_a_start_is_refused_where_the_check_says_no_go(
     pages: list[int], share: int, ranks: int, above: int
 ) -> None:
-    """By a few KiB more or less than there is, which is what rounding takes."""
+    """Tested a few KiB above and below the available memory, which is the error of rounding."""
     layout, share = FakeDevice(1, pages).layout, share + sum(pages)
     left = ranks * share // 1024 + above
     read = {"/proc/meminfo": f"MemAvailable: {left} kB\n"}.get
@@ -107,7 +107,7 @@ def test_property_a_start_is_refused_where_the_check_says_no_go(
             "8.0 GiB fit the 16.0 GiB that the cgroup /sys/fs/cgroup/engine has left now",
         ),
         (
-            # a parent allows less than its child, part of which is file cache
+            # A parent allows less than its child, and a part of the usage is file cache.
             {
                 "proc/self/cgroup": "0::/pod/engine\n",
                 "sys/fs/cgroup/pod/engine/memory.max": f"{16 * GIB}\n",
@@ -137,7 +137,7 @@ def test_property_a_start_is_refused_where_the_check_says_no_go(
             "go",
             "the machine",
         ),
-        # What cannot be read counts as no limit, as it does at the start.
+        # Values that cannot be read count as no limit, as at the engine's start.
         ({"sys/fs/cgroup/engine/memory.max": "x\n"}, 8, "go", "the machine"),
         ({"proc/self/cgroup": "nonsense\n0:\n\n::::\n"}, 8, "go", "the machine"),
     ],
@@ -317,7 +317,8 @@ def test_the_disks_folder_is_tried_and_nothing_is_left(tmp_path: Path) -> None:
     where = machine(tmp_path / "machine", {"proc/self/mountinfo": "1 0 8:1 / / rw - ext4 /dev/a rw\n"})
     verdict, text = of_disk("disk folder", where, tmp_path / "disk" / "new")
     is_direct = "it is on ext4, and direct I/O works" in text
-    assert is_direct or "through the page cache (direct I/O: " in text  # as the test's own file system has it
+    # This depends on the test's file system.
+    assert is_direct or "through the page cache (direct I/O: " in text
     assert verdict == ("go" if is_direct else "warning")
     assert [one.name for one in tmp_path.iterdir()] == ["machine"]
 

@@ -1,4 +1,4 @@
-"""`kvoffload doctor` from end to end, in this process and in one of its own."""
+"""`kvoffload doctor` as a whole, in this process and in a separate one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OTHERS = {"settings", "host pool", "disk space", "disk folder", "journal", "span
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any]]:
-    """Return exit code and findings by check."""
+    """Run the doctor; return its exit code, and its findings by check."""
     code = main(["doctor", "--json", *argv])
     reported = json.loads(capsys.readouterr().out)
     assert all(set(one) == {"check", "verdict", "finding", "remedy"} for one in reported["findings"])
@@ -85,7 +85,7 @@ def test_problems_come_first_then_a_line_for_what_was_not_given_and_what_passed_
         "",
         "1 checks passed (--verbose lists them)",
     ]
-    assert "not known one: text" in as_text(answers, strict=True)  # it fails, so it has its paragraph
+    assert "not known one: text" in as_text(answers, strict=True)  # A failed check has a paragraph.
     assert worst(answers) is Verdict.NO_GO
     assert worst(answers[:3]) is Verdict.WARNING
     assert worst(answers[:2]) is Verdict.UNKNOWN
@@ -189,7 +189,7 @@ def test_in_a_process_of_its_own_with_little_locked_memory() -> None:
     argv = [sys.executable, "-m", "kvoffload", "doctor", "--json", "--config", '{"host_bytes": "1MiB"}']
     reported = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=30, preexec_fn=lower)
     (locked,) = [one for one in json.loads(reported.stdout)["findings"] if one["check"] == "locked memory"]
-    # Without a GPU nothing is pinned; with one the limit is reported.
+    # Without a GPU nothing is pinned. With a GPU, the doctor reports the limit.
     assert "nothing is pinned" in locked["finding"] or "at most 64.0 KiB" in locked["finding"]
     assert (reported.returncode, reported.stderr) == (0, "")
 
@@ -198,7 +198,7 @@ def test_in_a_process_of_its_own_with_little_locked_memory() -> None:
 @pytest.mark.parametrize(
     ("call", "heavy"),
     [
-        ("make_parser()", {"numpy", "torch", "vllm", "structlog"}),  # which every command pays for
+        ("make_parser()", {"numpy", "torch", "vllm", "structlog"}),  # Every command imports these.
         ("main(['doctor', '--json'])", {"torch", "vllm", "prometheus_client"}),
     ],
 )

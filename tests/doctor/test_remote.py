@@ -1,4 +1,4 @@
-"""The store that engines share, as the doctor sees it."""
+"""The doctor's checks of the remote tier."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def test_a_url_of_another_form_is_a_no_go(url: str, tmp_path: Path) -> None:
 
 def test_a_master_that_answers_is_a_warning_because_anyone_can_read_it(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as master:
-        master.submit(lambda: server.accept()[0].close())  # as one does that is asked nothing it understands
+        # Accept a connection and close it, as a server does that gets no request.
+        master.submit(lambda: server.accept()[0].close())
         verdict, text = found(f"mooncake://127.0.0.1:{server.getsockname()[1]}", tmp_path)
     assert verdict == "warning"
     assert "no authentication" in text

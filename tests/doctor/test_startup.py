@@ -1,4 +1,4 @@
-"""The same checks where an engine starts: one warning for each that fails, and the start goes on."""
+"""The same checks at an engine's start: each failed check logs one warning, and the start continues."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.reference.rig import rig
 if TYPE_CHECKING:
     import pytest
 
-LAYOUT = FakeDevice(9, [65536, 65536]).layout  # 8 blocks of its own, beside the null block
+LAYOUT = FakeDevice(9, [65536, 65536]).layout  # 8 blocks besides the null block
 ENOUGH = OffloadConfig(host_bytes=64 * 131072)
 
 
@@ -50,7 +50,7 @@ def test_one_rank_of_a_machine_speaks_for_all(tmp_path: Path) -> None:
     config = OffloadConfig(host_bytes=8 * 2**20)
     assert [line["check"] for line in warnings(0, 2, config, tight)] == ["host memory"]
     assert warnings(1, 2, config, tight) == []
-    # Of two machines with a rank each, each takes half.
+    # Two machines with one rank each take half each.
     assert warnings(0, 2, config, tight, local_ranks=1) == []
     small = machine(tmp_path, {"proc/meminfo": "MemAvailable: 2048 kB\n"})
     assert [line["check"] for line in warnings(1, 2, config, small, local_ranks=1)] == ["host memory"]

@@ -1,4 +1,4 @@
-"""Machines of files: a root folder in which the kernel's files are written, and devices and packages as wished."""
+"""Simulated machines: a root folder with the kernel's files, and chosen devices and packages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ROOMY = {
 
 
 class Machine:
-    """A machine for tests: within `with`, the checks read this one."""
+    """A simulated machine. Within `with`, the checks read its files."""
 
     def __init__(self, root: Path, environ: Mapping[str, str], **given: object) -> None:
         self.environ = environ
@@ -64,7 +64,7 @@ def machine(
     root: Path, files: Mapping[str, str | None] | None = None, environ: Mapping[str, str] | None = None,
     **given: object,
 ) -> Machine:  # fmt: skip
-    """Return a roomy machine, changed by `files`: None takes one away."""
+    """Return a machine with enough memory, changed by `files`: None removes a file."""
     for name, text in {**ROOMY, **(files or {})}.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,12 +80,12 @@ def _read(root: Path, path: str) -> str | None:
 
 
 def setup(*, pins: bool = False, sizes: Sizes | None = None, **settings: object) -> Setup:
-    """Return a setup of these settings."""
+    """Return a setup with these settings."""
     return Setup(OffloadConfig(**settings), sizes or Sizes(), pins)  # type: ignore[arg-type]
 
 
 def ask(checks: tuple[Check, ...], name: str, known: Setup, where: Machine) -> tuple[str, str]:
-    """Return verdict and text of one check; a problem must have a remedy."""
+    """Return the verdict and the text of one check. A problem must have a remedy."""
     with where:
         (finding,) = run_checks([one for one in checks if one.name == name], known)
     assert bool(finding.remedy) or finding.verdict in ("go", "not known"), finding

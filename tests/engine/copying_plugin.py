@@ -1,6 +1,6 @@
-"""A plugin that copies every confirmed block to a dictionary and back: the smallest one that uses every hook.
+"""A small plugin that uses every hook: it copies confirmed blocks to a dictionary and back.
 
-Its loads end when the test says so, and it checks the promises that the engine makes about the order of calls.
+Its loads end when the test says so, and it checks that the engine calls the hooks in the promised order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvoffload.engine.plugin import BlockTables, StepFacts
     from kvoffload.engine.request import Request
 
-Copies = tuple[tuple[bytes, int], ...]  # (key, device block)
+Copies = tuple[tuple[bytes, int], ...]  # pairs of key and device block
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class CopyingWorker(WorkerPlugin):
 
 
 class CopyingScheduler(SchedulerPlugin):
-    """`hold_loads` keeps loads open; `fails` and `asks_later` name requests."""
+    """The scheduler's side. `hold_loads` keeps loads open; `fails` and `asks_later` are sets of requests."""
 
     def __init__(self, engine: EngineFacts) -> None:
         self.facts = engine
@@ -91,18 +91,18 @@ class CopyingScheduler(SchedulerPlugin):
         self.outputs: list[Sequence[object]] = []
         self.counts: Counter[str] = Counter()
         self.steps: list[StepFacts] = []
-        self.loads: dict[str, Copies] = {}  # open
+        self.loads: dict[str, Copies] = {}  # open loads
         self._planned: list[str] = []  # loads that the next plan starts
         self._failed_once: set[str] = set()
         self._requests: dict[str, Request] = {}
         self._tables: dict[str, list[dict[int, int]]] = {}
-        self._leases: list[int] = []  # of the stores in the last plan
+        self._leases: list[int] = []  # leases of the stores in the last plan
         self._withheld: list[int] = []
         self._withheld_steps = 0
-        self._left: dict[bytes, int] = {}  # stores left by requests that have ended; leased
+        self._left: dict[bytes, int] = {}  # stores of requests that have ended; their blocks are leased
 
     def withhold(self, count: int, steps: int) -> None:
-        """Lease the next free blocks and give them back after so many steps."""
+        """Lease the next free blocks, and release them after this many steps."""
         self._withheld, self._withheld_steps = self.pool.next_evictable(count), steps
         self.pool.touch(self._withheld)
 
@@ -118,7 +118,8 @@ class CopyingScheduler(SchedulerPlugin):
         if request.request_id in self._failed_once:
             return 0
         size = self.facts.groups[0].block_tokens
-        # The engine leaves a token to compute; for fewer tokens than it was offered, a chunk could need other blocks.
+        # The engine computes at least one token. If it accepted fewer tokens than offered, a chunk could need other
+        # blocks.
         longest = (request.num_tokens - 1) // size
         return next(
             (
@@ -213,7 +214,7 @@ class CopyingScheduler(SchedulerPlugin):
         return not (self._requests or self._tables or self.loads or self._leases or self._left)
 
     def _holds(self, request: Request, blocks: int, device_tokens: int) -> bool:
-        """Whether the host brings everything, beyond what the device has, that a prefix of `blocks` needs."""
+        """Return whether the host has all blocks that a prefix of `blocks` blocks needs and the device lacks."""
         size = self.facts.groups[0].block_tokens
         if blocks * size <= device_tokens:
             return False
@@ -241,7 +242,7 @@ class CopyingScheduler(SchedulerPlugin):
         }
 
     def _forget(self, block: int) -> None:
-        """A block that is allocated again is no one's any more (the window of its owner has moved on)."""
+        """A block that is allocated again no longer belongs to the request whose window has moved past it."""
         for tables in self._tables.values():
             for table in tables:
                 for position in [p for p, held in table.items() if held == block]:
@@ -256,7 +257,7 @@ def engine_with_plugin(kind: str = "full", **settings: Unpack[Settings]) -> tupl
 def returning(
     kind: str = "full", **settings: Unpack[Settings]
 ) -> tuple[Engine, CopyingScheduler, list[Token]]:
-    """An engine that has computed 40 tokens and holds them only in its plugin, and what it answered."""
+    """Return an engine that has computed 40 tokens and has them only in its plugin, and its answer."""
     engine, plugin = engine_with_plugin(kind, **settings)
     first = run(engine, tokens(40))
     assert engine.pool.reset_prefix_cache()

@@ -1,4 +1,4 @@
-"""The engine in an event loop: streams, cancellation, idling, stopping, and time that only the loop knows."""
+"""The engine in an event loop: streams, cancellation, idling, stopping and time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """A loop whose clock jumps to the next timer whenever nothing else can run."""
+    """A loop whose clock jumps to the next timer when nothing else can run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def test_cancelling_who_waits_aborts_the_request_wherever_it_is() -> None:
                 await anext(stream)
             return was_done
 
-    for turns in range(1, 30):  # after 0 turns the task has not even begun to wait
+    for turns in range(1, 30):  # After 0 turns, the task is not waiting yet.
         with asyncio.Runner(loop_factory=VirtualLoop) as runner:
             if runner.run(story(turns)):
                 return

@@ -1,4 +1,4 @@
-"""The pool: who may take what, what is evicted first, and what cannot be done."""
+"""The block pool: allocation, eviction order, and refused calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_blocks_are_handed_out_in_order_of_their_release_and_keyless_ones_first(
     for block in (a, b, c):
         pool.index(block, b"key%d" % block)
     pool.release([c, b])
-    pool.release([d])  # holds nothing that could be found
+    pool.release([d])  # `d` has no contents that could be found.
     pool.release([a])
     assert pool.next_evictable(9) == [d, 5, c, b, a]
     assert pool.allocate(3) == [d, 5, c]
@@ -97,7 +97,7 @@ def test_the_audit_names_what_is_wrong() -> None:
 
 
 class PoolAgainstCounters(RuleBasedStateMachine):
-    """The pool against two counters and a dictionary."""
+    """Compares the pool with two counters and a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()

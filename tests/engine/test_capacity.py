@@ -20,11 +20,11 @@ FULL = GroupFacts(0, "full", 16, None, None)
 @pytest.mark.parametrize(
     ("group", "in_flight", "max_len", "blocks"),
     [
-        (WINDOW, 512, 100_000, 96 + 1),  # 1023 + 512 = 1535 tokens, and the window may start inside a block
+        (WINDOW, 512, 100_000, 96 + 1),  # 1023 + 512 = 1535 tokens, and the window may begin inside a block
         (WINDOW, 513, 100_000, 96 + 1),  # 1536 tokens: exactly 96 blocks
         (WINDOW, 514, 100_000, 97 + 1),
-        (WINDOW, 512, 1024, 64 + 1),  # the model is no longer than that
-        (CHUNK, 512, 100_000, 96),  # a chunk starts on a block edge
+        (WINDOW, 512, 1024, 64 + 1),  # the model's length is the limit
+        (CHUNK, 512, 100_000, 96),  # a chunk begins at a block's edge
         (CHUNK, 513, 100_000, 97),
         (CHUNK, 512, 1024, 64),
         (FULL, 512, 100_000, None),
@@ -36,17 +36,17 @@ def test_the_most_that_any_request_holds(
     capacity = Capacity((group,), in_flight, max_len)
     assert capacity.group_cap_blocks(group) == blocks
     assert capacity.request_blocks(100_000) == (blocks or 6250)
-    assert capacity.request_blocks(17) == 2  # a short request never needs more than its own tokens
+    assert capacity.request_blocks(17) == 2  # A short request needs no more blocks than its tokens fill.
 
 
 @pytest.mark.parametrize("span", [1, 2, 5, 8, 12, 16])
 @pytest.mark.parametrize("step_tokens", [1, 3, 4, 7, 16])
 @pytest.mark.parametrize("kind", ["sliding_window", "chunked_local"])
 def test_allocation_keeps_to_the_bound_and_comes_to_it(kind: str, span: int, step_tokens: int) -> None:
-    """Over all first chunks, so over all alignments, the most blocks ever held is the bound.
+    """The most blocks held, over all sizes of the first chunk and so over all alignments, equal the bound.
 
-    One less where the formula does not look at remainders: a window and a step that are together one token more than
-    whole blocks cannot straddle two block edges, and no chunk is full while its last token is still to come.
+    In two cases they are one less, because the formula ignores remainders: if window and step together are one token
+    more than whole blocks, they cannot cross two block edges; and a chunk is not full before its last token.
     """
     if kind == "chunked_local":
         span = -(-span // 4) * 4
@@ -63,7 +63,7 @@ def test_allocation_keeps_to_the_bound_and_comes_to_it(kind: str, span: int, ste
 
 
 def _most_held(groups: tuple[GroupFacts, ...], first: int, step_tokens: int) -> int:
-    """The most blocks of group 0 that a request holds which computes 100 tokens, `first` of them in its first step."""
+    """Return the most blocks of group 0 that a request of 100 tokens holds, with `first` tokens in its first step."""
     pool = BlockPool(200)
     tables = BlockTables(pool, groups)
     request = Request("r", tokens(100), 100, SamplingParams(1), KeyChain(4, 3), RequestStats(100, 0.0), 3)
@@ -88,7 +88,7 @@ def test_a_pool_that_is_not_given_is_sized_for_requests_of_full_length() -> None
 
 def test_a_long_prompt_on_a_windowed_model_is_admitted_where_the_bound_allows_it() -> None:
     prompt = tokens(120)
-    need = 31 + 2 * 7  # of 3 groups that would need 93 blocks without windows
+    need = 31 + 2 * 7  # in 3 groups, which would need 93 blocks without windows
     engine = tiny_engine("sliding_window", num_blocks=need + 1)
     assert len(run(engine, prompt, 4)) == 4
     engine = tiny_engine("chunked_local", num_blocks=31 + 2 * 6 + 1)
@@ -108,7 +108,8 @@ def test_a_prompt_too_large_for_a_full_attention_pool_is_refused_at_once() -> No
     engine = tiny_engine(num_blocks=11)
     with pytest.raises(PoolTooSmall, match=r"needs 11 KV blocks .* pool has 10: .* 12 .*shorten the prompt"):
         engine.submit(tokens(40), SamplingParams(2))
-    stream = engine.submit(tokens(40), SamplingParams(1))  # its last token is returned and never computed on
+    # Its last token is returned without computing its KV.
+    stream = engine.submit(tokens(40), SamplingParams(1))
     drain(engine)
     assert len(taken(stream)) == 1
 

@@ -1,4 +1,4 @@
-"""Bad configurations and requests: refused at once, every problem named, with what is allowed."""
+"""Bad configurations and requests are refused at once. The error names every problem and the allowed values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine computes, against a forward pass that has no pages, chunks or caches."""
+"""The engine's tokens, compared with a forward pass without pages, chunks or caches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_reused_prefix_changes_nothing_but_the_work(kind: str) -> None:
     stream = engine.submit(tokens(40), SamplingParams(6))
     drain(engine)
     assert_same(taken(stream), first)
-    # The last block is computed again: there must be a token to compute.
+    # The last block is computed again, because at least one token must be computed.
     assert stream.stats.device_hit_tokens == 36
     assert stream.stats.computed_tokens == 40 + 6 - 1 - 36
 
@@ -51,7 +51,7 @@ def test_a_turn_that_continues_a_conversation_reuses_its_answer_too(kind: str) -
     stream = engine.submit(turn, SamplingParams(4))
     drain(engine)
     assert_same(taken(stream), dense(tiny_config(kind), turn, 4))
-    assert stream.stats.device_hit_tokens == 24  # of 27 tokens that were computed in the first turn
+    assert stream.stats.device_hit_tokens == 24  # of the 27 tokens computed in the first turn
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,10 +68,11 @@ def test_one_wrong_block_shows_in_the_log_probabilities(kind: str) -> None:
 
 
 def test_an_admission_does_not_evict_the_prefix_that_it_found() -> None:
-    """Found blocks that are next in line for eviction, in a pool where the allocation would come to them."""
+    """The found blocks are the next to be evicted, and the allocation needs as many blocks as there are."""
     engine = tiny_engine(num_blocks=1 + 12)
     run(engine, tokens(16), 1)
-    run(engine, tokens(28, seed=1), 1)  # one block stays unused; then the first prompt's are the oldest
+    # One block stays unused, and the first prompt's blocks are the oldest.
+    run(engine, tokens(28, seed=1), 1)
     turn = [*tokens(16), *tokens(10, seed=2)]
     stream = engine.submit(turn, SamplingParams(3))
     drain(engine)
@@ -91,7 +92,7 @@ REQUESTS = st.lists(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=settings().max_examples // 2)  # of each kind of attention
+@settings(max_examples=settings().max_examples // 2)  # for each kind of attention
 @given(requests=REQUESTS, step_tokens=st.integers(1, 24), num_blocks=st.integers(34, 100), data=st.data())
 def test_no_mix_of_requests_changes_any_of_them(
     kind: str,
@@ -100,7 +101,7 @@ def test_no_mix_of_requests_changes_any_of_them(
     num_blocks: int,
     data: st.DataObject,
 ) -> None:
-    """Random prompts (many with common prefixes), chunk sizes, pools, arrival times, preemptions."""
+    """Random prompts (many with common prefixes), chunk sizes, pools, arrival times and preemptions."""
     engine = tiny_engine(kind, num_blocks=num_blocks, step_tokens=step_tokens, max_model_len=64)
     streams = []
     for length, new_tokens, seed in requests:

@@ -1,4 +1,4 @@
-"""The engine with a plugin that copies its blocks away and back."""
+"""The engine with a plugin that copies blocks away and back."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def test_who_has_to_ask_later_is_skipped_and_keeps_his_place() -> None:
     assert len(taken(other)) == 1
     asked = scheduler.counts["lookup"]
     scheduler.asks_later.clear()
-    engine.step()  # the other one's last token
-    assert scheduler.counts["lookup"] == asked  # no room, no question
+    engine.step()  # This computes the other request's last token.
+    assert scheduler.counts["lookup"] == asked  # Without room there is no lookup.
     engine.step()
     waiting = [request.request_id for request in engine._scheduler.waiting]
-    assert waiting == [last.request_id]  # the patient one was first in the queue
+    assert waiting == [last.request_id]  # the request that waited was first in the queue
     drain(engine)
     assert patient.stats.external_tokens == 36
     assert len(taken(last)) == 2
@@ -84,7 +84,7 @@ def test_new_blocks_are_reported_once_each_and_confirmed_tokens_lag_a_step() -> 
     facts = [step.progress[0] for step in plugin.scheduler.steps if step.progress]
     assert [progress.confirmed_tokens for progress in facts] == [0, 16, 20, 21, 22, 23, 24]
     reported = [[position for position, _ in group] for progress in facts for group in progress.new_blocks]
-    # The first chunk's blocks were named by `allocated`; then one for tokens 16 to 19, one for 20, one for 24.
+    # `allocated` reported the first chunk's blocks. Then there is one for tokens 16 to 19, one for 20 and one for 24.
     assert reported == [[], [4], [5], [], [], [], [6]]
 
 
@@ -156,7 +156,7 @@ TURNS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 8), st.integers(0,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=settings().max_examples // 2)  # of each kind of attention
+@settings(max_examples=settings().max_examples // 2)  # for each kind of attention
 @given(turns=TURNS, num_blocks=st.integers(34, 60), data=st.data())
 def test_random_traffic_with_the_plugin_drains_clean_and_equals_traffic_without(
     kind: str, turns: list[tuple[int, int, int]], num_blocks: int, data: st.DataObject
@@ -180,5 +180,5 @@ def test_random_traffic_with_the_plugin_drains_clean_and_equals_traffic_without(
     assert plugin.scheduler.is_drained
     assert_idle(engine)
     for stream, (length, new_tokens, seed) in zip(streams, turns, strict=True):
-        found = taken(stream)  # fewer, where it was aborted
+        found = taken(stream)  # fewer tokens if it was aborted
         assert_same(found, alone(kind, length, seed, new_tokens)[: len(found)])

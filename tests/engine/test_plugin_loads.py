@@ -1,4 +1,4 @@
-"""Loads: what the device lost comes back through the plugin, or is computed again."""
+"""Loads: the plugin brings back blocks that the device has lost, or the engine computes them again."""
 
 from __future__ import annotations
 
@@ -62,11 +62,12 @@ def test_blocks_under_a_load_cannot_be_found_and_others_go_on() -> None:
         engine.step()
     assert len(taken(other)) == 4
     assert taken(stream) == []
-    assert scheduler.steps[-1].progress == ()  # a step without work is planned, too
+    assert scheduler.steps[-1].progress == ()  # A step without work is planned too.
     keys = [key for key, _ in scheduler.loads["loading"]]
     scheduler.hold_loads = False
     engine.step()
-    assert all(engine.pool.cached_block(key) is not None for key in keys)  # at once, before it computes
+    # Loaded blocks are indexed at once, before the request computes.
+    assert all(engine.pool.cached_block(key) is not None for key in keys)
     drain(engine)
     assert_same(taken(stream), first)
 
@@ -115,12 +116,13 @@ def test_aborted_while_loading_keeps_its_blocks_until_the_load_has_ended(fails: 
     engine.submit(tokens(40), request_id="gone")
     engine.step()
     engine.abort("gone")
-    engine.abort("gone")  # twice is once
+    engine.abort("gone")  # A second abort has no effect.
     assert scheduler.counts["aborted"] == 1
     for _ in range(3):
         engine.step()
         assert engine.audit() == []
-        assert engine._scheduler.loading["gone"].held_blocks == 9  # by the engine, whatever the plugin leases
+        # The engine holds them, whether or not the plugin leases them.
+        assert engine._scheduler.loading["gone"].held_blocks == 9
     scheduler.hold_loads = False
     drain(engine)
     assert scheduler.is_drained

@@ -1,4 +1,4 @@
-"""Recurrent layers: two blocks a request, states where a step ends with a block, and prefixes found by their states."""
+"""Recurrent layers: two blocks per request, states at block ends, and prefixes found by their states."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.engine.copying_plugin import engine_with_plugin
 from tests.engine.tiny import BLOCK, alone, assert_same, dense, drain, run, taken, tiny_engine, tokens
 
 GROUPS = 2
-"""Recurrent groups of the tiny model, before its one group of attention."""
+"""the recurrent groups of the tiny model, before its attention group"""
 
 
 def row(engine: Engine, group: int = 0) -> list[int]:
@@ -22,13 +22,13 @@ def test_a_state_inside_a_block_moves_with_its_block_and_a_whole_one_is_left_beh
     assert [bool(block) for block in first] == [False, True]  # after 6 tokens
     state = first[1]
     engine.step()
-    assert row(engine) == [0, 0, state]  # after 12: the same block, three quarters of a prompt later
+    assert row(engine) == [0, 0, state]  # After 12 tokens, the state is in the same block.
     engine.step()
     found = row(engine)
     assert found[:2] == [0, 0]
-    assert found[2] == state != found[4] != 0  # the step reads the one, and writes the other
+    assert found[2] == state != found[4] != 0  # The step reads one block, and writes the other.
     engine.step()
-    assert row(engine)[2] == 0  # nothing needs it any more, but others may find it
+    assert row(engine)[2] == 0  # The request no longer needs it, but other requests may find it.
     assert engine.pool.key_of(state) is not None
     drain(engine)
     assert engine.pool.free_blocks == engine.pool.usable_blocks
@@ -44,7 +44,7 @@ def test_a_prompt_ends_a_step_at_its_last_whole_block() -> None:
 
 
 def test_a_state_is_not_found_in_the_step_that_writes_it() -> None:
-    """Its block has its key by then, but not its bytes."""
+    """The block already has its key, but not its bytes."""
     engine = tiny_engine("recurrent", step_tokens=64)
     streams = [engine.submit(tokens(24), SamplingParams(4)) for _ in range(2)]
     drain(engine)
@@ -54,7 +54,7 @@ def test_a_state_is_not_found_in_the_step_that_writes_it() -> None:
 
 
 def found_by_sharers(engine: Engine, count: int = 4) -> list[int]:
-    """What requests with one prefix and tails of their own find on the device."""
+    """Return how many tokens each of several requests with a common prefix finds on the device."""
     found = []
     for number in range(count):
         prompt = [*tokens(6 * BLOCK), *tokens(2 * BLOCK + 1, 10 + number)]
@@ -66,7 +66,7 @@ def found_by_sharers(engine: Engine, count: int = 4) -> list[int]:
 
 
 def test_a_shared_prefix_is_found_from_the_third_request_on() -> None:
-    """The second one ends a step where its attention parts from the first one's, and leaves its states there."""
+    """The second request ends a step at the end of the shared prefix, and leaves its states there."""
     assert found_by_sharers(tiny_engine("recurrent", step_tokens=64)) == [0, 0, 24, 24]
 
 

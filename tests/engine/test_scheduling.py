@@ -1,4 +1,4 @@
-"""Which requests compute, wait and lose their blocks; and that none waits forever."""
+"""Which requests compute, wait and lose their blocks. No request waits forever."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_step_never_computes_more_than_its_budget_and_running_requests_come_fi
         before = first.stats.computed_tokens, second.stats.computed_tokens
         engine.step()
         computed.append((first.stats.computed_tokens - before[0], second.stats.computed_tokens - before[1]))
-    # The first one decodes a token a step, the second one's prompt fills what is left of eight.
+    # The first request decodes one token per step. The second one's prompt fills the rest of the eight tokens.
     assert computed == [(1, 7), (1, 7), (1, 6), (1, 1), (0, 1), (0, 1), (0, 1)]
 
 
@@ -34,13 +34,13 @@ def test_no_more_requests_run_than_allowed() -> None:
     for seed in range(5):
         engine.submit(tokens(5, seed), SamplingParams(3))
     engine.step()
-    assert engine.statistics()[1:4] == (3, 0, 2)  # waiting, loading, running
+    assert engine.statistics()[1:4] == (3, 0, 2)  # numbers of waiting, loading and running requests
     drain(engine)
     assert_idle(engine)
 
 
 def crowd(engine: Engine, count: int = 3) -> list[TokenStream]:
-    """Requests whose prompts fit in the pool together, and whose answers do not."""
+    """Submit requests whose prompts fit in the pool together, but not with their answers."""
     return [engine.submit(tokens(12, seed), SamplingParams(20)) for seed in range(count)]
 
 
@@ -64,16 +64,16 @@ def test_an_operator_may_preempt_only_what_runs() -> None:
     assert engine.pool.free_blocks == engine.pool.usable_blocks
     drain(engine)
     assert stream.stats.preemptions == 1
-    assert stream.stats.resumed_tokens == 8  # found again on the device, after the first token
+    assert stream.stats.resumed_tokens == 8  # found on the device again after the first token
     assert_same(taken(stream), alone("full", 10, 0, 5))
     assert not engine.preempt(stream.request_id)
 
 
 def test_an_admission_leaves_the_oldest_what_it_can_still_need() -> None:
-    """So that it never has to take it back: a prompt is not computed only to be thrown away."""
+    """Otherwise the new request would be preempted later, and its prompt computed in vain."""
     engine = tiny_engine(num_blocks=1 + 12, step_tokens=64)
-    oldest = engine.submit(tokens(16), SamplingParams(17))  # 8 blocks in the end
-    other = engine.submit(tokens(20, 1), SamplingParams(1))  # 5 blocks
+    oldest = engine.submit(tokens(16), SamplingParams(17))  # needs 8 blocks at its end
+    other = engine.submit(tokens(20, 1), SamplingParams(1))  # needs 5 blocks
     engine.step()
     assert engine.statistics()[1:4] == (1, 0, 1)
     drain(engine)
@@ -104,8 +104,8 @@ def test_an_aborted_preempted_request_is_gone() -> None:
 
 def test_a_prefix_is_evicted_from_its_tail() -> None:
     engine = tiny_engine(num_blocks=1 + 12)
-    run(engine, tokens(40), 1)  # 10 of 12 blocks
-    run(engine, tokens(20, seed=1), 1)  # the two that are left, and three of the ten
+    run(engine, tokens(40), 1)  # uses 10 of 12 blocks
+    run(engine, tokens(20, seed=1), 1)  # uses the other two blocks, and three of the ten
     stream = engine.submit(tokens(40), SamplingParams(1))
     engine.step()
     assert stream.stats.device_hit_tokens == 28  # its first seven blocks
@@ -150,7 +150,7 @@ def test_the_audit_sees_a_block_that_was_not_given_back() -> None:
     engine.step()
     request = engine._scheduler.running[0]
     request.tables[0][1] = 0
-    assert len(engine.audit()) == 2  # the pool's count, and the request's own
+    assert len(engine.audit()) == 2  # one in the pool's count, one in the request's
 
 
 MIX = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30), st.integers(0, 99)), min_size=1, max_size=12)
@@ -161,7 +161,7 @@ MIX = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30), st.integers(0, 
 def test_no_mix_of_requests_deadlocks(
     kind: str, mix: list[tuple[int, int, int]], spare: int, step_tokens: int, aborts: set[int]
 ) -> None:
-    """In a pool just large enough for the largest request, all of them are served."""
+    """All requests are served in a pool just large enough for the largest one."""
     sizes = [length + new - 1 for length, new, _ in mix]
     capacity = tiny_engine(kind, step_tokens=step_tokens)._capacity
     need = max(map(capacity.request_blocks, sizes))
@@ -178,7 +178,7 @@ def test_no_mix_of_requests_deadlocks(
 
 
 class _NoForward:
-    """Decides nothing by computing: every request's next token is 1."""
+    """Computes nothing: the next token is always 1."""
 
     def launch(self, batch: Batch) -> Batch:
         return batch

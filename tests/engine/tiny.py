@@ -1,4 +1,4 @@
-"""Tiny engines driven by hand, and a naive forward pass to compare them with."""
+"""Tiny engines that the test steps, and a simple forward pass to compare them with."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ SPANS: dict[str, dict[str, int]] = {
 
 
 class Settings(TypedDict, total=False):
-    """Settings of a tiny engine that differ from the usual."""
+    """Settings of a tiny engine that differ from the defaults."""
 
-    model: dict[str, int]  # of its model
+    model: dict[str, int]  # settings of the model
     num_blocks: int | None
     max_model_len: int
     step_tokens: int
@@ -54,7 +54,7 @@ def tiny_config(kind: str = "full", **overrides: Unpack[Settings]) -> EngineConf
 def tiny_engine(
     kind: str = "full", plugin_instance: EnginePlugin | None = None, **overrides: Unpack[Settings]
 ) -> Engine:
-    """An engine whose clock counts its own readings: driven by hand, it has no event loop's time."""
+    """Return an engine for stepping by hand. Its clock counts how often it was read."""
     ticks = iter(range(1_000_000))
     return Engine(tiny_config(kind, **overrides), plugin_instance, clock=lambda: float(next(ticks)))
 
@@ -64,7 +64,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 
 def drain(engine: Engine, limit: int = 2000) -> None:
-    """Step until there is nothing left to do, with an audit after each step."""
+    """Step until there is nothing left to do, and audit after each step."""
     for _ in range(limit):
         if not engine.has_work:
             return
@@ -74,7 +74,7 @@ def drain(engine: Engine, limit: int = 2000) -> None:
 
 
 def assert_idle(engine: Engine) -> None:
-    """Nothing is held by anyone."""
+    """Check that no request, plugin or queue holds anything."""
     assert engine.audit() == []
     numbers = engine.statistics()
     assert (numbers.waiting, numbers.loading, numbers.running, numbers.leased_blocks) == (0, 0, 0, 0)
@@ -82,7 +82,7 @@ def assert_idle(engine: Engine) -> None:
 
 
 def taken(stream: TokenStream) -> list[Token]:
-    """The tokens that have arrived in a stream, without waiting for more."""
+    """Return the tokens that have arrived in a stream, without waiting for more."""
     found: list[Token] = []
     while not stream._arrived.empty():
         item = stream._arrived.get_nowait()
@@ -102,12 +102,12 @@ def run(engine: Engine, prompt: Sequence[int], new_tokens: int = 6) -> list[Toke
 
 @cache
 def alone(kind: str, length: int, seed: int, new_tokens: int) -> list[Token]:
-    """What a fresh engine answers; tests compare it with `dense`, and others with it."""
+    """Return a fresh engine's answer. Tests compare it with `dense`, and other answers with it."""
     return run(tiny_engine(kind, step_tokens=128), tokens(length, seed), new_tokens)
 
 
 def dense(config: EngineConfig, prompt: Sequence[int], new_tokens: int = 6) -> list[Token]:
-    """Greedy tokens, each from a forward pass over everything, without pages, chunks or caches."""
+    """Return greedy tokens, each computed by a forward pass over the whole text, without pages, chunks or caches."""
     model = Transformer(config.model, config.max_model_len, torch.device("cpu"))
     known, found = list(prompt), []
     for _ in range(new_tokens):
@@ -119,7 +119,7 @@ def dense(config: EngineConfig, prompt: Sequence[int], new_tokens: int = 6) -> l
 
 
 class _DenseAttention:
-    """Attention with a mask, or a recurrence, written down token by token in plain tensor arithmetic."""
+    """Attention with a mask, or a recurrence computed token by token."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._model = model
@@ -150,7 +150,7 @@ class _DenseAttention:
 
     @staticmethod
     def _state(key: torch.Tensor, value: torch.Tensor, last: int) -> torch.Tensor:
-        """The sum of all values up to the last, each as far as the gates behind it let it through."""
+        """Return the sum of all values up to the last, each multiplied by the later gates."""
         gates = torch.sigmoid(key[: last + 1] + 3.0)
         behind = [gates[token + 1 :].prod(0) for token in range(last + 1)]
         return ((1 - gates**2).sqrt() * value[: last + 1] * torch.stack(behind)).sum(0)

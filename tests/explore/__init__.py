@@ -1,9 +1,8 @@
-"""Every interleaving of small worlds: the real core, driven breadth-first, its rules checked in every state.
+"""Explores every order of actions in small worlds, breadth first, and checks the core's rules in every state.
 
-worlds.py       what is explored: a few blocks, slots, ranks and requests each, and how often things go wrong
-scene.py        one state: a world, what may still happen to it, and the form in which equal states are equal bytes
-programs.py     what can happen next, and doing it
-invariants.py         what the world's own checks leave out, a rule each; and what must hold once all has ended
-search.py       breadth-first over pickled scenes, so the first program found to break a rule is a shortest one
-report.py       a violation as a test to be pasted
+worlds.py       the worlds: a few blocks, slots, ranks and requests each, and a number of faults scene.py        one
+state: a world and its remaining actions, with equal bytes for equal states programs.py     the possible next actions,
+and how they are run invariants.py         checks beyond the world's own, one per rule, and checks of the end search.py
+breadth-first over pickled scenes, so the first program found to break a rule is a shortest one report.py       prints a
+violation as a test
 """

@@ -1,4 +1,4 @@
-"""`make explore`: explore every small world, two or more at a time, and say what was seen."""
+"""`make explore`: explores every small world in several processes, and prints the results."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ STATES = 50_000
 
 
 def main() -> int:
-    """Explore; return 1 where a rule is broken."""
+    """Explore all worlds; return 1 if a rule is broken."""
     options = _options()
     began = time.monotonic()
     found: dict[str, Found] = {}
     names = options.worlds or list(WORLDS)
-    # Memory goes back with the process: a world's states are some hundred megabytes.
+    # One process per world, because a world's states take some hundred megabytes.
     with multiprocessing.Pool(min(options.processes, len(names)), maxtasksperchild=1) as pool:
         tasks = [(name, options.states) for name in names]
         for name, seen in pool.imap_unordered(_explore, tasks, chunksize=1):

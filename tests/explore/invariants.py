@@ -1,7 +1,7 @@
-"""What must hold in every state, beyond what `World.check` sees after every fact, and what must hold at the end.
+"""Invariants of every state beyond those of `World.check`, and invariants of the end.
 
-`World.check` has the audit (R4, R5, R11), bytes and ages of all that can hit (R4, R7, R10), leases against the device's own
-counts (R5), and a block's text under every read (R9). R6 is the engine's, R13 the pump's.
+`World.check` runs the audit (R4, R5, R11), and checks the bytes and ages of all blocks that can hit (R4, R7, R10),
+leases (R5), and the contents of every block that is read (R9). R6 concerns the engine, R13 the pump.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from tests.explore.scene import Scene
 
 _MOST_FETCHES = 3
-"""That one request is kept waiting for, its first lookups among them."""
+"""the most fetches that a request waits for, including those of its first lookups"""
 _OPEN_LOAD = (JobState.PLANNED, JobState.SUBMITTED)
 
 
 @dataclass(frozen=True)
 class Before:
-    """What the invariants compare with.
+    """The state before an action, for comparison.
 
     Args:
         evictable: slots that may be evicted, with their keys.
-        pinned: keys of slots that a lookup or a load keeps.
-        resets: so far.
-        unusable: tiers below the host with which nothing can be begun, and the jobs that are open on them.
+        pinned: keys of slots that a lookup or a load has pinned.
+        resets: the number of resets so far.
+        unusable: lower tiers on which no job can start, and the jobs open on them.
     """
 
     evictable: dict[SlotId, BlockKey]
@@ -58,7 +58,7 @@ class Before:
 
 
 def check(scene: Scene, before: Before) -> None:
-    """Check what an action may not have done."""
+    """Check the last action."""
     scene.world.check()
     _check_pins(scene, before)
     _check_blocks_in_flight(scene)
@@ -73,7 +73,7 @@ def check(scene: Scene, before: Before) -> None:
 
 
 def _check_pins(scene: Scene, before: Before) -> None:
-    """R1, R5: a slot that is still pinned holds what it held, or can never hit again."""
+    """R1, R5: a slot that is still pinned has the same contents, or can never hit again."""
     pool = scene.world.core.state.pool
     for slot, key in before.pinned.items():
         if slot in pool.pins and pool.state(slot) in (SlotState.READY, SlotState.PINNED):
@@ -82,7 +82,7 @@ def _check_pins(scene: Scene, before: Before) -> None:
 
 
 def _check_blocks_in_flight(scene: Scene) -> None:
-    """R3: no two open stores read one block; no two of them bring one key, unless the first has failed."""
+    """R3: no two open stores read one block. No two store the same key, unless the first has failed."""
     stores = [job for job in scene.world.core.state.jobs.open.values() if isinstance(job, Store)]
     blocks = Counter(block for job in stores for block in job.targets)
     assert max(blocks.values(), default=1) == 1, f"R3: a block is being stored twice: {blocks}"
@@ -91,7 +91,7 @@ def _check_blocks_in_flight(scene: Scene) -> None:
 
 
 def _check_tables(scene: Scene) -> None:
-    """R7: a running request's blocks hold what the core believes, or no request has them."""
+    """R7: a running request's blocks have the contents that the core assumes, or no request has these blocks."""
     world = scene.world
     for request in world.running():
         record = world.core.state.requests.live.get(request.name)
@@ -106,7 +106,7 @@ def _check_tables(scene: Scene) -> None:
 
 
 def _check_eviction_order(scene: Scene, before: Before) -> None:
-    """R15: of a prefix in a full group the head goes last, unless its bytes were corrupt."""
+    """R15: in a full group, a prefix's head is evicted last, unless its bytes were corrupt."""
     if scene.world.resets != before.resets:
         return
     pool = scene.world.core.state.pool
@@ -144,7 +144,7 @@ def _answers(scene: Scene, tier: LowerTier) -> bool:
 
 
 def _check_tiers(scene: Scene, before: Before) -> None:
-    """R14, R17: what holds for all tiers below the host."""
+    """R14, R17: invariants of all lower tiers."""
     state = scene.world.core.state
     jobs = [job for job in state.jobs.open.values() if isinstance(job, TierJob) and not job.settled]
     ways = Counter(
@@ -167,7 +167,7 @@ def _check_tiers(scene: Scene, before: Before) -> None:
 
 
 def _check_store(world: RemoteWorld) -> None:
-    """R17, R18: what holds between the store and the jobs on it."""
+    """R17, R18: invariants of the store and the jobs on it."""
     state, remote = world.core.state, world.remote
     for job in state.jobs.open.values():
         is_there = job.tier is not Tier.REMOTE or job.settled or job.extra == remote.namespace != ""
@@ -177,7 +177,7 @@ def _check_store(world: RemoteWorld) -> None:
 
 
 def _check_disk(scene: Scene, world: DiskWorld) -> None:
-    """R4, R16: what holds between the disk, its index and the jobs on it."""
+    """R4, R16: invariants of the disk, its index and the jobs on it."""
     state, disk = world.core.state, world.disk
     jobs = [job for job in state.jobs.open.values() if isinstance(job, Spill) and job.tier is Tier.DISK]
     written = {place for job in jobs for place in job.tier_slots}
@@ -190,7 +190,7 @@ def _check_disk(scene: Scene, world: DiskWorld) -> None:
 
 
 def check_lookup(scene: Scene, name: str, answer: int | None, *, is_patient: bool) -> None:
-    """R9, R12, R14: what a lookup may answer."""
+    """R9, R12, R14: the answer of a lookup."""
     state = scene.world.core.state
     record = state.requests.live.get(scene.world.requests[name].name)
     assert record is not None, f"{name} is unknown"
@@ -222,7 +222,7 @@ def check_reset(scene: Scene) -> None:
 
 
 def check_repeated(scene: Scene, rank: Rank) -> None:
-    """R4: a duplicate report changes nothing, and no event comes of it."""
+    """R4: a duplicate report changes nothing and causes no event."""
     world = scene.world
     events = len(world.log)
     world.tell(facts.TransferReported(world.last_reports[rank]))
@@ -230,7 +230,7 @@ def check_repeated(scene: Scene, rank: Rank) -> None:
 
 
 def note_plan(scene: Scene, plan: TransferPlan, known: set[JobId]) -> None:
-    """R8, R12: what a step may plan."""
+    """R8, R12: the plan of a step."""
     state = scene.world.core.state
     assert plan == NOTHING or state.degraded is None, "R12: a plan while offloading is off"
     for job in state.jobs.open.values():
@@ -251,10 +251,10 @@ def _note_store(scene: Scene, entry: tuple[RequestId, int, BlockKey]) -> None:
 
 
 def check_end(scene: Scene) -> None:
-    """From here, copies end and no request comes: none waits forever, and nothing is left. Uses the scene up.
+    """End all copies, and check that no request waits forever and nothing is left. The scene cannot be used afterwards.
 
-    R9, R14: with nothing under way a lookup has an answer, and no request is still loading. R16: abandoned copies are
-    no work. R11: when the last copy has ended too, everything was released.
+    R9, R14: without open copies, every lookup has an answer, and no request is loading. R16: abandoned copies are not
+    counted as work. R11: after the last copy has ended, everything is released.
     """
     world, core = scene.world, scene.world.core
     if scene.remote_world is not None:
@@ -277,7 +277,7 @@ def check_end(scene: Scene) -> None:
             world.end(request)
     world.drain()
     assert not core.state.jobs.pending
-    world.finish(*world.copies)  # also abandoned ones
+    world.finish(*world.copies)  # including abandoned copies
     assert not world.requests, f"R9: the load of {list(world.requests)} was never answered"
     assert not world.device.held, f"R5: blocks {dict(world.device.held)} are held"
     assert not world.device.leased, f"R5: blocks {dict(world.device.leased)} are leased"

@@ -1,4 +1,7 @@
-"""What can happen to a scene, and doing it. An action is a tuple of plain words, a program a list of actions."""
+"""The actions that are possible in a scene, and how they are run.
+
+An action is a tuple of words, a program a list of actions.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ _OUTCOMES = {"done": DONE, "fail": FAILED, "corrupt": CORRUPT, "hang": FAILED}
 
 
 def actions(scene: Scene) -> Iterator[Action]:
-    """Yield everything that can happen next."""
+    """Yield all possible next actions."""
     for name in scene.unseen:
         yield ("add", name)
     if scene.left.get("again"):
@@ -78,7 +81,7 @@ def _of_copies(scene: Scene) -> Iterator[Action]:
 
 
 def _ends(scene: Scene, copy: Copy) -> Iterator[str]:
-    """Yield how a rank's copy can end."""
+    """Yield the ways in which a rank's copy can end."""
     is_store = copy.job.direction is Direction.STORE
     yield "done"
     if scene.left.get("fail"):
@@ -129,10 +132,10 @@ def _of_store(scene: Scene, world: RemoteWorld) -> Iterator[Action]:
 
 
 def act(scene: Scene, action: Action) -> None:
-    """Do one action, check every invariant, and tidy up.
+    """Run one action, check every invariant, and tidy up.
 
     Raises:
-        Exception: whatever shows that a rule is broken.
+        Exception: a rule is broken.
     """
     kind, *words = action
     before = invariants.Before.of(scene)
@@ -142,7 +145,7 @@ def act(scene: Scene, action: Action) -> None:
 
 
 def replay(scene: Scene, program: Sequence[Action]) -> Scene:
-    """Do a whole program; return the scene that it leads to."""
+    """Run a whole program; return the resulting scene."""
     for action in program:
         act(scene, action)
     return scene
@@ -154,7 +157,7 @@ def _add(scene: Scene, name: str) -> None:
 
 
 def _again(scene: Scene, name: str) -> None:
-    """A request ended, and the next one has its name."""
+    """Add a request with the name of one that has ended."""
     scene.spend("again")
     for entry in [entry for entry in scene.stored if entry[0] == name]:
         del scene.stored[entry]
@@ -177,11 +180,11 @@ def _allocate(scene: Scene, name: str, how_much: str) -> None:
     less = answer - scene.world.shape.alignment
     external = {"all": answer, "less": less, "nothing": 0}[how_much]
     if scene.world.allocate(scene.world.requests[name], external):
-        del scene.found[name]  # else the engine has no room, and may ask again or try later
+        del scene.found[name]  # Otherwise the engine has no room, and may look up again or try later.
 
 
 def _violation(scene: Scene, name: str) -> None:
-    """The engine expects tokens that were not promised, or none after no lookup (R2)."""
+    """Let the engine expect tokens that were not promised, with or without a lookup (R2)."""
     scene.spend("violation")
     scene.found.pop(name, None)
     request = scene.world.requests[name]
@@ -220,7 +223,7 @@ def _report(scene: Scene, rank: int, job: int, outcome: str) -> None:
 
 
 def _hang(scene: Scene, rank: int, job: JobId) -> None:
-    """A call on a rank's file does not return; the place or the host slot that it was to fill may still change."""
+    """Let a call on a rank's file hang. The disk slot or host slot that it fills may still change."""
     assert isinstance(scene.world, DiskWorld)
     world, copy = scene.world, scene.world.copies[job].job
     assert copy.tier is Tier.DISK
@@ -293,14 +296,14 @@ def _answer(scene: Scene, number: int, how: str) -> None:
 
 
 def _reach(scene: Scene) -> None:
-    """Scheduler and ranks find the store answering."""
+    """Report to the scheduler and the ranks that the store answers."""
     assert isinstance(scene.world, RemoteWorld)
     scene.world.reach()
     scene.world.fails(works=True)
 
 
 def _lose(scene: Scene, *ranks: int) -> None:
-    """The store does not answer the scheduler, or one of the ranks."""
+    """Report to the scheduler or a rank that the store does not answer."""
     scene.spend("lose")
     assert isinstance(scene.world, RemoteWorld)
     if ranks:
@@ -316,21 +319,21 @@ def _evict(scene: Scene, number: int) -> None:
 
 
 def _overwrite(scene: Scene, number: int) -> None:
-    """Another writer uses one of our names."""
+    """Let another writer overwrite one of our names."""
     scene.spend("overwrite")
     assert isinstance(scene.world, RemoteWorld)
     scene.world.store[sorted(scene.world.store)[number]] = Value(GARBAGE, 0)
 
 
 def _empty(scene: Scene) -> None:
-    """The store has restarted with nothing."""
+    """Restart the store with no contents."""
     scene.spend("empty")
     assert isinstance(scene.world, RemoteWorld)
     scene.world.store.clear()
 
 
 def _rename(scene: Scene) -> None:
-    """Engines share another generation from now on; this one has not looked yet."""
+    """Give the shared store another generation, which this engine has not read yet."""
     scene.spend("rename")
     assert isinstance(scene.world, RemoteWorld)
     scene.world.namespace += " renamed"

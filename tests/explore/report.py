@@ -1,4 +1,4 @@
-"""A violation as the shortest program that shows it, written as a test."""
+"""Prints a violation as the shortest program that shows it, in the form of a test."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.explore.search import Violation
 
 
 def as_test(world: str, violation: Violation) -> str:
-    """Return a test's source: it fails as long as the rule is broken."""
+    """Return the source of a test that fails as long as the rule is broken."""
     steps = "".join(f"        {action!r},\n" for action in violation.program)
     program = f"[\n{steps}    ]" if steps else "[]"
     replayed = f"replay(Scene.first(WORLDS[{world!r}]), program)"

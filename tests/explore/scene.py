@@ -1,4 +1,4 @@
-"""One state of an exploration, and the form in which equal states are equal."""
+"""One state of an exploration, in a form in which equal states are equal."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ class Scene:
     """A world between two actions.
 
     Args:
-        kind: what is explored.
+        kind: the kind of world.
         world: the engine, its ranks and the core.
-        unseen: requests that have not come yet.
-        left: how often each kind of trouble may still happen.
-        found: what a request's last lookup answered (device and host tokens), until it is given blocks.
-        stored: how often each incarnation of a request had a key stored; R8 allows it once more than once.
-        abandoned: slots under an abandoned store or fetch, or a read that hangs, which are never allocated again (R16).
-        places_abandoned: places on the disk under a write that hangs or was abandoned.
+        unseen: requests that have not arrived yet.
+        left: how often each kind of fault may still happen.
+        found: the answer of a request's last lookup (device and host tokens), until its allocation.
+        stored: how often each incarnation of a request stored a key; R8 allows two times.
+        abandoned: slots under an abandoned store or fetch or under a hanging read; they are never allocated again
+            (R16).
+        places_abandoned: disk slots under a write that hangs or was abandoned.
     """
 
     kind: SmallWorld
@@ -54,24 +55,25 @@ class Scene:
 
     @classmethod
     def first(cls, kind: SmallWorld) -> Scene:
-        """Return the scene before anything has happened."""
+        """Return the scene before any action."""
         scene = cls(kind, kind.build(), list(kind.texts), dict(kind.often))
-        scene.world.checks_each_fact = False  # but after each action, which may tell several
+        # Checked after each action instead, which may dispatch several facts.
+        scene.world.checks_each_fact = False
         scene.tidy()
         return scene
 
     @property
     def disk_world(self) -> DiskWorld | None:
-        """The world, where it has a disk."""
+        """The world if it has a disk, else None."""
         return self.world if isinstance(self.world, DiskWorld) else None
 
     @property
     def remote_world(self) -> RemoteWorld | None:
-        """The world, where it has a store."""
+        """The world if it has a remote tier, else None."""
         return self.world if isinstance(self.world, RemoteWorld) else None
 
     def restart(self, *, loses_tail: bool) -> None:
-        """The engine dies with all of its requests, which come again."""
+        """Kill the engine and its requests, which arrive again."""
         self.world = self.kind.restarted(self.world, loses_tail=loses_tail)
         self.world.checks_each_fact = False
         self.unseen = list(self.kind.texts)
@@ -84,10 +86,10 @@ class Scene:
         self.left[trouble] -= 1
 
     def tidy(self) -> None:
-        """Drop what no later action can tell, so that states which differ in nothing else are one.
+        """Drop state that no later action can observe, so that states which only differ in it become equal.
 
-        That is past events, how many steps there were, the numbers of jobs beyond their order, and bytes that no one
-        has a right to read.
+        That is past events, the number of steps, the numbers of jobs except their order, and bytes that may not be
+        read.
         """
         world = self.world
         world.log.clear()
@@ -103,15 +105,15 @@ class Scene:
             _forget_values(self.remote_world)
 
     def digest(self) -> bytes:
-        """Return 16 bytes that are the same for equal scenes."""
-        # Only lazy decides by why a key is missing.
+        """Return 16 bytes that are equal for equal scenes."""
+        # Only lazy makes decisions that depend on why a key is missing.
         constant = _CONSTANT if self.kind.policy == "lazy" else _CONSTANT | {MissMemory}
         picture = fingerprint(self, constant=constant)
         return blake2b(marshal.dumps(picture, 2), digest_size=16).digest()  # type: ignore[arg-type]  # atoms, tuples
 
 
 def _saved(index: KeyIndex) -> tuple[Any, ...]:
-    """Save a dict that stands for many bytes once: otherwise the index is most of a saved scene."""
+    """Save a dict that is used for many first bytes only once. Otherwise it would be most of a saved scene."""
     runs = [list(same) for _, same in groupby(index.parts, id)]
     return _restored, ([(len(run), run[0]) for run in runs], index._changes)
 
@@ -130,7 +132,7 @@ copyreg.pickle(KeyIndex, _saved)
 
 
 def _forget_steps(world: World) -> None:
-    """Only how long ago the last spill was can be seen, and only while another may follow."""
+    """Only the time since the last spill can be observed, and only while another spill may follow."""
     state, lower_tiers = world.core.state, world.core.lower_tiers
     if state.tiers:
         lower_tiers._spilled_at = lower_tiers._spilled_at - state.steps if state.degraded is None else 0
@@ -142,7 +144,7 @@ def _renumber_jobs(world: World) -> None:
     jobs = state.jobs
     numbers = {job: JobId(number) for number, job in enumerate(jobs.open)}
     for record in (*state.requests.live.values(), *state.requests.finishing):
-        if record.awaits_fetch is not None:  # a fetch that has ended is awaited no more than none
+        if record.awaits_fetch is not None:  # A fetch that has ended is equivalent to no fetch.
             job, tokens = record.awaits_fetch
             record.awaits_fetch = (numbers[job], tokens) if job in numbers else None
     if jobs.last == len(numbers) - 1:
@@ -172,7 +174,7 @@ def _forget_bytes(world: World) -> None:
 
 
 def _forget_places(world: DiskWorld) -> None:
-    """A place that neither the pool nor an index of the next process finds holds nothing that can be read."""
+    """If neither the pool nor the next process's index finds a slot, its bytes cannot be read."""
     jobs = [copy.job for copy in world.copies.values() if copy.job.tier is Tier.DISK]
     copied = {place for job in jobs for place in job.targets}
     found = {*world.index, *world.synced, *copied}
@@ -185,7 +187,7 @@ def _forget_places(world: DiskWorld) -> None:
 
 
 def _forget_values(world: RemoteWorld) -> None:
-    """No engine looks under the names of generations that have ended."""
+    """No engine looks up names of earlier generations."""
     jobs = [copy.job.extra for copy in world.copies.values() if copy.job.tier is Tier.REMOTE]
     asked = [ask.namespace for ask in world.asked]
     used = {world.namespace, world.remote.namespace, f"print/{world.resets}", *jobs, *asked}

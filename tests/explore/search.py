@@ -12,12 +12,15 @@ from tests.explore.scene import Scene
 from tests.explore.worlds import SmallWorld
 
 _END_CHECKED = 8
-"""Every so manieth state is also led to its end; so is every state from which nothing but an empty step is left."""
+"""How many states there are for each state from which all work is run to its end.
+
+States from which only an empty step is possible are always run to the end.
+"""
 
 
 @dataclass(frozen=True)
 class Violation:
-    """A shortest program that breaks a rule, and how it shows. `at_end`: only when all has ended."""
+    """A shortest program that breaks a rule, and the error. `at_end`: the error only shows after all work has ended."""
 
     program: tuple[Action, ...]
     problem: str
@@ -26,15 +29,15 @@ class Violation:
 
 @dataclass
 class Found:
-    """What an exploration has seen.
+    """The result of an exploration.
 
     Args:
-        states: different states.
-        transitions: actions done.
-        ends: states that were led to their end.
-        depth: length of the longest program.
-        is_exhausted: there is nothing more to see.
-        violation: the first.
+        states: the number of different states.
+        transitions: the number of actions.
+        ends: the number of states that were run to their end.
+        depth: the length of the longest program.
+        is_exhausted: whether all states were reached.
+        violation: the first violation, if any.
     """
 
     states: int = 1
@@ -46,10 +49,10 @@ class Found:
 
 
 def explore(kind: SmallWorld, *, states: int) -> Found:
-    """Explore a world until so many states are known, there are no more, or a rule is broken."""
+    """Explore a world until this many states are known, there are no more, or a rule is broken."""
     try:
         first = Scene.first(kind)
-    except Exception as problem:  # what was served before the exploration broke it already
+    except Exception as problem:  # Serving the first texts has already broken a rule.
         return Found(violation=Violation((), _said(problem), False))
     return _Search(first).run(states)
 

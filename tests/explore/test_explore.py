@@ -1,4 +1,4 @@
-"""A bounded exploration of every small world; and that an exploration can fail."""
+"""A limited exploration of every small world, and checks that an exploration can fail."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_the_program_is_a_shortest_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _ends_differently(program: list[Action]) -> None:
-    """A shorter program breaks nothing, as far as it can be done."""
+    """Check that no shorter program breaks a rule."""
     scene = Scene.first(WORLDS["one request"])
     for action in program:
         if action in actions(scene):

@@ -1,4 +1,4 @@
-"""The worlds that are explored: as small as they can be and still have everything happen."""
+"""The small worlds to explore. Each is as small as possible for the behaviour that it covers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.core.remote_world import RemoteWorld, Store, TieredWorld
 from tests.core.world import World, full, recurrent, window
 
 LONG, SHORT, OTHER = "abcdefghi", "abcde", "xyzuvwrst"
-"""Two that share a prefix, and one that shares nothing. A block is four characters."""
+"""Two texts with a common prefix, and one without. A block has four characters."""
 
 
 @dataclass(frozen=True)
@@ -20,16 +20,17 @@ class SmallWorld:
     """One world to explore.
 
     Args:
-        groups: its KV cache groups.
-        texts: the requests that may come, each once.
-        often: how many times each kind of trouble may happen; what is not named never does.
-        served: what was computed and stored before, and has left the device since.
+        groups: the KV cache groups.
+        texts: the requests that may arrive, each once.
+        often: how often each kind of fault may happen; other kinds never happen.
+        served: texts that were stored before and are no longer on the device.
         ranks, device, host, policy, report_every: as in `World`. With "grow", only one slot is ready at first.
-        disk: as in `DiskWorld`; without places there is no disk.
-        on_disk: what an earlier process left on the disk. With "open", its index is read while it is explored.
-        hints: as in `RemoteWorld`; without any there is no store.
-        in_store: what another engine has written to the store.
-        after_hits: how often a block must be found again to be written to the disk or the store.
+        disk: as in `DiskWorld`; 0 for no disk.
+        on_disk: texts that an earlier process left on the disk. With "open", the exploration includes reading the
+            index.
+        hints: as in `RemoteWorld`; 0 for no store.
+        in_store: texts that another engine has written to the store.
+        after_hits: how often lookups must find a block before it is written to the disk or the store.
     """
 
     groups: tuple[GroupSpec, ...] = (full(),)
@@ -48,7 +49,7 @@ class SmallWorld:
     after_hits: int = 1
 
     def build(self) -> World:
-        """Return the world before anything of the exploration has happened."""
+        """Return the world before any action of the exploration."""
         world = self._after(self._first_life(), self._other_engine())
         for number, text in enumerate(self.served):
             world.serve(f"before {number}", text)
@@ -56,7 +57,7 @@ class SmallWorld:
         return world
 
     def restarted(self, before: World, *, loses_tail: bool) -> World:
-        """Return the world in which the engine has died and another one begins to read its index."""
+        """Return the world after the engine was killed and another one has begun to read its index."""
         disk, store = None, None
         if isinstance(before, DiskWorld):
             before.die(loses_tail=loses_tail)
@@ -116,7 +117,7 @@ _STATES = (recurrent(), full(group=1))
 _ONE = {"a": LONG}
 
 WORLDS: Mapping[str, SmallWorld] = {
-    # From nothing: stores, and what becomes of them.
+    # Stores, beginning with an empty host.
     "one request": SmallWorld(
         texts=_ONE, often=dict.fromkeys(("fail", "late", "reset", "preempt", "grow"), 1)
     ),
@@ -134,7 +135,7 @@ WORLDS: Mapping[str, SmallWorld] = {
         _STATES, _ONE, dict.fromkeys(("fail", "late", "reset", "preempt", "grow"), 1), device=10, host=4
     ),
     "states of two": SmallWorld(_STATES, often={"preempt": 1, "fail": 1}, device=14, host=3),
-    # From a host that has the prefix: loads, and who waits for them.
+    # Loads, and requests that wait for them, beginning with the prefix on the host.
     "a load": SmallWorld(
         texts=_ONE, served=(LONG,), often=dict.fromkeys(("fail", "late", "reset", "preempt", "corrupt"), 1)
     ),
@@ -154,7 +155,7 @@ WORLDS: Mapping[str, SmallWorld] = {
     ),
     "sharing a state's load": SmallWorld(_STATES, served=(LONG,), often={"fail": 1}, device=14, host=4),
     "lazy load": SmallWorld(policy="lazy", served=(LONG,), often={"reset": 1, "corrupt": 1}, device=18),
-    # With a disk below the host: spills, fetches, and the next process. A host of 8 slots has room for a fetch of 2.
+    # Spills, fetches, and the next process. A host of 8 slots has room for fetches of 2.
     "spills": SmallWorld(
         texts=_ONE,
         often=dict.fromkeys(("fail", "late", "reset", "hang", "corrupt"), 1),
@@ -209,7 +210,7 @@ WORLDS: Mapping[str, SmallWorld] = {
         disk=3,
         after_hits=0,
     ),
-    # With a store that engines share: it is asked when a request comes, and what it says may be untrue or late.
+    # A store that engines share. It is queried when a request arrives, and its answer may be wrong or late.
     "puts": SmallWorld(
         texts=_ONE,
         often=dict.fromkeys(("fail", "late", "reset", "full", "corrupt"), 1),
@@ -278,7 +279,7 @@ WORLDS: Mapping[str, SmallWorld] = {
         hints=2,
         after_hits=0,
     ),
-    # The engine and the operator do what they should not.
+    # Actions of the engine or the operator that break the contract.
     "switched off": SmallWorld(served=(LONG,), often={"degrade": 1, "fail": 1}, ranks=2),
     "violations": SmallWorld(served=(LONG,), often={"violation": 1, "preempt": 1, "forget": 1}),
 }

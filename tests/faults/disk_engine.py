@@ -1,7 +1,7 @@
-"""Engines on a disk below the host, driven by orders on standard input: run as a program, for tests that make its disk fail.
+"""A program that runs engines with a disk tier by commands on standard input, for tests of failing disks.
 
-Each order is a line of JSON, `[name, arguments, settings]`, and its answer another one. All engines serve the same prompts; an answer that
-differs from the plain engine's ends the program.
+Each command and each answer is a line of JSON; a command is `[name, arguments, settings]`. All engines serve the same
+prompts. If a request's tokens differ from those of an engine without offloading, the program ends.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tests.reference.rig import BLOCK, LAYERS, TOLERANCE, config_of, slot_bytes,
 PROMPTS = [text(seed, 8 * BLOCK) for seed in range(4)]
 HEAD_DIM = 8
 LONG_HEAD_DIM = 1024
-"""Of a model whose pages, 64 KiB long, are written and read where they lie."""
+"""head size of a model whose pages, of 64 KiB, are written and read in place"""
 _NEW_TOKENS = 4
 _PATIENCE_S = 20.0
 
 
 class Driven:
-    """One engine at a time."""
+    """Runs one engine at a time."""
 
     def start(
         self,
@@ -45,7 +45,7 @@ class Driven:
         opens_in_s: float = _PATIENCE_S,
         head_dim: int = HEAD_DIM,
     ) -> dict[str, Any]:
-        """Start one, and let it reserve its host memory and open its disk, if it can."""
+        """Start an engine, and let it allocate host memory and open its disk, if possible."""
         self.copies: dict[str, int] = {}
         self.plugin = ReferencePlugin()
         self.head_dim = head_dim
@@ -71,10 +71,10 @@ class Driven:
         return self.state()
 
     def serve(self, *numbers: int) -> dict[str, Any]:
-        """Serve prompts, each without anything on the device."""
+        """Serve prompts, each with an empty device cache."""
         for number in numbers:
             until = time.monotonic() + _PATIENCE_S
-            while not self.engine.pool.reset_prefix_cache():  # a store was late, and still reads blocks
+            while not self.engine.pool.reset_prefix_cache():  # A late store still reads blocks.
                 assert time.monotonic() < until
                 self.engine.step()
             stream = self.engine.submit(PROMPTS[number], SamplingParams(_NEW_TOKENS))
@@ -107,7 +107,7 @@ class Driven:
 
 @cache
 def _plain(head_dim: int, number: int) -> list[Token]:
-    """What an engine answers to a prompt without the plugin."""
+    """Return the answer to a prompt without the plugin."""
     engine = Engine(
         tiny_config("full", model={"layers": LAYERS["full"], "head_dim": head_dim}), clock=time.monotonic
     )

@@ -1,6 +1,8 @@
-"""The disk below the host fails under a serving engine, in a real process: never a wrong token, a stuck request or a dead engine.
+"""The disk fails while an engine serves in a real process.
 
-The process runs with `failing_disk.c` before the C library, which takes orders from a file while the engine serves.
+No token is wrong, no request hangs, and the engine survives.
+
+The process preloads `failing_disk.c`, which reads from a file how disk calls must fail.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ ALL = range(4)
 
 
 class Process:
-    """A process that runs engines, and the orders of its disk."""
+    """A process that runs engines, and controls its disk's faults."""
 
     def __init__(self, folder: Path, library: Path) -> None:
         self.root, self._orders, self._log = folder / "disks", folder / "orders", folder / "log"
@@ -49,13 +51,13 @@ class Process:
             )
 
     def order(self, *orders: str) -> None:
-        """Replace the disk's orders; without any it works."""
+        """Replace the disk's faults. Without any, the disk works."""
         beside = self._orders.with_suffix(".new")
         beside.write_text("".join(f"{order}\n" for order in orders))
         beside.rename(self._orders)
 
     def __call__(self, name: str, *arguments: object, **settings: object) -> dict[str, Any]:
-        """Have the engine do something, and return what it says."""
+        """Run a command in the process, and return its answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([name, arguments, settings]) + "\n")
@@ -71,7 +73,7 @@ class Process:
 
     @property
     def harmed(self) -> int:
-        """Calls that did something else than the caller wanted."""
+        """Return how many disk calls were changed by a fault."""
         done = self._orders.with_suffix(".done")
         return done.stat().st_size if done.exists() else 0
 
@@ -81,7 +83,7 @@ class Process:
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    """One process for all faults: each test starts an engine of its own in it."""
+    """Start one process for all faults. Each test starts another engine in it."""
     folder = tmp_path_factory.mktemp("failing-disk")
     library = folder / "failing_disk.so"
     flags = ["-shared", "-fPIC", "-O2", "-Wall", "-Werror", "-o", str(library)]
@@ -93,19 +95,19 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
 @pytest.fixture(params=[HEAD_DIM, LONG_HEAD_DIM], ids=["short pages", "long pages"])
 def head_dim(request: pytest.FixtureRequest) -> int:
-    """Of a model whose blocks go through a buffer, or whose pages are read where they lie."""
+    """The size of a model whose blocks go through a buffer, or whose pages are read in place."""
     return int(request.param)
 
 
 @pytest.fixture
 def folder(process: Process, request: pytest.FixtureRequest) -> Path:
-    """Where `engine` has its disk."""
+    """The folder of the engine's disk."""
     return process.root / request.node.name
 
 
 @pytest.fixture
 def engine(process: Process, folder: Path, head_dim: int) -> Iterator[Process]:
-    """An engine whose prompts are on the disk and not in its memory, as another one left them there."""
+    """Start an engine whose prompts are on the disk, written by an earlier engine, and not in its memory."""
     process("start", str(folder), head_dim=head_dim)
     process("serve", *ALL, *ALL)
     process("close")
@@ -156,14 +158,12 @@ def test_a_torn_write_is_found_when_it_is_read(process: Process) -> None:
     process.order("torn 1")
     process("serve", *ALL)
     state = process("serve", *ALL)
-    assert spilled(state) > 0  # as far as anybody knows
+    assert spilled(state) > 0  # As far as the engine can detect, the blocks were written.
     process("close")
     process.order()
     process("start", folder)
     state = process("serve", *ALL)
-    assert fetched(state, "corrupt") > fetched(
-        state
-    )  # the first blocks of a write that was torn behind them are whole
+    assert fetched(state, "corrupt") > fetched(state)  # The first blocks of a torn write are complete.
     process("close")
 
 
@@ -195,7 +195,7 @@ def test_a_read_that_hangs_opens_the_breaker_and_closing_waits_for_nothing(
     engine: Process, head_dim: int
 ) -> None:
     engine.order("hang 1")
-    state = engine("serve", *ALL)  # the first request waits for the time-out, the others for nothing
+    state = engine("serve", *ALL)  # The first request waits for the timeout, the others do not wait.
     assert fetched(state, "failed") > 0
     assert bool(state["abandoned"]) == (head_dim == LONG_HEAD_DIM), "host slots under the call, and no others"
     assert not state["is_usable"]
@@ -204,7 +204,7 @@ def test_a_read_that_hangs_opens_the_breaker_and_closing_waits_for_nothing(
     before = engine.harmed
     engine("serve", *ALL)
     assert engine.harmed == before, "the disk was asked although a call hangs"
-    engine("close")  # while it hangs
+    engine("close")  # while a call hangs
     folder = str(engine.root / "another")
     engine("start", folder, opens_in_s=0.1)
     engine.order()
@@ -223,7 +223,10 @@ def test_after_a_read_that_hung_the_disk_is_asked_again(engine: Process) -> None
 
 
 def test_a_clock_that_is_set_back_changes_nothing(engine: Process, folder: Path, head_dim: int) -> None:
-    """By a year, so that the disk's files are from the future, and while a call hangs, whose time-out must end all the same."""
+    """Set back by a year, so that the disk's files are from the future, and while a call hangs.
+
+    Its timeout must end all the same.
+    """
     year = "clock-back 31536000"
     logged = len(engine.log)
     engine.order(year, "hang 1")
@@ -249,7 +252,8 @@ def test_a_disk_that_is_removed_while_it_serves_costs_its_hits(engine: Process) 
     state = engine("serve", *ALL, *ALL)
     assert not state["is_usable"] or fetched(state, "failed") > 0
     engine("close")
-    state = engine("start", str(engine.root / "gone too"), opens_in_s=1.0)  # nor can the next one use it
+    # The next engine cannot use the disk either.
+    state = engine("start", str(engine.root / "gone too"), opens_in_s=1.0)
     assert not state["is_usable"]
     engine("serve", *ALL)
 

@@ -1,4 +1,4 @@
-"""Whole processes: stopped or killed with copies running, forked, and assembled in an unusual order."""
+"""Whole processes: stopped or killed while copies run, forked, and built in an unusual order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(PATIENCE_S)]
 
 @dataclass
 class Demo:
-    """`kvoffload demo` with a copy that runs until it may go on."""
+    """A `kvoffload demo` with a copy that runs until the test releases it."""
 
     process: subprocess.Popen[str]
     journal: Path
@@ -45,7 +45,7 @@ class Demo:
         self.shared = shared_memory(self.process.pid)
 
     def read_until(self, words: str) -> str:
-        """The line with these words, and what came before."""
+        """Return the output up to the line with these words."""
         read = ""
         while words not in read:
             line = self.errors.readline()
@@ -59,7 +59,7 @@ class Demo:
         return sum(float(line.split()[-1]) for line in lines if line.startswith("kvoffload_open_jobs{"))
 
     def check_nothing_is_left(self) -> None:
-        """No process, no shared memory, no port; and the journal can be read, and written by the next process."""
+        """Check that no process, shared memory or port is left, and that the journal can be read and continued."""
         JournalFile(self.journal).close()
         assert "StoreScheduled" in self.journal.read_text()
         assert not [process for process in Path("/proc").glob("[0-9]*") if self._is_member(process)]
@@ -76,7 +76,7 @@ class Demo:
 
 
 def start(journal: Path) -> Demo:
-    """Start one as a script does in the background: with SIGINT ignored."""
+    """Start a demo as a script does in the background, with SIGINT ignored."""
     argv = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-m", "tests.faults.held_demo"]
     argv += SMALL.format(blocks=26).split()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
@@ -94,7 +94,7 @@ def start(journal: Path) -> Demo:
 
 @pytest.fixture(scope="module")
 def demos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Iterator[Demo]]:
-    """Two, started at once, each with a copy that runs; a test takes one."""
+    """Start two demos at once, each with a running copy. A test takes one."""
     made = [start(tmp_path_factory.mktemp("demo") / "journal") for _ in range(2)]
     try:
         for one in made:
@@ -107,7 +107,7 @@ def demos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Iterator[Demo]]:
 
 
 def python_path() -> str:
-    """What this process imports from, so that a built wheel is tested where one is."""
+    """Return this process's import path, so that a built wheel is tested if there is one."""
     return os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parents[2])])
 
 
@@ -120,7 +120,7 @@ def test_after_a_sigterm_it_waits_for_its_copies(demos: Iterator[Demo]) -> None:
     made = next(demos)
     made.process.send_signal(signal.SIGTERM)
     made.read_until("interrupted: open requests are cancelled, and submitted copies drain")
-    assert made.process.poll() is None  # a copy runs
+    assert made.process.poll() is None  # a copy is running
     _, said = made.process.communicate("go on\n", timeout=PATIENCE_S)
     assert "copies that were submitted have ended; the audit passed" in said
     assert made.process.returncode == Exit.TERMINATED
@@ -140,7 +140,7 @@ def test_killed_it_leaves_nothing(demos: Iterator[Demo]) -> None:
 
 
 def run_python(code: str) -> str:
-    """What a program says; warnings are errors."""
+    """Return a program's output. Warnings are errors."""
     environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-c", code],
@@ -206,5 +206,5 @@ print("well")
 
 
 def test_imported_in_an_odd_order_and_twice_and_forked() -> None:
-    """Three copies of the plugin in one process, from modules imported twice; a fork while their threads run."""
+    """Three copies of the plugin in one process, from modules imported twice, and a fork while their threads run."""
     assert run_python(ODD) == "well\n"

@@ -1,4 +1,4 @@
-"""New weights, or a sleep: after a reset nothing that the old weights computed serves anybody."""
+"""After a reset for new weights or a sleep, nothing computed with the old weights is served."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROMPTS = (text(1, 30), text(2, 40), text(3, 20))
 
 
 def retrain(engine: Engine) -> None:
-    """An update of the weights in place, the same for every engine."""
+    """Update the weights in place, in the same way in every engine."""
     noise = torch.Generator().manual_seed(7)
     model = engine.runner._model
     for parameter in (
@@ -43,13 +43,13 @@ def retrain(engine: Engine) -> None:
 
 
 def lose_device_memory(engine: Engine) -> None:
-    """What a sleep does to the KV tensors."""
+    """Clear the KV tensors, as a sleep does."""
     for tensor in engine.runner.kv_tensors:
         tensor.fill_(50.0)
 
 
 def fresh(kind: str, prompt: Sequence[int], count: int, *, retrained: bool) -> list[Token]:
-    """What an engine says that has no offloading and knows nothing."""
+    """Return the answer of an engine without offloading and with an empty cache."""
     engine = Engine(config_of(kind), clock=lambda: 0.0)
     if retrained:
         retrain(engine)
@@ -57,21 +57,21 @@ def fresh(kind: str, prompt: Sequence[int], count: int, *, retrained: bool) -> l
 
 
 def reset(made: Rig) -> int:
-    """Reset until device and host both say that nothing from before is left; return how often that took."""
+    """Reset until device and host report that nothing from before is left; return the number of attempts."""
     for times in range(1, 1000):
         answer = made.engine.reset_prefix_cache()
-        assert not made.offload.core.state.pool.index  # at once, whatever the answer
+        assert not made.offload.core.state.pool.index  # at once, whatever reset returned
         if answer:
             assert made.offload.gauges()["kvoffload_reset_draining_jobs"][()] == 0
             return times
         made.release()
         made.step()
-        assert not made.offload.core.state.pool.index  # nor by what ends afterwards
+        assert not made.offload.core.state.pool.index  # Copies that ended later have added nothing.
     raise AssertionError(made.engine.statistics())
 
 
 def check_answers(made: Rig, *, count: int = 4) -> int:
-    """Everybody gets what the new weights say, twice, the second time also from the host; how much came from there."""
+    """Check that every request is answered by the new weights, twice. Return how many tokens came from the host."""
     found = 0
     for _ in range(2):
         for prompt in PROMPTS:
@@ -91,13 +91,13 @@ def test_new_weights_are_served_from_after_the_reset_on(kind: str, in_flight: st
         begin(made, in_flight)
         retrain(made.engine)
         times = reset(made)
-        assert (times == 1) is (in_flight == "nothing")  # what is leased keeps the device from forgetting
+        assert (times == 1) is (in_flight == "nothing")  # The device cannot drop leased blocks.
         assert check_answers(made) > 0
         made.assert_clean()
 
 
 def begin(made: Rig, what: str) -> None:
-    """Leave something under way that the old weights computed."""
+    """Start a request or copy whose KV the old weights compute."""
     if what == "nothing":
         return
     made.hold()
@@ -118,7 +118,7 @@ def begin(made: Rig, what: str) -> None:
 
 
 def test_without_the_reset_the_old_weights_would_have_been_served() -> None:
-    """So that the tests above can fail."""
+    """A control for the tests above."""
     with rig() as made:
         on_host_only(made, PROMPTS[0])
         retrain(made.engine)
@@ -131,10 +131,10 @@ def test_without_the_reset_the_old_weights_would_have_been_served() -> None:
 
 
 def test_a_request_of_before_ends_after_the_reset_and_leaves_nothing_to_be_found() -> None:
-    """It goes on with a mix of both, which is the engine's affair; others must not get it, now or later."""
+    """This request mixes KV of both weights, which is up to the engine. No other request may use its blocks."""
     with rig(step_tokens=8) as made:
         on_host_only(made, PROMPTS[0])
-        made.submit((*PROMPTS[0], 1, 2, 3), 30)  # half of it comes from the host
+        made.submit((*PROMPTS[0], 1, 2, 3), 30)  # Half of it comes from the host.
         made.submit(PROMPTS[1], 30)
         for _ in range(8):
             made.step()
@@ -145,18 +145,18 @@ def test_a_request_of_before_ends_after_the_reset_and_leaves_nothing_to_be_found
         assert made.count("store_blocks", "stored") == stored
         assert not made.offload.core.state.pool.index
         assert made.count("store_blocks", "before_reset") > 0
-        assert reset(made) == 1  # now the device can forget too
+        assert reset(made) == 1  # Now the device can drop its blocks too.
         assert check_answers(made) > 0
         made.assert_clean()
 
 
 def test_a_device_that_was_not_reset_cannot_bring_the_old_back_to_the_host() -> None:
-    """The engine's own cache is the engine's: its hits are old until it is reset. The host takes none of them."""
+    """The engine's own cache has old blocks until it is reset. None of them may be stored on the host."""
     with rig() as made:
         for prompt in PROMPTS:
             made.run(prompt, 4)
             assert made.offload.core.state.pool.index  # computed since the last reset
-            assert made.offload.reset() is True  # the host alone
+            assert made.offload.reset() is True  # resets only the host
             again = made.submit((*prompt, 1, 2, 3, 4, 5), 8)
             made.drain()
             assert again.stats.device_hit_tokens > 0
@@ -177,7 +177,7 @@ def test_a_sleep_loses_the_device_and_wakes_to_a_host_that_knows_nothing_old(in_
 
 
 def test_a_copy_that_never_ends_delays_the_answer_by_the_time_out_and_no_more() -> None:
-    """The device cannot forget a block under such a copy: its own answer stays false until the copy ends."""
+    """The device cannot drop a block under such a copy, so its own answer stays False until the copy ends."""
     with rig(num_blocks=200) as made:
         made.hold()
         made.run_requests(PROMPTS[0])

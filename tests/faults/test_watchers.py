@@ -1,4 +1,4 @@
-"""Those who watch fail: an observer that blocks everybody's loop, a full disk, clocks that jump."""
+"""Faults of observers: one that blocks the event loop, a full disk, and clocks that jump."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run(engine: Engine, prompt: tuple[int, ...], tokens: int = 3) -> int:
 def test_an_observer_that_blocks_the_loop_holds_up_stores_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It shares its thread with the transfer coroutine. Loads are the engine's own; stores are abandoned in time."""
+    """The observer shares its thread with the transfer coroutine. The engine's thread starts loads; stores time out."""
     gate = ThreadGate()
 
     async def block(self: LogObserver, event: object) -> None:
@@ -73,11 +73,11 @@ def test_an_observer_that_blocks_the_loop_holds_up_stores_and_nothing_else(
     plugin.offload.bus.publish(FactRejected(RejectionCause.UNKNOWN_JOB))
     gate.wait_for_arrivals(1)
 
-    assert run(engine, text(1, 30)) > 0  # loads come
+    assert run(engine, text(1, 30)) > 0  # Loads work.
     for number in range(5):
         run(engine, text(10 + number, 60))
     assert engine.has_work  # stores wait
-    for _ in range(20):  # what was abandoned is tried once more, and abandoned again
+    for _ in range(20):  # Abandoned stores are tried once more, and abandoned again.
         clock.jump(TIMEOUT_S / 4)
         engine.step()
     assert not engine.has_work
@@ -124,7 +124,7 @@ def test_a_full_disk_ends_the_journals_file_and_nothing_else(
 
 
 def whole_lines(path: Path) -> list[Any]:
-    """What can be read of a file that was cut off in the middle of a line."""
+    """Return the complete lines of a file that was cut off within a line."""
     text_ = path.read_text()
     path.write_text(text_[: text_.rfind("\n") + 1])
     return list(read_journal(path))
@@ -134,7 +134,7 @@ def whole_lines(path: Path) -> list[Any]:
 
 
 def test_a_clock_that_jumps_ahead_gives_all_copies_up_and_every_request_is_served() -> None:
-    """A suspended machine, or a debugger: everything is overdue at once, and the copies end after all."""
+    """As after a suspended machine or in a debugger: all copies are overdue at once, but end later."""
     with rig(num_blocks=150) as made:
         on_host_only(made, text(1, 30))
         made.hold()
@@ -148,7 +148,7 @@ def test_a_clock_that_jumps_ahead_gives_all_copies_up_and_every_request_is_serve
         assert open_stores(made)
         made.clock.jump(1e7)
         for copier in made.copiers:
-            copier._held = False  # for what comes
+            copier._held = False  # for later copies
         made.drain()
         assert all(stream.stats.finished_s is not None for stream in streams)
         assert made.engine.pool.leased_blocks
@@ -167,7 +167,7 @@ def test_a_clock_that_jumps_ahead_gives_all_copies_up_and_every_request_is_serve
 def test_a_wall_clock_that_is_set_changes_only_what_people_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Back by a year and ahead by two, with copies open: no time-out ends, and the journal can be read."""
+    """Set back by a year and ahead by two, with copies open. No timeout ends, and the journal can be read."""
     wall = FakeClock(2e9)
     monkeypatch.setattr(
         "tests.reference.rig.Clocks",
@@ -187,9 +187,7 @@ def test_a_wall_clock_that_is_set_changes_only_what_people_read(
         now = made.offload.gauges()
         for what in ("pin", "job"):
             began = now[f"kvoffload_oldest_{what}_timestamp_seconds"][()]
-            assert (
-                0 <= wall.monotonic() - began < TIMEOUT_S
-            )  # by the clock that people read, its age is right
+            assert 0 <= wall.monotonic() - began < TIMEOUT_S  # The age is right by the wall clock.
         made.release()
         made.drain()
         assert made.count("abandoned_jobs", "load") == made.count("abandoned_jobs", "store") == 0

@@ -1,4 +1,4 @@
-"""An engine whose kernels are torch's, for `Steps` on a GPU; on the CPU the same code is tested."""
+"""An engine for `Steps` with torch's kernels, on a GPU or the CPU."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 _LAYERS = 8
-_SIDE = {"cpu": 32, "cuda": 2048}  # of the matrices that keep the device busy
+_SIDE = {"cpu": 32, "cuda": 2048}  # size of the matrices that keep the device busy
 _PRODUCTS = 8
 
 
 class TorchEngine:
-    """KV memory whose blocks hold patterns, and products of matrices that keep the device busy.
+    """KV memory with patterns in its blocks, and matrix products that keep the device busy.
 
     Args:
-        device: torch's name of it.
-        blocks: how many.
-        page: bytes of a block in one layer.
-        whole_blocks: whether a block's layers lie together, or else all blocks of a layer do.
-        own_stream: whether it leaves the device's default stream, as vLLM does.
+        device: torch's name of the device.
+        blocks: the number of blocks.
+        page: the bytes of a block in one layer.
+        whole_blocks: whether the layers of a block are adjacent; otherwise the blocks of a layer are.
+        own_stream: whether it uses a separate stream, as vLLM does.
     """
 
     def __init__(self, device: str, blocks: int, page: int, *, whole_blocks: bool, own_stream: bool) -> None:
@@ -58,11 +58,11 @@ class TorchEngine:
 
     @property
     def wrong(self) -> int:
-        """Reads so far that found other bytes than they should; waits for the device."""
+        """Return how many reads have found wrong bytes. Waits for the device."""
         return int(self._wrong.item())
 
     def enter(self) -> None:
-        """Make the engine's stream current, and enqueue some work, so that copies would win if they did not wait."""
+        """Make the engine's stream current, and enqueue work, so that copies without a fence would come too early."""
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
         self.compute()
@@ -88,5 +88,5 @@ class TorchEngine:
             torch.cuda.synchronize(self._device)
 
     def on_stream(self) -> AbstractContextManager[object]:
-        """Keep the calling thread's current stream from changing for good."""
+        """Restore the calling thread's current stream at the end."""
         return torch.cuda.stream(torch.cuda.current_stream(self._device)) if self.on_gpu else nullcontext()

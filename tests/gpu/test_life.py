@@ -1,6 +1,7 @@
-"""The worker's side beside torch's kernels, streams and graphs: thousands of overlapping jobs, and no wrong byte.
+"""Runs thousands of overlapping jobs beside torch's kernels, streams and graphs, and checks every byte.
 
-On a GPU: `pytest -m gpu tests/gpu`. Without one the same code runs on the CPU, where only the engine and the steps are tested.
+Run it with `pytest -m gpu tests/gpu`. Without a GPU the same code runs on the CPU, which only tests the simulated
+engine.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ GPU = os.environ.get("KVOFFLOAD_GPU", "cuda:0")
 DEVICES = ["cpu", pytest.param(GPU, marks=pytest.mark.gpu)]
 BLOCKS = {"cpu": 64, "cuda": 512}
 STEPS = {"cpu": 60, "cuda": 2000}
-LONG_GIB = 16  # host memory that takes longer to pin than a start may take
+LONG_GIB = 16  # so much host memory that pinning it takes longer than a start may take
 
 
 class Life(Steps):
-    """One rank on a device that runs by itself."""
+    """One rank on a real device."""
 
     def let_all_run(self) -> None:
         os.sched_yield()
@@ -58,7 +59,7 @@ def rank(
             side.register(engine.layout)
             steps = Life(engine, side, seed=1, blocks=blocks, slots=2 * blocks, most=blocks // 16)
             side.begin_step(TransferPlan())
-            while side.pump._arena.ready_slots < steps.slots:  # more may be on their way
+            while side.pump._arena.ready_slots < steps.slots:  # More slots may follow.
                 os.sched_yield()
             yield engine, steps
         finally:
@@ -113,7 +114,7 @@ def test_graphs_are_captured_while_memory_is_pinned() -> None:
 
 @pytest.mark.gpu
 def test_without_fences_bytes_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: the test above notices."""
+    """A control for the test above."""
     monkeypatch.setattr(NvidiaDriver, "wait", lambda *_: None)
     with rank(GPU) as (engine, steps):
         play(engine, steps, GPU)
@@ -121,7 +122,7 @@ def test_without_fences_bytes_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_wrong_byte_is_noticed() -> None:
-    """On the CPU, so that the engine's reads are known to tell."""
+    """A control on the CPU: the engine's reads detect a wrong byte."""
     with rank("cpu") as (engine, _):
         engine.write(3, 7)
         engine.read(3, 7)

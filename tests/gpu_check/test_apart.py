@@ -1,4 +1,4 @@
-"""A part that hangs, crashes or raises loses only its own rest, and what was found is on the disk."""
+"""A part that hangs, crashes or raises loses only its remaining checks. All earlier results are on disk."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_part_that_hangs_is_killed_with_what_it_found(
 
 
 def test_killed_at_any_moment_the_file_holds_what_was_found(tmp_path: Path) -> None:
-    """And the part dies with the command."""
+    """The part ends with the command."""
     code = (
         "import sys; from kvoffload.cli.main import main; from kvoffload.gpu_check import command\n"
         "from kvoffload.gpu_check.parts import Part\n"
@@ -77,7 +77,7 @@ def test_killed_at_any_moment_the_file_holds_what_was_found(tmp_path: Path) -> N
         [sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        printed = [process.stdout.readline() for _ in range(3)]  # of four
+        printed = [process.stdout.readline() for _ in range(3)]  # the first three of four lines
         process.kill()
         process.wait()
     kept = json.loads((tmp_path / "gpu-check.json").read_text())["lines"]

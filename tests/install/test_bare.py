@@ -1,4 +1,4 @@
-"""README's commands, as written, in an environment that has nothing but Python and pip."""
+"""Runs README's commands as written, in an environment with only Python and pip."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.tooling.pages import blocks
 from tests.tooling.scripts import ROOT
 
-# `make` brings an environment of its own: tests/tooling/test_readme.py looks at those two.
+# `make` creates its own environment; tests/tooling/test_readme.py checks these two blocks.
 BLOCKS = [
     block.text
     for block in blocks(ROOT / "README.md")
@@ -46,7 +46,7 @@ def test_the_commands_of_the_readme_run_as_written(tmp_path: Path) -> None:
     for block in BLOCKS:
         run(block, folder, bare)
     assert list((folder / "kvoffload-dashboards").rglob("*.prometheusrule.yaml"))
-    # From the checkout itself: the same version, in place of the wheel.
+    # Install from the checkout, which has the same version, instead of the wheel.
     run(
         "pip install --quiet --force-reinstall --no-deps .\nkvoffload --version\npython -m kvoffload --version",
         folder,
@@ -55,8 +55,8 @@ def test_the_commands_of_the_readme_run_as_written(tmp_path: Path) -> None:
 
 
 def run(block: str, folder: Path, bare: Path) -> None:
-    """Run a block in a shell in which only the bare environment was activated."""
-    # The versions are the lock's, and so is the build of torch: an index may offer a larger one first.
+    """Run a block in a shell where only the bare environment is active."""
+    # Use the lock's versions and its build of torch, because an index may prefer a larger build.
     ours = {
         "PATH": f"{bare / 'bin'}:/usr/bin:/bin",
         "PIP_CONSTRAINT": str(ROOT / ".ci" / "requirements.lock"),

@@ -1,4 +1,4 @@
-"""`make deep`: kills every command at random moments, and prints what did not hold.
+"""`make deep`: kills every command at random moments, and prints all problems.
 
 python -m tests.kills --each 40 [--seed N]
 """

@@ -1,8 +1,8 @@
-"""Commands that are ended at random moments, and what must hold whenever that is.
+"""Ends commands at random moments, and checks what they leave.
 
-A command runs in a process of its own. From the moment its signals are handled, which is the first line of `script`, a
-random time passes; then it is ended in one of six ways. Whatever the moment: no traceback, a documented exit code, and
-a file under its final name is complete.
+Each command runs in a separate process. A random time after its signal handlers are installed, the first line of
+`script`, it is ended in one of six ways. There must be no traceback, the exit code must be a documented one, and a file
+with its final name must be complete.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ AT_ONCE = 2
 _LONGEST_S = 60.0
 _SMALL = "demo --model tiny --conversations 2 --turns 2 --first-tokens 200 --turn-tokens 30 --answer-tokens 4"
 
-# Reports on a pipe when signals are handled.
+# The program reports on a pipe when its signal handlers are installed.
 _PROGRAM = """
 import os, sys
 from kvoffload.cli import main, signals
@@ -77,7 +77,7 @@ class Command:
 
     Args:
         line: the arguments.
-        outputs: files of the folder that it writes, and whether one is complete.
+        outputs: the files that it writes to the folder, each with a check for completeness.
     """
 
     line: str
@@ -100,7 +100,7 @@ COMMANDS = {
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One kill: the command's name, the way, and the share of the command's usual time that passes before it."""
+    """One kill: the command's name, the way to end it, and the delay as a share of the command's usual time."""
 
     command: str
     way: str
@@ -142,12 +142,12 @@ class Killer:
     """Runs commands and kills them.
 
     Args:
-        folder: for what they write.
+        folder: for the files that they write.
     """
 
     def __init__(self, folder: Path) -> None:
         self.hits = 0
-        """Kills whose process was still running."""
+        """The number of kills whose process was still running."""
         self._folder = folder
         self._journal = folder / "journal"
         made = self._run(f"{_SMALL} --config journal_path={self._journal}", folder, None)
@@ -155,7 +155,7 @@ class Killer:
         self._usual_s = {name: self._undisturbed(name) for name in COMMANDS}
 
     def problems(self, kills: list[Kill]) -> Iterator[str]:
-        """Kill, several at a time, and yield what is wrong."""
+        """Kill several commands at a time, and yield all problems."""
         with ThreadPoolExecutor(AT_ONCE) as pool:
             for kill, found in zip(kills, pool.map(self._problems_of, kills), strict=True):
                 yield from (f"{kill}: {problem}" for problem in found)
@@ -238,10 +238,10 @@ class Killer:
 
 @contextmanager
 def _standard_output(way: str, folder: Path) -> Iterator[tuple[FileIO | None, int]]:
-    """Yield the reading end of the output, where closing it must end the process, and the output, which the caller closes."""
+    """Yield the output's reading end, if closing it must end the process, and the output, which the caller closes."""
     if way in ("closed output", "closed terminal"):
         descriptor, output = os.pipe() if way == "closed output" else pty.openpty()
-        # A file closes its descriptor only once: by the second time the number may be another file's.
+        # A file object closes its descriptor only once. At a second close, the number may belong to another file.
         with FileIO(descriptor) as reader:
             yield reader, output
         return
@@ -250,7 +250,7 @@ def _standard_output(way: str, folder: Path) -> Iterator[tuple[FileIO | None, in
 
 
 def _prepare(kill: Kill | None) -> None:
-    """In the new process: its terminal, and how much it can write."""
+    """Run in the new process: set its terminal and its limit on file sizes."""
     if kill is not None and kill.way == "closed terminal":
         fcntl.ioctl(1, termios.TIOCSCTTY, 0)
     if kill is not None and kill.way == "full disk":

@@ -1,4 +1,4 @@
-"""Forty kills at random moments: no traceback, a documented exit code, no half-written file."""
+"""Forty kills at random moments leave no traceback, no undocumented exit code and no half-written file."""
 
 from __future__ import annotations
 

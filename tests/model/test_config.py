@@ -1,4 +1,4 @@
-"""Settings: what operators may type, and one error that tells all that is wrong with it."""
+"""Settings: the allowed values, and one error that lists all problems."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_settings_are_never_altered() -> None:
     [
         (1, 1),
         (2.0, 2),
-        (0.5 * (1 << 30), 2**29),  # what vLLM makes of --kv-offloading-size 0.5
+        (0.5 * (1 << 30), 2**29),  # vLLM's value for `--kv-offloading-size 0.5`
         ("1", 1),
         (" 7 b ", 7),
         ("8GiB", 8 * 2**30),
@@ -161,7 +161,7 @@ def test_settings_are_never_altered() -> None:
         ("0.5MB", 500_000),
         ("2TiB", 2 * 2**40),
         ("2tb", 2 * 10**12),
-        ("9007199254740993", 9007199254740993),  # more digits than a float has
+        ("9007199254740993", 9007199254740993),  # more digits than a float can represent
     ],
 )
 def test_bytes(value: object, number: int) -> None:

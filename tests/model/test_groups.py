@@ -1,4 +1,4 @@
-"""What a group needs to go on computing, against a token-by-token look at who reads whom; and the engine's shape."""
+"""The blocks that a group needs, compared with a search token by token; and the engine's shape."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHUNKED, RECURRENT = AttentionKind.CHUNKED_LOCAL, AttentionKind.RECURRENT
 
 
 def reads(kind: AttentionKind, reach: int, token: int, other: int) -> bool:
-    """Whether computing a token reads the KV of an earlier one."""
+    """Return whether computing a token reads the KV of an earlier one."""
     if kind is FULL:
         return True
     if kind is WINDOW:

@@ -1,4 +1,4 @@
-"""Shows what the tests notice: small changes of the code, which a program makes, and rules left out.
+"""Measures which changes of the code the tests notice: small generated changes, and rules left out.
 
-`make mutants` runs on each change the tests that run the changed line.
+For each change, `make mutants` runs the tests that run the changed line.
 """

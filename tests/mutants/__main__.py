@@ -1,4 +1,4 @@
-"""`make mutants`: change the code in many small ways, and see which test notices each change."""
+"""`make mutants`: makes many small changes to the code, and lists the test that notices each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RULES = Path("tests/mutants/rules.py")
 
 
 def main() -> int:
-    """Try the mutants, or the missing rules; return 1 if a missing rule was not noticed."""
+    """Try the mutants or the disabled rules. Return 1 if a disabled rule was not noticed."""
     options = _parser().parse_args()
     options.keep.mkdir(parents=True, exist_ok=True)
     paths = sorted(
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measured(options: argparse.Namespace, paths: Sequence[Path]) -> Tests:
-    """Return which tests run which line. They run for it if sources or tests have changed since the last time."""
+    """Return which tests run which line. The tests run for this if sources or tests have changed."""
     digest = _digest([*options.sources, *options.tests])
     file = options.keep / "tests.json"
     if file.exists() and (tests := msgspec.json.decode(file.read_bytes(), type=Tests)).digest == digest:
@@ -129,7 +129,7 @@ def _results(mutants: Iterable[Mutant], tests: Tests, options: argparse.Namespac
 
 
 def _try_rules(tests: Tests, processes: int) -> int:
-    """Leave out one rule at a time, and run the tests with its number first."""
+    """Disable one rule at a time, and run the tests, beginning with those of the rule."""
     trials = []
     for node in ast.parse(_RULES.read_text()).body:
         if isinstance(node, ast.FunctionDef) and (rule := re.match(r"r\d+_", node.name)):
@@ -144,7 +144,7 @@ def _try_rules(tests: Tests, processes: int) -> int:
 
 
 def _undo(name: str) -> None:
-    from tests.mutants.rules import undo  # here, in a process that may import the project
+    from tests.mutants.rules import undo  # Imported here, in a process that may import the project.
 
     undo(name)
 

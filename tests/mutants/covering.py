@@ -1,4 +1,4 @@
-"""Which tests run which line, how long each takes, and which start processes: measured by one run of the tests."""
+"""Finds out which tests run each line, how long each test takes, and which tests start processes, in one run."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _AT_IMPORT = -1
 
 
 class Tests(msgspec.Struct):
-    """What the run of all tests has shown.
+    """The results of running all tests once.
 
     Args:
-        digest: of all sources and tests, as they were.
-        seconds: of the processor, for each test that is quick, passes and starts no process; the quickest first.
-        left_out: tests that mutants are not tested with, and the reason.
-        lines: for each source file and line, the tests that run it, by their positions in `seconds`, or -1 for an import.
+        digest: a digest of all sources and tests.
+        seconds: processor time of each test that is quick, passes and starts no process, the quickest first.
+        left_out: tests not used with mutants, each with the reason.
+        lines: for each source file and line, the tests that run it, as positions in `seconds`, or -1 for an import.
     """
 
     digest: str
@@ -41,32 +41,32 @@ class Tests(msgspec.Struct):
         """Return the tests that run a mutant's line, the quickest first."""
         lines = self.lines.get(mutant.path, {})
         found = {test for line in mutant.lines for test in lines.get(line, ())}
-        if found == {_AT_IMPORT}:  # anything of the module may read what it makes
+        if found == {_AT_IMPORT}:  # Any test of the module may depend on code that runs at import.
             found = {test for tests in lines.values() for test in tests}
         names = list(self.seconds)
         return [names[test] for test in sorted(found - {_AT_IMPORT}) if names[test] not in self.left_out]
 
     @property
     def chosen(self) -> list[str]:
-        """Return the tests that mutants are tested with, the quickest first."""
+        """Return the tests used with mutants, the quickest first."""
         return [test for test in self.seconds if test not in self.left_out]
 
     def limit_s(self, tests: Iterable[str]) -> float:
-        """Return how long these tests may take with a mutant, on a machine that does other things too."""
+        """Return a time limit for these tests with a mutant, on a busy machine."""
         return 120 + 20 * sum(self.seconds[test] for test in tests)
 
 
 class Recorder:
-    """A plugin of pytest that tells coverage which test runs.
+    """A pytest plugin that reports the running test to coverage.
 
-    What a fixture of several tests runs is counted for all of them.
+    Lines that a shared fixture runs are counted for all of its tests.
     """
 
     def __init__(self, coverage: Coverage) -> None:
         self._coverage = coverage
         self._contexts = [""]  # imports and collection
         self._starts = 0
-        self._starting = set[str]()  # tests that start processes, and fixtures that keep some
+        self._starting = set[str]()  # tests that start processes, and fixtures that keep processes
         self.users = defaultdict[str, set[str]](set)
         self.seconds: dict[str, float] = {}
         self.left_out: dict[str, str] = {}
@@ -81,7 +81,7 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, bool, bool]:
-        """Count what runs now for this test, and what its fixtures have run."""
+        """Count the lines run now for this test, including those of its fixtures."""
         for fixtures in item._fixtureinfo.name2fixturedefs.values():  # type: ignore[attr-defined]
             for fixture in fixtures:
                 self.users[_name(fixture)].add(item.nodeid)
@@ -95,7 +95,10 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[object]) -> Generator[None, object, object]:
-        """Count what runs now for every test that uses this fixture. A compiler may run, but a server may not stay."""
+        """Count the lines run now for every test that uses this fixture.
+
+        A fixture may run a compiler, but not keep a server.
+        """
         if fixturedef.scope == "function":
             return (yield)
         before, children = self._starts, _children()
@@ -107,7 +110,7 @@ class Recorder:
         return made
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Leave a test out that does not pass."""
+        """Exclude a test that fails."""
         if not report.passed:
             self.left_out[report.nodeid] = report.outcome
 

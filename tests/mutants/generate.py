@@ -1,4 +1,4 @@
-"""Makes mutants: every small change of a module's syntax tree that a test should notice."""
+"""Generates mutants: small changes of a module's syntax tree that a test should notice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from types import CodeType
 
 _MARK = "# mutant: no"
-_SHOWN = 90  # characters of source text in a mutant's name
+_SHOWN = 90  # the most characters of source text in a mutant's name
 
 _PAIRS = (
     "Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn, And Or, Add Sub, Mult FloorDiv, Div Mult, Mod FloorDiv"
@@ -23,7 +23,7 @@ _OTHER_FUNCTION = {"min": "max", "max": "min", "any": "all", "all": "any"}
 _EMPTY = {"int": "0", "str": "''", "bool": "False", "list": "[]", "set": "set()", "Iterator": "iter(())"}
 _EMPTY |= {"tuple": "()", "Sequence": "()", "Iterable": "()", "dict": "{}", "Mapping": "{}"}
 
-# What only types and readers need.
+# Fields that only matter to types and readers.
 _NOT_CODE = {"annotation", "returns", "decorator_list", "bases", "type_params", "pattern"}
 _TYPES = {"NewType", "TypeVar", "ParamSpec", "cast"}
 _TEXTS = {"__repr__", "__str__", "__slots__", "__all__"}
@@ -35,10 +35,10 @@ class Mutant:
 
     Args:
         path: the source file, from the working directory.
-        digest: of the source file.
-        key: its name, which no other mutant has, and which stays the same while lines above it move.
-        lines: the statement that it changes, without the statements inside.
-        place, new: where in `tree` it puts what.
+        digest: a digest of the source file.
+        key: a unique name, which does not depend on the line number.
+        lines: the lines of the changed statement, without its nested statements.
+        place, new: the position in `tree`, and the node to put there.
     """
 
     path: str
@@ -50,7 +50,7 @@ class Mutant:
     tree: ast.Module = field(repr=False)
 
     def compiled(self) -> CodeType:
-        """Compile the module with the change. The tree is unchanged afterwards."""
+        """Compile the module with the change. Afterwards the tree is unchanged."""
         old = self.place.put(self.new)
         try:
             return compile(self.tree, str(Path(self.path).resolve()), "exec", dont_inherit=True)
@@ -65,7 +65,7 @@ class _Place:
     index: int | None
 
     def put(self, new: ast.AST) -> ast.AST:
-        """Put a node here; return the one that was here."""
+        """Put a node at this position; return the previous one."""
         inside = getattr(self.parent, self.name)
         if self.index is None:
             setattr(self.parent, self.name, new)
@@ -76,7 +76,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Site:
-    """A node and what surrounds it."""
+    """A node and its surroundings."""
 
     node: ast.AST
     place: _Place
@@ -86,7 +86,7 @@ class _Site:
 
 
 def sample(paths: Iterable[Path], seed: int, number: int) -> list[Mutant]:
-    """Draw mutants of all these modules. A smaller sample of one seed is the beginning of a larger one."""
+    """Draw mutants of all these modules. With the same seed, a smaller sample is the beginning of a larger one."""
     sources = {path: path.read_text() for path in paths}
     defaults = parameters_with_defaults(sources.values())
     found = [mutant for path, source in sources.items() for mutant in mutants(str(path), source, defaults)]
@@ -97,9 +97,9 @@ def mutants(path: str, source: str, defaults: Mapping[str, set[str]] | None = No
     """Make every mutant of a module.
 
     Args:
-        path: of the module, for names.
-        source: its text.
-        defaults: by function, the parameters that a call may leave out.
+        path: the module's path, for names.
+        source: the module's source.
+        defaults: for each function, the parameters with defaults.
     """
     tree = ast.parse(source)
     unmarked = {number for number, line in enumerate(source.splitlines(), 1) if _MARK not in line}
@@ -122,7 +122,7 @@ def mutants(path: str, source: str, defaults: Mapping[str, set[str]] | None = No
 
 
 def parameters_with_defaults(sources: Iterable[str]) -> dict[str, set[str]]:
-    """Find, by the name of each function and class, the parameters that a call may leave out."""
+    """Return the parameters with defaults of each function and class, by name."""
     found = defaultdict[str, set[str]](set)
     for node in (node for source in sources for node in ast.walk(ast.parse(source))):
         match node:
@@ -152,7 +152,7 @@ def _optional_fields(body: Iterable[ast.stmt]) -> set[str]:
 
 
 def _sites(tree: ast.AST, outer: _Site) -> Iterator[_Site]:
-    """Find all nodes in which a change could matter."""
+    """Yield all nodes in which a change could matter."""
     for name, value in ast.iter_fields(tree):
         if name in _NOT_CODE or (name == "keywords" and isinstance(tree, ast.ClassDef)):
             continue
@@ -161,7 +161,7 @@ def _sites(tree: ast.AST, outer: _Site) -> Iterator[_Site]:
                 continue
             site = _inner(child, _Place(tree, name, index), outer)
             yield site
-            if not isinstance(child, ast.Raise):  # its texts are for readers
+            if not isinstance(child, ast.Raise):  # The texts of exceptions are for readers.
                 yield from _sites(child, site)
 
 
@@ -174,7 +174,7 @@ def _inner(node: ast.AST, place: _Place, outer: _Site) -> _Site:
 
 
 def _is_not_code(node: ast.AST) -> bool:
-    """Whether only types and readers need this: docstrings, texts, logs, assertions."""
+    """Return whether a node only matters to types and readers: docstrings, texts, logs and assertions."""
     match node:
         case ast.Assert() | ast.Import() | ast.ImportFrom() | ast.JoinedStr() | ast.Expr(ast.Constant()):
             return True
@@ -185,7 +185,7 @@ def _is_not_code(node: ast.AST) -> bool:
         case ast.AnnAssign():
             return _text(node.annotation) == "TypeAlias"
         case ast.Assign([ast.Name(name)], ast.BinOp(op=ast.BitOr()) | ast.Subscript()) if name[0].isupper():
-            return not name.isupper()  # an alias of types
+            return not name.isupper()  # a type alias
         case ast.Assign([ast.Name(name)]) | ast.FunctionDef(name):
             return name in _TEXTS
         case ast.ClassDef():
@@ -314,7 +314,7 @@ def _text(node: ast.AST) -> str:
 
 
 def _own_lines(statement: ast.stmt) -> range:
-    """Return the lines of a statement without those of the statements inside."""
+    """Return the lines of a statement without its nested statements."""
     body = getattr(statement, "body", None)
     last = max(body[0].lineno - 1, statement.lineno) if body else statement.end_lineno
     return range(statement.lineno, (last or statement.lineno) + 1)

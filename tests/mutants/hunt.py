@@ -1,4 +1,4 @@
-"""Runs tests on mutants, each in a forked process that imports the mutated module from memory."""
+"""Runs tests on mutants. Each mutant runs in a forked process, which imports the mutated module from memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.mutants.generate import Mutant
 
 PYTEST = ["-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
 _LIBRARIES = ("anyio", "hypothesis.stateful", "msgspec", "numpy", "prometheus_client", "rich", "torch")
-_MEMORY_BYTES = 4 << 30  # a loop that does not end should not take it from others
+_MEMORY_BYTES = 4 << 30  # a limit, so that an endless loop does not use other processes' memory
 _PROFILE = "mutants"
 _STARTED, _FAILED = "started", "failed"
 _FORK = multiprocessing.get_context("fork")
@@ -37,13 +37,13 @@ _FORK = multiprocessing.get_context("fork")
 
 @dataclass(frozen=True)
 class Trial:
-    """Tests to be run on a change.
+    """A change, and the tests to run with it.
 
     Args:
-        name: of the change.
+        name: the name of the change.
         install: makes the change, in the forked process, before anything of the project is imported.
-        tests: in their order.
-        limit_s: when the process is killed.
+        tests: the tests, in order.
+        limit_s: seconds after which the process is killed.
     """
 
     name: str
@@ -57,9 +57,9 @@ class Verdict:
     """How a trial ended.
 
     Args:
-        outcome: "killed" where a test failed, "import" where the tests could not be read, "timeout" and "crash" where the
-            process ended in the middle, or "survived".
-        by: the tests that failed, or during which the process ended; only the first one unless all were asked for.
+        outcome: "killed" if a test failed, "import" if the tests could not be imported, "timeout" or "crash" if the
+            process ended early, or "survived".
+        by: the tests that failed, or during which the process ended; only the first one unless all tests are run.
         seconds: how long it took.
     """
 
@@ -69,7 +69,7 @@ class Verdict:
 
 
 class FromMemory(MetaPathFinder, Loader):
-    """Imports one module from a mutant instead of its file."""
+    """Imports one module from a mutant instead of from its file."""
 
     def __init__(self, mutant: Mutant) -> None:
         self._mutant = mutant
@@ -82,16 +82,15 @@ class FromMemory(MetaPathFinder, Loader):
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
-        """Find the one module."""
         return spec_from_file_location(name, self._file, loader=self) if name == self._name else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the mutant as the module."""
+        """Run the mutant's code as the module."""
         exec(self._mutant.compiled(), module.__dict__)
 
 
 class _Chosen:
-    """A plugin of pytest that runs some tests, in their order, and writes down what they do."""
+    """A pytest plugin that runs the given tests in order, and records their outcomes."""
 
     def __init__(self, tests: Sequence[str], notes: Path) -> None:
         self._order = {test: number for number, test in enumerate(tests)}
@@ -111,8 +110,6 @@ class _Chosen:
 
 
 class _Run:
-    """A process that tries one change."""
-
     def __init__(self, trial: Trial, is_to_run_all: bool) -> None:
         self.trial = trial
         self._folder = Path(tempfile.mkdtemp(prefix="kvoffload-mutant-"))
@@ -122,7 +119,7 @@ class _Run:
         self.process.start()
 
     def end(self, *, is_late: bool) -> Verdict:
-        """End the process and whatever it has started.
+        """End the process and its children.
 
         Raises:
             RuntimeError: pytest did not find the tests.
@@ -141,11 +138,11 @@ class _Run:
 
 
 def prepare() -> None:
-    """Import what every trial needs, but nothing of the project, and choose how property tests draw."""
+    """Import what every trial needs except the project, and choose how property tests draw examples."""
     for name in _LIBRARIES:
         importlib.import_module(name)
     importlib.import_module("torch").set_num_threads(1)
-    # The same examples each time. A failing one need not become a small one.
+    # Draw the same examples each time, and do not shrink failing ones.
     settings.register_profile(
         _PROFILE,
         derandomize=True,
@@ -159,10 +156,10 @@ def prepare() -> None:
 
 
 def in_fork(work: Callable[[], None]) -> None:
-    """Do something in a process of its own.
+    """Run `work` in a forked process.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: `work` failed.
     """
     process = _FORK.Process(target=work)
     process.start()
@@ -174,7 +171,7 @@ def in_fork(work: Callable[[], None]) -> None:
 def hunt(
     trials: Iterable[Trial], processes: int, is_to_run_all: bool = False
 ) -> Iterator[tuple[Trial, Verdict]]:
-    """Try every change, several at a time; each ends at its first failing test unless all are to run."""
+    """Try every change, several at a time. Each trial ends at its first failing test, unless all tests are to run."""
     waiting = iter(trials)
     running: dict[int, _Run] = {}
     try:
@@ -206,7 +203,7 @@ def _run(trial: Trial, folder: Path, is_to_run_all: bool) -> None:
     options = [f"--basetemp={folder}/tests", *([] if is_to_run_all else ["-x"])]
     status = pytest.main([*PYTEST, *options, *files], plugins=[plugin])
     sys.stdout.flush()
-    os._exit(status)  # without waiting for threads that hang
+    os._exit(status)  # Do not wait for threads that hang.
 
 
 def _outcome(status: int | None, failed: Sequence[str], output: str) -> str:

@@ -1,7 +1,7 @@
-"""Rules undone as a whole, which no single change of a line does: in several places, or in another order.
+"""Disables whole rules, which takes more than a change of one line.
 
-`make mutants ARGS="--rules"` expects a test to fail on each, and `tests/simulate` expects most of them to show in a simulation.
-The name of a function here begins with its rule; it returns what it replaces.
+`make mutants ARGS="--rules"` expects a test to fail for each, and `tests/simulate` expects most of them to fail in a
+simulation. Each function's name begins with its rule. It returns the patches that disable the rule.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from kvoffload.transfer.lanes import Lane
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.pump import TransferPump
 
-Patch = tuple[Any, str, Any]  # a class or a module, an attribute, and what is put there
+Patch = tuple[Any, str, Any]  # a class or a module, an attribute's name, and its replacement
 
 
 def _nothing(*args: object, **settings: object) -> None:
-    """Replaces a method whose effect must be missing."""
+    """Do nothing, in place of a method whose effect must be missing."""
 
 
 def r1_load_without_pin() -> list[Patch]:
@@ -117,7 +117,7 @@ def r5_overdue_load_frees_its_blocks() -> list[Patch]:
 
 
 def r7_stale_ids_stay() -> list[Patch]:
-    """With the last check gone too: the engine's own word for what a block holds."""
+    """Also without the last check, of the engine's own key for a block's contents."""
     real = Stores._by_block
 
     def by_block(self: Stores, offer: Any, holds: Any) -> Any:  # noqa: ANN401
@@ -191,7 +191,7 @@ def r13_load_reported_at_once() -> list[Patch]:
 
 
 def r13_stores_start_before_the_forward_pass() -> list[Patch]:
-    """A recurrent state's block has its key by then, but not its bytes."""
+    """The block of a recurrent state already has its key, but not its bytes."""
     loads, stores = WorkerSide.start_loads, WorkerSide.start_stores
 
     def start_loads(self: WorkerSide, plan: TransferPlan) -> None:
@@ -262,7 +262,7 @@ RULES: dict[str, Callable[[], list[Patch]]] = {
 
 @contextmanager
 def undone(name: str) -> Iterator[None]:
-    """Run without a rule."""
+    """Disable a rule within the context."""
     with ExitStack() as stack:
         for owner, attribute, new in RULES[name]():
             stack.enter_context(mock.patch.object(owner, attribute, new))
@@ -270,6 +270,6 @@ def undone(name: str) -> Iterator[None]:
 
 
 def undo(name: str) -> None:
-    """Do without a rule until the process ends."""
+    """Disable a rule until the process ends."""
     for owner, attribute, new in RULES[name]():
         setattr(owner, attribute, new)

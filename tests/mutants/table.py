@@ -1,4 +1,4 @@
-"""What became of the mutants, as lines to be kept and as a summary."""
+"""Writes the results of mutants, as a table and as a summary."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import msgspec
 
 
 class Result(msgspec.Struct, omit_defaults=True):
-    """What became of a mutant.
+    """The result of one mutant.
 
     Args:
-        key, digest: of the mutant.
-        line: where it is.
-        outcome: "not run" where no test runs the line; the others are those of `Verdict`.
-        by: the tests that noticed, only the first one unless all were asked for.
+        key, digest: those of the mutant.
+        line: its line.
+        outcome: "not run" if no test runs the line; the other values are those of `Verdict`.
+        by: the tests that noticed it; only the first one unless all tests were run.
         tests: how many tests run the line.
-        seconds: how long they took.
+        seconds: how long these tests took.
     """
 
     key: str
@@ -31,17 +31,17 @@ class Result(msgspec.Struct, omit_defaults=True):
 
     @property
     def place(self) -> str:
-        """Return file and line."""
+        """Return the file and line."""
         return f"{self.key.split(' ', 1)[0]}:{self.line}"
 
     @property
     def change(self) -> str:
-        """Return function and change."""
+        """Return the function and the change."""
         return self.key.split(" ", 1)[1]
 
 
 def summary(results: Sequence[Result], tests: Iterable[str], has_all: bool) -> Iterator[str]:
-    """Count what became of the mutants of each package; where all killers are known, count what tests notice."""
+    """Count each package's mutants by outcome. If all tests were run, count the mutants that each test notices."""
     packages = Counter((str(Path(result.place).parent), result.outcome) for result in results)
     for (package, outcome), number in sorted(packages.items()):
         yield f"{package}  {outcome}  {number}"
@@ -55,7 +55,7 @@ def summary(results: Sequence[Result], tests: Iterable[str], has_all: bool) -> I
 
 
 def written(results: Sequence[Result], title: str) -> str:
-    """Write a table: a line for each mutant, with the numbers of the tests that noticed; then the tests."""
+    """Return a table with a line for each mutant and the numbers of the tests that noticed it, and then the tests."""
     tests = sorted({test for result in results for test in result.by})
     number = {test: index for index, test in enumerate(tests)}
     outcomes = Counter(result.outcome for result in results)
@@ -69,7 +69,7 @@ def written(results: Sequence[Result], title: str) -> str:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """Write ascending numbers, those in a row as "first-last"."""
+    """Return ascending numbers as text, with runs as "first-last"."""
     found: list[list[int]] = []
     for number in numbers:
         if found and number == found[-1][-1] + 1:

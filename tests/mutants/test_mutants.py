@@ -1,4 +1,4 @@
-"""Mutants of each kind are made, always the same ones; the run tells those that tests notice from the others."""
+"""Each kind of mutant is generated reproducibly, and a run distinguishes noticed mutants from others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests here run tiny models on one thread."""
+"""These tests run tiny models on one thread."""
 
 from tests.one_thread import one_thread
 

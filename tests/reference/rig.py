@@ -1,4 +1,4 @@
-"""Tiny engines with the real plugin in them, and the same engine without it to compare with."""
+"""Tiny engines with the real plugin, and the same engines without it for comparison."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 
 BLOCK = 4
 KINDS = ("full", "sliding_window", "chunked_local", "recurrent")
-# Two of each group, so that two ranks have one each.
+# Two layers per group, so that two ranks have one each.
 LAYERS = {
     "full": 2,
     "sliding_window": 6,
     "chunked_local": 6,
     "recurrent": 6,
 }
-PLENTY = 2000  # host blocks
+PLENTY = 2000  # enough host slots for all blocks
 TIMEOUT_S = 5.0
 TOLERANCE = 1e-3
-STEP_S = 0.02  # of fake time; longer than the pump ever sleeps
+STEP_S = 0.02  # fake seconds per step, longer than any pause of the pump
 
 
 class Options(TypedDict, total=False):
-    """What differs from the usual."""
+    """Options that differ from the defaults."""
 
     num_blocks: int | None
     max_model_len: int
@@ -55,13 +55,13 @@ class Options(TypedDict, total=False):
     host_blocks: int
     timeout_s: float
     plugin: str
-    extra: dict[str, object]  # of the plugin's config
-    promises: Promises  # of the engine
-    starts_ready: bool  # host memory is, before the first request
+    extra: dict[str, object]  # further keys of the plugin's configuration
+    promises: Promises  # the engine's promises
+    starts_ready: bool  # whether host memory is ready before the first request
 
 
 def config_of(kind: str, **options: Unpack[Options]) -> EngineConfig:
-    """The configuration of a tiny engine with the plugin, which the caller passes in."""
+    """Return the configuration of a tiny engine. The caller passes the plugin in."""
     model = {"layers": LAYERS[kind]}
     ranks = options.get("ranks", 1)
     plugin_config: dict[str, object] = {
@@ -79,15 +79,15 @@ def config_of(kind: str, **options: Unpack[Options]) -> EngineConfig:
 
 
 def slot_bytes(kind: str, ranks: int = 1) -> int:
-    """Bytes of one block on each rank: keys and values of each of the rank's tensors, in 4 bytes a number."""
+    """Return the bytes of one block on each rank: keys and values in each of the rank's tensors, 4 bytes per number."""
     model = tiny_model(kind, {"layers": LAYERS[kind]})
     return 2 * BLOCK * model.kv_heads * model.head_dim * 4 * model.layers_per_group // ranks
 
 
 class Rig:
-    """One engine, driven by hand, with the plugin in it; time and copies obey the test.
+    """An engine with the plugin. The test steps it, and controls time and copies.
 
-    The copies are real, and end as they are submitted until the test holds them: `rig.copiers[0].hold()`.
+    The copies are real, and end when they are submitted, unless the test holds them with `rig.copiers[0].hold()`.
     """
 
     def __init__(self, kind: str = "full", **options: Unpack[Options]) -> None:
@@ -106,8 +106,8 @@ class Rig:
         self.engine = Engine(config_of(kind, **options), self.plugin, clock=now)
         self.streams: list[tuple[tuple[int, ...], int, TokenStream]] = []
         if options.get("starts_ready", True):
-            self.portal.advance()  # host memory is ready
-            self.engine.step()  # and the plugin knows of it
+            self.portal.advance()  # Host memory is ready now.
+            self.engine.step()  # This reports it to the scheduler's side.
 
     def _make_copier(self, rank: Rank) -> GatedCopier:
         assert rank == len(self.copiers)
@@ -129,13 +129,13 @@ class Rig:
         return stream
 
     def step(self, seconds: float = STEP_S) -> None:
-        """One step of the engine, and the time in which the transfer coroutines react to it."""
+        """Run one step of the engine, and let the transfer coroutines react to it."""
         self.engine.step()
         self.pass_time(seconds)
         self.check()
 
     def pass_time(self, seconds: float = STEP_S) -> None:
-        """Let fake time pass; copies that were released end, and nothing moves any more when this returns."""
+        """Let fake time pass. Released copies end, and all tasks wait when this returns."""
         self.portal.advance(seconds)
 
     def drain(self, limit: int = 3000) -> None:
@@ -146,7 +146,7 @@ class Rig:
         raise AssertionError(f"not drained after {limit} steps: {self.engine.statistics()}")
 
     def drain_requests(self, limit: int = 300) -> None:
-        """Step until no request is open; copies may be."""
+        """Step until no request is open. Copies may still be open."""
         for _ in range(limit):
             if not self.engine._scheduler.has_requests:
                 return
@@ -166,7 +166,7 @@ class Rig:
         return found
 
     def run_plain(self, prompt: Sequence[int], new_tokens: int = 4) -> None:
-        """As `run`, for an engine whose offloading is broken."""
+        """Like `run`, for an engine whose offloading is broken."""
         stream = self.submit(prompt, new_tokens)
         for _ in range(100):
             if stream.request_id in self.engine._open:
@@ -183,18 +183,18 @@ class Rig:
             copier.release()
 
     def forget_device(self) -> None:
-        """The device's own prefix cache forgets, as if other prompts had evicted all of it."""
+        """Reset the device's own prefix cache."""
         assert self.engine.pool.reset_prefix_cache()
 
     def leased_without_owner(self) -> int:
-        """Leased blocks that no request holds: those that an allocation could miss."""
+        """Return how many leased blocks no request holds. An allocation could lack these."""
         pool = self.engine.pool
         return sum(leased > 0 and not held for leased, held in zip(pool._leased, pool._held, strict=True))
 
     # -- what must hold -----------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """The invariants that hold between any two steps."""
+        """Check the invariants that hold between two steps."""
         assert self.engine.audit() == []
         assert audit(self.offload.core) == []
         assert conservation(self.counts()) == []
@@ -209,7 +209,7 @@ class Rig:
         return self.counts().count(f"kvoffload_{name}_total", *labels)
 
     def assert_clean(self, *, lost_blocks: int = 0) -> None:
-        """Nothing is open any more, and nothing was lost but `lost_blocks` of the device's, to copies without end."""
+        """Check that nothing is open, and that at most `lost_blocks` device blocks are lost to hanging copies."""
         self.check()
         numbers = self.engine.statistics()
         assert (numbers.waiting, numbers.loading, numbers.running) == (0, 0, 0)
@@ -226,7 +226,7 @@ class Rig:
         assert slots["host", "filling"] == slots["host", "pinned"] == 0 or lost_blocks
 
     def assert_outputs(self) -> None:
-        """Every request's tokens are those of the engine without the plugin, up to where it was aborted."""
+        """Check that every request's tokens are those of the engine without the plugin, up to an abort."""
         for prompt, new_tokens, stream in self.streams:
             found = taken(stream)
             assert_same(found, plain(self.kind, prompt, new_tokens)[: len(found)], TOLERANCE)
@@ -236,7 +236,7 @@ class Rig:
 
 
 def assert_exclusive(tickets: Sequence[GatedTicket]) -> None:
-    """No two open copies touch the same bytes, but two loads may read the same host memory (R3, R5)."""
+    """Check that no two open copies use the same bytes, except that two loads may read the same slot (R3, R5)."""
     spans = sorted(
         (int(start), int(start + size), side == "source" and ticket.direction is Direction.LOAD)
         for ticket in tickets
@@ -249,7 +249,7 @@ def assert_exclusive(tickets: Sequence[GatedTicket]) -> None:
 
 @contextmanager
 def rig(kind: str = "full", **options: Unpack[Options]) -> Iterator[Rig]:
-    """A rig that is closed at the end, also of a test that failed."""
+    """Yield a rig, and close it even if the test fails."""
     made = Rig(kind, **options)
     try:
         yield made
@@ -267,7 +267,7 @@ def _plain_engine(kind: str) -> Engine:
 
 @cache
 def plain(kind: str, prompt: tuple[int, ...], new_tokens: int) -> list[Token]:
-    """What the engine answers without the plugin."""
+    """Return the engine's answer without the plugin."""
     engine = _plain_engine(kind)
     engine.reset_prefix_cache()
     stream = engine.submit(prompt, SamplingParams(new_tokens))
@@ -277,14 +277,14 @@ def plain(kind: str, prompt: tuple[int, ...], new_tokens: int) -> list[Token]:
 
 
 def text(seed: int, tokens: int) -> tuple[int, ...]:
-    """A prompt; the longer one of a seed continues the shorter."""
+    """Return a prompt. With the same seed, a longer prompt continues a shorter one."""
     return tuple(random.Random(seed).choices(range(64), k=tokens))
 
 
 def on_host_only(made: Rig, *prompts: tuple[int, ...]) -> None:
-    """The host has these prompts, the device does not."""
+    """Leave these prompts on the host and not on the device."""
     for prompt in prompts:
-        made.run(prompt, 6)  # long enough for all its blocks to pass under the lease limit
+        made.run(prompt, 6)  # Long enough to store all its blocks under the lease limit.
     made.forget_device()
 
 

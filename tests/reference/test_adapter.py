@@ -1,4 +1,4 @@
-"""The adapter says each thing once, in the core's words, and lends what the engine's pool has."""
+"""The adapter reports each fact once, in the core's types, and leases blocks of the engine's pool."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.reference.rig import KINDS, Rig, rig, text
 
 
 def received(made: Rig, *classes: type[facts.Fact]) -> list[Any]:
-    """Facts of these classes from now on."""
+    """Return a list of facts of these classes from now on."""
     found: list[Any] = []
     for cls in classes:
         made.offload.bus.count(cls, found.append)
@@ -34,7 +34,7 @@ def test_the_shape_is_the_engines(kind: str) -> None:
 
 
 def test_blocks_that_were_leased_are_evicted_from_the_prefixs_tail() -> None:
-    """As the engine itself does it: were the head evicted first, the rest could not be found any more."""
+    """The engine does the same: if the head were evicted first, the rest could not be found."""
     with rig(num_blocks=41) as made:
         made.hold()
         stream = made.engine.submit(text(1, 20), SamplingParams(6))
@@ -70,7 +70,7 @@ def test_every_key_and_block_is_reported_once_and_only_when_it_is_new() -> None:
 
 
 def test_a_preempted_request_is_looked_up_with_what_it_has_generated() -> None:
-    """What it had computed and stored before it was preempted comes back from the host."""
+    """Blocks that it computed and stored before the preemption are loaded from the host."""
     with rig(num_blocks=60) as made:
         stream = made.submit(text(1, 10), 16)
         while stream.stats.generated_tokens < 12 or made.engine.pool.leased_blocks:
@@ -79,7 +79,7 @@ def test_a_preempted_request_is_looked_up_with_what_it_has_generated() -> None:
         made.pass_time()
         made.forget_device()
         made.drain()
-        assert stream.stats.resumed_tokens == 20  # two blocks of its prompt, three that it has generated
+        assert stream.stats.resumed_tokens == 20  # two blocks of its prompt and three generated blocks
         assert made.count("load_blocks", "loaded") == 5
         made.assert_outputs()
         made.assert_clean()

@@ -1,4 +1,4 @@
-"""The disk below the host, on a real engine with real files: the same tokens, and what was put is found after a restart."""
+"""The disk tier with a real engine and real files: the tokens are the same, and blocks are found after a restart."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ StartEngine = Callable[..., Rig]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[StartEngine]:
-    """Starts an engine on the folder; the one before it has ended then."""
+    """Return a function that starts an engine on the folder and ends the previous one."""
     with ExitStack() as running:
 
         def begin(kind: str = "full", folder: str = "disk", **options: Unpack[Options]) -> Rig:
@@ -47,7 +47,7 @@ def start(tmp_path: Path) -> Iterator[StartEngine]:
             made = running.enter_context(rig(kind, **options))
             made.events = []  # type: ignore[attr-defined]
             made.offload.bus.count(TierCopyEnded, made.events.append)  # type: ignore[attr-defined]
-            made.drain()  # the index is read, and the core takes it over
+            made.drain()  # The index is read and passed to the core.
             return made
 
         yield begin
@@ -63,7 +63,7 @@ def copied(made: Rig, direction: Direction, outcome: TierOutcome = TierOutcome.D
 
 
 def leave_on_disk(made: Rig) -> None:
-    """The prompt is found again, spilled, and gone from device and host."""
+    """Find the prompt again, let it spill, and remove it from device and host."""
     made.run(PROMPT)
     made.run(PROMPT)
     settle(made)
@@ -140,7 +140,7 @@ def test_r18_an_engine_with_other_weights_finds_nothing(start: StartEngine) -> N
 
 
 def key_file(path: Path) -> dict[str, object]:
-    """The setting of a key that is made of the file's name."""
+    """Return the setting of a key whose bytes are the file's name."""
     path.touch(mode=0o600)
     path.write_text(path.name * 32)
     return {"tier_key_file": str(path)}
@@ -162,7 +162,7 @@ def test_r18_the_next_engine_finds_what_was_put_if_it_has_the_same_key(
 
 
 def forge(folder: Path, key: TierKey | None) -> None:
-    """Replace every block's bytes, and the index by one with checksums of these bytes."""
+    """Replace the bytes of every block, and replace the index by one with matching checksums."""
     size = slot_bytes("full")
     with open_folder(folder) as opened, (folder / "slots0").open("r+b") as file:
         found = load_index(opened, 2**20, key)
@@ -181,11 +181,11 @@ def test_r17_blocks_that_were_forged_with_their_checksums_are_not_served_if_ther
 ) -> None:
     key, extra = TierKey(b"a" * 32) if has_key else None, key_file(tmp_path / "a") if has_key else {}
     leave_on_disk(start(extra={**extra}))
-    start(folder="another")  # so that the first one has ended
+    start(folder="another")  # This ends the first engine.
     [folder] = tmp_path.glob("disk/*/replica0")
     forge(folder, None if key is None else key.of(folder.parent.name))
     made = start(extra={**extra})
-    with nullcontext() if has_key else pytest.raises(AssertionError):  # of the tokens
+    with nullcontext() if has_key else pytest.raises(AssertionError):  # The tokens differ.
         made.run(PROMPT)
     assert (copied(made, Direction.LOAD) > 0) is not has_key
 
@@ -193,7 +193,7 @@ def test_r17_blocks_that_were_forged_with_their_checksums_are_not_served_if_ther
 def test_the_key_is_in_no_file_and_no_log_line(start: StartEngine, tmp_path: Path) -> None:
     with capture_logs() as lines:
         leave_on_disk(start(extra={**key_file(tmp_path / "a"), "journal_path": str(tmp_path / "journal")}))
-        start(folder="another")  # so that the first one has ended
+        start(folder="another")  # This ends the first engine.
     texts = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert texts.pop("a") == b"a" * 32
     assert {"journal", "identity.json", "index", "slots0"} <= set(texts)
@@ -210,7 +210,7 @@ def test_r18_files_of_other_weights_under_this_ones_name_are_not_served_if_there
     key = key_file(tmp_path / "a") if has_key else {}
     leave_on_disk(start(extra={**key, "weights_id": "one"}))
     start(extra={**key, "weights_id": "two"})
-    start(folder="another")  # so that both have ended
+    start(folder="another")  # This ends both engines.
     one, two = sorted(tmp_path.glob("disk/*/replica0"), key=lambda path: path.parent.stat().st_ctime_ns)
     shutil.rmtree(two)
     one.rename(two)
@@ -231,7 +231,7 @@ def test_r18_nothing_of_before_a_reset_is_found_now_or_after_a_restart(start: St
 
 
 def test_r18_what_is_put_after_a_reset_is_for_this_process_alone(start: StartEngine) -> None:
-    """A reset may follow an update of the weights in memory; the next process begins with those on disk."""
+    """A reset may follow an update of the weights in memory, but the next process loads those on disk."""
     made = start()
     assert made.offload.reset()
     leave_on_disk(made)
@@ -401,7 +401,7 @@ def test_r16_a_rank_that_never_reports_a_job_on_the_disk_costs_its_places_and_no
 
 
 def idle_s(made: Rig) -> float:
-    """Step as long as the engine asks for it; return for how long that was."""
+    """Step as long as the engine has work; return the seconds."""
     began = made.clock.monotonic()
     made.drain()
     return made.clock.monotonic() - began

@@ -1,7 +1,9 @@
-"""Engines that end by SIGKILL or SIGTERM at random moments: the next one on their disk finds each block that was put, and answers right.
+"""Ends engines by SIGKILL or SIGTERM at random moments.
 
-With `counting`, a model that only counts stands in for the transformer, so that nothing but the scheduler's and the workers' sides
-works. `make disk-kills` makes 200 such ends and 20 of the engine with its model.
+The next engine finds each block on their disk, and its answers are right.
+
+With `counting`, a model that only counts replaces the transformer, so that almost all time is spent in the scheduler's
+and workers' sides. `make disk-kills` runs 200 such kills and 20 with the real model.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ class Served:
             self.fetched += event.blocks
 
     def run(self, prompt: Sequence[int]) -> None:
-        """Serve one request that finds nothing on the device; its tokens are right."""
+        """Serve one request with an empty device cache, and check its tokens."""
         assert self.engine.pool.reset_prefix_cache()
         stream = self.engine.submit(prompt, SamplingParams(NEW_TOKENS))
         while self.engine.has_work:
@@ -87,7 +89,7 @@ class Served:
 
 
 def serve(folder: Path, seed: int, to_test: Connection, records: Connection, counting: bool) -> None:
-    """Serve until killed, or told to stop; say what the index has, each record, and each answer."""
+    """Serve until killed or stopped. Report the contents of the index, each record, and each answer."""
     stops = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stops.set())
     say_records(records)
@@ -100,7 +102,7 @@ def serve(folder: Path, seed: int, to_test: Connection, records: Connection, cou
 
 
 def say_records(to_test: Connection) -> None:
-    """Send each invalidation before it is written, and each put after."""
+    """Report each invalidation before it is written, and each put after."""
     real = IndexLog.append
 
     def append(self: IndexLog, records: Sequence[DiskRecord]) -> None:
@@ -116,10 +118,10 @@ def say_records(to_test: Connection) -> None:
 
 
 class Lives:
-    """Processes that live one after the other on one folder.
+    """Processes that use one folder, one after the other.
 
     Attributes:
-        held: by slot, the key that was put last and not invalidated since.
+        held: for each slot, the key of its last put, unless it was invalidated since.
         fetched: blocks that came from the disk.
     """
 
@@ -129,7 +131,7 @@ class Lives:
         self.fetched = self.restored = 0
 
     def live(self, seed: int) -> None:
-        """One life: it finds what must be there, answers a while, and is ended."""
+        """Run one process: check what it finds, let it serve for a while, and end it."""
         random = Random(f"life {seed}")
         from_engine, to_test = self._context.Pipe(duplex=False)
         from_index, records = self._context.Pipe(duplex=False)
@@ -147,7 +149,7 @@ class Lives:
         assert not lost, f"{len(lost)} blocks were put, not invalidated, and are not found"
         self.restored += len(found)
         answers = [from_engine.recv() for _ in range(random.choice([0, 1, random.randrange(_MOST_ANSWERS)]))]
-        while not (found or noted):  # the first life leaves something to be found
+        while not (found or noted):  # The first process must leave something to be found.
             answers.append(from_engine.recv())
         self._end(process, random.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
         _collect(from_engine, answers)
@@ -167,7 +169,7 @@ class Lives:
 
 
 def _collect(source: Connection, into: list[Any]) -> None:
-    """Take all that comes, until the other end is gone."""
+    """Take all messages until the other end is closed."""
     try:
         while True:
             into.append(source.recv())

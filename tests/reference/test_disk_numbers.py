@@ -1,4 +1,4 @@
-"""What an operator sees of the disk: each number has its tier, and the invariants hold for each of them."""
+"""The disk's metrics for operators: each has a tier label, and each tier's sums are right."""
 
 from __future__ import annotations
 

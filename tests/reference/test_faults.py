@@ -1,4 +1,4 @@
-"""What breaks stays small: the engine goes on, with the same output, and says what happened."""
+"""Faults inside kvoffload: the engine continues with the same output, and the fault is logged."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HANDLED = (
     facts.JobOverdue,
     facts.CacheReset,
 )
-PARTS = (  # in the middle of a handler, when other state has changed already
+PARTS = (  # In the middle of a handler, after other state has changed.
     "_hits.drop",
     "_loads.allocated",
     "_loads.reported",
@@ -58,7 +58,7 @@ def boom(*_: object, **__: object) -> Any:  # noqa: ANN401  # stands in for anyt
 
 
 def break_core(made: Rig, what: str | type[facts.Fact]) -> None:
-    """From now on this part of the core raises, whenever it is called."""
+    """Make this part of the core raise at every call from now on."""
     if isinstance(what, type):
         replace_handler(made.offload.bus, what, boom)
         return
@@ -76,7 +76,7 @@ def break_core(made: Rig, what: str | type[facts.Fact]) -> None:
 def test_the_engine_goes_on_when_the_core_raises(
     what: str | type[facts.Fact], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Stores and loads are open, one request waits for a load; then a part of the core breaks for good."""
+    """Stores and loads are open, and one request waits for a load. Then a part of the core raises at every call."""
     with rig(num_blocks=200, step_tokens=8) as made:
         made.run(text(1, 25), 6)
         made.run(text(2, 25), 6)
@@ -106,7 +106,7 @@ def test_the_engine_goes_on_when_the_core_raises(
 
 
 def tick(made: Rig, seconds: float = STEP_S) -> None:
-    """As `step`, but our own invariants are broken here."""
+    """Like `step`, without checking our invariants, which are broken here."""
     made.engine.step()
     made.pass_time(seconds)
     assert made.engine.audit() == []
@@ -190,7 +190,7 @@ def test_a_counter_that_raises_is_removed_and_counted(caplog: pytest.LogCaptureF
 def test_the_engine_goes_on_when_the_portals_thread_is_gone(
     kind: str,
 ) -> None:
-    """The engine's own thread starts loads, which still arrive; stores fail, and no request waits for them."""
+    """The engine's own thread starts loads, which still work. Stores fail, and no request waits for them."""
     with rig(kind) as made:
         made.run(text(1, 25), 6)
         made.forget_device()
@@ -238,13 +238,13 @@ def test_bad_settings_end_the_start_with_one_error_and_nothing_half_started(
     with pytest.raises(ConfigError, match=problem):
         Engine(config_of("full", **options), plugin, clock=lambda: 0.0)
     assert_no_threads_but(before)
-    gc.collect()  # a task that was left behind would say so here
+    gc.collect()  # A task that was left behind would be reported here.
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def assert_no_threads_but(before: set[threading.Thread]) -> None:
     for thread in set(threading.enumerate()) - before:
-        thread.join(PATIENCE_S)  # it was asked to end, and takes its time
+        thread.join(PATIENCE_S)  # It was asked to end, which takes some time.
         assert not thread.is_alive(), thread
 
 
@@ -276,7 +276,7 @@ def test_a_journal_is_written_and_released(tmp_path: Path) -> None:
     from kvoffload.telemetry.records import read_journal
 
     path = tmp_path / "journal"
-    for _ in range(2):  # the second engine could not claim a file that the first still holds
+    for _ in range(2):  # The second engine could not lock a file that the first one still holds.
         engine = Engine(
             config_of("full", extra={"journal_path": str(path)}), ReferencePlugin(), clock=lambda: 0.0
         )

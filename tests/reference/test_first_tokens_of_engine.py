@@ -1,4 +1,4 @@
-"""Times to first token on the reference engine: what the plugin counts is what the engine knows, up to a step."""
+"""The plugin's times to first token agree with the engine's, up to one step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`verify`: what rots in host memory is computed again and never served, on whichever rank it rots."""
+"""`verify`: corrupt host memory is computed again and never served, on any rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROMPT = text(1, 30)
 
 
 def reload(made: Rig, new_tokens: int = 4) -> list[int]:
-    """Run the prompt, which the device has forgotten, and compare its tokens; return the slots that were to be read."""
+    """Run the prompt, which is not on the device, and compare its tokens; return the slots of the load."""
     slots: list[int] = []
     made.offload.bus.count(LoadScheduled, lambda event: slots.extend(event.slots))
     made.forget_device()
@@ -27,7 +27,7 @@ def flip(made: Rig, slot: int, rank: int = 0, *, bit: int = 3, page: int = 0) ->
 
 
 def spoil(made: Rig, slots: Sequence[int], rank: int = 0) -> None:
-    """Other bytes in every page."""
+    """Overwrite every page of these slots."""
     arena = made.workers[rank].pump._arena
     for slot in slots:
         for region in range(len(arena.layout.regions)):
@@ -56,7 +56,7 @@ def test_one_flipped_bit_is_found_counted_and_computed_again(
 
 
 def test_the_next_lookup_misses_because_of_it() -> None:
-    """The request whose load was corrupt is gone before it could compute the block again."""
+    """The request with the corrupt load is aborted before it computes the block again."""
     with rig(extra={"verify": "full"}) as made:
         on_host_only(made, PROMPT)
         flip(made, reload(made)[2])
@@ -71,9 +71,10 @@ def test_the_next_lookup_misses_because_of_it() -> None:
         loaded = made.count("load_blocks", "loaded")
         reload(made)
         assert made.count("miss_blocks", "corrupt") == 1
-        assert made.count("load_blocks", "loaded") == loaded + 2  # those before it
+        assert made.count("load_blocks", "loaded") == loaded + 2  # the blocks before it
         loaded = made.count("load_blocks", "loaded")
-        assert len(reload(made)) == made.count("load_blocks", "loaded") - loaded > 2  # it was stored anew
+        # The block was stored again.
+        assert len(reload(made)) == made.count("load_blocks", "loaded") - loaded > 2
         made.assert_clean()
 
 
@@ -91,7 +92,7 @@ def test_a_sample_finds_what_was_written_over(kind: str, verify: str) -> None:
 
 
 def test_off_finds_nothing() -> None:
-    """The control: without checksums the same damage is served."""
+    """A control: without checksums, the same corruption is served."""
     with rig() as made:
         on_host_only(made, PROMPT)
         spoil(made, reload(made))
@@ -119,7 +120,7 @@ def test_of_two_ranks_one_that_rots_is_enough(rotten: tuple[int, ...]) -> None:
 
 
 def test_two_requests_of_one_prefix_both_get_right_tokens() -> None:
-    """One loads and one waits for it (R14); the load is corrupt."""
+    """One request loads, and the other waits for it (R14). The load is corrupt."""
     with rig(extra={"verify": "full"}) as made:
         on_host_only(made, PROMPT)
         flip(made, reload(made)[2])
@@ -177,7 +178,7 @@ def test_a_check_that_never_ends_is_recomputed_and_its_memory_is_abandoned() -> 
         made.submit(PROMPT, 3)
         made.step()
         made.pass_time(1.1 * TIMEOUT_S)
-        made.portal.executor._work.popleft()  # it never comes
+        made.portal.executor._work.popleft()  # The call is lost.
         made.portal.executor.release()
         made.drain()
         lost = made.engine.statistics().leased_blocks
@@ -209,7 +210,7 @@ def test_the_engine_closes_while_a_load_is_being_checked() -> None:
     made.submit(PROMPT, 3)
     made.step()
     arena = made.workers[0].pump._arena
-    made.close()  # it waits for the time-out, and leaves the memory to copies that may still read it
+    made.close()  # It waits for the timeout, and does not free the memory, which copies may still read.
     assert arena.ready_slots > 0
 
 

@@ -1,4 +1,7 @@
-"""Conversations over host memory that keeps rotting, with aborts, preemptions and resets: the tokens stay what they are."""
+"""Conversations while host memory keeps getting corrupted, with aborts, preemptions and resets.
+
+The tokens stay the same.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ STORED = (SlotState.READY, SlotState.PINNED)
 
 
 class RottingTalk(Talk):
-    """In any step a stored block may rot on any rank, and the reading of checksums may stand still for a while."""
+    """In any step, a stored block may be corrupted on any rank, and computing checksums may pause."""
 
     def disturb(self) -> None:
         super().disturb()
@@ -36,7 +39,7 @@ class RottingTalk(Talk):
 
 
 def talk(made: Rig, seed: int) -> None:
-    # With recurrent layers loads are rarer: a hit must end at one of the few states.
+    # With recurrent layers loads are rarer, because a hit must end at one of the few states.
     RottingTalk(made, seed).hold_it(turns=40 if made.kind == "recurrent" else 20)
     made.portal.executor.release()
     made.drain()
@@ -61,5 +64,5 @@ def test_output_is_the_same_while_host_memory_rots(kind: str, ranks: int) -> Non
         made.assert_outputs()
         corrupt, loaded = (made.count("load_blocks", outcome) for outcome in ("corrupt", "loaded"))
         assert corrupt > 0 < loaded
-        # Less often than found: two loads may read one slot.
+        # The count is lower than the number of corruptions found, because two loads may read one slot.
         assert made.offload.gauges()["kvoffload_slots"]["host", "quarantined"] > 0

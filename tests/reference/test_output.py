@@ -1,4 +1,4 @@
-"""Output with offloading equals output without, whatever happens to requests on the way."""
+"""The output with offloading equals the output without, whatever happens to requests."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TURNS = 3
 
 
 class Talk:
-    """Conversations that take turns, with aborts, preemptions, resets and slow copies in the mix."""
+    """Conversations with aborts, preemptions, resets and slow copies."""
 
     def __init__(self, rig: Rig, seed: int) -> None:
         self.rig = rig
@@ -67,7 +67,7 @@ class Talk:
         self.rig.drain()
 
     def say(self) -> None:
-        """A prompt that continues a conversation; the same one again may be open."""
+        """Continue a conversation. The same prompt may already be open."""
         conversation, length = self.random.randrange(4), self.random.randrange(3, 26)
         self.open.append(self.rig.submit(text(conversation, length), self.random.randrange(1, 6)))
         self.turns += 1
@@ -111,7 +111,7 @@ def test_output_is_the_same_with_aborts_preemptions_and_resets(
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_agree_with_the_engines_own(kind: str, policy: str) -> None:
-    """Nothing is aborted or preempted here, so each token of each prompt is counted by both sides."""
+    """Nothing is aborted or preempted, so both sides count each token of each prompt."""
     with rig(kind, store_policy=policy, num_blocks=TIGHT[kind] * 2, step_tokens=8, ranks=2) as made:
         for turn in (8, 16, 24):
             for conversation in range(4):
@@ -135,7 +135,7 @@ def test_numbers_agree_with_the_engines_own(kind: str, policy: str) -> None:
 
 
 async def _answer(engine: Engine, prompt: Sequence[int]) -> list[Token]:
-    """The answer, when what it left for the plugin to do is done too."""
+    """Return the answer, after the plugin's remaining work has ended."""
     tokens = [token async for token in engine.submit(prompt, SamplingParams(4))]
     while engine.has_work:  # noqa: ASYNC110  # the engine's own task sets no event for this
         await asyncio.sleep(0)
@@ -157,10 +157,11 @@ async def test_the_plugin_is_found_or_made(
     config = config_of(kind, num_blocks=TIGHT[kind] + 1, step_tokens=8)
     async with Engine(config, plugin) as engine:
         offload = engine._plugin._offload  # type: ignore[attr-defined]  # it is ours
-        while offload.core.state.pool.capacity == 0:  # host memory is made ready in the background
+        while offload.core.state.pool.capacity == 0:  # Host memory is prepared in the background.
             await _answer(engine, text(9, 3))
         answers = [await _answer(engine, prompt) for prompt in prompts]
-        # On a busy machine copies fall behind steps, and so few blocks decline the state that a hit needs: then once more.
+        # On a busy machine, copies fall behind steps, and with so few blocks the state that a hit needs is declined.
+        # Try again.
         while not (hits := _hits(offload)) and len(answers) < 10 * len(prompts):
             answers += [await _answer(engine, prompt) for prompt in prompts]
         assert hits
@@ -175,7 +176,7 @@ async def test_the_plugin_is_found_or_made(
 
 
 class _Flips(GatedCopier):
-    """Turns the sign of every number in the first piece of each load, and says that all went well."""
+    """Negates every number in the first piece of each load, and reports success."""
 
     def submit(self, direction: Direction, runs: CopyRuns, fences: Sequence[Fence]) -> GatedTicket:
         ticket = super().submit(direction, runs, fences)
@@ -189,7 +190,7 @@ class _Flips(GatedCopier):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_corrupted_block_is_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: were a wrong byte loaded, these tests would know."""
+    """A control: these tests detect a wrong byte."""
     monkeypatch.setattr("tests.reference.rig.GatedCopier", _Flips)
     with rig(kind) as made:
         made.run(text(1, 30), 6)

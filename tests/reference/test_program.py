@@ -1,4 +1,4 @@
-"""Any program of requests, aborts, preemptions, resets and misbehaving copies: same output, and nothing left behind."""
+"""Random programs of requests, aborts, preemptions, resets and faulty copies leave the output unchanged."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tests.engine.tiny import assert_same
 from tests.reference.rig import KINDS, TIMEOUT_S, TOLERANCE, Rig, plain, text
 
 BASES = 3
-OPEN = 8  # requests at a time
+OPEN = 8  # the most requests at a time
 TIGHT = {
     "full": 10,
     "sliding_window": 24,
     "chunked_local": 20,
     "recurrent": 14,
-}  # blocks that let the longest request through
+}  # pool sizes with room for the longest request
 
 
 class Program(RuleBasedStateMachine):
-    """The engine with the plugin, against the engine alone."""
+    """An engine with the plugin, compared with an engine without it."""
 
     rig: Rig
 
@@ -33,7 +33,7 @@ class Program(RuleBasedStateMachine):
         super().__init__()
         self.open: list[tuple[tuple[int, ...], int, TokenStream]] = []
         self.said: list[tuple[int, ...]] = []  # prompts with their answers, to be continued
-        self.stranded: list[GatedTicket] = []  # the test will not end them before the end
+        self.stranded: list[GatedTicket] = []  # copies that end only at the end of the test
 
     @initialize(
         kind=st.sampled_from(KINDS),
@@ -92,7 +92,7 @@ class Program(RuleBasedStateMachine):
 
     @rule()
     def device_forgets(self) -> None:
-        self.rig.engine.pool.reset_prefix_cache()  # if no request uses it
+        self.rig.engine.pool.reset_prefix_cache()  # only if no request uses it
 
     @rule(count=st.integers(1, 6))
     def steps(self, count: int) -> None:
@@ -127,7 +127,7 @@ class Program(RuleBasedStateMachine):
 
     @rule(part=st.sampled_from([0.4, 1.1]))
     def time_passes(self, part: float) -> None:
-        """What is open for longer than the time-out is abandoned, whether or not it ends later."""
+        """Copies that are open for longer than the timeout are abandoned, whether or not they end later."""
         if part > 1:
             self.stranded += self.running()
         self.rig.pass_time(part * TIMEOUT_S)
@@ -136,7 +136,7 @@ class Program(RuleBasedStateMachine):
 
     @property
     def has_lost_blocks(self) -> bool:
-        """Whether copies were abandoned, so that a request may need more than the device has left."""
+        """Return whether copies were abandoned, so that the device may lack blocks for a request."""
         abandoned = (self.rig.count(name, "abandoned") for name in ("store_blocks", "load_blocks"))
         return any(abandoned)
 
@@ -146,7 +146,7 @@ class Program(RuleBasedStateMachine):
     # -- what must hold -----------------------------------------------------------------------------------------
 
     def collect(self) -> None:
-        """Compare those that have ended."""
+        """Compare the answers of requests that have ended."""
         for entry in tuple(self.open):
             prompt, new, stream = entry
             if stream.request_id in self.rig.engine._open:
@@ -179,7 +179,7 @@ class Program(RuleBasedStateMachine):
         assert bool(self.stranded) >= bool(lost)
         self.rig.assert_clean(lost_blocks=len(lost))
         for ticket in self.stranded:
-            ticket.finish()  # abandoned copies write where no request reads
+            ticket.finish()  # Abandoned copies write to memory that no request reads.
         self.stranded.clear()
         self.hear_late_ends()
         for base in range(BASES):
@@ -191,14 +191,14 @@ class Program(RuleBasedStateMachine):
         assert not any(slots["host", state] for state in ("filling", "pinned", "draining"))
 
     def hear_late_ends(self) -> None:
-        """Copies that were abandoned are asked seldom. With `lazy` these steps may begin stores of their own."""
+        """Abandoned copies are queried rarely. With `lazy`, these steps may start further stores."""
         for _ in range(3):
             self.rig.step(TIMEOUT_S / 4)
         self.rig.drain()
 
 
 def answer(stream: TokenStream) -> tuple[list[Token], EngineError | None]:
-    """The tokens so far, and what ended them early."""
+    """Return the tokens so far, and the error that ended the request early, if any."""
     found: list[Token] = []
     while not stream._arrived.empty():
         item: Any = stream._arrived.get_nowait()

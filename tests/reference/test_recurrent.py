@@ -1,4 +1,4 @@
-"""Recurrent layers with offloading: states go to the host and come back, and shared prefixes are found by theirs."""
+"""Recurrent layers with offloading: states are stored and loaded, and shared prefixes are found by their states."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ PROMPT = text(1, 8 * BLOCK + 1)
 
 
 def sharers(count: int) -> list[tuple[int, ...]]:
-    """Prompts with one beginning and tails of their own."""
+    """Return prompts with a common beginning and different tails."""
     return [(*text(0, PREFIX), *text(100 + number, 2 * BLOCK + 1)) for number in range(count)]
 
 
 def found_one_by_one(made: Rig, prompts: Sequence[tuple[int, ...]]) -> list[int]:
-    """The tokens that each finds on the host; the device forgets everything between any two."""
+    """Return how many tokens each prompt finds on the host. The device's cache is reset between them."""
     found = []
     for prompt in prompts:
         made.forget_device()
@@ -33,7 +33,7 @@ def found_one_by_one(made: Rig, prompts: Sequence[tuple[int, ...]]) -> list[int]
 
 @pytest.mark.parametrize(("are_on", "found"), [(True, PREFIX), (False, 0)])
 def test_a_shared_prefix_is_found_from_the_third_request_on(are_on: bool, found: int) -> None:
-    """The host has its blocks of attention from the first on; only the engine can make the state at its end."""
+    """The first request stores the attention blocks, but only the engine can make the state at the prefix's end."""
     with rig("recurrent", step_tokens=64, extra={"recurrent_prefix_boundaries": are_on}) as made:
         assert found_one_by_one(made, sharers(6)) == [0, 0, *[found] * 4]
         assert made.counts().total("kvoffload_prefix_boundaries_asked_total") == int(are_on)
@@ -43,7 +43,7 @@ def test_a_shared_prefix_is_found_from_the_third_request_on(are_on: bool, found:
 
 
 def steps_with_tokens(made: Rig, prompt: tuple[int, ...]) -> int:
-    """In how many steps a prompt is computed."""
+    """Return in how many steps a prompt is computed."""
     with mock.patch.object(made.engine.runner, "launch", wraps=made.engine.runner.launch) as launch:
         made.forget_device()
         made.run(prompt, 1)
@@ -56,7 +56,7 @@ def test_a_boundary_costs_one_step_once_and_nothing_where_no_prefix_is_shared() 
     for are_on in (False, True):
         with rig("recurrent", step_tokens=64, extra={"recurrent_prefix_boundaries": are_on}) as made:
             costs[are_on] = [steps_with_tokens(made, prompt) for prompt in prompts]
-    assert costs[False] == [2] * 8  # up to the last whole block, and the rest
+    assert costs[False] == [2] * 8  # one step up to the last whole block, and one for the rest
     assert costs[True] == [2, 3, *[2] * 6]
 
 
@@ -73,7 +73,7 @@ def test_a_load_brings_the_last_state_alone() -> None:
 
 
 def test_states_of_zeros_are_noticed() -> None:
-    """Were states not read, or wrong ones as good, equal tokens would say nothing."""
+    """A control: a wrong state changes the tokens."""
     with rig("recurrent") as made:
         on_host_only(made, PROMPT)
         core = made.offload.core.state
@@ -88,7 +88,7 @@ def test_states_of_zeros_are_noticed() -> None:
 
 
 def test_a_state_that_is_stored_before_the_forward_pass_is_noticed() -> None:
-    """Its block has its key by then, but not its bytes."""
+    """The block already has its key, but not its bytes."""
     start_loads, start_stores = ReferenceWorker.start_loads, ReferenceWorker.start_stores
 
     with rig("recurrent") as made:

@@ -1,4 +1,4 @@
-"""Rules R9, R10, R14 and R16, once more with a whole engine in the loop: loads that fail, are shared, or never end."""
+"""Rules R9, R10, R14 and R16 with a whole engine: loads that fail, are shared, or never end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_failed_load_is_recomputed_and_not_tried_again(kind: str, how: str) ->
         assert made.count("miss_blocks", "load_failed") == 1
         made.assert_outputs()
         made.forget_device()
-        made.run(text(1, 30), 3)  # what failed is gone, and what was computed again is there again
+        made.run(text(1, 30), 3)  # The failed blocks were removed, and the recomputed ones stored.
         assert made.count("load_blocks", "loaded") > 0
         made.assert_clean()
 
@@ -58,7 +58,7 @@ def test_after_a_failed_load_a_request_never_loads_again_though_the_host_has_it(
         made.release()
         while stream.stats.generated_tokens < 4 or made.engine.pool.leased_blocks:
             made.step()
-        assert len(made.offload.core.state.pool.index) >= 6  # it was computed and stored again
+        assert len(made.offload.core.state.pool.index) >= 6  # The blocks were computed and stored again.
         assert made.engine.preempt(stream.request_id)
         made.forget_device()
         made.drain()
@@ -78,7 +78,7 @@ def test_a_load_that_one_rank_fails_is_recomputed_when_the_other_has_ended() -> 
         quick.open_tickets[0].fail()
         for _ in range(3):
             made.step()
-            assert made.engine.statistics().loading == 1  # the other rank still writes to its blocks
+            assert made.engine.statistics().loading == 1  # The other rank still writes to its blocks.
         slow.open_tickets[0].finish()
         made.release()
         made.drain()
@@ -89,7 +89,7 @@ def test_a_load_that_one_rank_fails_is_recomputed_when_the_other_has_ended() -> 
 
 @pytest.mark.parametrize(
     ("refusal", "loaded_tokens"),
-    [("refuse_submit", 0), ("refuse_fence", 28)],  # a fence is taken again when the load is submitted
+    [("refuse_submit", 0), ("refuse_fence", 28)],  # Submitting the load records another fence.
 )
 def test_copies_that_cannot_be_started_fail(refusal: str, loaded_tokens: int) -> None:
     with rig() as made:
@@ -165,7 +165,7 @@ def test_many_requests_with_one_prefix_load_it_once(kind: str) -> None:
             made.step()
         assert made.engine.statistics().loading == 1
         assert made.count("lookups_deferred", "others_load") > 0
-        assert made.count("pin_dropped_blocks", "looked_up_again") == 0  # who waits pins nothing
+        assert made.count("pin_dropped_blocks", "looked_up_again") == 0  # A waiting request pins nothing.
         made.release()
         made.drain()
         assert sum(stream.stats.external_tokens > 0 for stream in streams) == 1
@@ -217,10 +217,10 @@ def test_a_load_that_never_ends_is_recomputed_and_its_memory_is_abandoned(kind: 
         assert lost == made.count("load_blocks", "abandoned")
         assert made.offload.gauges()["kvoffload_slots"]["host", "quarantined"] == lost
         assert made.engine.has_work is False
-        for n in range(12):  # overwrite whatever can be had, on both sides
+        for n in range(12):  # Overwrite all memory that can be allocated, on both sides.
             made.run(text(50 + n, 60), 2)
         made.assert_clean(lost_blocks=lost)
-        stuck.finish()  # it still writes to its target
+        stuck.finish()  # The copy still writes to its target.
         for _ in range(3):
             made.step(TIMEOUT_S / 4)
         for n in range(12):

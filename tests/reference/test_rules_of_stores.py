@@ -1,4 +1,4 @@
-"""Rules R1, R3, R6 and R7, once more with a whole engine in the loop: pins, stores, windows and tight pools."""
+"""Rules R1, R3, R6 and R7 with a whole engine: pins, stores, windows and small pools."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ LOCAL = ("sliding_window", "chunked_local")
 
 
 def test_what_a_waiting_request_has_found_is_not_evicted_by_the_stores_of_many_others() -> None:
-    """The lookup found six blocks, but the device has none to load them to; meanwhile others store and evict."""
+    """The lookup found six blocks, but the device has no room for them. Meanwhile other requests store and evict."""
     with rig(num_blocks=17, host_blocks=8, step_tokens=64) as made:
         on_host_only(made, text(1, 25))
-        made.submit(text(9, 3), 30)  # grows, and needs nine of the sixteen blocks in the end
+        made.submit(text(9, 3), 30)  # It grows to nine of the sixteen blocks.
         for n in range(4):
             made.submit(text(10 + n, 4), 2 + 2 * n)
         waiting = made.submit(text(1, 25), 2)
@@ -49,7 +49,7 @@ def test_what_a_waiting_request_has_found_is_not_evicted_by_the_stores_of_many_o
 @pytest.mark.parametrize("kind", LOCAL)
 @pytest.mark.parametrize("seed", range(2))
 def test_freed_window_blocks_are_never_stored_under_their_old_keys(kind: str, seed: int) -> None:
-    """Stores stay open for long, so offers of window blocks wait, while their ids are freed and allocated again."""
+    """Stores stay open for long, so that offers of window blocks wait while their ids are allocated again."""
     choose = random.Random(seed)
     with rig(kind, num_blocks=41, step_tokens=8) as made:
         prompts = [text(seed * 10 + n, 40 + 7 * n) for n in range(4)]
@@ -72,7 +72,7 @@ def test_freed_window_blocks_are_never_stored_under_their_old_keys(kind: str, se
 
 
 def test_a_block_whose_store_is_open_is_not_stored_again() -> None:
-    """The same prefix twice while its first store is open, and again after it ended (seen by `assert_exclusive`)."""
+    """The same prefix twice while its first store is open, and once after that (checked by `assert_exclusive`)."""
     with rig() as made:
         made.hold()
         first = made.submit(text(1, 20), 3)
@@ -106,7 +106,7 @@ def test_a_block_whose_store_was_abandoned_is_not_stored_again_while_that_copy_m
         made.release()
         for _ in range(3):
             made.step(TIMEOUT_S / 4)
-        made.run(text(1, 21), 3)  # once it has ended, they may
+        made.run(text(1, 21), 3)  # After the store has ended, they may be evicted.
         assert made.count("store_blocks", "stored") == lost
         made.assert_outputs()
         made.assert_clean()
@@ -118,7 +118,7 @@ def test_a_block_whose_store_was_abandoned_is_not_stored_again_while_that_copy_m
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_longest_request_passes_through_the_least_pool(kind: str, policy: str) -> None:
-    """Leases take part of the pool while stores are open; then the request waits for them, and for nothing else."""
+    """While stores are open, their leases take a part of the pool. The request waits only for these."""
     tokens = 100
     with rig(kind, num_blocks=200) as big:
         need = big.engine._capacity.request_blocks(tokens + 3)

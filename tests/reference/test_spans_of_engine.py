@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of the reference engine: its callers' traces go on."""
+"""OpenTelemetry spans of the reference engine continue the traces of its callers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies that never end take a bounded part of the device pool, and the engine goes on with the rest (R5, R16)."""
+"""Copies that never end take a limited part of the device pool, and the engine continues with the rest (R5, R16)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BLOCKS = 60
 
 
 def served(made: Rig, stream: TokenStream) -> bool:
-    """Step until a request has its answer, with time passing; False if that takes too long."""
+    """Step until a request has its answer, with time passing. Return False if that takes too long."""
     for _ in range(60):
         if stream.stats.finished_s is not None:
             return True
@@ -23,7 +23,7 @@ def served(made: Rig, stream: TokenStream) -> bool:
 def test_with_copies_that_all_hang_every_request_is_served_on_most_of_the_pool(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each conversation is asked twice, so that loads would be begun forever."""
+    """Each conversation's prompt is served twice, so that loads would be started again and again."""
     caplog.set_level("INFO")
     with rig(kind, num_blocks=BLOCKS, step_tokens=32) as made:
         for seed in range(3):
@@ -34,7 +34,8 @@ def test_with_copies_that_all_hang_every_request_is_served_on_most_of_the_pool(
         for number in range(24):
             assert served(made, made.submit(text(number % 6, 17), 3))
             lost.append(made.offload.gauges()["kvoffload_abandoned_device_blocks"][()])
-        assert lost[12:] == [lost[12]] * 12  # only what was under way when the first copies were abandoned
+        # Only the copies that were running when the first copies were abandoned are lost.
+        assert lost[12:] == [lost[12]] * 12
         gauges = made.offload.gauges()
         abandoned = gauges["kvoffload_abandoned_device_blocks"][()]
         assert gauges["kvoffload_copies_stalled"][()]

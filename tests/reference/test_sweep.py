@@ -1,4 +1,4 @@
-"""Each call inside the core raises once, in an engine that runs: it goes on, with the same output, and nothing stays leased."""
+"""Each call inside the core raises once while an engine runs. The output stays the same, and no block stays leased."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENGINES: dict[str, tuple[str, Options]] = {
     "window, two ranks": ("sliding_window", {"num_blocks": 120, "step_tokens": 16, "ranks": 2}),
 }
 
-LATE_S = 2.0  # what was abandoned is looked at less often
+LATE_S = 2.0  # longer, because abandoned copies are queried rarely
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def no_logs() -> Iterator[None]:
 
 
 def live(made: Rig) -> None:
-    """Requests that are stored, loaded, shared, preempted and aborted, a reset, and copies that end late."""
+    """Run requests that are stored, loaded, shared, preempted and aborted, a reset, and copies that end late."""
     made.submit(text(1, 25), 3)
     turns(made, 12)
     made.engine.pool.reset_prefix_cache()
@@ -61,7 +61,7 @@ def turns(made: Rig, count: int) -> None:
 
 
 def problems_at_end(made: Rig) -> list[str]:
-    """Step until the engine has nothing left to do, in less time than any time-out; return what is left."""
+    """Step until the engine has nothing left to do, in less time than any timeout; return the remaining problems."""
     for _ in range(60):
         if not made.engine.has_work:
             break
@@ -77,7 +77,7 @@ def problems_at_end(made: Rig) -> list[str]:
 
 
 def trial(make: Callable[[], Rig], place: Place) -> list[str]:
-    """Return what is wrong after the core raised there."""
+    """Return the problems after the core has raised at this place."""
     made = make()
     try:
         with raising(place):

@@ -1,6 +1,7 @@
-"""In place of Mooncake's client, `mooncake/store.py` of a folder that a test puts on the path of the client's process.
+"""A fake of Mooncake's client. A test puts it as `mooncake/store.py` on the import path of the client's process.
 
-Its values are files there. It notes each call with the process that makes it, and does what the test has ordered for that call.
+Its values are files in the same folder. It records each call and its process, and then behaves as the test has set for
+this call.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ _NOT_FOUND = -704
 
 
 def _arrive(call: str) -> int:
-    """Note the call; return its code, if an order lets it return."""
+    """Record the call; return its code, unless the call must hang or crash."""
     with (_FOLDER / "calls").open("a") as log:
         log.write(f"{os.getpid()} {call}\n")
     order = _FOLDER / "orders" / call
     what = order.read_text() if order.exists() else ""
     if what == "hang":
-        ctypes.PyDLL(None).pause()  # with the interpreter's lock, as the real client does where it connects
+        ctypes.PyDLL(None).pause()  # This keeps the GIL, as the real client does while it connects.
     elif what == "abort":
         os.abort()
     elif what == "kill":
@@ -75,7 +76,7 @@ class MooncakeDistributedStore:
     def batch_get_into(
         self, names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
-        """An order comes when half of each value has arrived."""
+        """The fault happens when half of each value has arrived."""
         values = [_file(name).read_bytes() if _file(name).exists() else None for name in names]
         for value, address, size in zip(values, addresses, sizes, strict=True):
             ctypes.memset(address, 0xA5, size)
@@ -88,7 +89,7 @@ class MooncakeDistributedStore:
     def batch_put_from(
         self, names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
-        """An order comes when half of the values are there, the last of them cut."""
+        """The fault happens when half of the values are stored, the last of them truncated."""
         values = [ctypes.string_at(address, size) for address, size in zip(addresses, sizes, strict=True)]
         some = len(values) // 2
         for name, value in zip(names[:some], values, strict=False):

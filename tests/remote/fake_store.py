@@ -1,4 +1,4 @@
-"""A store in memory whose answers the test gives; for what a real one cannot be made to do at will."""
+"""A store in memory that fails or answers as the test says."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tests.gates import ThreadGate
 
 
 class FakeStore:
-    """Has what was put.
+    """Keeps values in memory.
 
     Attributes:
-        values: by name.
-        fails: every call raises.
-        is_gone: every call raises that the connection has ended.
-        is_full: it takes no value.
-        gate: every call waits there, if there is one.
-        calls: what was called, in order.
-        registered: how many times memory was.
+        values: the values by name.
+        fails: whether every call raises.
+        is_gone: whether every call raises `RemoteGone`.
+        is_full: whether it accepts no values.
+        gate: if set, every call waits at this gate.
+        calls: the calls, in order.
+        registered: how often memory was registered.
     """
 
     def __init__(self) -> None:

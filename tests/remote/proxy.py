@@ -1,4 +1,4 @@
-"""An HTTP server before an S3 server, which is slow, silent, cut off or refuses as the test says."""
+"""An HTTP proxy before an S3 server, which can be slow, silent, cut answers off or refuse requests."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tests.gates import ThreadGate
 
 
 class Proxy(ThreadingHTTPServer):
-    """Passes requests on as they are, host and signature with them.
+    """Forwards requests unchanged, including the host and the signature.
 
     Attributes:
-        requests: method and path of each, in order.
-        refuse: returns the status that a method is answered with, None to pass it on.
-        gate: every request waits there, if there is one.
-        seconds: that each answer takes longer.
-        cuts: every answer ends in its middle, and the connection with it.
+        requests: the method and path of each request, in order.
+        refuse: returns the status to answer a method with, or None to forward the request.
+        gate: if set, every request waits at this gate.
+        seconds: how many seconds to delay each answer.
+        cuts: whether to cut every answer and its connection in the middle.
     """
 
     daemon_threads = True
@@ -34,7 +34,7 @@ class Proxy(ThreadingHTTPServer):
         self._thread.start()
 
     def restore(self) -> None:
-        """Do nothing but pass on."""
+        """Forward all requests from now on."""
         self.refuse: Callable[[str], int | None] = lambda _: None
         self.gate: ThreadGate | None = None
         self.seconds, self.cuts = 0.0, False
@@ -72,7 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(answer.status, answer.getheaders(), answer.read())
         upstream.close()
 
-    do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _serve  # names of the library's
+    do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _serve  # names that the library calls
 
     def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
         self.send_response_only(status)
@@ -85,7 +85,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.cuts:
             self.close_connection = True
             body = body[: len(body) // 2]
-        with suppress(OSError):  # who asked has gone
+        with suppress(OSError):  # The client has closed the connection.
             self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""An S3 server in memory, which counts requests and lists what the test says; for buckets too large or too odd for a real one."""
+"""An S3 server in memory, for buckets too large or too unusual for a real one. It counts requests."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _OBJECT = "<Contents><Key>{}</Key><Size>{}</Size><LastModified>2026-11-24T00:00:
 
 
 class S3Server(ThreadingHTTPServer):
-    """Has one bucket.
+    """An S3 server with one bucket.
 
     Attributes:
-        objects: by name; `put` keeps the names in order.
-        lists, gets: requests, by the names that they are for: where a listing begins, and what is read.
-        sizes: bytes that a listing claims of an object, where they are others than it has.
-        refuses: the status that a name's reads are answered with.
-        page: names that one request lists.
-        is_endless: every page of a listing is empty, and is followed by another one.
+        objects: the objects by name; `put` keeps the names sorted.
+        lists, gets: the requests: the names at which listings begin, and the names that are read.
+        sizes: sizes that listings report, for objects whose real size differs.
+        refuses: for some names, the status that reads are answered with.
+        page: the number of names in one listing.
+        is_endless: whether every page of a listing is empty and followed by another page.
     """
 
     daemon_threads = True
@@ -47,7 +47,7 @@ class S3Server(ThreadingHTTPServer):
         self._thread.start()
 
     def reach(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Have this process's environment reach it."""
+        """Set this process's environment to use this server."""
         monkeypatch.setenv("AWS_ENDPOINT", f"http://127.0.0.1:{self.server_port}")
         monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
         monkeypatch.setenv("AWS_REGION", "us-east-1")
@@ -125,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Last-Modified", "Tue, 24 Nov 2026 00:00:00 GMT")
         if content_range is not None:
             self.send_header("Content-Range", content_range)
-        with suppress(OSError):  # who asked has gone
+        with suppress(OSError):  # The client has closed the connection.
             self.end_headers()
             self.wfile.write(body)
 

@@ -1,4 +1,4 @@
-"""Real stores for the time of a test; without what they need, the test is skipped."""
+"""Real stores for tests. If something that they need is missing, the test is skipped."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvoffload.remote.local import LocalBucket, LocalMooncake, Server, free_port
 
 
 class Mooncake(LocalMooncake):
-    """A master, with these options, and one store node."""
+    """A master with these options, and one store node."""
 
     def __init__(self, folder: Path, *options: object, node_bytes: int = 2**28) -> None:
         if find_library("ibverbs") is None:
-            pytest.skip("needs ibverbs: make tools")  # as the mark `tools` has it
+            pytest.skip("needs ibverbs: make tools")  # the same reason as for the mark `tools`
         super().__init__(folder, node_bytes, options)
 
 
@@ -27,20 +27,20 @@ class Bucket(LocalBucket):
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """What must not be repeated."""
+        """Return texts that must not appear in messages."""
         return tuple(self.environment[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
 
     def reach(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Have this process's environment reach it."""
+        """Set this process's environment to use this server."""
         for name, value in self.environment.items():
             monkeypatch.setenv(name, value)
 
 
 class SecureBucket(Bucket):
-    """One with TLS, and a certificate that its own key has signed.
+    """A bucket with TLS and a self-signed certificate.
 
     Attributes:
-        certificate: where it is.
+        certificate: the path of the certificate.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -57,9 +57,9 @@ class SecureBucket(Bucket):
 
 
 def suspend(server: Server) -> None:
-    """Stop a process as on a machine that hangs."""
+    """Stop a process, as on a machine that hangs."""
     server.process.send_signal(signal.SIGSTOP)
-    os.waitpid(server.process.pid, os.WUNTRACED)  # until it has stopped
+    os.waitpid(server.process.pid, os.WUNTRACED)  # Wait until it has stopped.
 
 
 def resume(server: Server) -> None:

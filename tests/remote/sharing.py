@@ -1,4 +1,4 @@
-"""Engines that share a real store, for tests of what they find in it."""
+"""Engines that share a real store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATIENCE_S = 30.0
 
 
 class Served:
-    """A real engine with the plugin, on real threads, beside a real store."""
+    """A real engine with the plugin, on real threads, connected to a real store."""
 
     def __init__(self, url: str | None, kind: str = "full", *, ranks: int = 1, **extra: object) -> None:
         self.kind = kind
@@ -51,7 +51,7 @@ class Served:
             self.engine.step()
 
     def opened(self) -> Served:
-        """Serve on until each rank has reached the store and has its host memory: without it nothing is fetched."""
+        """Step until each rank has connected to the store and has its host memory. Before that nothing is fetched."""
         state = self.offload.core.state.remote
         assert state is not None
         self.step_until(
@@ -62,7 +62,7 @@ class Served:
         return self
 
     def run(self, prompt: Sequence[int] = PROMPT) -> None:
-        """Serve one request that finds nothing on the device."""
+        """Serve one request with an empty device cache."""
         assert self.engine.pool.reset_prefix_cache()
         stream = self.engine.submit(prompt, SamplingParams(NEW_TOKENS))
         while self.engine.has_work:

@@ -1,4 +1,4 @@
-"""Which addresses are refused, and what an operator reads about one."""
+"""Refused addresses, and warnings about addresses."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a real store's failures cost: its hits. Never a wrong token, a request that waits too long, or an end that does.
+"""A real store's failures cost only hits: no token is wrong, and no request or shutdown waits too long.
 
-`Served.run` compares every answer with an engine's without offloading, and every step ends in time or the test fails.
+`Served.run` compares every answer with that of an engine without offloading, and fails if a step takes too long.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ T = TypeVar("T")
 LOAD, STORE = Direction.LOAD, Direction.STORE
 SIZE = slot_bytes("full") + TRAILER_BYTES
 TIMEOUT_S = 1.5
-pytestmark = pytest.mark.timeout(240)  # of which a fault waits, and a busy machine
+pytestmark = pytest.mark.timeout(240)  # A fault takes a part of this, and the machine may be busy.
 PROMPTS = [text(seed, 10 * BLOCK) for seed in range(10, 14)]
 
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that is gone is noticed without a request, and what was written to a bucket is seen at once."""
+    """Notice quickly that a store is gone, even without requests, and find new packs in a bucket at once."""
     monkeypatch.setattr(remote_catalog, "LOOK_PERIOD_S", 0.05)
     monkeypatch.setattr("kvoffload.remote.bucket.LOOK_PERIOD_S", 0.0)
 
 
 @pytest.fixture
 def proxy(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """Between all engines and the bucket."""
+    """A proxy between all engines and the bucket."""
     bucket.reach(monkeypatch)
     made = Proxy(bucket.port)
     monkeypatch.setenv("AWS_ENDPOINT", made.endpoint)
@@ -85,11 +85,11 @@ def check_found(engine: Served, prompt: tuple[int, ...]) -> None:
 
 
 def meet(first: Served, second: Served) -> None:
-    """Serve other prompts until one engine finds what the other has shared."""
+    """Serve other prompts until one engine finds blocks that the other has shared."""
     had, ends = (
         second.copied(LOAD),
         time.monotonic() + 3 * PATIENCE_S,
-    )  # the breakers' pauses last longer each time
+    )  # The breakers' pauses get longer each time.
     for seed in itertools.count(100):
         assert time.monotonic() < ends
         for engine in (first, second):
@@ -103,7 +103,7 @@ def meet(first: Served, second: Served) -> None:
 def check_gone_and_back(
     first: Served, second: Served, fail: Callable[[], object], restore: Callable[[], object]
 ) -> list[dict[str, Any]]:
-    """Two engines share until the store fails, compute while it does, and share again after it; return what was logged."""
+    """Let two engines share, fail the store while they compute, then share again; return the log lines."""
     for prompt in PROMPTS[:2]:
         share(first, prompt)
     check_found(second, PROMPTS[0])
@@ -146,7 +146,7 @@ def test_r17_s3_that_fails_is_left_alone_and_used_again(
 
     lines = check_gone_and_back(first, second, fail, restore)
     reasons = " ".join(str(line.get("reason")) for line in lines)
-    # Of a call that hangs the client's own limit may come first.
+    # For a hanging call, the client's own time limit may come first.
     expected = {"unavailable": "503", "silent": "has not returned|Timeout"}.get(what, "")
     assert re.search(expected, reasons)
     assert not any(secret in str(lines) for secret in bucket.secrets)
@@ -196,11 +196,12 @@ def test_r17_mooncake_that_is_gone_is_left_alone_and_used_again(
 
 
 def test_r17_a_full_mooncake_store_takes_nothing_and_is_read(start: StartEngine, tmp_path: Path) -> None:
-    server = Mooncake(tmp_path, "--default_kv_lease_ttl", 60_000, node_bytes=2**24)  # nothing is evicted
+    # With this size nothing is evicted.
+    server = Mooncake(tmp_path, "--default_kv_lease_ttl", 60_000, node_bytes=2**24)
     try:
         first, second = (start(server.url).opened() for _ in range(2))
         share(first, PROMPTS[0])
-        check_found(second, PROMPTS[0])  # what was read has a lease
+        check_found(second, PROMPTS[0])  # Blocks that were read have a lease.
         fill(server)
         check_refused(first, "-200")
         check_found(start(server.url).opened(), PROMPTS[0])
@@ -221,7 +222,7 @@ def test_r17_a_bucket_that_takes_nothing_is_read(start: StartEngine, proxy: Prox
 
 
 def check_refused(engine: Served, reason: str) -> None:
-    """Blocks that were found again are not taken, which is logged once; the store stays open."""
+    """Check that blocks found again are not accepted, that this is logged once, and that the store stays open."""
     with capture_logs() as lines:
         for prompt in PROMPTS[1:3]:
             had = engine.copied(STORE, TierOutcome.FAILED)
@@ -235,7 +236,7 @@ def check_refused(engine: Served, reason: str) -> None:
 
 
 def fill(server: Mooncake) -> None:
-    """Leave no room for a block; what is pinned is not evicted."""
+    """Leave no room for a block. Pinned objects are not evicted."""
     from mooncake.store import ReplicateConfig
 
     store, pinned, size = other_writer(server), ReplicateConfig(), 2**20
@@ -291,7 +292,7 @@ def test_r17_values_of_another_writer_in_mooncake_are_not_used(
         writer = other_writer(server)
         for name in map(shard.name, keys):
             while writer.remove(name) != 0:
-                pass  # until the lease has ended
+                pass  # Wait until the lease has ended.
             assert writer.put(name, secrets.token_bytes(SIZE - 9 if harm == "cut" else SIZE)) == 0
         writer.close()
         check_corrupt(second)
@@ -308,7 +309,7 @@ def test_r17_values_of_another_writer_in_a_bucket_are_not_used(
     share(first, PROMPT)
     there = S3Store("blocks", prefix="kvoffload")
     if harm == "cut":
-        second.run(PROMPTS[1])  # it has read the index then
+        second.run(PROMPTS[1])  # By now it has read the index.
     [pages] = obstore.list(there, f"kvo1/{first.namespace}/")
     for entry in pages:
         pack = bytes(obstore.get(there, entry["path"]).bytes())
@@ -371,16 +372,16 @@ def test_r17_a_store_that_is_dead_for_good_is_called_by_probes_alone(
     assert engine.offload._tiers_side is not None
     assert engine.offload._tiers_side._remote is not None
     calls = engine.offload._tiers_side._remote._calls
-    engine.step_until(lambda: not calls._active)  # those that began before the breaker opened
+    engine.step_until(lambda: not calls._active)  # calls that began before the breaker opened
     began, before = time.monotonic(), len(proxy.requests)
     for seed in range(100, 108):
         engine.run(text(seed, 10 * BLOCK))
     probes = 1 + int(
         math.log2(1 + time.monotonic() - began)
-    )  # after 1, 2, 4 seconds and so on, on the scheduler's side
+    )  # on the scheduler's side, after 1, 2, 4 seconds and so on
     made = proxy.requests[before:]
     assert [each for each in made if not each.endswith("kvo1/probe")] == []
-    assert len(made) <= 2 * probes  # the client tries each once more
+    assert len(made) <= 2 * probes  # The client retries each once.
     began = time.monotonic()
     engine.engine.close()
     assert time.monotonic() - began < PATIENCE_S

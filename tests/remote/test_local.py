@@ -1,4 +1,4 @@
-"""Local stores: they end with the process that started them, and say what is missing."""
+"""Local stores end with the process that started them, and report missing programs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a bucket with many packs, with bad ones and with writers whose clocks differ costs a connection, in requests and in memory.
+"""The requests and memory that a connection needs for many packs, bad packs, and writers whose clocks differ.
 
-Most tests list pages of ten names instead of a thousand, so that a hundred packs are as many as ten thousand.
+Most tests use pages of ten names instead of a thousand, so that a hundred packs correspond to ten thousand.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def key_of(number: int) -> BlockKey:
 
 
 class World:
-    """A bucket, and a clock that all share.
+    """A bucket, and a clock that all writers share.
 
     Attributes:
-        ms: the time.
-        rows: how often reads were made side by side.
+        ms: the time in milliseconds.
+        rows: the number of rounds of concurrent reads.
     """
 
     def __init__(self, server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,14 +56,14 @@ class World:
         monkeypatch.setattr(bucket, "LOOK_PERIOD_S", 0.0)
 
     def write(self, number: int, *, age_ms: int = 0) -> str:
-        """Have another engine write a pack with this key; return the pack's name."""
+        """Write a pack with this key as another engine; return the pack's name."""
         index, _ = index_of({key_of(number): memoryview(VALUE)})
         name = new_name(FOLDER, self.ms - age_ms, index)
         self.server.put(name, index + VALUE)
         return name
 
     def write_all(self, count: int, *, every_ms: int) -> None:
-        """Have others write packs up to now, of which number 0 is the newest."""
+        """Write packs up to now as other engines; number 0 is the newest."""
         for number in range(count):
             self.write(number, age_ms=number * every_ms)
 
@@ -71,7 +71,7 @@ class World:
         return BucketStore(BucketAddress(BUCKET), timeout_s)
 
     def requests(self) -> tuple[int, int, int]:
-        """Return listings, reads, and requests in a row since the last call."""
+        """Return the listings, the reads, and the requests in a row since the last call."""
         made = len(self.server.lists), len(self.server.gets), len(self.server.lists) + self.rows
         self.server.forget_requests()
         self.rows = 0
@@ -93,7 +93,7 @@ def world(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> World:
 
 @pytest.fixture
 def small(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
-    """Its pages have ten names."""
+    """A world whose pages have ten names."""
     monkeypatch.setattr(bucket, "_PAGE", PAGE)
     world.server.page = PAGE
     return world
@@ -104,7 +104,7 @@ def finds(store: BucketStore, *numbers: int) -> list[bool]:
 
 
 def looks_until(is_so: Callable[[], bool], most: int) -> int:
-    """Return how many looks it takes."""
+    """Return how many looks it takes until `is_so` returns True."""
     for looks in range(1, most + 1):
         if is_so():
             return looks
@@ -142,7 +142,7 @@ def test_a_walk_back_reads_each_pack_once_and_ends(small: World) -> None:
 
 @pytest.mark.parametrize("per_minute", [6, 30, 60])
 def test_an_engine_that_knows_the_past_lists_two_pages_at_a_look(small: World, per_minute: int) -> None:
-    """On pages of a thousand names these are 10, 50 and 100 packs a second."""
+    """With pages of a thousand names, these are 10, 50 and 100 packs per second."""
     every_ms = MINUTE // per_minute
     small.write_all(30 * per_minute, every_ms=every_ms)
     store = small.connect()
@@ -170,7 +170,7 @@ def test_what_is_written_while_nobody_asks_is_found(small: World) -> None:
 
 
 def test_what_is_newest_is_found_before_a_walk_goes_on_to_what_is_old(small: World) -> None:
-    """The engine was not asked for an hour while it was still learning the past."""
+    """The engine was idle for an hour while its first walk was not finished."""
     small.write_all(1000, every_ms=HOUR)
     store = small.connect()
     finds(store)
@@ -200,7 +200,7 @@ def test_own_packs_do_not_hide_what_others_wrote_before_them(small: World) -> No
 def test_a_read_goes_back_until_it_finds_what_must_be_there(
     small: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank lists only when a block is fetched, and the scheduler's connection may know more."""
+    """A rank lists only when a block is fetched, and the scheduler's connection may know more packs."""
     small.write_all(100, every_ms=HOUR)
     value = bytearray(len(VALUE))
     assert small.connect().get(SHARD, [key_of(85)], [memoryview(value)]) == [len(VALUE)]
@@ -238,7 +238,7 @@ def test_many_packs_from_the_future_do_not_hide_those_of_right_clocks(small: Wor
 
 
 def test_a_clock_that_is_wrong_by_more_than_ten_minutes_costs_its_own_packs(small: World) -> None:
-    """They are not even listed while their time lies ahead, so no number of them is in the way."""
+    """Packs with a time in the future are not even listed, so they are never in the way."""
     small.write_all(20, every_ms=MINUTE)
     store = small.connect()
     looks_until(lambda: bool(finds(store)) or catalogue_of(store).walked_to is None, most=10)
@@ -261,7 +261,7 @@ def signed(index: bytes) -> bytes:
 
 GOOD, _ = index_of({key_of(7): memoryview(VALUE), key_of(8): memoryview(VALUE)})
 ENTRY = struct.pack("<HQQ", 33, 71, 8) + key_of(7)
-BAD = {  # the end of the name, the object, its size in the listing, and whether anything of it is read
+BAD = {  # for each: the end of the name, the object, its size in the listing, and whether any of it is read
     "an index of a gigabyte": ("-999999999", bytes(100), 10**9, False),
     "an index of 16 KiB and one byte": ("-16385", bytes(16400), None, False),
     "an index of nothing": ("-0", bytes(100), None, False),
@@ -300,7 +300,7 @@ def test_a_bad_pack_costs_itself_and_a_line(
 
 
 def test_a_pack_whose_read_is_refused_costs_itself_and_a_server_that_fails_the_look(world: World) -> None:
-    """With a key of its writer's, a pack may be unreadable for others."""
+    """If its writer has another encryption key, a pack may be unreadable for others."""
     bad = world.write(1)
     world.write(2)
     world.server.refuses[bad] = 403
@@ -342,7 +342,7 @@ def test_a_name_that_the_client_refuses_costs_its_window_and_a_line(
 def test_a_full_catalogue_keeps_the_newest_and_reads_nothing_twice(
     small: World, monkeypatch: pytest.MonkeyPatch, bound: str, most: int
 ) -> None:
-    """All lie within ten minutes, so each look lists what was forgotten again."""
+    """All packs are from the last ten minutes, so each look lists forgotten packs again."""
     monkeypatch.setattr(packs, bound, most)
     small.write_all(100, every_ms=SECOND)
     store = small.connect()
@@ -383,7 +383,7 @@ def test_a_listing_that_does_not_end_fails_and_is_not_continued(world: World) ->
         finds(world.connect(0.3))
     other = world.connect()
     assert other.read("kvo1/probe") is None
-    listings = len(world.server.lists)  # the last one may have been on its way
+    listings = len(world.server.lists)  # The last request may have begun earlier.
     assert other.read("kvo1/probe") is None
     assert len(world.server.lists) == listings
 
@@ -396,7 +396,7 @@ def test_a_small_object_is_read_no_further_than_it_may_be_long(world: World) -> 
 
 
 def test_a_connection_remembers_two_shards(world: World) -> None:
-    """Each reset of an engine has another one."""
+    """Each reset of an engine begins another shard."""
     store = world.connect()
     for number in range(5):
         store.ask(Shard(f"print/{number}", 0, 1), [])

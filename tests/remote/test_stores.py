@@ -1,4 +1,4 @@
-"""Both kinds of store, the real ones, by the port: what was put is there, and what is not is said for each key."""
+"""Both kinds of real store behind the common interface: values are stored, and each missing key is reported."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def store(url: str) -> Iterator[RemoteStore]:
 
 @pytest.fixture
 def shard() -> Shard:
-    """One that no other test writes."""
+    """Return a shard that no other test uses."""
     return Shard(f"fingerprint/{secrets.token_hex(16)}", 1, 2)
 
 
 def values(store: RemoteStore, count: int, *, size: int = SIZE) -> list[memoryview]:
-    """Memory for values, of random bytes."""
+    """Return memory for values, filled with random bytes."""
     buffer = memoryview(SharedMemory(count * size))
     buffer[:] = secrets.token_bytes(len(buffer))
     store.register(buffer)
@@ -94,7 +94,7 @@ def test_what_is_there_is_not_written_over(store: RemoteStore, shard: Shard) -> 
 
 
 def test_values_of_another_size_do_not_pass(url: str, store: RemoteStore, shard: Shard) -> None:
-    """Another writer's under our names, or ours cut short."""
+    """Another writer stored values under our names, or our values were truncated."""
     [short], [long] = values(store, 1, size=SIZE - 7), values(store, 1, size=SIZE + 7)
     store.put(shard, KEYS[:2], [short, long])
     reader = open_store(parse_address(url), TIMEOUT_S)
@@ -116,7 +116,7 @@ def test_a_small_object_is_created_once_and_replaced(store: RemoteStore, shard: 
 
 
 def test_calls_leave_other_threads_running(store: RemoteStore, shard: Shard) -> None:
-    """A call that kept the interpreter's lock would keep the engine."""
+    """A call that kept the GIL would block the engine."""
     turns, is_over = 0, threading.Event()
 
     def count() -> None:
@@ -139,7 +139,7 @@ def test_calls_leave_other_threads_running(store: RemoteStore, shard: Shard) -> 
 
 @pytest.fixture
 def there(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> S3Store:
-    """The bucket as others write to it."""
+    """The bucket, for other writers."""
     bucket.reach(monkeypatch)
     return S3Store("blocks", prefix="kvoffload")
 
@@ -150,7 +150,7 @@ def packs_of(there: S3Store, shard: Shard) -> list[str]:
 
 
 def test_a_pack_that_is_gone_is_missing_and_forgotten(bucket: Bucket, there: S3Store, shard: Shard) -> None:
-    """As the bucket's own rules on lifetime delete it; what two writers have put, is gone twice."""
+    """The bucket's rules delete packs that have expired. A block that two writers have put is in two packs."""
     first, second = (open_store(parse_address(bucket.url), TIMEOUT_S) for _ in range(2))
     for writer in (first, second):
         writer.put(shard, KEYS, values(writer, len(KEYS)))
@@ -164,7 +164,10 @@ def test_a_pack_that_is_gone_is_missing_and_forgotten(bucket: Bucket, there: S3S
 def test_what_is_known_is_read_without_a_listing(
     bucket: Bucket, shard: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A listing takes a round trip, and fetches are for what was asked for; what is not known is looked for."""
+    """A listing takes a round trip, and fetches are for blocks that a query has found.
+
+    Only unknown blocks need a listing.
+    """
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("the bucket is listed")
@@ -184,7 +187,7 @@ def test_what_is_known_is_read_without_a_listing(
 
 @pytest.fixture
 def new_packs(bucket: Bucket, there: S3Store, shard: Shard) -> BucketStore:
-    """A connection that does not know yet of five packs, each with one of the first keys."""
+    """Return a connection that has not seen five packs yet, each with one of the first keys."""
     writer = open_store(parse_address(bucket.url), TIMEOUT_S)
     for key in KEYS[:5]:
         writer.put(shard, [key], values(writer, 1))
@@ -225,7 +228,7 @@ def test_new_packs_that_take_too_long_are_read_by_the_next_calls(
     monkeypatch.setattr(new_packs, "_listing_s", 0.0)
     assert [new_packs.ask(shard, KEYS[:5]) for _ in range(2)] == [
         [False, False, False, True, True],
-        [True] * 5,  # two newest of what is left, and two of the page behind them
+        [True] * 5,  # the two newest of the others, and two of the next page
     ]
 
 
@@ -233,7 +236,7 @@ def test_new_packs_that_take_too_long_are_read_by_the_next_calls(
 def test_r17_a_pack_that_was_cut_costs_its_values_and_no_other_pack(
     bucket: Bucket, there: S3Store, shard: Shard, left: int
 ) -> None:
-    """The client's own read of several ranges panics there."""
+    """The client's own read of several ranges panics here."""
     store, late = (open_store(parse_address(bucket.url), TIMEOUT_S) for _ in range(2))
     written = values(store, 4)
     store.put(shard, KEYS[:3], written[:3])
@@ -246,7 +249,7 @@ def test_r17_a_pack_that_was_cut_costs_its_values_and_no_other_pack(
     assert read[3] == written[3]
     assert all(arrived[at] < SIZE or read[at] == written[at] for at in range(3))
     assert arrived[2] < SIZE
-    assert store.get(shard, KEYS[2:3], read[:1]) == [MISSING]  # and its index is not read again
+    assert store.get(shard, KEYS[2:3], read[:1]) == [MISSING]  # Its index is not read again.
     assert late.ask(shard, KEYS[:4]) == [False, False, False, True]
     assert store.put(shard, KEYS[2:3], written[2:3]) == [True]
     assert len(packs_of(there, shard)) == 3
@@ -270,7 +273,7 @@ def test_no_server_is_an_error_soon(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(RemoteError, match="no Mooncake master answers"):
         open_store(parse_address("mooncake://127.0.0.1:1"), TIMEOUT_S)
-    assert time.monotonic() - began < TIMEOUT_S  # the client alone waits for 90 s
+    assert time.monotonic() - began < TIMEOUT_S  # the client alone would wait for 90 s
 
 
 def test_a_dead_node_fails_gets_and_a_dead_master_calls(tmp_path: Path, shard: Shard) -> None:

@@ -1,4 +1,4 @@
-"""Engines that share a real store: the same tokens, each other's prefixes, and nothing from before a reset."""
+"""Engines that share a real store find each other's prefixes, and nothing from before a reset."""
 
 from __future__ import annotations
 
@@ -88,14 +88,14 @@ def test_r18_a_reset_of_one_engine_costs_the_others_nothing_and_nothing_of_befor
         second.step_until(lambda: keeping(lines) == 1)
         third.step_until(lambda: keeping(lines) == 2)
     second.run()
-    assert second.copied(Direction.LOAD) > 0  # what the first one wrote before its reset
+    assert second.copied(Direction.LOAD) > 0  # blocks that the first engine wrote before its reset
     second.run(OTHER)
     second.run(OTHER)
     second.step_until(lambda: second.copied(Direction.STORE) > 0)
     third.run(OTHER)
     assert third.copied(Direction.LOAD) > 0
     assert {second.namespace, third.namespace} == {shared}
-    late = start(url, weights_id="others").opened()  # the next life of the first, as far as anyone can tell
+    late = start(url, weights_id="others").opened()  # like a restart of the first engine
     for fresh in (first, late):
         for prompt in (PROMPT, OTHER):
             fresh.run(prompt)

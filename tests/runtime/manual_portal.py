@@ -1,4 +1,4 @@
-"""A portal without a thread: its loop runs on the test's thread, and only when the test advances it."""
+"""A portal without a thread: its loop runs on the test's thread when the test advances it."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_TICK_S = 0.02  # longer than a transfer coroutine ever sleeps
+_TICK_S = 0.02  # longer than any pause of a transfer coroutine
 
 
 class ManualPortal(Portal):
-    """Everything that runs on it reads `clock`."""
+    """A portal whose tasks use the fake clock `clock`."""
 
     def __init__(self, clock: FakeClock) -> None:
         super().__init__("manual")
         self.clock = clock
         self.loop = asyncio.new_event_loop()
-        self.is_dead = False  # set it, and the thread has ended as no thread should
+        self.is_dead = False  # set to True to simulate that the thread has died
         self._manual_executor = ManualExecutor(held=False)
-        self.extra = ManualExecutor(held=False)  # what `new_executor` gives for spans
-        self.disks: list[ManualExecutor] = []  # of each rank
-        self.index = ManualExecutor(held=False)  # of the disk
+        self.extra = ManualExecutor(held=False)  # the executor that `new_executor` returns for spans
+        self.disks: list[ManualExecutor] = []  # the disk executor of each rank
+        self.index = ManualExecutor(held=False)  # the executor of the disk's index
 
     @property
     def is_alive(self) -> bool:
@@ -56,7 +56,7 @@ class ManualPortal(Portal):
         return _Running(self, self.loop.create_task(async_fn(*args, **kwargs)))
 
     def advance(self, seconds: float = _TICK_S) -> None:
-        """Let time pass and everything run until it waits again."""
+        """Let time pass, and run all tasks until they wait again."""
         self.loop.run_until_complete(self.clock.advance(seconds))
 
     def close(self, timeout: float = 10.0) -> bool:
@@ -70,7 +70,7 @@ class ManualPortal(Portal):
 
 
 class TaskFuture(Future[Any]):
-    """What a task on the caller's own loop returns; cancelling it cancels the task."""
+    """The future of a task on the test's own loop. Cancelling it cancels the task."""
 
     def __init__(self, task: asyncio.Task[Any]) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class TaskFuture(Future[Any]):
 
 
 class _Running(TaskFuture):
-    """Waiting for it runs the loop."""
+    """A future that runs the loop while it waits."""
 
     def __init__(self, portal: ManualPortal, task: asyncio.Task[Any]) -> None:
         super().__init__(task)

@@ -1,4 +1,4 @@
-"""A scheduler side with everything around it faked, driven directly as an adapter would drive it."""
+"""A scheduler side with fake surroundings, which tests call like an adapter."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvoffload.transfer.ports import Clocks
 from tests.runtime.manual_portal import ManualPortal
 
 BLOCK = 4
-RELOAD = 3 * BLOCK  # tokens of what `Side.stored` leaves on the host
+RELOAD = 3 * BLOCK  # the tokens that `Side.stored` leaves on the host
 TIMEOUT_S = 30.0
 SHAPE = EngineShape(
     (GroupSpec(GroupId(0), AttentionKind.FULL, BLOCK),), ranks=1, device_blocks=400, step_tokens=64
@@ -35,7 +35,7 @@ IDENTITY = KVIdentity("parts", "no weights", "keys", {}, {}, ())
 
 
 class Pool:
-    """What an engine lends: blocks by number, each with the key that the test gave it."""
+    """The engine's block pool: blocks by number, with keys that the test sets."""
 
     def __init__(self) -> None:
         self.leased: list[DeviceBlockId] = []
@@ -62,7 +62,10 @@ class Pool:
 
 
 class Side:
-    """One side, with 50 host slots by default. `prefix` names what requests have in common. A disk or a store needs a portal."""
+    """One scheduler side, by default with 50 host slots. Requests with the same `prefix` have common blocks.
+
+    A disk or a store needs a portal.
+    """
 
     def __init__(
         self,
@@ -144,7 +147,7 @@ class Side:
         )
 
     def stored(self, prefix: str = "p", blocks: int = 3) -> None:
-        """A request came, was computed, stored, and went."""
+        """Compute and store a request, and end it."""
         name = f"first-{prefix}"
         self.seen(name, prefix, blocks)
         self.allocated(name, blocks=blocks)
@@ -157,7 +160,7 @@ class Side:
 
 
 def loading(side: Side, name: str = "a") -> TransferPlan:
-    """A request whose load was handed to the workers."""
+    """Return the plan with the load of a request."""
     side.stored()
     side.seen(name)
     assert side.side.lookup(RequestId(name), 0) == RELOAD

@@ -1,4 +1,4 @@
-"""The small engine of the core's tests on a real scheduler's side, driven and timed as an adapter would do it."""
+"""The small engine of the core's tests on a real scheduler side, called and timed like by an adapter."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from kvoffload.transfer.ports import Clocks
 from tests.core.world import Copy, Req, World
 
 TIMEOUT_S = 30.0
-_TURNS = 60  # of an engine; nothing in here takes half as many
+_TURNS = 60  # limit on an engine's turns; no test needs half as many
 
 
 class SideWorld(World):
-    """A world behind a scheduler's side.
+    """A world with a scheduler side.
 
-    Bytes, reference counts and the answers to loads are checked as in any world; the core's invariants only on demand, as
-    what is tried here breaks them.
+    Bytes, reference counts and answers to loads are checked as in `World`. The core's invariants are checked only on
+    demand, because these tests break them.
 
     Args:
-        groups: the engine's.
+        groups: the engine's groups.
         config: the operator's settings.
-        options: the world's.
+        options: options of `World`.
     """
 
     def __init__(self, *groups: GroupSpec, config: OffloadConfig | None = None, **options: object) -> None:
@@ -87,7 +87,7 @@ class SideWorld(World):
     # -- an engine's turns --------------------------------------------------------------------------------------
 
     def turn(self, *, copies_end: bool = True) -> None:
-        """Admit who waits, run a step, and let copies end that do not hang."""
+        """Admit waiting requests, run a step, and end copies that do not hang."""
         for request in tuple(self.requests.values()):
             if request.state == "waiting":
                 self.admit(request)
@@ -101,12 +101,12 @@ class SideWorld(World):
                 self.report(rank, job)
 
     def hang(self) -> None:
-        """What is being copied does not end, and is abandoned."""
+        """Let all running copies hang, and time out."""
         self.hung.update(self.copies)
         self.clock.jump(TIMEOUT_S)
 
     def finish_requests(self, *names: str) -> None:
-        """Run these requests, all by default, until each has computed its text, and end them."""
+        """Run these requests (by default all) until each has computed its text, and end them."""
         asked = {name: len(self.requests[name].text) for name in names or tuple(self.requests)}
         for _ in range(_TURNS):
             self.turn()
@@ -125,7 +125,7 @@ class SideWorld(World):
         return request.state == "running" and request.computed >= asked[name]
 
     def drain(self) -> None:
-        """Empty steps until the side needs none; no time passes."""
+        """Step without work until the side needs no more steps. No time passes."""
         for _ in range(_TURNS):
             if not self.side.has_work:
                 return
@@ -136,7 +136,7 @@ class SideWorld(World):
     # -- what must hold when all has ended ----------------------------------------------------------------------
 
     def problems_at_end(self) -> list[str]:
-        """End all copies, also those that were abandoned; return what is left that must not be, the audit aside."""
+        """End all copies, including abandoned ones; return what is wrongly left, without the audit."""
         self.drain()
         self.end_copies(list(self.copies))
         self.drain()

@@ -1,4 +1,4 @@
-"""From which length on a load pays, and that old measurements expire."""
+"""The length from which a load pays off, and the expiry of measurements."""
 
 from __future__ import annotations
 

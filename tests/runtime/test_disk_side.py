@@ -1,4 +1,4 @@
-"""The scheduler's side with a disk: what a fetch may cost, and what the tier costs the hooks."""
+"""The scheduler's side with a disk: when fetches pay, and what the tier costs the hooks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOAD, STORE = Direction.LOAD, Direction.STORE
 
 @pytest.fixture
 def side(tmp_path: Path) -> Iterator[Side]:
-    """One whose index has been read."""
+    """A side whose disk index has been read."""
     config = OffloadConfig(transfer_timeout_s=TIMEOUT_S, min_load_tokens=AUTO)
     made = Side(portal=True, disk=tmp_path, config=config)
     open_disk(made)
@@ -49,7 +49,7 @@ def end_disk_jobs(side: Side, plan: TransferPlan, copy_s: float = 0.0) -> None:
 
 
 def leave_on_disk(side: Side, prefix: str) -> None:
-    """The prefix was found again and spilled, and other prefixes have taken the host."""
+    """Let lookups find a prefix again and spill it, and fill the host with other prefixes."""
     side.stored(prefix)
     again = f"again-{prefix}"
     side.side.lookup(side.seen(again, prefix), 0)
@@ -65,7 +65,7 @@ def leave_on_disk(side: Side, prefix: str) -> None:
 
 
 def fetched(side: Side, name: str, prefix: str, seconds: float) -> RequestId:
-    """A request waits so long for what the disk has of its prefix."""
+    """Let a request wait this many seconds for a fetch of its prefix from the disk."""
     request = side.seen(name, prefix)
     plan = side.step()
     assert [job.direction for job in plan.disk] == [LOAD]
@@ -77,7 +77,7 @@ def fetched(side: Side, name: str, prefix: str, seconds: float) -> RequestId:
 
 
 def measure(side: Side) -> None:
-    """Computing a token takes 10 ms, and loading takes no time."""
+    """Measure prefill at 10 ms per token, and loads at no time."""
     side.seen("measured", "m")
     side.allocated("measured")
     side.step(prefill=100)
@@ -88,7 +88,7 @@ def measure(side: Side) -> None:
 
 
 def least_from_disk(side: Side) -> int:
-    """The fewest tokens that are worth a fetch, a second later."""
+    """Return the minimum number of tokens for a fetch, a second later."""
     side.clock.jump(1.0)
     side.step()
     disk = side.side.core.state.disk
@@ -156,14 +156,14 @@ def test_a_strike_is_written_at_once(side: Side) -> None:
 
 
 def test_an_idle_tier_adds_few_calls_to_the_hooks(tmp_path: Path) -> None:
-    """In sum over all hooks, of which each is called about once a request."""
+    """The sum over all hooks, each of which is called about once per request."""
     counted(portal=True)
     off, on = counted(portal=True), counted(portal=True, disk=tmp_path)
     assert sum(on.values()) <= 1.05 * sum(off.values()), {what: (off[what], on[what]) for what in on}
 
 
 def found_again(side: Side, prefix: str) -> int:
-    """Return the calls of a request's life that loads its prefix, with what is spilled of it then."""
+    """Return the calls during a request that loads its prefix, including spills."""
     name, plans = f"again-{prefix}", list[TransferPlan]()
 
     def life() -> None:
@@ -184,17 +184,20 @@ def found_again(side: Side, prefix: str) -> int:
 
 
 def test_a_tier_at_work_adds_few_calls_to_the_hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request is looked up, loaded, decodes thirty tokens and ends beside another one; then its blocks are spilled."""
-    monkeypatch.setattr(tier_copies, "MOST_STEPS", 0)  # a spill of its own
+    """A request is looked up, loads, decodes thirty tokens and ends, beside another request.
+
+    Then its blocks are spilled.
+    """
+    monkeypatch.setattr(tier_copies, "MOST_STEPS", 0)  # one spill per request
     found = []
     for disk in (None, tmp_path):
         side = Side(portal=True, disk=disk)
         if disk is not None:
             open_disk(side)
-            side.portal.index.hold()  # what it does is on a thread of its own
+            side.portal.index.hold()  # The index's work runs on a separate thread.
         side.seen("runs on", "runs on")
         side.allocated("runs on")
-        found_again(side, "first")  # what is made once in a process
+        found_again(side, "first")  # The first run of the process makes more calls.
         found.append(found_again(side, "second"))
         side.portal.index.release()
         side.close()

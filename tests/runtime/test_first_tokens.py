@@ -1,4 +1,4 @@
-"""Times to first token, by what was found: each request once, and requests that cannot have one are not watched."""
+"""Times to first token, by the result of the lookup. Each request counts once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ A = RequestId("a")
 
 
 class Engine:
-    """Tells what a test says, and counts who is asked for a token."""
+    """Publishes the test's facts, and counts the checks for first tokens."""
 
     def __init__(self) -> None:
         self.hook = HookTime(10.0)
@@ -108,7 +108,7 @@ def test_one_that_ends_without_a_token_is_forgotten(engine: Engine) -> None:
 
 
 def test_the_last_lookup_before_the_token_counts_and_none_behind_it(engine: Engine) -> None:
-    """As when a load failed, and after a preemption."""
+    """A lookup after the token, as after a failed load or a preemption, does not count."""
     engine.seen()
     engine.admitted(host=32)
     engine.step()

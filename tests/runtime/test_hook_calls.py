@@ -1,7 +1,7 @@
-"""What each hook costs on the engine's critical path, counted in calls, with all that watches it.
+"""The cost of each hook on the engine's critical path, counted in calls, with all observers.
 
-The numbers are what the hooks made when they were written down, plus a tenth: time belongs to the benches, but a hook that
-makes more calls than its number is slower on every machine.
+Each number is the calls that the hook made when the number was written down, plus a tenth. Times are measured by the
+benches, but a hook with more calls is slower on every machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOST_CALLS = {
 
 
 def running(side: Side, count: int) -> list[str]:
-    """Requests that decode, all that they can store being stored."""
+    """Return requests that decode, and whose blocks have all been stored."""
     names = [f"running{number}" for number in range(count)]
     for name in names:
         side.seen(name, name, blocks=1)
@@ -48,7 +48,7 @@ def running(side: Side, count: int) -> list[str]:
 
 
 def hooks(side: Side) -> dict[str, Callable[[], object]]:
-    """Everything that an engine does, in an order that can be run."""
+    """Return all operations of an engine, in an order in which they can run."""
     names = running(side, RUNNING)
     side.stored("shared")
     busy = RequestId("busy")
@@ -101,7 +101,7 @@ def counted(**settings: Any) -> dict[str, int]:  # noqa: ANN401  # those of a si
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, int]:
-    counted()  # what is made once in a process
+    counted()  # the first run of the process makes more calls
     return counted()
 
 

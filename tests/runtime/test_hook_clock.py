@@ -1,4 +1,7 @@
-"""A hook reads the clock as it begins and, for its own duration, as it ends. Whatever runs in between is given the time."""
+"""A hook reads the clock at its start, and at its end for its own duration.
+
+Code in between gets the time as an argument.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from tests.runtime.test_hook_calls import hooks
 
 @pytest.fixture
 def readings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Each reading of a clock for state or durations. The journal's time of a batch is not among them."""
+    """Record each reading of a clock for state or durations, without the journal's time of a batch."""
     found: list[str] = []
 
     def counted(clock: Callable[[], float]) -> Callable[[], float]:

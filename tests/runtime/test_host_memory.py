@@ -1,4 +1,4 @@
-"""Bytes of host memory and the engine's settings, as an operator sees them."""
+"""Metrics of host memory and of the settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seconds saved, waited and lost, as the scheduler's side hears of them, and what "auto" makes of that."""
+"""The seconds saved, waited and lost that the scheduler's side measures, and the minimum lengths of "auto"."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def lost(side: Side, direction: str) -> float:
 
 
 def measure_prefill(side: Side, seconds_per_token: float = PER_TOKEN_S) -> None:
-    """One request is computed by itself; then the engine idles."""
+    """Compute one request alone; then the engine is idle."""
     side.seen("measured", "m")
     side.allocated("measured")
     side.step(prefill=100)
@@ -88,7 +88,7 @@ def test_a_failed_load_cost_its_wait_and_saved_nothing() -> None:
 
 
 def test_a_hit_that_the_engine_declines_is_no_hit_and_saves_nothing() -> None:
-    """Another connector's hit came first: it is the other's, in the hit ratio and in seconds."""
+    """Another connector's hit came first, and counts as that connector's hit."""
     side = Side()
     measure_prefill(side)
     side.stored()
@@ -104,7 +104,7 @@ def test_a_hit_that_the_engine_declines_is_no_hit_and_saves_nothing() -> None:
     assert gained.count("kvoffload_miss_blocks_total", "not_accepted") == 1
     assert (
         gained.count("kvoffload_miss_blocks_total", "behind_miss") == 3
-    )  # two that were found, and the rest
+    )  # two positions that were found, and the rest
     assert gained.total("kvoffload_contract_violations_total") == 0
     assert (saved(side), waited(side)) == (0, 0)
     assert conservation(side.side.counters.snapshot()) == []
@@ -152,7 +152,7 @@ def decode(side: Side, seconds: float, count: int = 400) -> None:
 
 
 def storing(side: Side) -> TransferPlan:
-    """A request that runs, and whose store is under way."""
+    """Return the plan with the store of a running request."""
     side.seen("s", "s")
     side.allocated("s")
     side.pool.names.update(
@@ -212,7 +212,7 @@ def test_a_loss_is_said_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture)
         side.clock.jump(wait_s)
         arrived(side, plan)
         side.ended(f"r{number}")
-        for _ in range(3):  # a minute without any load turns nothing
+        for _ in range(3):  # A minute without any load changes nothing.
             side.clock.jump(60.0)
             side.step()
         assert value(side.side, "net_benefit_negative") == (number < 2)
@@ -238,13 +238,13 @@ def test_a_loss_too_small_to_matter_is_not_reported() -> None:
 
 
 def auto(wait_s: float) -> Side:
-    """A side that has measured what a load takes, and prefilling at a hundredth of a second per token."""
+    """Return a side that has measured a load, and prefilling at a hundredth of a second per token."""
     side = Side(config=OffloadConfig(transfer_timeout_s=TIMEOUT_S, min_load_tokens=AUTO))
     measure_prefill(side)
     plan = loading(side)
     side.clock.jump(wait_s)
     arrived(side, plan)
-    side.clock.jump(1.0)  # what was measured is used from then on
+    side.clock.jump(1.0)  # From now on the measurements are used.
     return side
 
 
@@ -257,7 +257,7 @@ def test_auto_declines_what_takes_longer_to_load(wait_s: float, answer: int) -> 
     assert side.side.lookup(side.seen("b"), 0) == answer
     side.allocated("b", answer)
     counted = side.side.counters.snapshot()
-    # 12 tokens of 13 were found: what is declined has that cause, and else only the last token is missing.
+    # 12 of 13 tokens were found. If the hit is declined, that is the cause; otherwise only the last token is missing.
     assert counted.count("kvoffload_miss_blocks_total", "load_declined") == (answer == 0)
 
 

@@ -1,4 +1,4 @@
-"""Observers watch from the portal's loop: what they write is there at the end, and what they break stays theirs."""
+"""Observers run on the portal's loop. Their output is complete at the end, and their failures affect nothing else."""
 
 from __future__ import annotations
 
@@ -66,15 +66,13 @@ def test_what_unknown_observers_miss_is_summed_in_one_series() -> None:
 def test_the_journals_file_is_complete_and_closed_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     config = OffloadConfig(transfer_timeout_s=TIMEOUT_S, journal_path=path)
-    for _ in range(2):  # the file is claimed by one at a time
+    for _ in range(2):  # Only one side at a time can lock the file.
         side = Side(portal=True, config=config)
         side.stored()
         side.close()
     assert not any(side.side.gauges()["kvoffload_bus_dropped_total"].values())
     sequences = [record.sequence for record in read_journal(path)]
-    second = sequences.index(
-        1, 1
-    )  # how many messages a process publishes depends on how fast memory becomes ready
+    second = sequences.index(1, 1)  # The number of messages depends on how fast memory becomes ready.
     assert sequences == [*range(1, second + 1), *range(1, len(sequences) - second + 1)]
     assert path.stat().st_mode & 0o077 == 0
 

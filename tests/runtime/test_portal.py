@@ -1,4 +1,4 @@
-"""The portal starts late, closes for good, survives a fork, and never keeps the process alive."""
+"""The portal starts at its first use, can be closed once, survives a fork, and never keeps the process alive."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_close_from_the_loop_itself(portal: Portal) -> None:
         closed.set_result(portal.close(PATIENCE_S))
 
     portal.spawn(close)
-    assert closed.result(PATIENCE_S) is False  # it cannot have ended while it answers
+    assert closed.result(PATIENCE_S) is False  # It cannot have ended while its answer is pending.
     assert portal.close(PATIENCE_S)
 
 
@@ -162,7 +162,7 @@ def test_closing_again_leaves_the_first_close_its_time(portal: Portal) -> None:
 
 
 def test_what_got_in_before_close_ends_with_it(portal: Portal) -> None:
-    """Between asking for the loop and handing it a coroutine no close may come: nothing would ever run it."""
+    """If `close` came between getting the loop and submitting a coroutine, the coroutine would never run."""
     asked, closed = ThreadGate(), Future[bool]()
 
     class Slow(Portal):
@@ -176,7 +176,7 @@ def test_what_got_in_before_close_ends_with_it(portal: Portal) -> None:
     threading.Thread(target=lambda: spawned.set_result(slow.spawn(thread_name, "")), daemon=True).start()
     asked.wait_for_arrivals(1)
     threading.Thread(target=lambda: closed.set_result(slow.close(PATIENCE_S)), daemon=True).start()
-    assert slow._lock.locked()  # so that the close has to wait
+    assert slow._lock.locked()  # so that `close` must wait
     asked.open()
     assert closed.result(PATIENCE_S)
     assert wait_for([spawned.result(PATIENCE_S)], PATIENCE_S).done

@@ -1,4 +1,4 @@
-"""What prefilling adds to steps, whatever else the steps do and however many of them are in flight."""
+"""The time that prefilling adds to steps, with any other work and any number of steps in flight."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ DECODE_S, PER_TOKEN_S = 0.01, 0.001
 
 
 def duration(tokens: int) -> float:
-    """Of a step that also decodes."""
+    """Return the duration of a step that also decodes."""
     return DECODE_S + tokens * PER_TOKEN_S
 
 
 def play(rate: PrefillRate, steps: list[int], in_flight: int) -> None:
-    """Steps with so many prefilled tokens each: one is scheduled as soon as fewer than `in_flight` run."""
+    """Run steps with these numbers of prefilled tokens. A step is scheduled as soon as fewer than `in_flight` run."""
     ends: list[float] = []
     now = 0.0
     for number, tokens in enumerate(steps):
@@ -74,7 +74,7 @@ def test_short_runs_count_only_until_there_is_a_long_one() -> None:
 
 
 def test_a_run_never_costs_nothing() -> None:
-    """Steps that decoded may have taken longer than usual where prefilling took none; the rate stays finite."""
+    """Steps that decoded may have taken longer than usual, and prefilling no time. The rate stays positive."""
     rate = PrefillRate(16)
     rate.step(0.0, 100, 5.0)
     rate.idle(1.0)
@@ -89,7 +89,7 @@ def test_a_clock_that_stands_still_measures_nothing() -> None:
 
 
 def test_more_work_in_a_step_takes_longer_to_compute() -> None:
-    """The longer the steps, the slower the rate: half as fast an engine, twice the seconds."""
+    """Longer steps mean a slower rate: twice the seconds per token."""
     found = []
     for factor in (1, 2, 4):
         rate = PrefillRate(16)

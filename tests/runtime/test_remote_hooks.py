@@ -1,4 +1,4 @@
-"""What a remote tier adds to the hooks, counted in calls: where it has nothing to say, and where it is dead."""
+"""The calls that a remote tier adds to the hooks if it has nothing to report, and if it does not answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartSide]:
         sides.append(side)
         for number in range(
             4
-        ):  # the store is probed, then its generation read; what is made once in a process
+        ):  # The store is probed, then its generation is read. The first run of the process makes more calls.
             begin_and_end(side, f"warm {number}")
         return side
 
@@ -38,7 +38,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartSide]:
 
 
 def begin_and_end(side: Side, name: str) -> dict[str, int]:
-    """A request that is looked up, computes nothing and ends; the calls of each hook."""
+    """Look up and end a request that computes nothing; return the calls of each hook."""
     counted = {
         "seen": calls(lambda: side.seen(name, name)),
         "lookup": calls(lambda: side.side.lookup(RequestId(name), 0)),
@@ -56,7 +56,7 @@ def test_a_step_without_an_answer_does_not_poll_a_store(start: StartSide) -> Non
     without = calls(plain.step)
     assert calls(shared.step) == without
     shared.clock.jump(1)
-    assert calls(shared.step) > without  # time limits are looked at
+    assert calls(shared.step) > without  # The step checks time limits.
 
 
 def test_r17_a_dead_store_adds_a_lookup_five_calls_and_a_step_none(start: StartSide) -> None:

@@ -1,4 +1,4 @@
-"""The scheduler's side, driven directly: deadlines, waiting times, pins' ages, gauges, hook times, start and end."""
+"""Tests the scheduler's side directly: time limits, waiting times, ages of pins, gauges, hook times, start and end."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_lookup_may_wait_for_anothers_load_until_its_patience_ends() -> None:
     assert side.side.lookup(other, 0) is None
     side.clock.jump(0.1)
     assert side.side.lookup(other, 0) == RELOAD
-    side.allocated("b", RELOAD)  # and its waiting time begins anew
+    side.allocated("b", RELOAD)  # Its waiting time begins again.
     side.done(side.step())
     side.step(("b", RELOAD), preempted=["b"])
     assert not side.side._deferred
@@ -100,7 +100,7 @@ def test_the_oldest_pin_is_reported_while_there_is_one() -> None:
     side.clock.jump(5)
     side.side.lookup(RequestId("b"), 0)
     assert side.side.gauges()["kvoffload_oldest_pin_timestamp_seconds"][()] == first
-    side.allocated("a", RELOAD)  # the load's pins are as old as the lookup's
+    side.allocated("a", RELOAD)  # The load's pins are as old as the lookup's.
     plan = side.step()
     assert side.side.gauges()["kvoffload_oldest_pin_timestamp_seconds"][()] == first
     side.done(plan)

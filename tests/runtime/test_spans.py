@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of an engine: contents, parents, times, and what a bad collector costs."""
+"""OpenTelemetry spans of an engine: contents, parents, times, and the cost of a bad collector."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Traced = tuple[Side, InMemorySpanExporter]
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Side]:
-    """Makes a side whose spans go to an exporter of the test's; no more than so many messages may wait."""
+    """Return a function that makes a side with a test exporter and a limit on waiting messages."""
     for name in ("OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES", "OTEL_TRACES_SAMPLER", "OTEL_SDK_DISABLED"):
         monkeypatch.delenv(name, raising=False)
 
@@ -90,7 +90,7 @@ def finished(traced: Traced) -> list[ReadableSpan]:
 
 
 def of_request(found: Sequence[ReadableSpan], name: str) -> dict[str, ReadableSpan]:
-    """A request's own span and its children, by name."""
+    """Return a request's own span and its children, by name."""
     (root,) = [
         span
         for span in found
@@ -110,7 +110,7 @@ def attributes(span: ReadableSpan) -> dict[str, object]:
 
 
 def times(span: ReadableSpan) -> tuple[float, float]:
-    """Seconds since the clock's start."""
+    """Return the span's start and end, in seconds since the clock's start."""
     assert span.start_time is not None
     assert span.end_time is not None
     return round(span.start_time / 1e9 - START_S, 6), round(span.end_time / 1e9 - START_S, 6)
@@ -165,7 +165,7 @@ def test_a_request_with_a_load_has_spans_from_its_lookup_to_its_end(traced: Trac
 
 def test_the_engines_trace_goes_on(traced: Traced) -> None:
     side, _ = traced
-    side.stored()  # has no parent
+    side.stored()  # It has no parent.
     seen(side, "a")
     seen(side, "b", "00-no-header-at-all")
     for name in ("a", "b"):
@@ -397,7 +397,7 @@ class Raising(InMemorySpanExporter):
 
 
 def work(side: Side) -> list[object]:
-    """What an engine hears over some requests."""
+    """Return the facts of some requests."""
     side.stored()
     received: list[object] = []
     for number in range(20):
@@ -443,7 +443,7 @@ def test_an_exporter_that_blocks_changes_nothing_and_what_does_not_fit_is_counte
     exporter = InMemorySpanExporter()
     side = make(exporter)
     held = executor(side)
-    held._held = True  # its thread stands still in its first batch
+    held._held = True  # Its thread stops in its first batch.
     seen(side, "early")
     advance(side)
     assert held.waiting == 1
@@ -543,7 +543,7 @@ def test_without_the_packages_a_collector_of_the_environment_is_not_for_us(
 
 
 class Collector(BaseHTTPRequestHandler):
-    """Takes spans as a collector does."""
+    """Receives spans like a collector."""
 
     paths: ClassVar[list[str]] = []
     names: ClassVar[set[str]] = set()

@@ -1,4 +1,4 @@
-"""What a step costs, in calls and not in time."""
+"""The cost of a step, in calls instead of time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.runtime.parts import BLOCK, Side
 
 
 def tracking(requests: int) -> Side:
-    """A side with so many requests that run, some of them stored, and do nothing."""
+    """Return a side with this many running requests, some of them stored, that do nothing."""
     side = Side()
     for number in range(requests):
         side.seen(f"r{number}", prefix=f"{number % 5}-", blocks=2)
@@ -26,7 +26,7 @@ def test_a_step_costs_the_same_however_many_requests_do_nothing_in_it() -> None:
 
 
 def test_a_step_without_a_planned_job_asks_for_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With cold caches every call shows: to ask each step made one in which nothing happens a fifth longer."""
+    """With cold caches every call matters: a call for the plan made an empty step a fifth longer."""
     side = tracking(3)
 
     def asked(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""How much longer steps are while copies are under way."""
+"""How much longer steps take while copies run."""
 
 from __future__ import annotations
 

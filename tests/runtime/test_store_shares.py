@@ -1,4 +1,4 @@
-"""How far stores are held back, as an operator sees it: by the last report of the rank that holds back most."""
+"""The metric for the limit on stores shows the rank with the lowest limit in its last report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each call inside the core raises once, on a real scheduler's side: R12, wherever it happens."""
+"""Each call inside the core raises once, on a real scheduler side (R12)."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ WORLDS: dict[str, Callable[[], SideWorld]] = {
 
 @pytest.fixture(autouse=True)
 def no_logs() -> Iterator[None]:
-    """Hundreds of tracebacks say nothing that the tests of single faults do not look at."""
+    """Drop hundreds of tracebacks, which the tests of single faults already check."""
     logging.disable()
     yield
     logging.disable(logging.NOTSET)
 
 
 def live(world: SideWorld) -> None:
-    """A life with something of everything; it goes on whatever the core answers."""
+    """Run requests and faults of every kind, whatever the core answers."""
     fill(world, "first")
     a_shared_load_and_an_abort(world)
     for end in (FAILED, CORRUPT, None):
@@ -48,7 +48,10 @@ def live(world: SideWorld) -> None:
 
 
 def fill(world: SideWorld, name: str) -> None:
-    """The host gets TEXT, and the device forgets it; a lazy planner wants its place on the device for others first."""
+    """Store TEXT on the host and remove it from the device.
+
+    A lazy planner needs other requests to take its blocks first.
+    """
     world.serve_again(name, TEXT)
     for number in range(4 if world.config.store_policy == "lazy" else 0):
         world.serve_again(f"{name}{number}", f"{number} of {name} fills")
@@ -74,7 +77,7 @@ def a_shared_load_and_an_abort(world: SideWorld) -> None:
 
 
 def copies_that_end_badly(world: SideWorld, end: CopyOutcome | None) -> None:
-    """A load and a store fail or hang; the request that stores is preempted, the one that loads is aborted."""
+    """A load and a store fail or hang. The storing request is preempted, the loading one aborted."""
     fill(world, f"fills{end}")
     for name in (f"again{end}", f"leaves{end}"):
         world.add(name, TEXT)
@@ -92,7 +95,7 @@ def copies_that_end_badly(world: SideWorld, end: CopyOutcome | None) -> None:
         world.preempt(world.requests[f"new{end}"])
     world.end(world.requests[f"leaves{end}"])
     world.finish_requests()
-    world.end_copies([*world.hung & world.copies.keys()][:1])  # one ends late
+    world.end_copies([*world.hung & world.copies.keys()][:1])  # One copy ends late.
 
 
 def a_reset(world: SideWorld) -> None:
@@ -115,7 +118,7 @@ def an_eviction(world: SideWorld) -> None:
 
 
 def trial(make: Callable[[], SideWorld], place: Place) -> list[str]:
-    """Return what is wrong after the core raised there."""
+    """Return the problems after the core has raised at this place."""
     world = make()
     try:
         with raising(place):

@@ -1,6 +1,6 @@
-"""What counting, recording and estimating cost the engine, and that no observer can raise it.
+"""The cost of counting, recording and estimating, which no observer can raise.
 
-Counted in calls, against the same side without any of it.
+It is counted in calls, and compared with the same side without telemetry.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Silence = Callable[[], pytest.MonkeyPatch]
 
 @pytest.fixture
 def silenced() -> Silence:
-    """Takes all telemetry out of what is made until it is undone."""
+    """Disable all telemetry in sides that are made until this is undone."""
 
     def silence() -> pytest.MonkeyPatch:
         patch = pytest.MonkeyPatch()
@@ -54,7 +54,7 @@ def silenced() -> Silence:
 
 
 def serve(side: Side, number: int) -> None:
-    """One request: looked up, computed in two steps, stored, ended. Every seventh prompt is the same."""
+    """Look up one request, compute it in two steps, store and end it. Every seventh prompt is the same."""
     name = f"r{number}"
     request = side.seen(name, prefix=f"p{number % 7}-", blocks=BLOCKS)
     found = side.side.lookup(request, 0) or 0
@@ -65,12 +65,11 @@ def serve(side: Side, number: int) -> None:
 
 
 def decode(side: Side, number: int) -> None:
-    """A step in which no request completes a block: most of them."""
+    """Run a step in which no request completes a block, as in most steps."""
     side.step(decode=20)
 
 
-# In a compiled language a few numbers a step would be nothing. In CPython a call is the unit of everything: these hold the
-# line where it is. The benchmarks time hooks with all of it.
+# In CPython, calls dominate the cost. These numbers keep it from growing; the benchmarks time hooks with all telemetry.
 @pytest.mark.parametrize(("work", "added"), [(serve, 60), (decode, 12)])
 def test_calls_added_to_the_hooks(work: Callable[[Side, int], None], added: int, silenced: Silence) -> None:
     patch = silenced()
@@ -84,7 +83,7 @@ def test_calls_added_to_the_hooks(work: Callable[[Side, int], None], added: int,
 
 
 def repeated(side: Side, work: Callable[[Side, int], None]) -> int:
-    """Python and C calls of doing it many times, once the first times are over."""
+    """Return the Python and C calls of running `work` several times, after a warm-up."""
 
     def run(first: int, count: int) -> None:
         for number in range(first, first + count):
@@ -98,7 +97,7 @@ def repeated(side: Side, work: Callable[[Side, int], None]) -> int:
 
 
 def calls_of(side: Side, steps: int) -> int:
-    """Python and C calls of so many steps."""
+    """Return the Python and C calls of this many steps."""
 
     def run() -> None:
         for _ in range(steps):
@@ -108,7 +107,7 @@ def calls_of(side: Side, steps: int) -> int:
 
 
 def warm(side: Side) -> Side:
-    """With all that a first step does done, and what the journal first does for many at a time."""
+    """Run the work that only a first step does, and let the journal handle its first batches."""
     side.seen("d")
     for _ in range(100):
         side.step(decode=20)
@@ -116,7 +115,7 @@ def warm(side: Side) -> Side:
 
 
 def test_a_scraper_that_stands_still_costs_nothing() -> None:
-    """It has half a page, and does not come for the rest."""
+    """The scraper has half a page, and does not read the rest."""
     side, free = warm(Side()), warm(Side())
     page = KVOffloadCollector(side.side).collect()
     assert len(list(islice(page, 5))) == 5
@@ -129,7 +128,7 @@ def test_a_scraper_that_stands_still_costs_nothing() -> None:
 
 @pytest.mark.slow
 def test_an_observer_that_stands_still_costs_nothing(tmp_path: Path) -> None:
-    """Its feed fills up; from then on it costs no more than one that keeps up, and the engine's answers are the same."""
+    """Its feed fills up. From then on it costs no more than a fast observer, and the engine's answers are the same."""
     config = OffloadConfig(transfer_timeout_s=TIMEOUT_S, journal_path=tmp_path / "journal")
     side = warm(Side(portal=True, config=config))
     feed = side.side.bus.feeds["journal"]
@@ -138,7 +137,7 @@ def test_an_observer_that_stands_still_costs_nothing(tmp_path: Path) -> None:
         side.step(decode=20)
     assert calls_of(side, 20) <= early
     free = Side()
-    free.seen("d")  # as `warm` does: neither is ever at rest
+    free.seen("d")  # `warm` does the same, so neither side is ever idle.
     for number in range(10):
         serve(side, number)
         serve(free, number)

@@ -1,4 +1,4 @@
-"""One rank's side: host memory, the transfer coroutine, and an end that waits for what was started."""
+"""One rank's side: host memory, the transfer coroutine, and a shutdown that waits for started copies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SLOT_BYTES = DEVICE.layout.slot_bytes
 
 
 class Side:
-    """A worker's side on a portal that the test drives, with ten slots."""
+    """A worker's side with ten slots, on a portal that the test advances."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
@@ -40,7 +40,7 @@ class Side:
         self._jobs = 0
 
     def registered(self) -> Side:
-        assert self.side.register(self.device.layout) == 10  # half of the bytes are the other rank's
+        assert self.side.register(self.device.layout) == 10  # Half of the bytes are for the other rank.
         self.portal.advance()
         return self
 
@@ -93,7 +93,7 @@ def test_a_plan_is_copied_there_and_back(made: Side) -> None:
     made.registered()
     before = made.device.read(1)
     store = made.plan(Direction.STORE, slot=3, block=1)
-    made.side.start_loads(store)  # there are none
+    made.side.start_loads(store)  # The plan has no loads.
     made.side.start_stores(store)
     made.portal.advance()
     made.copier.release()
@@ -120,7 +120,7 @@ def test_close_waits_for_the_copies_that_were_started(made: Side) -> None:
     closing.close()
     assert made.copier.is_closed
     assert 1 <= made.clock.monotonic() < 1.5
-    closing.close()  # again does nothing
+    closing.close()  # Closing again has no effect.
 
 
 def test_close_gives_a_copy_that_never_ends_up_and_keeps_its_memory(made: Side) -> None:
@@ -171,9 +171,9 @@ def test_a_portal_whose_thread_is_gone_is_noticed(made: Side) -> None:
     made.side.start_loads(made.plan(Direction.LOAD))
     made.side.start_stores(made.plan(Direction.STORE, slot=1))
     made.portal.is_dead = True
-    assert made.outcomes() == {2: CopyOutcome.FAILED}  # it had not been started and will not be
+    assert made.outcomes() == {2: CopyOutcome.FAILED}  # It was not started, and will not be.
     made.copier.release()
-    assert made.outcomes() == {1: CopyOutcome.DONE}  # it had, and is still noticed
+    assert made.outcomes() == {1: CopyOutcome.DONE}  # It was started, so its end is still noticed.
     made.portal.is_dead = False
 
 
@@ -211,7 +211,7 @@ def test_host_bytes_that_cannot_be_are_refused(host_bytes: int, problem: str) ->
 def test_the_first_rank_of_a_machine_answers_for_its_others(
     rank: int, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight ranks on two machines, each of which has room for three."""
+    """Eight ranks on two machines, each with memory for three ranks."""
     left = f"MemAvailable: {3 * 4 * 1024} kB\n"
     on_machine = partial(slots_for, read={"/proc/meminfo": left}.get)
     monkeypatch.setattr("kvoffload.runtime.worker_side.slots_for", on_machine)
@@ -224,7 +224,7 @@ def test_the_first_rank_of_a_machine_answers_for_its_others(
 
 
 def test_on_a_thread_of_its_own() -> None:
-    """The same on the real portal, with the copier and the clock that it brings."""
+    """The same on a real portal, with a real copier and clock."""
     portal = Portal("test")
     device = FakeDevice(8, pages=[64, 32])
     side = WorkerSide(Rank(0), 1, OffloadConfig(host_bytes=4 * SLOT_BYTES), portal)
@@ -234,7 +234,7 @@ def test_on_a_thread_of_its_own() -> None:
     job = device_job(0, Direction.STORE, (3,), (2,))
     side.start_stores(TransferPlan(stores=(job,)))
     pump = side.pump
-    side.close()  # what was queued may fail, what was started ends
+    side.close()  # Queued copies may fail; started ones end.
     report = pump.take_report()
     assert report is not None
     assert [each.job for each in report.jobs] == [0]

@@ -1,4 +1,4 @@
-"""`make same`: compare what the code does now with the files in tests/same/golden."""
+"""`make same`: compares the code's behaviour with the files in tests/same/golden."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.same import parts
 
 GOLDEN = Path(__file__).parent / "golden"
 STATES = (250, 2000)
-"""States a world for which there is a golden file."""
+"""the numbers of states per world for which there is a golden file"""
 
 
 def main() -> int:

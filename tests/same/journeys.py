@@ -1,7 +1,7 @@
-"""`make journeys`: which functions a store, a load, a miss and a request's life run through, on running engines.
+"""`make journeys`: lists the functions that a store, a load, a miss and a whole request enter on running engines.
 
-It prints tables in Markdown. The engines are the reference engine and, where .venv/vllm exists, a stock vLLM on the CPU.
-Only functions of kvoffload and its adapters count; comprehensions do not, and neither does the reference engine.
+It prints tables in Markdown. The engines are the reference engine and, where .venv/vllm exists, a stock vLLM on the
+CPU. Only functions of kvoffload and its adapters count; comprehensions do not, and neither does the reference engine.
 Each journey is made several times. A function is in its way if every one of them entered it: what is done once for many
 messages, such as the journal's lines, is not. Only the hooks are named here, so that commits can be compared.
 """
@@ -49,15 +49,15 @@ class Function(NamedTuple):
 
 @dataclass
 class Journey:
-    """Calls by the hook or background thread that made them."""
+    """Calls, by the hook or background thread that made them."""
 
     calls: dict[str, Counter[Function]] = field(default_factory=dict)
     clock: dict[str, list[int]] = field(default_factory=dict)
-    """Clock readings of each call of a hook."""
+    """The clock readings of each call of a hook."""
     threads: set[str] = field(default_factory=set)
 
     def of(self, hooks: Sequence[str], *, background: bool = False) -> Journey:
-        """Return the part that these hooks made, and, if asked, the background threads."""
+        """Return the part made by these hooks, and optionally by background threads."""
         threads = self.threads if background else set()
         kept = {place: calls for place, calls in self.calls.items() if place in hooks or place in threads}
         return Journey(kept, {hook: self.clock[hook] for hook in hooks if hook in self.clock}, threads)
@@ -68,7 +68,7 @@ class Journey:
 
 
 def in_the_way(journeys: Sequence[Journey], place: str | None = None) -> set[Function]:
-    """Return the functions of every one of these journeys, of one hook or thread or of all."""
+    """Return the functions that all of these journeys entered, in one hook or thread or in total."""
     found = [
         {
             function
@@ -81,7 +81,7 @@ def in_the_way(journeys: Sequence[Journey], place: str | None = None) -> set[Fun
 
 
 class Tracer:
-    """Sees the calls of the engine's thread while recording, and of every thread started after the tracer was made."""
+    """Traces the engine's thread while recording, and all threads started after the tracer was made."""
 
     def __init__(self) -> None:
         self._journey: Journey | None = None
@@ -91,7 +91,7 @@ class Tracer:
         threading.setprofile(self._seen)
 
     def close(self) -> None:
-        """Stop seeing the threads that start from now on."""
+        """Stop tracing threads that start from now on."""
         threading.setprofile(None)
 
     @contextmanager
@@ -162,14 +162,14 @@ Journeys = Mapping[str, Sequence[Journey]]
 
 
 class Engine(Protocol):
-    """An engine that is driven step by step on this thread."""
+    """An engine that is stepped on this thread."""
 
     STORE: tuple[str, ...]
     LOAD: tuple[str, ...]
     LOOKUP: tuple[str, ...]
-    """The hooks that a store, a load and a lookup pass."""
+    """The hooks of a store, a load and a lookup."""
     SCHEDULER: tuple[str, ...]
-    """The scheduler's hooks, whose calls make a request's life. vLLM's statistics are not among them: time paces them."""
+    """The scheduler's hooks in a request's life, without vLLM's statistics, which depend on time."""
 
     def ask(self, seed: int, tokens: int) -> None: ...
 
@@ -180,7 +180,7 @@ class Engine(Protocol):
     def forget_device(self) -> None: ...
 
     def blocks(self, metric: str, label: str) -> int:
-        """Read one of the counters of blocks."""
+        """Return a counter of blocks."""
         ...
 
 
@@ -232,7 +232,7 @@ class Reference:
 
 
 class Vllm:
-    """A stock vLLM in this process, driven through the rig of the adapter's tests."""
+    """A stock vLLM in this process, run by the rig of the adapter's tests."""
 
     _AFTER = (
         "get_finished",
@@ -324,7 +324,7 @@ def travel(engine: Engine, tracer: Tracer, runs: int = RUNS) -> Journeys:
         for _ in range(number % 3):
             _life(
                 engine, tracer, 1
-            )  # so that what is done for many messages at a time falls into different hooks
+            )  # work done for many messages at a time should not always fall into the same hook
         fresh.append(_life(engine, tracer, seed))
         engine.forget_device()
         returning.append(_life(engine, tracer, seed))
@@ -341,7 +341,7 @@ def travel(engine: Engine, tracer: Tracer, runs: int = RUNS) -> Journeys:
 
 
 def _life(engine: Engine, tracer: Tracer, seed: int) -> Journey:
-    """Serve a request of two tokens to the end of its copies, and with it the audit of an idle engine."""
+    """Serve a request of two tokens until its copies have ended and the idle engine was audited."""
     with tracer.record() as journey:
         engine.ask(seed, 2)
         _step_while(engine, tracer, engine.is_busy)
@@ -358,7 +358,7 @@ def _store(engine: Engine, tracer: Tracer, seed: int) -> Journey:
 
 
 def _load(engine: Engine, tracer: Tracer, seed: int) -> Journey:
-    """Record from a request's lookup until the engine knows that its blocks were loaded."""
+    """Record from a request's lookup until its load was reported to the engine."""
     engine.ask(seed, 4)
     journey = _until_counted(engine, tracer, "kvoffload_load_blocks_total", "loaded")
     _step_while(engine, tracer, engine.is_busy)
@@ -366,7 +366,7 @@ def _load(engine: Engine, tracer: Tracer, seed: int) -> Journey:
 
 
 def _until_counted(engine: Engine, tracer: Tracer, metric: str, outcome: str) -> Journey:
-    """Record steps until all blocks of a prompt have an outcome; raise TimeoutError if they never do."""
+    """Record steps until all blocks of a prompt have an outcome; raise TimeoutError if this takes too long."""
     wanted = engine.blocks(metric, outcome) + BLOCKS
     whole = Journey()
     deadline = time.monotonic() + PATIENCE_S
@@ -424,7 +424,7 @@ def _row(*cells: object) -> str:
 
 
 def main() -> None:
-    """Print the tables of the engine that was asked for, by default of every engine that is here."""
+    """Print the tables of the chosen engine, by default of every installed engine."""
     parser = argparse.ArgumentParser(prog="make journeys", description=__doc__)
     parser.add_argument("--engine", choices=("reference", "vllm"), help="only this engine, in this Python")
     asked = parser.parse_args().engine

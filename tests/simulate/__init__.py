@@ -1,1 +1,1 @@
-"""Whole lives of an engine with the plugin on one event loop, each from one number: `python -m tests.simulate`."""
+"""Simulates an engine with the plugin on one event loop, reproducibly from a seed: `python -m tests.simulate`."""

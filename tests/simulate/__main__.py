@@ -1,4 +1,4 @@
-"""`make simulate`: plays seeds, and prints how to see each failure again. The last line is `seeds N, failures N`."""
+"""`make simulate`: runs seeds, and prints how to reproduce each failure. The last line is `seeds N, failures N`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _play_one(args: argparse.Namespace) -> Iterator[Result]:
-    """One seed: what it stands for, its journal, and all of the trace."""
+    """Run one seed, and print its scenario, its journal and the full traceback."""
     print(draw(args.seed))
     journal, result = keep_journal(args.seed, args.journals)
     print(f"journal: {journal}")

@@ -1,4 +1,4 @@
-"""Many seeds over all cores: what each came to, and what they add up to."""
+"""Runs many seeds on all cores, and collects their results."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ import torch
 from tests.simulate.simulation import Simulation, simulate
 
 _PATIENCE_S = (
-    60  # of the processor's time for one seed: an endless loop in our code must not hold the others up
+    60  # processor seconds for one seed, so that an endless loop in our code does not block the others
 )
 
 Play = Callable[[int], Simulation]
 
 
 class Endless(BaseException):
-    """Raised in the middle of anything. No exception that a counter or an observer may raise, or it would be survived."""
+    """Raised at any point when a seed takes too long. Not an `Exception`, because code under test would catch that."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one seed.
+    """The result of one seed.
 
     Args:
-        seed: which.
-        problem: what went wrong, None for nothing.
-        trace: where it failed.
-        numbers: what happened in it, by name.
+        seed: the seed.
+        problem: the error, None if there was none.
+        trace: the traceback.
+        numbers: counts of events in it, by name.
     """
 
     seed: int
@@ -46,7 +46,7 @@ class Result:
 
 
 def play(seed: int, simulation: Play = simulate) -> Result:
-    """Play one seed, whatever comes of it."""
+    """Run one seed, and catch all errors."""
     try:
         with _patience(seed):
             world = simulation(seed)
@@ -56,19 +56,19 @@ def play(seed: int, simulation: Play = simulate) -> Result:
 
 
 def play_all(seeds: Iterable[int], processes: int | None = None) -> Iterator[Result]:
-    """Play seeds on all cores, in any order."""
-    context = multiprocessing.get_context("forkserver")  # a fork of a process with threads may hang
+    """Run seeds on all cores; yield results in any order."""
+    context = multiprocessing.get_context("forkserver")  # Forking a process with threads may hang.
     with context.Pool(processes or os.cpu_count(), _start) as pool:
         yield from pool.imap_unordered(play, seeds, chunksize=8)
 
 
 def first_failure(seeds: Iterable[int]) -> Result | None:
-    """Play seeds one after the other up to the first that fails; return it."""
+    """Run seeds one after the other, and return the first failure."""
     return next((result for result in map(play, seeds) if result.problem), None)
 
 
 def keep_journal(seed: int, folder: Path) -> tuple[Path, Result]:
-    """Play a seed again with a full journal in `folder`; return the journal's path, and what came of it this time."""
+    """Run a seed again with a complete journal in `folder`; return the journal's path and the new result."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"seed-{seed}.jsonl"
     path.unlink(missing_ok=True)
@@ -77,7 +77,7 @@ def keep_journal(seed: int, folder: Path) -> tuple[Path, Result]:
 
 def _start() -> None:
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent process ends it.
 
 
 def _numbers(world: Simulation) -> Counter[str]:

@@ -1,4 +1,4 @@
-"""A copier that misbehaves by the draw: late, failing, torn, refusing, or never ending, with bytes that move at any time."""
+"""A copier with random faults: late, failing, torn, refused and hanging copies. Bytes are copied at any time."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Odds:
-    """How a rank's copies go; each a probability, times in seconds.
+    """The probabilities of a rank's faults. Times are in seconds.
 
     Args:
-        fail: nothing is copied, and the ticket says so.
-        tear: some of it is copied, and the ticket says that it failed.
-        explode: asking the ticket raises.
+        fail: nothing is copied, and the ticket reports a failure.
+        tear: a part is copied, and the ticket reports a failure.
+        explode: querying the ticket raises.
         refuse: submitting raises, and nothing was started.
-        no_fence: recording what to wait for raises.
-        hang: it ends only when the run is over.
-        late: it takes about as long as the time-out, or twice as long.
-        usual_s: how long the others take, at most.
-        timeout_s: what late is measured by.
-        in_order: batches of one direction end in the order of submission, as on a stream.
+        no_fence: recording the fence raises.
+        hang: the copy ends only when the run is over.
+        late: the copy takes about as long as the timeout, or twice as long.
+        usual_s: the longest time of other copies.
+        timeout_s: the timeout that `late` refers to.
+        in_order: whether batches of one direction end in the order of submission, as on a stream.
     """
 
     fail: float = 0.0
@@ -49,7 +49,7 @@ class Odds:
 
 
 class ChaosTicket:
-    """One batch. Its bytes move when the loop says so; how it ends was drawn when it was submitted."""
+    """One batch. The loop decides when its bytes are copied. Its end was drawn when it was submitted."""
 
     def __init__(self, copier: ChaosCopier, direction: Direction, runs: CopyRuns) -> None:
         self._copier = copier
@@ -73,7 +73,7 @@ class ChaosTicket:
         return self._state
 
     def move(self, pieces: slice) -> None:
-        """Copy some of the batch's pieces now; not after its end."""
+        """Copy some of the batch's pieces now, unless it has ended."""
         if self.is_open:
             runs = self.runs
             copy_by_memmove(CopyRuns(runs.source[pieces], runs.target[pieces], runs.size[pieces]))
@@ -84,13 +84,13 @@ class ChaosTicket:
 
 
 class ChaosCopier:
-    """Really copies host bytes.
+    """Copies bytes in host memory, with faults.
 
     Args:
-        loop: its timers are when bytes move and batches end.
-        draws: decides.
-        odds: of what.
-        switch: called wherever the copier is asked something: where another thread could run.
+        loop: its timers copy bytes and end batches.
+        draws: the random numbers.
+        odds: the probabilities of faults.
+        switch: called in each method, where another thread could run.
     """
 
     slices = 0
@@ -127,10 +127,10 @@ class ChaosCopier:
         return ticket
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""
 
     def release(self) -> None:
-        """End what hangs, and let nothing go wrong any more: the run is over."""
+        """End hanging copies, and cause no more faults, because the run is over."""
         self.odds = Odds()
         self.is_dead = False
         self._hung.clear()
@@ -140,12 +140,12 @@ class ChaosCopier:
             ticket.end(TicketState.DONE)
 
     def die(self) -> None:
-        """Its process is dead: no byte moves any more."""
+        """The process has died, so no more bytes are copied."""
         for ticket in self.open_tickets:
             ticket.end(TicketState.FAILED)
 
     def _begin(self, ticket: ChaosTicket) -> None:
-        """Draw when its bytes move, when it ends, and how."""
+        """Draw when the batch's bytes are copied, when it ends, and how."""
         odds, draws, direction = self.odds, self._draws, ticket.direction
         fate = self._fate()
         seconds = draws.uniform(0, odds.usual_s) * draws.random()
@@ -175,7 +175,7 @@ class ChaosCopier:
         return "done"
 
     def _move(self, ticket: ChaosTicket, seconds: float, share: float) -> None:
-        """Copy the first `share` of the pieces, in two parts, at two moments before it ends."""
+        """Copy the first `share` of the pieces in two parts, at two moments before the end."""
         count = round(share * len(ticket.runs))
         middle = self._draws.randint(0, count)
         for part in (slice(0, middle), slice(middle, count)):

@@ -1,9 +1,9 @@
-"""A model that only counts: each KV cell holds a number made of all tokens up to its own, so no wrong byte goes unseen.
+"""A model that detects every wrong byte: each KV cell contains a number computed from all tokens up to its own.
 
-A token's number covers the tokens before it and the weights' version. What is written for it differs by group and by
-tensor (so also by rank). A step reads every cell that its tokens see, out of the engine's real blocks, compares each,
-and makes the new token of what it read. A recurrent state is its last token's number in every cell of a block, each cell's
-own number added; a step reads the state before its tokens, and what is wrong in it stays wrong in the state that it writes.
+A token's number depends on the tokens before it and the weights' version. The cells written for it differ between
+groups and tensors, and so between ranks. A step reads every cell that its tokens attend to from the engine's real
+blocks, checks it, and computes the new token from all of them. A recurrent state is its last token's number plus the
+cell's index, in every cell of a block. A step reads the previous state, and an error in it stays in the next state.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 VOCABULARY = 2**31 - 1
 _MASK = 2**64 - 1
-_ODD = 0x9E3779B97F4A7C15  # the golden ratio in 64 bits: spreads neighbouring numbers
+_ODD = 0x9E3779B97F4A7C15  # the golden ratio in 64 bits, which spreads neighbouring numbers
 
 Numbers = "NDArray[np.uint64]"
 
 
 def chain(tokens: Sequence[int], weights: int, known: Sequence[int] = ()) -> list[int]:
-    """One number a token, each made of the token and all before it; continues `known`."""
+    """Return one number per token, computed from the token and all before it. Continues `known`."""
     found = list(known)
     last = found[-1] if found else (weights + 1) * _ODD & _MASK
     for token in tokens[len(found) :]:
@@ -46,19 +46,19 @@ def chain(tokens: Sequence[int], weights: int, known: Sequence[int] = ()) -> lis
 
 
 def cells(numbers: NDArray[np.uint64], tensor: int, group: int) -> NDArray[np.uint64]:
-    """What a tensor holds of one group for tokens with these numbers."""
+    """Return the cells of a tensor for tokens with these numbers, in one group."""
     return numbers * np.uint64(2 * (tensor * 16 + group) + 1)
 
 
 def state(number: int, tensor: int, group: int, size: int) -> NDArray[np.uint64]:
-    """What a tensor's block holds of a recurrent group after a token with this number; nothing before the first."""
+    """Return a tensor's block with a recurrent state after a token with this number; zeros before the first token."""
     return cells(np.array([number], np.uint64), tensor, group) + np.arange(size).astype(np.uint64)
 
 
 def expected(
     groups: Sequence[GroupFacts], tensors: int, prompt: Sequence[int], new_tokens: int, weights: int
 ) -> list[int]:
-    """The tokens that right KV leads to."""
+    """Return the tokens that result from correct KV."""
     tokens, numbers = list(prompt), chain(prompt, weights)
     for _ in range(new_tokens):
         end = len(tokens)
@@ -74,10 +74,10 @@ def expected(
 
 
 class CountingRunner(Runner):
-    """Stands in for the transformer. `wrong` has every cell that did not hold what it should.
+    """Replaces the transformer. `wrong` lists every cell with a wrong value.
 
     Args:
-        computing: called once a step: time passes.
+        computing: called once per step, to let time pass.
     """
 
     def __init__(
@@ -126,12 +126,15 @@ class CountingRunner(Runner):
                 pages.reshape(-1)[places] = cells(numbers, tensor, group.index)
 
     def _continue_states(self, chunk: Chunk) -> int:
-        """Read the state that each recurrent group goes on from, and write the next; return the sum of those written."""
+        """Read the state from which each recurrent group continues, and write the next.
+
+        Return the sum of the written states.
+        """
         numbers, total = self._numbers[chunk.request], 0
         for group in self._recurrent:
             table = chunk.request.tables[group.index]
             write = table[(chunk.end - 1) // self._size]
-            # Inside a block a state is continued in place.
+            # Inside a block, a state is updated in place.
             read = write if chunk.start % self._size else table[chunk.start // self._size - 1]
             for tensor, pages in enumerate(self._pages):
                 new, wrong = state(numbers[chunk.end - 1], tensor, group.index, self._size), np.uint64(0)
@@ -145,7 +148,7 @@ class CountingRunner(Runner):
         return total
 
     def _read(self, chunk: Chunk) -> int:
-        """Read what the chunk's tokens see; return what the last one makes of it."""
+        """Read the cells that the chunk's tokens attend to; return the number that results for the last token."""
         numbers = np.array(self._numbers[chunk.request][: chunk.end], np.uint64)
         total = 0
         for group in self._attention:
@@ -176,7 +179,10 @@ class CountingRunner(Runner):
 
 
 def _first_read(group: GroupFacts, position: int) -> int:
-    """The first number that goes into what the token at `position` makes: a recurrent group's state has that alone."""
+    """Return the first token whose number the token at `position` reads.
+
+    For a recurrent group, only the state before it.
+    """
     return position if group.kind == "recurrent" else first_visible(group, position)
 
 

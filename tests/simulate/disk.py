@@ -1,8 +1,8 @@
-"""A disk that misbehaves by the draw, and the threads that wait for it: real files, with calls that take their time on the loop.
+"""A disk with random faults, and the threads that use it. The files are real, and calls take simulated time.
 
     loop ──resume──▶ a thread runs up to its next call on the disk ──park──▶ loop ──a timer──▶ the call, and on
 
-Only one thread runs at a time, so a run repeats from its seed. The engine's own thread may not call the disk at all.
+Only one thread runs at a time, so that runs are reproducible. The engine's own thread must not call the disk.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ DISK_TROUBLES: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True)
 class DiskOdds:
-    """How the disk's calls go; each a probability, times in seconds.
+    """The probabilities of the disk's faults. Times are in seconds.
 
     Args:
-        error: a part is done, and the call says that it failed.
-        full: nothing is done, because there is no room.
-        short: a part is done, and the call says so.
-        flip: another bit is written or read.
-        lost: nothing is done, and the call says that all is.
+        error: a part is done, and the call reports an error.
+        full: nothing is done, and the call reports a full disk.
+        short: a part is done, and the call reports this.
+        flip: a wrong bit is written or read.
+        lost: nothing is done, and the call reports success.
         hang: the call returns when the run is over.
-        usual_s: how long the others take, at most.
+        usual_s: the longest time of other calls.
     """
 
     error: float = 0.0
@@ -60,7 +60,7 @@ class DiskOdds:
 
 
 class Killed(BaseException):
-    """Raised where a thread waits for the disk when its process dies."""
+    """Raised in a thread that waits for the disk when its process is killed."""
 
 
 class SimThread:
@@ -68,8 +68,8 @@ class SimThread:
 
     Args:
         loop: its timers resume the thread.
-        ended: called when a work has ended.
-        owner: the executor that it belongs to.
+        ended: called when a piece of work has ended.
+        owner: the thread's executor.
     """
 
     _here = threading.local()
@@ -101,7 +101,7 @@ class SimThread:
         return self._work is not None and self.timer is None
 
     def start(self, work: Callable[[], None], seconds: float) -> None:
-        """Begin a work after a while."""
+        """Start a piece of work after some seconds."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
@@ -109,7 +109,7 @@ class SimThread:
         self.timer = self._loop.call_later(seconds, self.resume)
 
     def resume(self) -> None:
-        """On the loop's thread: let this one run up to its next call, or to the end of its work."""
+        """On the loop's thread: let this thread run to its next call, or to the end of its work."""
         if self.timer is not None:
             self.timer.cancel()
         self.timer = None
@@ -119,7 +119,7 @@ class SimThread:
             self._ended()
 
     def park(self, seconds: float | None) -> None:
-        """On this thread: wait, forever without a time."""
+        """On this thread: wait for some seconds; None means forever."""
         if seconds is not None:
             self.timer = self._loop.call_later(seconds, self.resume)
         self._back.release()
@@ -128,7 +128,7 @@ class SimThread:
             raise Killed
 
     def kill(self) -> None:
-        """On the loop's thread: end it where it waits."""
+        """On the loop's thread: end this thread in its wait."""
         if not self._is_killed:
             self._is_killed = True
             if self._thread is not None:
@@ -152,12 +152,12 @@ class SimThread:
 
 
 class SimExecutor(Executor):
-    """Some such threads and a queue.
+    """Several `SimThread`s with a queue.
 
     Args:
-        loop, draws: when what is queued begins.
-        threads: how many.
-        problems: takes what work raised that its owner does not await.
+        loop, draws: determine when queued work begins.
+        threads: the number of threads.
+        problems: receives exceptions of work whose future is not read.
     """
 
     def __init__(self, loop: SimLoop, draws: random.Random, threads: int, problems: list[str]) -> None:
@@ -186,7 +186,7 @@ class SimExecutor(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """What is queued still runs."""
+        """Do nothing: queued work still runs."""
 
     def kill(self) -> None:
         self._is_killed = True
@@ -194,7 +194,7 @@ class SimExecutor(Executor):
             thread.kill()
 
     def release(self) -> None:
-        """What hangs goes on."""
+        """Let hanging calls return."""
         for thread in self.threads:
             if thread.hangs:
                 thread.resume()
@@ -216,7 +216,7 @@ class _Waited(Future[Any]):
 
 
 def _drive(loop: SimLoop, threads: Sequence[SimThread], future: Future[Any], timeout: float | None) -> None:
-    """Let time pass for these threads alone until a work is done, as when the engine's thread waits for them."""
+    """Let time pass only for these threads until their work is done, as when the engine's thread waits for them."""
     until = loop.now + (1e9 if timeout is None else timeout)
     while not future.done():
         timers = [thread for thread in threads if thread.timer is not None]
@@ -229,12 +229,12 @@ def _drive(loop: SimLoop, threads: Sequence[SimThread], future: Future[Any], tim
 
 
 class DiskPortal(SimPortal):
-    """A portal of one engine among several on the loop: closing or killing it ends its own tasks alone.
+    """A portal of one of several engines on the loop. Closing or killing it only ends its own tasks.
 
     Args:
-        loop: of all of them.
-        draws: when work on threads begins.
-        problems: takes what work raised.
+        loop: the common loop.
+        draws: determine when work on threads begins.
+        problems: receives exceptions of work.
     """
 
     def __init__(self, loop: SimLoop, draws: random.Random, problems: list[str]) -> None:
@@ -263,28 +263,28 @@ class DiskPortal(SimPortal):
         return True
 
     def kill(self) -> None:
-        """The process of its threads dies."""
+        """Kill the process of its threads."""
         for executor in self._executors:
             executor.kill()
         self.close()
 
     def drive(self, future: Future[Any], timeout: float | None) -> None:
-        """Let time pass for the threads alone, as when the engine's thread waits for them."""
+        """Let time pass only for the threads, as when the engine's thread waits for them."""
         _drive(self.loop, [thread for each in self._executors for thread in each.threads], future, timeout)
 
     def release(self) -> None:
-        """Calls that hang return."""
+        """Let hanging calls return."""
         for executor in self._executors:
             executor.release()
 
 
 class SimDisk(RecordedOs):
-    """Stands for the module `os` in what touches the tier's files.
+    """Replaces the module `os` for the tier's files.
 
     Args:
         root: `disk_path`.
-        draws: decides.
-        odds: of what.
+        draws: the random numbers.
+        odds: the probabilities of faults.
     """
 
     def __init__(self, root: Path, draws: random.Random, odds: DiskOdds) -> None:
@@ -297,7 +297,7 @@ class SimDisk(RecordedOs):
         self.has_lied = False
 
     def token_bytes(self, size: int) -> bytes:
-        """In place of the module `secrets`."""
+        """Replaces the function of the module `secrets`."""
         return self._draws.randbytes(size)
 
     # -- calls ----------------------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ class SimDisk(RecordedOs):
         os.close(descriptor)
 
     def fdopen(self, descriptor: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        self._open_files.discard(descriptor)  # the file object closes it
+        self._open_files.discard(descriptor)  # The file object closes it.
         return os.fdopen(descriptor, *args, **kwargs)
 
     def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
@@ -357,7 +357,7 @@ class SimDisk(RecordedOs):
         place = self._place()
         for name in list(self._disk.names):
             if place is not None and not (place / name).exists():
-                del self._disk.names[name]  # it was removed
+                del self._disk.names[name]  # It was removed.
 
     def rename(self, old: str, new: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
         self._wait(("error",))
@@ -370,12 +370,12 @@ class SimDisk(RecordedOs):
     # -- what becomes of it ---------------------------------------------------------------------------------------
 
     def process_dies(self) -> None:
-        """Its files are closed and unlocked."""
+        """Close and unlock the process's files."""
         for descriptor in list(self._open_files):
             self.close(descriptor)
 
     def power_fails(self) -> None:
-        """What was not synced is lost, torn or reordered."""
+        """Lose, tear or reorder writes that were not synced."""
         place, found = self._place(), Disk()
         if place is None:
             return
@@ -389,7 +389,7 @@ class SimDisk(RecordedOs):
         self._disk = found
 
     def rots(self) -> None:
-        """Some bits of the files change by themselves."""
+        """Flip some bits in the files."""
         place = self._place()
         for path in sorted(place.iterdir()) if place is not None else ():
             data = bytearray(path.read_bytes())
@@ -406,7 +406,7 @@ class SimDisk(RecordedOs):
         data[self._draws.randrange(len(data))] ^= 1 << self._draws.randrange(8)
 
     def _wait(self, fates: Sequence[str], *, does_part: bool = False) -> str:
-        """Let a call take its time; return its fate. An error raises, unless the caller must do a part before."""
+        """Let a call take its time; return its outcome. An error raises, unless the caller must do a part before."""
         thread = SimThread.current()
         assert thread is not None, "the engine's thread calls the disk"
         fate = self._fate((*fates, "hang"))
@@ -428,13 +428,12 @@ class SimDisk(RecordedOs):
         return "done"
 
     def heals(self) -> None:
-        """Nothing goes wrong any more: the run is over."""
+        """Cause no more faults, because the run is over."""
         self._odds = DiskOdds()
 
 
 @contextmanager
 def in_place_of_os(disk: SimDisk) -> Iterator[None]:
-    """Run with a simulated disk under the tier's files."""
     with ExitStack() as stack:
         for module in (folder, index, open_folder, slot_file):
             stack.enter_context(mock.patch.object(module, "os", disk))

@@ -1,7 +1,7 @@
-"""The copier that ships, on the emulated driver, in place of the one that only misbehaves.
+"""Simulations with the shipped CUDA copier on the emulated driver, instead of the fake copier.
 
-The engine's KV memory counts as the devices'. Operations run when the loop's timers say so, in an order that the seed draws, so
-bytes move at any time between submission and end; the counting model then finds a wrong one as a wrong token.
+The engine's KV memory is treated as device memory. The loop's timers run operations in a random order, so that bytes
+are copied at any time between submission and end. With the counting model, a wrong byte leads to a wrong token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DEVICES = 2
 
 
 class EmulatedTicket(ChaosTicket):
-    """A batch on a stream of the emulator's."""
+    """A batch on a stream of the emulator."""
 
     def __init__(self, copier: EmulatedCopier, direction: Direction, runs: CopyRuns, inside: Ticket) -> None:
         super().__init__(copier, direction, runs)
@@ -46,14 +46,14 @@ class EmulatedTicket(ChaosTicket):
         return self._state
 
     def move(self, pieces: slice) -> None:
-        """The emulator moves the bytes."""
+        """Do nothing: the emulator copies the bytes."""
 
     def end(self, state: TicketState, *, explodes: bool = False) -> None:
-        """The emulator ends it."""
+        """Do nothing: the emulator ends the batch."""
 
 
 class EmulatedCopier(ChaosCopier):
-    """The copier of one rank; what `odds` has of refusals, partial ones too, refused questions and hangs comes true."""
+    """The copier of one rank. Of `odds`, it applies refusals (also partial ones), failing queries and hangs."""
 
     emulator: ClassVar[Emulator]
     ranks: ClassVar[int] = 0
@@ -98,7 +98,7 @@ class EmulatedCopier(ChaosCopier):
         self.emulator.step()
 
     def _run_on(self, seconds: float) -> None:
-        """Run a few operations then, and go on while there are any."""
+        """Run a few operations then, and continue while there are any."""
 
         def run() -> None:
             count = self._draws.randint(1, 8)
@@ -109,10 +109,10 @@ class EmulatedCopier(ChaosCopier):
 
 
 def simulate_on(emulator: Emulator, seed: int) -> Simulation:
-    """Play one seed on the emulator.
+    """Run one seed on the emulator.
 
     Raises:
-        Exception: what went wrong, a race among it.
+        Exception: a rule was broken, or there was a race.
     """
     emulator.reset(stepped=True, seed=seed)
     emulator.accept_pageable()

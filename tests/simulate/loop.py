@@ -1,4 +1,4 @@
-"""An event loop whose time is a number and whose order is drawn: a second costs nothing, and a run repeats from its seed."""
+"""An event loop with simulated time and a random order of callbacks. Runs are reproducible from a seed."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_LONGEST_S = 1000.0  # many times what the longest run takes
+_LONGEST_S = 1000.0  # many times the length of the longest run
 
 
 class Stuck(Exception):
-    """Raised when somebody waits and nothing can ever happen again: what a hung request looks like from inside."""
+    """Raised when a task waits and no callback or timer is left, as with a hung request."""
 
 
 class SimLoop(asyncio.BaseEventLoop):
-    """Runs what is ready; when nothing is, time jumps to the next timer. No selector, no thread, no real clock.
+    """Runs ready callbacks. Without any, time jumps to the next timer. It uses no selector, thread or real clock.
 
     Args:
         draws: shuffles the callbacks that are ready at the same time; None keeps asyncio's order.
@@ -42,7 +42,7 @@ class SimLoop(asyncio.BaseEventLoop):
         return self.now
 
     def jump(self, seconds: float) -> None:
-        """Let time pass in which the loop runs nothing, as while its thread is busy."""
+        """Let time pass while the loop runs nothing, as when its thread is busy."""
         self.now += seconds
 
     def _run_once(self) -> None:
@@ -70,10 +70,10 @@ class SimLoop(asyncio.BaseEventLoop):
             raise Stuck(f"not over after {_LONGEST_S} s of its time")
 
     def _write_to_self(self) -> None:
-        """No thread sleeps in a system call from which it would have to be woken."""
+        """Do nothing: no thread sleeps in a system call."""
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Cancelled timers leave the heap when their time comes."""
+        """Do nothing: cancelled timers leave the heap at their time."""
 
 
 def _pop(timers: list[asyncio.TimerHandle]) -> asyncio.TimerHandle:
@@ -83,7 +83,7 @@ def _pop(timers: list[asyncio.TimerHandle]) -> asyncio.TimerHandle:
 
 
 class SimClock:
-    """The loop's time for the transfer coroutines."""
+    """A clock with the loop's time, for transfer coroutines."""
 
     def __init__(self, loop: SimLoop) -> None:
         self._loop = loop
@@ -96,7 +96,7 @@ class SimClock:
 
 
 class SimPortal(Portal):
-    """A portal whose loop is the simulation's."""
+    """A portal on the simulation's loop."""
 
     def __init__(self, loop: SimLoop) -> None:
         super().__init__("simulation")
@@ -119,7 +119,7 @@ class SimPortal(Portal):
         return _Spawned(self.loop, self.loop.create_task(async_fn(*args, **kwargs)))
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Cancel what is left and let it end. The loop stays open: its creator closes it."""
+        """Cancel the remaining tasks and wait for them. The loop stays open, because its creator closes it."""
         tasks = asyncio.all_tasks(self.loop)
         for task in sorted(tasks, key=lambda task: task.get_name()):
             task.cancel()
@@ -129,7 +129,7 @@ class SimPortal(Portal):
 
 
 class _Spawned(TaskFuture):
-    """Waiting for it, which is done outside the loop, runs the loop."""
+    """A future that runs the loop if it is waited for outside the loop."""
 
     def __init__(self, loop: SimLoop, task: asyncio.Task[Any]) -> None:
         super().__init__(task)

@@ -1,4 +1,4 @@
-"""What a seed stands for: the engine, the host, the copiers, the traffic and the troubles, all drawn from it."""
+"""The random choices of a seed: the engine, the host, the copiers, the traffic and the faults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.simulate.counting import VOCABULARY
 from tests.simulate.disk import DISK_TROUBLES, DiskOdds
 from tests.simulate.store import STORE_TROUBLES, StoreOdds
 
-LONGEST = 32  # tokens of a request, new ones included
+LONGEST = 32  # tokens of a request, including new ones
 _CELL_BYTES = 8
 
 TROUBLES: dict[str, dict[str, float]] = {
@@ -29,26 +29,26 @@ TROUBLES: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True)
 class Scenario:
-    """One draw.
+    """The choices of one seed.
 
     Args:
-        seed: what it was drawn from.
-        engine: its configuration, plugin's included.
-        odds: of each rank's copier.
-        conversations: how many there are, all in all.
-        bases: texts that their prompts begin with.
-        abort, cold: probability of a turn that is abandoned, and of one that comes late.
-        forgets: probability that the device's own prefix cache is gone when a turn comes late, if no request uses it.
-        acts: what the operator does, in order, from `OPERATOR`.
-        step_s: how long a step computes, at most.
-        switch: probability that another thread runs where it can.
-        is_shuffled: callbacks that are ready together run in a drawn order.
-        observers: how those beside the usual ones behave: "slow", "raises".
-        is_logged: log lines are written.
-        has_journal: a journal's file is written, on a disk that is slow.
-        has_full_disk: and that refuses to write now and then.
-        disk: how the calls on the disk below the host go; None without one.
-        store: how the calls on a store that engines share go; None without one.
+        seed: the seed.
+        engine: the engine's configuration, including the plugin's.
+        odds: the odds of each rank's copier.
+        conversations: the total number of conversations.
+        bases: the beginnings of their prompts.
+        abort, cold: the probability that a turn is aborted, and that it comes late.
+        forgets: the probability that the device's prefix cache is reset before a late turn, if no request uses it.
+        acts: the operator's actions, in order, from `OPERATOR`.
+        step_s: the longest time of a step.
+        switch: the probability that another thread runs where it could.
+        is_shuffled: whether callbacks that are ready together run in random order.
+        observers: the behaviour of extra observers: "slow", "raises".
+        is_logged: whether log lines are written.
+        has_journal: whether a journal is written, to a slow disk.
+        has_full_disk: whether writes of the journal sometimes fail.
+        disk: the odds of the disk tier; None without one.
+        store: the odds of the remote tier; None without one.
     """
 
     seed: int
@@ -83,12 +83,12 @@ class Scenario:
         return "break" in self.acts
 
     def draws(self, what: str) -> random.Random:
-        """Return the numbers for one purpose, so that no purpose changes another's."""
+        """Return random numbers for one purpose, independent of all other purposes."""
         return random.Random(f"{self.seed} {what}")
 
 
 def draw(seed: int) -> Scenario:
-    """Return what a seed stands for."""
+    """Return the scenario of a seed."""
     draws = random.Random(f"{seed} scenario")
     ranks = draws.choice([1, 1, 2, 3])
     timeout_s = draws.choice([0.05, 0.3, 1.0])
@@ -119,7 +119,7 @@ def draw(seed: int) -> Scenario:
 
 
 def _with_disk(scenario: Scenario) -> Scenario:
-    """Return the scenario with a disk below its host, and with what happens to disks."""
+    """Return the scenario with a disk tier and its faults."""
     draws = scenario.draws("disk")
     trouble = DISK_TROUBLES[draws.choice([*DISK_TROUBLES, "none", "some"])]
     usual_s = draws.choice([0.0, 0.001, 0.01, scenario.timeout_s / 3])
@@ -142,7 +142,7 @@ def _with_disk(scenario: Scenario) -> Scenario:
 
 
 def _with_store(scenario: Scenario) -> Scenario:
-    """Return the scenario with a store that engines share, and with what happens to stores."""
+    """Return the scenario with a shared store and its faults."""
     draws = scenario.draws("store")
     trouble = STORE_TROUBLES[draws.choice([*STORE_TROUBLES, "none", "some"])]
     usual_s = draws.choice([0.0, 0.001, 0.01, scenario.timeout_s / 3])
@@ -194,7 +194,7 @@ def _engine(draws: random.Random, ranks: int, timeout_s: float, acts: tuple[str,
     sized = replace(shape, num_blocks=capacity.pool_blocks(1) + spare)
     settings = _plugin(draws, shape, timeout_s)
     if "corrupt" in acts:
-        settings["verify"] = "full"  # a sample may miss it, and then a token may be wrong
+        settings["verify"] = "full"  # A sample could miss it, and then a token could be wrong.
     return with_plugin(sized, settings)
 
 
@@ -212,7 +212,10 @@ def _model(draws: random.Random, block_tokens: int, tensors: int) -> ModelConfig
 
 
 def _with_recurrence(scenario: Scenario) -> Scenario:
-    """Return the scenario with recurrent layers. The device forgets more often: of few states it finds most."""
+    """Return the scenario with recurrent layers.
+
+    The device's cache is reset more often, because it has most of the few states.
+    """
     draws, config = scenario.draws("recurrence"), scenario.engine
     local = draws.randint(1, 2)
     tensors = config.model.layers_per_group
@@ -238,13 +241,16 @@ def _plugin(draws: random.Random, shape: EngineConfig, timeout_s: float) -> dict
 
 
 def _block_bytes(shape: EngineConfig) -> int:
-    """Of all ranks; each has as much host memory as the one with the most tensors needs."""
+    """Return the block's bytes of all ranks.
+
+    Each rank has as much host memory as the rank with the most tensors needs.
+    """
     most_tensors = -(-shape.model.layers_per_group // shape.ranks)
     return shape.ranks * most_tensors * shape.block_tokens * _CELL_BYTES
 
 
 def _odds(draws: random.Random, ranks: int, timeout_s: float) -> tuple[Odds, ...]:
-    """All ranks misbehave alike, or one of them alone."""
+    """Return the odds. Either all ranks misbehave in the same way, or only one of them."""
     trouble = draws.choice([*TROUBLES, "none", "some"])
     alone = draws.choice([None, draws.randrange(ranks)])
     in_order = draws.random() < 0.7

@@ -1,4 +1,4 @@
-"""One seed: the engine, the plugin, its coroutines, its observers and the clients on one loop, and what must hold."""
+"""One seed: engine, plugin, coroutines, observers and clients on one loop, and the invariants."""
 
 from __future__ import annotations
 
@@ -44,21 +44,22 @@ if TYPE_CHECKING:
     from kvoffload.model.ids import Rank
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
-_MOST_STEPS = 4_000  # many times what the longest run takes
+_MOST_STEPS = 4_000  # many times the steps of the longest run
 _MOST_LAST_STEPS = 60
 _BASE_TOKENS = 20
 _MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 class Simulation:
-    """The world of one seed. `run` returns when all of it has ended well, or raises.
+    """The simulation of one seed. `run` returns after everything has ended without errors, or raises.
 
     Args:
-        scenario: what to play.
-        keep: takes every line of a journal in which nothing is missing.
-        folder: for the journal's file, where the scenario has one.
-        copier: what copies on each rank.
-        disk, store: below the host, None without one. With either, engines die and others start on what they left.
+        scenario: the scenario.
+        keep: receives every line of a complete journal.
+        folder: folder for the journal's file, if the scenario has one.
+        copier: the class of each rank's copier.
+        disk, store: the lower tiers, None without one. With either of them, engines are killed and others start with
+            its contents.
     """
 
     def __init__(
@@ -80,14 +81,14 @@ class Simulation:
         self.copies_below = Counter[str]()
         self._namespaces: dict[str, None] = {}
         self._reset_namespaces: dict[str, int] = {}
-        self._left_namespaces: dict[str, None] = {}  # by this engine
+        self._left_namespaces: dict[str, None] = {}  # of this engine
         self._is_stepping = self._is_over = False
         self._complaints: list[str] = []
         self.loop.set_exception_handler(self._complain)
         self.is_open, self._is_up, self._is_dying = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._reading: dict[asyncio.Task[None], None] = {}
         self._end, self._was_reset = "", False
-        self._graves: list[object] = []  # memory that late copies of dead engines may name
+        self._graves: list[object] = []  # memory that late copies of killed engines may still use
         self._start()
         self._texts = [
             [draws(f"text {base}").randrange(5) + 5 * place for place in range(_BASE_TOKENS)]
@@ -95,7 +96,7 @@ class Simulation:
         ]
 
     def _start(self) -> None:
-        """Start an engine, the first or the one after a death."""
+        """Start an engine: the first, or the one after a kill."""
         self.copiers: list[ChaosCopier] = []
         now, scenario = self.loop.time, self.scenario
         if self._disk is None and self._store is None:
@@ -118,7 +119,7 @@ class Simulation:
         )
         if self._keep is not None:
             self._follow(self._keep)
-        self.offload.bus.count(JobOverdue, self._note_overdue)  # also of a core that has raised
+        self.offload.bus.count(JobOverdue, self._note_overdue)  # also if the core has raised
         self.offload.bus.count(TierCopyEnded, self._note_copy_below)
         self.offload.bus.count(RemoteOpened, self._check_namespace)
         self.offload.bus.count(DiskOpened, partial(self._check_opened, was_reset=self._was_reset))
@@ -142,12 +143,12 @@ class Simulation:
 
     @property
     def has_lost_blocks(self) -> bool:
-        """Whether copies were abandoned, so that a request may need more than the device has left."""
+        """Return whether copies were abandoned, so that the device may lack blocks for a request."""
         return self._abandoned > 0
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether the core has raised, so that its own records say nothing any more (R12)."""
+        """Return whether the core has raised, so that its records cannot be checked (R12)."""
         return self.offload.faults.error is not None
 
     @property
@@ -162,15 +163,15 @@ class Simulation:
 
     @property
     def has_lives(self) -> bool:
-        """Whether engines die and others start."""
+        """Return whether engines are killed and others started."""
         return isinstance(self.portal, DiskPortal)
 
     def is_ending(self, life: int) -> bool:
-        """Whether that engine is about to die, or has."""
+        """Return whether this engine is about to be killed, or has been."""
         return self.life != life or bool(self._end)
 
     async def reading(self, read: Coroutine[object, object, None]) -> None:
-        """Read a stream; the engine's death cancels it."""
+        """Read a stream. The engine's end cancels it."""
         if not self.has_lives:
             await read
             return
@@ -183,7 +184,7 @@ class Simulation:
             self._reading.pop(task)
 
     def reset(self) -> None:
-        """Reset the caches; once the answer is yes, no engine finds anything from before."""
+        """Reset the caches. After True, no engine may find anything from before."""
         self.engine.reset_prefix_cache()
         below = self.offload._tiers_side
         replaced = self._store.replaced if self._store is not None else 0
@@ -192,7 +193,6 @@ class Simulation:
         self._left_namespaces |= self._namespaces
 
     def end_life(self, how: str) -> None:
-        """End the engine and start another one."""
         self.is_open.clear()
         self._is_up.clear()
         self._end = how
@@ -212,7 +212,7 @@ class Simulation:
         await turn(self, prompt, new_tokens, patience)
 
     def _follow(self, keep: Callable[[str], object]) -> None:
-        """Hand every message to `keep` as a line of a journal."""
+        """Pass every message to `keep` as a line of a journal."""
         numbers = count(1)
 
         def write(message: object) -> None:
@@ -224,10 +224,10 @@ class Simulation:
     # -- the run --------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Play it.
+        """Run the simulation.
 
         Raises:
-            Exception: what went wrong.
+            Exception: a rule was broken.
         """
         try:
             self._run(self.loop.create_task(self._play()))
@@ -240,7 +240,7 @@ class Simulation:
             raise AssertionError("; ".join(self._complaints))
 
     def _run(self, play: asyncio.Task[None]) -> None:
-        """Run the loop to the end; engines die and start while it rests."""
+        """Run the loop to the end. Engines are killed and started between its turns."""
         while self.has_lives and not play.done():
             self._is_dying.clear()
             dying = self.loop.create_task(self._is_dying.wait())
@@ -294,7 +294,7 @@ class Simulation:
             await self.turn(list(self.text(base)), 3, None)
 
     async def _live_again(self) -> None:
-        """What was found again is spilled; the next engines find it, if the disk has kept it."""
+        """Let blocks that were found again be spilled. The next engines find them, if the disk has kept them."""
         draws = self.scenario.draws("lives")
         for how in draws.choices(["kill", "kill", "power fails", "stop"], k=draws.randint(1, 3)):
             if self._store is not None and draws.random() < 0.8:
@@ -308,16 +308,16 @@ class Simulation:
                 self.reset()
             self.end_life(how)
             await self.is_open.wait()
-            for _ in range(10):  # the index is read meanwhile
+            for _ in range(10):  # Meanwhile the index is read.
                 await asyncio.sleep(draws.random() * self.scenario.timeout_s)
                 self.step()
 
     async def _settle(self) -> None:
-        """Everything ends but what hangs, which is then released; late ends are reported."""
+        """End everything except hanging copies, then release those. Late ends are reported."""
         await self.until(lambda: not self.engine.has_work)
         self._check_drained()
         self._release()
-        # An engine with nothing to do hears of ends in its next step, and each may begin the next spill.
+        # An idle engine notices ended copies in its next step, and each may start the next spill.
         for number in range(_MOST_LAST_STEPS):
             await asyncio.sleep(self.scenario.timeout_s / 3)
             self.step()
@@ -326,7 +326,7 @@ class Simulation:
         self._check_nothing_left()
 
     async def until(self, is_so: Callable[[], bool]) -> None:
-        """Poll, as there is no notification."""
+        """Poll until `is_so` returns True."""
         while not is_so():  # noqa: ASYNC110
             await asyncio.sleep(self.scenario.timeout_s / 10)
 
@@ -343,7 +343,7 @@ class Simulation:
             await self._pause(idle)
 
     async def _pause(self, idle: int) -> None:
-        """What the loop may run between two steps: nothing, a few turns, or whatever a moment brings."""
+        """Run the loop between two steps: not at all, for a few turns, or for a random time."""
         if idle:
             await asyncio.sleep(min(0.0005 * 2 ** min(idle, 20), self.scenario.timeout_s / 5))
             return
@@ -357,7 +357,7 @@ class Simulation:
                 await asyncio.sleep(self._time.uniform(0, 0.002))
 
     def step(self) -> bool:
-        """One step of the engine, and what must hold after it."""
+        """Run one step of the engine, and check the invariants."""
         self.steps += 1
         if self.steps > _MOST_STEPS:
             raise AssertionError(f"not drained after {_MOST_STEPS} steps: {self.engine.statistics()}")
@@ -366,12 +366,12 @@ class Simulation:
             has_computed = self.engine.step()
         finally:
             self._is_stepping = False
-            self.engine._wake.set()  # also where the loop's own task for steps sleeps: there may be work now
+            self.engine._wake.set()  # The loop's own task for steps may sleep while there is work.
         self._check()
         return has_computed
 
     def _switch(self) -> None:
-        """Where the copier is asked by the coroutine, the engine's thread may run."""
+        """Let the engine's thread run when the coroutine calls the copier."""
         if self._is_stepping or self._is_over or not self.scenario.switch or not self._is_up.is_set():
             return
         if self._switches.random() < self.scenario.switch and self.engine.has_work:
@@ -404,7 +404,7 @@ class Simulation:
     def _check(self) -> None:
         problems = [*self.runner.wrong, *self.engine.audit()]
         problems += self._store.problems if self._store is not None else ()
-        # Of a core that has raised, the first line says so.
+        # If the core has raised, the first line reports this.
         problems += self.offload.audit()[1:] if self.is_cut_off else audit(self.offload.core)
         if self.steps % 8 == 0:
             problems += slot_problems(self.offload.gauges())
@@ -419,12 +419,12 @@ class Simulation:
                 assert_exclusive(copier.open_tickets)  # type: ignore[arg-type]  # it reads what tickets of both kinds have
 
     def _check_drained(self) -> None:
-        """No request is open, and nothing is kept but what copies that were abandoned may still touch."""
+        """Check that no request is open, and that only abandoned copies keep memory."""
         self._check()
         core, left = self.offload.core.state, list[str]()
         if not self.is_cut_off:
             left += [f"request {request} is still live" for request in core.requests.live]
-            # A disk that hangs keeps no engine stepping for longer than `disk_drain_s`.
+            # A hanging disk keeps no engine stepping for longer than `disk_drain_s`.
             open_jobs = [job for job in core.jobs.open.values() if not job.settled and job.tier is Tier.HOST]
             left += [f"job {job.id} is {job.state.name}" for job in open_jobs]
         numbers = self.engine.statistics()
@@ -434,7 +434,7 @@ class Simulation:
             raise AssertionError("; ".join(left))
 
     def _check_nothing_left(self) -> None:
-        """All is as at the start (R11)."""
+        """Check that everything is as at the start (R11)."""
         self._check_drained()
         core, numbers = self.offload.core.state, self.engine.statistics()
         left = [f"workers still copy for job {job.id}" for job in self.offload.copies.running]
@@ -458,20 +458,20 @@ class Simulation:
         self.copies_below[f"{event.tier.value} {event.direction.value} {event.outcome.value}"] += event.blocks
 
     def _check_namespace(self, fact: RemoteOpened) -> None:
-        """R18: what was reset is not found, by later engines if the store has taken another generation by then."""
+        """Check that blocks from before a reset are not found, also by later engines with a new generation (R18)."""
         name = fact.namespace
         if name in self._left_namespaces or self.store.replaced > self._reset_namespaces.get(name, inf):
             self._complaints.append(f"{name}, from before a reset, is looked at")
         self._namespaces[name] = None
 
     def _check_opened(self, event: DiskOpened, *, was_reset: bool) -> None:
-        """R18: what was reset is not found, unless a disk that claims to have removed it has not."""
+        """Check that blocks from before a reset are not found, unless a disk has only claimed to remove them (R18)."""
         self.copies_below["restored"] += event.blocks
         if was_reset and event.blocks and not self.disk.has_lied:
             self._complaints.append(f"{event.blocks} blocks from before a reset are found")
 
     async def _check_states_after_reset(self) -> None:
-        """Nothing is from before a reset that was computed after it: no state is refused for that."""
+        """Check that states computed after a reset are not refused as from before it."""
         self.reset()
         before = self._outcomes(StoreOutcome.BEFORE_RESET)
         for _ in range(2):
@@ -503,7 +503,7 @@ class Simulation:
         self.loop.close()
 
     def _release(self) -> None:
-        """What hangs ends, and nothing goes wrong any more."""
+        """End hanging calls, and cause no more faults."""
         for copier in self.copiers:
             copier.release()
         for below in (self._disk, self._store):
@@ -514,15 +514,15 @@ class Simulation:
 
 
 def simulate(seed: int, journal: Path | None = None, copier: type[ChaosCopier] = ChaosCopier) -> Simulation:
-    """Play one seed; return it for its numbers.
+    """Run one seed; return the simulation with its counts.
 
     Args:
-        seed: which.
-        journal: file for a journal in which nothing is missing; it changes nothing in what happens.
-        copier: what copies on each rank.
+        seed: the seed.
+        journal: file for a complete journal, which does not influence the run.
+        copier: the class of each rank's copier.
 
     Raises:
-        Exception: what went wrong.
+        Exception: a rule was broken.
     """
     scenario = draw(seed)
     with ExitStack() as stack:
@@ -552,14 +552,14 @@ def _journal_settings(folder: Path | None, life: int) -> dict[str, object]:
 
 
 def _left_of(tier: LowerTier) -> list[str]:
-    """What jobs keep on a tier below the host."""
+    """Return what jobs keep on a lower tier."""
     kept = {"spill": tier.in_flight.keys, "fetch": tier.fetching}
     return [what for what, there in kept.items() if there]
 
 
 @contextmanager
 def slow_disk(scenario: Scenario, *, is_full: bool) -> Iterator[None]:
-    """What a thread would do is done on the loop, after a while; a full disk raises now and then."""
+    """Run a disk thread's work on the loop, with a delay. A full disk raises now and then."""
     draws = scenario.draws("disk")
 
     async def run_sync(call: Callable[..., Any], *args: object) -> object:
@@ -574,7 +574,7 @@ def slow_disk(scenario: Scenario, *, is_full: bool) -> Iterator[None]:
 
 @contextmanager
 def _quiet(is_quiet: bool) -> Iterator[None]:
-    """Log lines go nowhere; with `is_quiet` they are not even made."""
+    """Drop log lines. With `is_quiet`, they are not even formatted."""
     logger = logging.getLogger(ROOT)
     before = logger.handlers, logger.level, logger.propagate
     logger.handlers, logger.propagate = [logging.NullHandler()], False
@@ -587,7 +587,7 @@ def _quiet(is_quiet: bool) -> Iterator[None]:
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first exception of a group of groups."""
+    """Return the first exception in nested groups."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,7 +1,7 @@
-"""A store that engines share and that misbehaves by the draw; it outlives them, and others write to it under the same names.
+"""A shared store with random faults. It outlives engines, and other engines write to it with the same names.
 
-Its calls take their time on the loop, on threads of which one runs at a time (`tests/simulate/disk.py`). The engine's own thread may
-not call it.
+Its calls take simulated time, on threads of which one runs at a time (`tests/simulate/disk.py`). The engine's own
+thread must not call it.
 """
 
 from __future__ import annotations
@@ -36,29 +36,32 @@ STORE_TROUBLES: dict[str, dict[str, float]] = {
     "hanging": {"hang": 0.05, "late": 0.1},
 }  # fmt: skip
 _FREE_FAILURES = 12
-"""In a row: three open a breaker, and some calls are queued by then. The next are probes, at least a second apart."""
+"""Failures in a row: three open a breaker, and some further calls are already queued.
+
+The next calls are probes, at least a second apart.
+"""
 _PROBES_S = 0.9
 _HINTS = 100
 
 
 @dataclass(frozen=True)
 class StoreOdds:
-    """How the store's calls go; each a probability, times in seconds.
+    """The probabilities of the store's faults. Times are in seconds.
 
     Args:
         error: nothing is done, and the call raises.
         torn: a part is done, and the call raises.
-        late: it takes about as long as its time limit, or twice as long.
+        late: the call takes about as long as its time limit, or twice as long.
         hang: the call returns when the run is over.
-        untrue: the store says the opposite of whether it has a block.
+        untrue: the store reports a block that it lacks, or the opposite.
         gone: the store does not deliver a value.
-        cut: it delivers the beginning of a value.
-        flip: it delivers a value with another bit.
-        mixed: it delivers another block's value.
-        full: it does not take a value.
-        lost: it says that it has taken a value, and has not.
-        usual_s: how long most calls take, at most.
-        timeout_s: what late is measured by.
+        cut: the store delivers the beginning of a value.
+        flip: the store delivers a value with a wrong bit.
+        mixed: the store delivers another block's value.
+        full: the store does not accept a value.
+        lost: the store reports that it has accepted a value, but loses it.
+        usual_s: the longest time of most calls.
+        timeout_s: the timeout that `late` refers to.
     """
 
     error: float = 0.0
@@ -80,9 +83,9 @@ class SimStore:
     """The store, and every connection to it.
 
     Args:
-        draws: decides.
-        odds: of what.
-        problems: takes what no engine may do.
+        draws: the random numbers.
+        odds: the probabilities of faults.
+        problems: receives engines' violations of the contract.
     """
 
     def __init__(self, draws: random.Random, odds: StoreOdds) -> None:
@@ -91,19 +94,19 @@ class SimStore:
         self.problems: list[str] = []
         self.values: dict[str, bytes] = {}
         self._written: dict[str, bytes] = {}
-        """All that was ever put: what another engine may write again."""
+        """all values ever put, which another engine may write again"""
         self._asked: dict[str, None] = {}
         self.is_dead = self.is_full = False
         self.replaced = 0
-        """Times that engines shared another generation from then on."""
-        self._failures: dict[object, list[float]] = {}  # in a row, by the executor that made the calls
+        """how often the shared generation was replaced"""
+        self._failures: dict[object, list[float]] = {}  # failures in a row, by the executor of the calls
 
     def token_hex(self, size: int) -> str:
-        """In place of the module `secrets`."""
+        """Replaces the function of the module `secrets`."""
         return self._draws.randbytes(size).hex()
 
     def connect(self, address: object, timeout_s: float) -> SimStore:
-        """In place of `open_store`."""
+        """Replaces `open_store`."""
         self._call()
         return self
 
@@ -150,29 +153,29 @@ class SimStore:
         self._raise_if(is_torn)
 
     def register(self, buffer: memoryview) -> None:
-        """Any memory serves."""
+        """Do nothing: the store can use any memory."""
 
     def close(self) -> None:
-        """There is no connection to end."""
+        """Do nothing: there is no connection."""
 
     # -- what becomes of it ---------------------------------------------------------------------------------------
 
     def restart(self) -> None:
-        """It has lost all, the generation too."""
+        """Lose all values, including the generation."""
         self.values.clear()
         self.comes_back()
 
     def comes_back(self) -> None:
-        """It answers again, and has room."""
+        """Answer again, and accept values."""
         self.is_dead = self.is_full = False
 
     def evict(self) -> None:
-        """It drops some values."""
+        """Drop some values."""
         for name in self._some(list(self.values)):
             del self.values[name]
 
     def others_write(self) -> None:
-        """Other engines put what one of our engines has put, and strangers something else, under names that ours know."""
+        """Write our engines' values again as other engines do, and write wrong values under their names."""
         for name in self._some([*self._written, *self._asked]):
             value = self._written.get(name, b"")
             others = list(self._written.values())
@@ -186,14 +189,14 @@ class SimStore:
             self.values[name] = self._draws.choice([value, value, value, *strange])
 
     def heals(self) -> None:
-        """Nothing goes wrong any more: the run is over."""
+        """Cause no more faults, because the run is over."""
         self._odds = StoreOdds()
         self.comes_back()
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _call(self) -> str:
-        """Let a call take its time; return its fate."""
+        """Let a call take its time; return its outcome."""
         thread = SimThread.current()
         assert thread is not None, "the engine's thread calls the store"
         fate, seconds = self._fate(), self._draws.uniform(0, self._odds.usual_s)
@@ -213,7 +216,7 @@ class SimStore:
         return "done"
 
     def _note(self, thread: SimThread, *, fails: bool) -> None:
-        """A store that fails is left alone, but for probes."""
+        """Check that an engine only sends probes to a failing store."""
         failures = self._failures.setdefault(thread.owner, [])
         if not fails:
             failures.clear()
@@ -261,7 +264,7 @@ class SimStore:
 
 
 class Awaited(Future[Any]):
-    """What the engine's thread waits for: meanwhile time passes for its portal's threads."""
+    """A future for which the engine's thread waits. Meanwhile, time passes for its portal's threads."""
 
     portal: ClassVar[DiskPortal]
 
@@ -272,11 +275,10 @@ class Awaited(Future[Any]):
 
 @contextmanager
 def in_place_of_clients(store: SimStore) -> Iterator[None]:
-    """Run with a simulated store at every address."""
     with ExitStack() as stack:
         for module in (remote_catalog, worker_side):
             stack.enter_context(mock.patch.object(module, "open_store", store.connect))
-        stack.enter_context(mock.patch.object(tiers, "MOST_HINTS", _HINTS))  # audits look at each
+        stack.enter_context(mock.patch.object(tiers, "MOST_HINTS", _HINTS))  # Audits check each hint.
         for module in (remote_catalog, values):
             stack.enter_context(mock.patch.object(module, "secrets", store))
         stack.enter_context(mock.patch.object(remote_catalog, "Future", Awaited))

@@ -1,4 +1,4 @@
-"""The counting model: the same tokens as worked out without blocks, and no wrong byte goes unseen."""
+"""The counting model: its tokens equal those computed without blocks, and it detects every wrong byte."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_wrong_byte_is_a_wrong_token_and_is_named(shape: str) -> None:
     engine, runner = make(shape)
     prompt = list(range(12))
     answers(engine, prompt)
-    runner.kv_tensors[-1] ^= 1  # the device still has the prefix, in blocks that hold something else
+    runner.kv_tensors[-1] ^= 1  # The device still has the prefix, in blocks with wrong contents.
     should = [expected(engine.facts.groups, len(runner.kv_tensors), [*prompt, 5], 5, 0)]
     assert answers(engine, [*prompt, 5]) != should
     assert "read wrong KV" in runner.wrong[0]

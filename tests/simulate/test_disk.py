@@ -1,4 +1,4 @@
-"""What a disk does in a seed: it is written and read, keeps blocks over deaths, fails in every way, and engines live on."""
+"""A disk in simulations: it is written and read, keeps blocks over kills, and fails in every way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.simulate.simulation import simulate
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SEEDS = range(60, 200)
-"""Behind those of `test_simulate`."""
+"""the seeds after those of `test_simulate`"""
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""Time that jumps, a random order, and waits that cannot end."""
+"""The simulated loop: jumping time, random order, and waits that cannot end."""
 
 from __future__ import annotations
 

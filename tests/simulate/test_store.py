@@ -1,4 +1,4 @@
-"""What a store that engines share does in a seed: it is asked, written and read, fails in every way, and outlives engines."""
+"""A store that engines share in simulations: it is queried, written and read, fails, and outlives engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.simulate.simulation import simulate
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SEEDS = range(60, 160)
-"""Behind those of `test_simulate`, and with a store alone: `test_disk` plays those with both."""
+"""the seeds after those of `test_simulate`, with only a store; `test_disk` runs seeds with both tiers"""
 
 
 @pytest.mark.full

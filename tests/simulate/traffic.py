@@ -1,4 +1,4 @@
-"""Who uses the simulated engine: conversations with shared beginnings, and an operator."""
+"""The users of the simulated engine: conversations with common beginnings, and an operator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TURNS = 4
 
 
 class Conversation:
-    """A client: asks, reads what comes, goes on with it, and sometimes leaves in the middle."""
+    """A client that sends prompts, reads the answers, continues with them, and sometimes aborts."""
 
     def __init__(self, world: Simulation, number: int) -> None:
         self._world = world
@@ -48,7 +48,7 @@ class Conversation:
                     world.engine.pool.reset_prefix_cache()
 
     def _patience(self, draws: random.Random) -> float | int | None:
-        """Seconds, or a number of tokens, after which the turn is abandoned; None to wait for its end."""
+        """Return the seconds or the number of tokens after which the turn is aborted; None to wait for its end."""
         if draws.random() >= self._world.scenario.abort:
             return None
         return draws.randint(0, 3) if draws.random() < 0.5 else draws.uniform(0, 0.05)
@@ -58,7 +58,7 @@ async def read(stream: TokenStream, patience: float | int | None, found: list[in
     """Read tokens into `found`, until the end or a timeout.
 
     Raises:
-        EngineError: the engine reported it in place of more tokens.
+        EngineError: the engine reported an error instead of more tokens.
     """
     if isinstance(patience, float):
         try:
@@ -79,8 +79,11 @@ async def read(stream: TokenStream, patience: float | int | None, found: list[in
 async def turn(
     world: Simulation, prompt: list[int], new_tokens: int, patience: float | int | None = None
 ) -> None:
-    """One request: its tokens are right, and none is missing unless it was abandoned. It is asked again if the engine dies."""
-    while not world.is_open.is_set():  # it may have been cleared again before this task runs
+    """Run one request and check its tokens. All must arrive, unless it is aborted.
+
+    If the engine is killed, it is sent again.
+    """
+    while not world.is_open.is_set():  # The flag may have been cleared again before this task runs.
         await world.is_open.wait()
     life, should = world.life, world.expected(prompt, new_tokens)
     stream = world.engine.submit(prompt, SamplingParams(new_tokens))
@@ -103,7 +106,7 @@ async def turn(
 
 
 class Operator:
-    """Resets, preempts, changes weights and breaks things while requests come and go."""
+    """An operator who resets, preempts, changes weights and causes faults while requests run."""
 
     def __init__(self, world: Simulation) -> None:
         self._world = world
@@ -118,7 +121,7 @@ class Operator:
         self._world.reset()
 
     async def _device_forgets(self) -> None:
-        self._world.engine.pool.reset_prefix_cache()  # if no request uses it
+        self._world.engine.pool.reset_prefix_cache()  # only if no request uses it
 
     async def _preempt(self) -> None:
         running = [request.request_id for request in self._world.engine._scheduler.running]
@@ -126,7 +129,10 @@ class Operator:
             self._world.engine.preempt(self._draws.choice(running))
 
     async def _new_weights(self) -> None:
-        """Once no request computes: one reset, with any copies in flight; when the device has released all, other weights."""
+        """When no request computes: reset once, with copies in flight.
+
+        When the device has released all blocks, change the weights.
+        """
         world = self._world
         world.is_open.clear()
         await world.until(lambda: not world.engine._scheduler.has_requests)
@@ -139,12 +145,12 @@ class Operator:
         world.is_open.set()
 
     async def _rank_dies(self) -> None:
-        """A rank copies nothing any more, without an error."""
+        """Let a rank stop copying without an error."""
         rank = self._draws.randrange(self._world.engine.config.ranks)
         self._world.copiers[rank].is_dead = True
 
     async def _restart(self) -> None:
-        """The engine's process dies or is stopped, and another one starts on its disk."""
+        """Kill or stop the engine's process, and start another engine on its disk."""
         self._world.end_life(self._draws.choice(["kill", "kill", "power fails", "stop"]))
         await self._world.is_open.wait()
 
@@ -173,7 +179,7 @@ class Operator:
         self._world.store.is_full = True
 
     async def _corrupt(self) -> None:
-        """A byte of a host slot without a running copy changes by itself, on one rank."""
+        """Corrupt a byte of a host slot without a running copy, on one rank."""
         world, pool = self._world, self._world.offload.core.state.pool
         slots = [slot for slot in map(SlotId, range(pool.capacity)) if pool.state(slot) is SlotState.READY]
         if slots:
@@ -185,7 +191,7 @@ class Operator:
         self._draws.choice(self._world.plugin.workers)._tasks[1].cancel()
 
     async def _break(self) -> None:
-        """A state handler of ours raises from now on: offloading ends, and nothing else does (R12)."""
+        """Make a state handler raise from now on. Offloading ends, and everything else continues (R12)."""
 
         def broken(fact: facts.Fact) -> None:
             raise RuntimeError("a state handler raises")

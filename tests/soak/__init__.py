@@ -1,1 +1,1 @@
-"""Hours of mixed traffic, and whether anything grew."""
+"""Hours of mixed traffic, and a check that nothing grows."""

@@ -1,7 +1,7 @@
-"""`make soak`: an hour of virtual time on the reference engine, then minutes of real time on a stock vLLM.
+"""`make soak`: an hour of simulated time on the reference engine, then minutes of real time on a stock vLLM.
 
-The vLLM half runs where vLLM is installed, which is an environment of its own; each half is a process of its own, so that
-what one holds is not in the other's numbers.
+The vLLM half runs in the environment with vLLM. Each half runs in a separate process, so that its memory does not count
+in the other half.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.soak.growth import Growth, Reading, growth_of, table
 
-_WARM_UP = 0.25  # of the time: pools, rings and memories of a fixed size fill up, allocators settle
+_WARM_UP = 0.25  # share of the time in which pools, rings and memories of a fixed size fill up
 _READINGS = 60
 _PYTHON_WITH_VLLM = Path(__file__).parents[2] / ".venv" / "vllm" / "bin" / "python"
 
@@ -24,14 +24,14 @@ Half = Callable[[float, float, Callable[[str], object]], tuple[list[Reading], st
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what was asked for; return 1 if anything grew."""
+    """Run the chosen halves; return 1 if anything grew."""
     parser = argparse.ArgumentParser(prog="make soak", description=__doc__)
     parser.add_argument("--reference-minutes", type=float, default=60, help="of virtual time (60)")
     parser.add_argument("--vllm-minutes", type=float, default=10, help="of real time (10); 0 leaves it out")
     parser.add_argument("--half", choices=("reference", "vllm"), help=argparse.SUPPRESS)
     asked = parser.parse_args(argv)
     if asked.half is not None:
-        logging.disable(logging.ERROR)  # copies fail on purpose
+        logging.disable(logging.ERROR)  # Copies fail on purpose.
         minutes = asked.reference_minutes if asked.half == "reference" else asked.vllm_minutes
         return run(_reference if asked.half == "reference" else _vllm, minutes)
     halves = [("reference", sys.executable, asked.reference_minutes)]
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(half: Half, minutes: float) -> int:
-    """Soak, and print the table and a summary; return 1 if anything grew."""
+    """Run one half, and print the table and a summary; return 1 if anything grew."""
     readings, words = half(minutes * 60, minutes * 60 / _READINGS, _progress)
     found = growth_of(readings[round(len(readings) * _WARM_UP) :])
     _progress("")
@@ -54,7 +54,7 @@ def run(half: Half, minutes: float) -> int:
 
 
 def summary(found: Sequence[Growth]) -> str:
-    """Return what grew, or that nothing did."""
+    """Return a text about what grew."""
     grown = [f"{one.name} {one.share:.2%}" for one in found if not one.passed]
     if grown:
         return f"FAILED: {', '.join(grown)}"

@@ -1,8 +1,8 @@
-"""What a process holds at one moment, and by how much that grew after the warm-up.
+"""Reads what a process holds, and computes the growth after the warm-up.
 
-A moment is one at which nothing goes on: no request, no copy. What is left then is either there for good or leaked. Single
-moments are noisy (an allocator gives memory back when it likes), so the first quarter of the moments after the warm-up is
-compared with the last, each by its median.
+Readings are taken when no request and no copy is open, so that everything left is either permanent or leaked. Single
+readings are noisy, because an allocator releases memory at any time. So the median of the first quarter of the readings
+after the warm-up is compared with the median of the last quarter.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 
 from kvoffload.telemetry.catalogue import Series
 
-MOST = 0.01  # growth that passes
+MOST = 0.01  # the largest growth that passes
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _OWN_MATTER = frozenset(
-    # Estimates of how fast the machine is, as it was last measured: nothing that is held.
+    # Estimates of the machine's speed, which hold no memory.
     ["kvoffload_prefill_tokens_per_second", "kvoffload_break_even_tokens", "kvoffload_net_benefit_negative"]
 )
 
@@ -27,7 +27,7 @@ Reading = Mapping[str, float]
 
 
 def read(gauges: Mapping[str, Series]) -> Reading:
-    """Return what is held now."""
+    """Return what the process holds now."""
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
     return {
@@ -39,7 +39,7 @@ def read(gauges: Mapping[str, Series]) -> Reading:
 
 
 def _of_gauges(gauges: Mapping[str, Series]) -> dict[str, float]:
-    """Every gauge, but for slots that can be used: how many of them are full depends on the last reset."""
+    """Return every gauge except the numbers of usable slots, of which more or fewer are full since the last reset."""
     slots = gauges["kvoffload_slots"]
     found: dict[str, float] = {"slots empty or ready": slots["host", "empty"] + slots["host", "ready"]}
     for name, series in gauges.items():
@@ -53,7 +53,7 @@ def _of_gauges(gauges: Mapping[str, Series]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Growth:
-    """One number, after the warm-up and at the end."""
+    """One number after the warm-up, and at the end."""
 
     name: str
     start: float
@@ -61,7 +61,7 @@ class Growth:
 
     @property
     def share(self) -> float:
-        """By how much it grew; what was 0 and is not any more grew without measure."""
+        """Return the relative growth; infinite if the number was 0."""
         if self.end <= self.start:
             return 0.0
         return (self.end - self.start) / self.start if self.start else float("inf")
@@ -72,7 +72,7 @@ class Growth:
 
 
 def growth_of(readings: Sequence[Reading]) -> list[Growth]:
-    """Compare the first quarter of the readings after the warm-up with the last."""
+    """Compare the first quarter of the readings after the warm-up with the last quarter."""
     quarter = max(len(readings) // 4, 1)
     first, last = readings[:quarter], readings[-quarter:]
 
@@ -84,7 +84,7 @@ def growth_of(readings: Sequence[Reading]) -> list[Growth]:
 
 
 def table(found: Sequence[Growth]) -> str:
-    """Return a line for every number, those that never left 0 in one."""
+    """Return a line for each number, and one line for all numbers that were always 0."""
     lines = [f"{'':42}{'after warm-up':>15}{'at the end':>15}{'growth':>10}"]
     still = [one.name for one in found if not one.start and not one.end]
     lines += [

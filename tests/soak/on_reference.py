@@ -1,4 +1,4 @@
-"""Conversations on the reference engine in virtual time, with aborts, preemptions, resets, and copies that fail or dawdle.
+"""Conversations on the reference engine in simulated time, with aborts, preemptions, resets, and bad copies.
 
 The clock is the test's, so an hour passes as fast as the machine computes it. Copies that never end are not among the
 faults: what they take is quarantined for good, which is what the engine promises, and would be growth.
@@ -23,17 +23,17 @@ from tests.engine.tiny import assert_same, taken
 from tests.reference import rig
 from tests.soak.growth import Reading, read
 
-KIND = "sliding_window"  # and full attention, in groups of their own
+KIND = "sliding_window"  # sliding windows and full attention, in separate groups
 STEP_S = 0.25
 _PEOPLE = 12
 _THINK_S = 8.0
-_LONGEST = 100  # tokens after which a conversation begins anew
-_CHECKED = 25  # every so many answers are compared with those of an engine without offloading
-_MISSES = 2000  # keys whose miss is remembered: a memory that is full after the warm-up
+_LONGEST = 100  # tokens after which a conversation begins again
+_CHECKED = 25  # compare every 25th answer with that of an engine without offloading
+_MISSES = 2000  # so few remembered misses that their memory is full after the warm-up
 
 
 class SlowTicket:
-    """A copy that is made when its time has come."""
+    """A copy that is made at a given time."""
 
     def __init__(self, runs: CopyRuns, clock: FakeClock, seconds: float, *, fails: bool) -> None:
         self._runs: CopyRuns | None = runs
@@ -54,12 +54,12 @@ class SlowTicket:
 
 
 class SlowCopier:
-    """Real copies; one in fifty fails, one in fifty takes half of what the time-out allows."""
+    """Real copies, of which one in fifty fails, and one in fifty takes half of the timeout."""
 
     def __init__(self, clock: FakeClock, choose: random.Random) -> None:
         self._clock = clock
         self._choose = choose
-        self.open_tickets: Sequence[Any] = ()  # for the rig, which looks at those that are held
+        self.open_tickets: Sequence[Any] = ()  # for the rig, which checks held copies
 
     def fence(self) -> Fence:
         return None
@@ -70,14 +70,14 @@ class SlowCopier:
         return SlowTicket(runs, self._clock, seconds, fails=fate < 0.02)
 
     def release(self) -> None:
-        """For the rig: nothing is held."""
+        """Do nothing: no copy is held."""
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to release."""
 
 
 class SoakRig(rig.Rig):
-    """A rig with such copiers, which keeps nothing of what it has served."""
+    """A rig with these copiers, which does not keep served requests."""
 
     def _make_copier(self, rank: Rank) -> Any:  # noqa: ANN401  # stands in for the rig's own
         copier: Any = SlowCopier(self.clock, random.Random(rank))
@@ -87,7 +87,7 @@ class SoakRig(rig.Rig):
 
 @dataclass
 class Person:
-    """One who talks, waits for the answer, thinks, and talks again."""
+    """A client that sends a prompt, waits for the answer, pauses, and continues."""
 
     history: tuple[int, ...] = ()
     next_s: float = 0.0
@@ -97,11 +97,11 @@ class Person:
 
 @dataclass
 class Soak:
-    """The traffic.
+    """The traffic of the soak.
 
     Args:
         made: the engine.
-        choose: what makes it mixed.
+        choose: the random numbers.
     """
 
     made: SoakRig
@@ -113,7 +113,7 @@ class Soak:
     checked: int = 0
 
     def pass_time(self, until_s: float) -> None:
-        """Serve until then, and on until nothing goes on."""
+        """Serve until this time, and then until nothing is open."""
         clock = self.made.clock
         while clock.monotonic() < until_s:
             self._talk(clock.monotonic())
@@ -131,7 +131,8 @@ class Soak:
         for one in self.people:
             if one.stream is None and now >= one.next_s:
                 if not one.history or len(one.history) > _LONGEST:
-                    one.history = rig.text(self.choose.randrange(3), 12)  # some begin alike
+                    # Some conversations have the same beginning.
+                    one.history = rig.text(self.choose.randrange(3), 12)
                 said = tuple(self.choose.choices(range(64), k=self.choose.randint(3, 12)))
                 one.history, one.tokens = (*one.history, *said), self.choose.randint(2, 8)
                 one.stream = self.made.engine.submit(one.history, SamplingParams(one.tokens))
@@ -164,7 +165,7 @@ class Soak:
 
 
 def soak(seconds: float, apart_s: float, reported: Callable[[str], object]) -> tuple[list[Reading], str]:
-    """Soak for so many virtual seconds; return a reading every `apart_s`, and what went on, in words."""
+    """Soak for this many simulated seconds; return a reading every `apart_s`, and a summary in words."""
     made = SoakRig(KIND, num_blocks=90, host_blocks=150, max_requests=8)
     made.offload.core.state.misses = MissMemory(_MISSES)
     traffic, readings = Soak(made, random.Random(1)), list[Reading]()

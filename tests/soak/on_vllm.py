@@ -1,4 +1,4 @@
-"""The same on a stock vLLM in this process, in real time: its own copies, some of which raise."""
+"""The same soak on a stock vLLM in this process, in real time, with some failing copies."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tests.soak.growth import Reading, read
 from tests.vllm.engine_rig import DEVICE_BLOCKS, Asked, Rig, offloading
 from tests.vllm.stock import checkpoints
 
-_MODEL: checkpoints.Kind = "gemma3"  # windows, and full attention beside them
+_MODEL: checkpoints.Kind = "gemma3"  # a model with window groups and full attention
 _PEOPLE = 6
 _LONGEST = 420
 _MISSES = 2000
 
 
 class Talk:
-    """People who talk with the engine, step by step.
+    """Conversations with the engine.
 
     Args:
         made: the engine.
-        choose: what makes it mixed.
+        choose: the random numbers.
     """
 
     def __init__(self, made: Rig, choose: random.Random) -> None:
@@ -40,7 +40,7 @@ class Talk:
         self.answers = self.aborts = self.resets = 0
 
     def serve(self, seconds: float) -> None:
-        """Serve for so long, and on until nothing goes on."""
+        """Serve for this many seconds, and then until nothing is open."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self._round()
@@ -49,7 +49,7 @@ class Talk:
         self._made.finish()
 
     def _round(self) -> None:
-        """All say something at once; some hang up."""
+        """Continue all conversations; abort some of them."""
         names = {}
         for number, history in enumerate(self._histories):
             if not history or len(history) > _LONGEST:
@@ -76,7 +76,7 @@ class Talk:
 def soak(
     seconds: float, apart_s: float, folder: Path, reported: Callable[[str], object]
 ) -> tuple[list[Reading], str]:
-    """Soak for so many real seconds; return a reading every `apart_s`, and what went on, in words."""
+    """Soak for this many real seconds; return a reading every `apart_s`, and a summary in words."""
     choose, readings = random.Random(1), list[Reading]()
     with pytest.MonkeyPatch.context() as patched:
         real = host_copier.choose_copy
@@ -101,7 +101,7 @@ def soak(
 
 
 def _failing(copy: Callable[[CopyRuns], None], choose: random.Random) -> Callable[[CopyRuns], None]:
-    """One copy in fifty raises in the middle."""
+    """Make one copy in fifty raise in the middle."""
 
     def fails(runs: CopyRuns) -> None:
         if choose.random() < 0.02:

@@ -1,4 +1,4 @@
-"""That a soak would notice growth, and a short one."""
+"""A short soak, and checks that a soak detects growth."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def test_a_reading_has_the_process_and_every_gauge() -> None:
 @pytest.mark.full
 @pytest.mark.slow
 def test_a_short_soak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Descriptors, objects and gauges; resident memory says nothing after seconds, in a process full of other tests."""
+    """Checks descriptors, objects and gauges.
+
+    Resident memory is meaningless after seconds in a process full of other tests.
+    """
     monkeypatch.setattr("tests.soak.on_reference._CHECKED", 10)
     readings, words = soak(40, 4, lambda _: None)
     assert len(readings) >= 8

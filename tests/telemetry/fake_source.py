@@ -1,4 +1,4 @@
-"""An engine's numbers without an engine."""
+"""An engine's counters and gauges without an engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvoffload.telemetry.counters import Counters
 
 
 class FakeSource:
-    """Counts what is published on its bus; what is read and not counted is 0 but for `state`."""
+    """Counts messages on its bus. All gauges are 0, except `state`."""
 
     def __init__(self, state: Mapping[str, Series] | None = None) -> None:
         self.state = state or {}

@@ -1,4 +1,4 @@
-"""Random events, as the core could send them."""
+"""Random events in valid combinations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIELD_TYPES = {
 
 @st.composite
 def lookups(draw: st.DrawFn) -> LookupAnswered:
-    """A lookup names a cause exactly when something missed."""
+    """Draw a lookup, which has a cause exactly if a block missed."""
     missed = draw(st.integers(0, 50))
     cause = draw(st.sampled_from(MissCause)) if missed else None
     number = st.integers(0, 1000)

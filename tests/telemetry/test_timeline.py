@@ -1,4 +1,4 @@
-"""A journal as a picture of time: what is drawn where, from when to when."""
+"""A journal as a timeline: which spans are drawn, on which lines, from when to when."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def reported(
 
 
 class Picture:
-    """What was drawn, with the names of its lines."""
+    """The drawn spans, with the names of their lines."""
 
     def __init__(self, records: list[Record]) -> None:
         file = io.StringIO()
@@ -67,7 +67,7 @@ class Picture:
         return f"{self._processes[event['pid']]}/{self._threads[event['pid'], event['tid']]}"
 
     def spans(self, line: str) -> list[tuple[str, float, float]]:
-        """Name, start and end in milliseconds."""
+        """Return each span's name, and its start and end in milliseconds."""
         return [
             (event["name"], event["ts"] / 1000, round((event["ts"] + event["dur"]) / 1000, 6))
             for event in self.drawn
@@ -240,7 +240,7 @@ def test_rows_are_given_in_the_order_of_ends() -> None:
 
 
 class Counted(float):
-    """A time that counts how often it is compared."""
+    """A time that counts its comparisons."""
 
     compared = 0
 

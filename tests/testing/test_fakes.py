@@ -1,4 +1,4 @@
-"""The fakes do what tests rely on."""
+"""The behaviour of the fakes that tests rely on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documents that the site shows, and the commands in them."""
+"""The pages of the site, and the commands in them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _FOREVER = "# runs until Ctrl-C\n"
 
 @dataclass(frozen=True)
 class Block:
-    """Commands of a page, as written.
+    """One block of commands of a page.
 
     Args:
-        text: the lines, to be given to a shell.
-        needs: what they need that a test has not; empty where they run here.
-        is_endless: they run until they are interrupted.
+        text: the lines, for a shell.
+        needs: what the commands need that tests do not have; empty if they run in a test.
+        is_endless: whether the commands run until they are interrupted.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""What the tests of the tooling share."""
+"""Shared by the tests of the tooling."""
 
 import importlib.util
 import os
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def load_script(name: str) -> ModuleType:
-    """A script of .ci as a module; the folder is no package."""
+    """Import a script of .ci as a module, because the folder is not a package."""
     path = ROOT / ".ci" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"ci_{name}", path)
     assert spec is not None
@@ -22,7 +22,7 @@ def load_script(name: str) -> ModuleType:
 
 
 def unpacked_wheel() -> Path:
-    """Where the Makefile unpacked the wheel that it built for this run."""
+    """Return where the Makefile unpacked the wheel that it built for this run."""
     folder = os.environ.get("KVOFFLOAD_WHEEL")
     if folder is None:
         pytest.skip("no wheel was built for this run: make test")

@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md and DECISIONS.md name files, classes and tests that exist."""
+"""ARCHITECTURE.md and DECISIONS.md name only files, classes and tests that exist."""
 
 from __future__ import annotations
 

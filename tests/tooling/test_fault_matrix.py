@@ -1,4 +1,4 @@
-"""The table of what happens when something breaks names tests that exist, and in every row one."""
+"""Each row of the fault table names at least one test, and all these tests exist."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_every_test_of_a_fault_is_in_the_table() -> None:
 
 
 def test_what_the_operator_sees_is_said_somewhere() -> None:
-    """Log events as literals of the sources, metrics of the catalogue."""
+    """Log events must be literals in the sources, and metrics must be in the catalogue."""
     from kvoffload.model.config import OffloadConfig
     from kvoffload.telemetry.catalogue import BY_NAME
 
@@ -83,5 +83,5 @@ def test_what_the_operator_sees_is_said_somewhere() -> None:
     for row in ROWS:
         for name in re.findall(r"`([a-z]+(?:_[a-z]+)+)[`{]", row[1]):
             known = name in BY_NAME or name in OffloadConfig.__slots__ or f'"{name}"' in sources
-            # A lane puts what it does, such as "copy", before what became of it.
+            # The lanes build these events from a verb, such as "copy", and an outcome.
             assert known or f'"{name.partition("_")[2]}"' in sources, (row[0], name)

@@ -1,4 +1,4 @@
-"""The list of a GPU path's faults names tests that exist."""
+"""The list of GPU faults names only tests that exist."""
 
 from __future__ import annotations
 

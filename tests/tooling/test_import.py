@@ -6,7 +6,7 @@ import pytest
 
 from tests.tooling.scripts import ROOT
 
-# Makes the named packages look as if they were not installed, then imports.
+# Hides the named packages, then imports.
 WITHOUT = """
 import importlib, sys
 
@@ -21,7 +21,7 @@ importlib.import_module({module!r})
 
 
 def run(program: str) -> str:
-    """What a program prints; the tests can be imported in it."""
+    """Return a program's output. The program can import the tests."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT)])}
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True, check=True

@@ -1,4 +1,4 @@
-"""Each contract of the layers is seen to fail when its rule is broken, in a copy of the sources."""
+"""Each layer contract fails if its rule is broken, in a copy of the sources."""
 
 import shutil
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 from tests.tooling.scripts import ROOT
 
-pytestmark = pytest.mark.slow  # each reads all sources
+pytestmark = pytest.mark.slow  # each test reads all sources
 
 LINT = "from importlinter.cli import lint_imports; raise SystemExit(lint_imports(no_cache=True))"
 

@@ -1,4 +1,4 @@
-"""Every command in the documents' fenced blocks runs as written, or its first line says what it needs."""
+"""Every command in the documents' fenced blocks runs as written, or its first line names what it needs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.tooling.pages import PAGES, blocks
 from tests.tooling.scripts import ROOT
 
 NEEDS = {"a GPU", "a cluster", "a package index", "Docker", "vLLM"}
-# The README's install what they run, so they run in an environment of their own: tests/install/test_bare.py.
+# README's blocks install what they run, so tests/install/test_bare.py runs them in a separate environment.
 RUN = [page for page in PAGES if page != ROOT / "README.md" and any(not one.needs for one in blocks(page))]
 
 DEMOS = {"disk.md", "store.md"}
-"""Pages whose commands are demos of a restart and of a store; tests/cli runs smaller ones."""
+"""Pages with demos of a restart and of a store; tests/cli runs smaller demos."""
 
 
 def environment() -> dict[str, str]:
-    """This interpreter's commands first; no settings of vLLM's or of a terminal's."""
+    """Return an environment with this interpreter's commands first, and without settings of vLLM or a terminal."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return {**os.environ, "PATH": path, "COLUMNS": "100"}
 
@@ -37,9 +37,9 @@ def shell(text: str) -> list[str]:
 
 @contextmanager
 def serving(text: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Start a block that runs until Ctrl-C and wait until it serves; end it as its reader would.
+    """Start a block that runs until Ctrl-C, and wait until it serves. End it by Ctrl-C.
 
-    `exec` makes the command the shell's process, so that it gets the signal.
+    `exec` replaces the shell by the command, so that the command gets the signal.
     """
     command = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
     process = subprocess.Popen(
@@ -73,7 +73,7 @@ def serving(text: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_the_commands_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None:
-    """In one folder, as somebody who follows the page would; what runs until Ctrl-C runs beside the next block."""
+    """All blocks run in one folder. A block that runs until Ctrl-C runs beside the next block."""
     here = [one for one in blocks(page) if not one.needs]
     while here:
         one = here.pop(0)

@@ -1,4 +1,4 @@
-"""The documents' generated tables are those that `make docs` would write."""
+"""The generated tables in the documents are those that `make docs` would write."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def test_the_readme_begins_with_a_demo_and_the_tests() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_make_target_that_a_page_names_exists(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    named = r"(?:`|^)make ([a-z-]+)(?![a-z-]|NAME)"  # `bench-NAME` stands for many
+    named = r"(?:`|^)make ([a-z-]+)(?![a-z-]|NAME)"  # `bench-NAME` stands for many targets.
     for target in re.findall(named, page.read_text(encoding="utf-8"), flags=re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

@@ -14,7 +14,7 @@ TOP_LEVEL = {
 
 @pytest.fixture
 def files() -> list[str]:
-    """Every file that is, or would be, in the repository."""
+    """Return every file that is, or would be, in the repository."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
@@ -27,7 +27,7 @@ def test_the_top_level_holds_nothing_unexpected(files: list[str]) -> None:
 
 
 def test_the_output_of_nohup_is_no_part_of_it(files: list[str]) -> None:
-    """`nohup make test &` writes it at the top level while this runs."""
+    """`nohup make test &` writes it at the top level during this test."""
     done = subprocess.run(["git", "check-ignore", "--quiet", "nohup.out"], cwd=ROOT, check=False)
     assert done.returncode == 0
 

@@ -1,4 +1,4 @@
-"""The documentation site builds, all its links work, and no page is wider than its window."""
+"""The documentation site builds, all its links work, and no page is wider than the window."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTHS = (390, 1024, 1280, 1440)
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the built site."""
+    """Return the folder of the built site."""
     folder = tmp_path_factory.mktemp("site")
     command = [*BUILD, "-c", str(ROOT / "docs"), str(ROOT), str(folder)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -39,7 +39,8 @@ def test_the_site_builds_without_a_warning(site: Path) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.tools("chromium-headless-shell")
 def test_every_page_fits_its_window(site: Path) -> None:
-    pages = [path for path in site.rglob("*.html") if path != site / "index.html"]  # which only redirects
+    # This page only redirects.
+    pages = [path for path in site.rglob("*.html") if path != site / "index.html"]
     too_wide: list[tuple[str, int, int]] = []
     with sync_playwright() as playwright:
         program = shutil.which("chromium-headless-shell")
@@ -61,7 +62,7 @@ def test_every_page_fits_its_window(site: Path) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("link", ["nowhere.md", "docs/install.md#nowhere"])
 def test_a_link_that_leads_nowhere_ends_the_build(link: str, tmp_path: Path) -> None:
-    """On two pages with the site's own settings."""
+    """Build two pages with the site's own settings."""
     source, out = tmp_path / "source", tmp_path / "out"
     (source / "docs").mkdir(parents=True)
     (source / "README.md").write_text(f"# One\n\n[two]({link})\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The table of vLLM's versions is one that the command that writes it could have written."""
+"""The table of vLLM versions is in the form that its command writes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_rows_that_were_not_run_stay() -> None:
 
 
 def junit(**results: str) -> str:
-    """What pytest writes of a suite, by test: nothing for passed."""
+    """Return pytest's report of a suite, with a result per test; nothing for passed."""
     cases = (
         f'<testcase file="tests/vllm/versions/test_small_suite.py" name="{name}">{result}</testcase>'
         for name, result in results.items()
@@ -37,7 +37,7 @@ def test_it_has_the_scenes_of_the_suite_and_the_versions_of_the_lock() -> None:
     assert title == ["vLLM", *matrix.COLUMNS]
     assert set(matrix.SCENES.values()) == {scene.__name__ for scene in SCENES}
     labels = [row[0] for row in body]
-    # Rows of the other runner take long, and are written when they are run.
+    # The rows of the other runner take long, and are written when they are run.
     expected = [setup.label for setup in matrix.setups() if setup.runner == "V1" or setup.label in labels]
     assert labels == expected, "the table of versions is out of date: make vllm-versions"
     assert matrix.filled(README, body) == README, "the table was edited by hand: make vllm-versions"
@@ -62,7 +62,7 @@ def test_it_has_what_is_promised() -> None:
         assert {more, *reported.values()} == {"passed"}
         assert disk == "passed" or (disk == "not run" and label.endswith("V2"))
         if label.endswith("V2"):
-            several.discard("not run")  # recurrent layers, whose kernels are interpreted too
+            several.discard("not run")  # recurrent layers, whose kernels are also interpreted
         assert several == {matrix.REFUSED if label == "0.28.0" else "passed"}
 
 

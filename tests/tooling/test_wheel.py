@@ -54,7 +54,7 @@ def test_the_wheel_brings_its_packages_and_its_metadata_alone(
     metadata: importlib.metadata.Distribution,
 ) -> None:
     tops = {path.parts[0] for path in metadata.files or []}
-    tops -= {"..", "bin"}  # where pip put the script
+    tops -= {"..", "bin"}  # pip put the script there
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert tops == {*PACKAGES, f"kvoffload-{version}.dist-info"}
 

@@ -1,4 +1,4 @@
-"""The emulated CUDA driver for the tests of this folder: built once, and without gcc they fail."""
+"""The emulated CUDA driver for the tests of this folder. It is built once, with gcc."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def cuda_library_path() -> Path:
 
 @pytest.fixture
 def emulator(cuda_library_path: Path) -> Iterator[Emulator]:
-    """Two devices whose streams run when the test says so."""
+    """Yield an emulator with two devices, whose streams run when the test says so."""
     emulator = Emulator(cuda_library_path)
     emulator.reset(stepped=True)
     yield emulator
-    emulator.reset(stepped=True)  # no thread of it runs on
+    emulator.reset(stepped=True)  # None of its threads runs on.

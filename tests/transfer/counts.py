@@ -1,4 +1,4 @@
-"""What a pump has done, read from its private state."""
+"""Counts of a pump's work, read from its private state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvoffload.transfer.pump import TransferPump
 
 
 class CountedPump(TransferPump):
-    """Counts its turns."""
+    """A pump that counts its turns."""
 
     turns = 0
 
@@ -19,16 +19,16 @@ class CountedPump(TransferPump):
 
 @dataclass(frozen=True, slots=True)
 class TransferStatistics:
-    """Counts since the start, then what is true now.
+    """Counts since the start, and numbers of the current state.
 
     Args:
-        wake_ups: turns of the coroutine; grows only while something is pending or comes in.
+        wake_ups: turns of the coroutine; grows only while copies are pending or jobs arrive.
         open_jobs: jobs that have not ended.
         queued_stores: stores of which a part has not been started.
         pending_batches: batches that have not ended, without abandoned ones.
         abandoned_batches: batches that were abandoned and have not ended.
         store_bytes_in_flight: bytes of the pending store batches.
-        store_bytes_bound: the bound on them now.
+        store_bytes_bound: the current limit on these bytes.
     """
 
     wake_ups: int
@@ -41,7 +41,7 @@ class TransferStatistics:
 
 
 def statistics_of(pump: TransferPump) -> TransferStatistics:
-    """Return the counts as they are now."""
+    """Return the current counts."""
     return TransferStatistics(
         wake_ups=pump.turns if isinstance(pump, CountedPump) else 0,
         open_jobs=len(pump._ledger),

@@ -1,4 +1,4 @@
-"""One CUDA device that runs its streams one operation at a time, when the test says so."""
+"""A fake CUDA device that runs its streams one operation at a time, when the test says so."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Stream:
 
 
 class FakeCuda:
-    """One device: nothing runs before `run`, which stops at an event that has not passed."""
+    """A fake device. Nothing runs before `run`, which stops at an event that has not passed."""
 
     slice_copies = 2048
 
@@ -47,7 +47,8 @@ class FakeCuda:
         self.current_asked_by: list[int] = []
         self.refuse_copy = False
         self.kernel_error: Exception | None = None
-        self.scratch_bytes: int | None = None  # lent instead of what is asked for
+        # The size of the scratch memory, if it differs from the requested size.
+        self.scratch_bytes: int | None = None
         self.lent = 0
         self.seconds: Callable[[str, CopyRuns], float] = lambda kind, runs: 1.0
         self.device_error = False

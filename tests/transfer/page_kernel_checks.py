@@ -1,6 +1,6 @@
-"""Checks of the page kernel, for a process in which Triton is there: `python -m tests.transfer.page_kernel_checks interpret`.
+"""Checks of the page kernel, for a process with Triton: `python -m tests.transfer.page_kernel_checks interpret`.
 
-`interpret` runs the kernel on host memory by Triton's interpreter, `compile` compiles it for devices that need not be there.
+`interpret` runs the kernel on host memory in Triton's interpreter, `compile` compiles it without needing a device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvoffload.transfer.cuda import page_kernel
 from kvoffload.transfer.runs import CopyRuns
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-PLACE = 5 * 1024  # bytes between the beginnings of two runs: more than any of them
+PLACE = 5 * 1024  # bytes from the start of one run to the next, more than a run has
 DIRTY = 0xA5
 PROGRAMS = 32
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 103, 120)
@@ -40,7 +40,7 @@ SHIFTS = st.one_of(st.just(0), st.just(0), st.integers(0, 31))
 @settings(max_examples=10, deadline=None, database=None)
 @given(runs=st.lists(st.tuples(SIZES, SHIFTS, SHIFTS), max_size=70), order=st.randoms(use_true_random=False))
 def copies_every_byte_and_no_other(runs: list[tuple[int, int, int]], order: object) -> None:
-    """Any sizes, either end aligned or not, scattered; the bytes between them stay."""
+    """Runs have any size and alignment, and are scattered. The bytes between them stay unchanged."""
     room = (len(runs) + 1) * PLACE
     source = np.random.default_rng(len(runs)).integers(0, 256, room, np.uint8)
     target, wanted = (np.full(room, DIRTY, np.uint8) for _ in range(2))
@@ -61,7 +61,7 @@ def copies_every_byte_and_no_other(runs: list[tuple[int, int, int]], order: obje
 
 
 def compiles_for(architecture: int) -> None:
-    """Accesses are of 16 bytes or of one, nothing is spilled to memory, and what may be unaligned is guarded.
+    """Accesses have 16 bytes or one byte, no register is spilled, and accesses that may be unaligned are guarded.
 
     An access of 16 bytes to any other address is a fault of the device, and ends the engine.
     """
@@ -79,21 +79,21 @@ def compiles_for(architecture: int) -> None:
 
 
 def spills_are_noticed() -> None:
-    """With too few registers the same kernel spills, and the check above sees it in the same place."""
+    """A control: with too few registers the same kernel spills, and the check above detects this."""
     starved = compiled(90, maxnreg=24)
     assert spilled_bytes(starved) > 0
     assert {"LDL", "STL"} <= {access.partition(".")[0] for access in accesses(starved)}
 
 
 def the_pause_assembles_for(architecture: int) -> None:
-    """The driver assembles the kernel of `gpu-check` where it is loaded; here NVIDIA's assembler does."""
+    """The driver assembles `gpu-check`'s kernel when it loads it. Here NVIDIA's assembler does."""
     name = "ptxas-blackwell" if architecture >= 100 else "ptxas"
     command = [str(TOOLS / name), f"-arch=sm_{architecture}", str(PTX), "-o", "/dev/null"]
     subprocess.run(command, capture_output=True, check=True)
 
 
 def compiled(architecture: int, **options: int) -> CompiledKernel:
-    """Compile the kernel as its launch does, for a device that need not be there."""
+    """Compile the kernel as its launch does. The device need not exist."""
     signature = {"descriptors": "*i64", "runs": "i32", "words": "constexpr"}
     constants = {"words": page_kernel._WORDS}
     aligned = {(0,): [["tt.divisibility", 16]]}
@@ -103,13 +103,13 @@ def compiled(architecture: int, **options: int) -> CompiledKernel:
 
 
 def accesses(made: CompiledKernel) -> set[str]:
-    """Return the kinds of memory access in the device's own instructions, descriptors and spills included."""
+    """Return the kinds of memory access in the device's instructions, including descriptors and spills."""
     found = re.findall(r"\b((?:LD|ST)[GL]?\.[\w.]+|(?:LD|ST)L)\b", _inspected("nvdisasm", "-c", made))
     return {access.removesuffix(".SYS") for access in found}
 
 
 def spilled_bytes(made: CompiledKernel) -> int:
-    """Return a thread's bytes of stack and local memory, by the object's own account."""
+    """Return a thread's bytes of stack and local memory, as reported by the object."""
     used = dict(re.findall(r"\b(STACK|LOCAL):(\d+)", _inspected("cuobjdump", "-res-usage", made)))
     return int(used["STACK"]) + int(used["LOCAL"])
 

@@ -1,6 +1,6 @@
-"""The page kernel through Triton's compiler and launcher on the emulated driver: `python -m ... LIBRARY`.
+"""Runs the page kernel with Triton's compiler and launcher on the emulated driver: `python -m ... LIBRARY`.
 
-In a process of its own, without torch: with it Triton asks torch for devices, and torch for CPUs has none.
+It runs in a separate process without torch, because Triton would ask torch for devices, and CPU builds have none.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main(library: Path) -> None:
     driver = NvidiaDriver("cuda:1", lambda: engine.stream)
     copier = CudaCopier(driver)
     crossover.SCRATCH_BYTES, crossover._REPEATS, crossover._LONGEST_S = 2**18, 1, 600.0
-    learn(copier, "cuda:1")  # carries random bytes there and back, or does not come to limits
+    learn(copier, "cuda:1")  # This copies random bytes both ways, or finds no limits.
     assert set(copier.kernel_below.values()) != {0}, copier.kernel_below
     launches = emulator.calls("cuLaunchKernelEx")
     assert launches
@@ -88,7 +88,10 @@ def main(library: Path) -> None:
 
 
 def load_many(emulator: Emulator) -> None:
-    """Load more pieces than fit into the kernel's buffers: the kernel makes all copies, a query of the hook one launch."""
+    """Load more pieces than fit into the kernel's buffers.
+
+    The kernel makes all copies, with one launch per query in a hook.
+    """
     pieces, piece = 262_144, 16
     engine = Engine(emulator, device=1, blocks=pieces, pages=(piece,))
     driver = NvidiaDriver("cuda:1", lambda: engine.stream)
@@ -116,7 +119,7 @@ def load_many(emulator: Emulator) -> None:
 
 
 def check_gpu() -> None:
-    """Ask what `kvoffload gpu-check` asks of the kernel; it writes its profile."""
+    """Run the kernel like `kvoffload gpu-check`, which also writes its profile."""
     options = Options("cuda:1", mib=1, repeats=1, host_gib=1)
     found = {line.what: line for part in (copies.compared, copies.speeds) for line in part(options)}
     for way in ("loads", "stores"):

@@ -1,4 +1,4 @@
-"""A pump with everything around it faked, for the tests beside this file."""
+"""A pump with fake surroundings, for the tests in this folder."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def _job(number: int, direction: Direction, slots: Sequence[int], blocks: Sequen
 class Rig:
     """Eight device blocks of 96 bytes in two regions, sixteen slots in chunks of five, room for four blocks in flight.
 
-    With `verify`, checksums are read when the test says so: `rig.reader.run_next()`. Memory is made by `memory`, at once by
-    default.
+    With `verify`, checksums are computed when the test calls `rig.reader.run_next()`. `memory` allocates the host
+    memory, by default at once.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Rig:
         return self.arena.pages(slot)[0].tobytes() + self.arena.pages(slot)[1].tobytes()
 
     def rot(self, slot: int, region: int = 0) -> None:
-        """Flip a bit of the host's memory."""
+        """Flip a bit in host memory."""
         self.arena.pages(slot)[region][7] ^= 1
 
     def reports(self) -> list[JobReport]:
@@ -94,13 +94,13 @@ class Rig:
 
     @property
     def has_work(self) -> bool:
-        """Whether copies are queued or pending, or a report waits to be taken. Written-off copies are no work."""
+        """Return whether copies are queued or pending, or a report is ready. Abandoned copies do not count."""
         return any(self.pump._lanes) or bool(self.pump._queue) or bool(self.pump._ledger._ended)
 
 
 @asynccontextmanager
 async def running(rig: Rig) -> AsyncIterator[asyncio.Task[Any]]:
-    """Run the pump's coroutine; at the end release what is open and stop it."""
+    """Run the pump's coroutine. At the end, release open copies and stop it."""
     await rig.arena.prepare()
     task = asyncio.create_task(rig.pump.run())
     await wait_all_blocked()

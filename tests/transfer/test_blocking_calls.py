@@ -1,4 +1,4 @@
-"""The engine of calls that may block, with the policy of a store and that of a disk, on an executor that the test runs."""
+"""Calls that may block, with the policies of a store and of a disk, on an executor that the test runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KEY = BlockKey(b"a key")
 
 
 class Rig:
-    """Calls of one side, on an executor that the test runs."""
+    """The calls of one side, on an executor that the test runs."""
 
     def __init__(self, executor: ManualExecutor | DaemonExecutor | None = None) -> None:
         self.clock = FakeClock()
@@ -57,7 +57,7 @@ class Rig:
         self.answers.append(call.result)
 
     def turn(self, seconds: float = 0.0) -> None:
-        """Time passes, and what is queued runs."""
+        """Let time pass, and run queued calls."""
         self.clock.jump(seconds)
         self.calls.poll()
         assert isinstance(self.executor, ManualExecutor)
@@ -65,7 +65,7 @@ class Rig:
         self.calls.poll()
 
     def pause(self) -> int:
-        """The store works again; return after how many seconds calls are made again."""
+        """Let the store work again; return after how many seconds calls are made again."""
         self.store.fails, seconds = False, 0
         while not self.calls.works:
             self.turn(1.0)
@@ -148,7 +148,7 @@ def test_a_store_that_answers_probes_and_delivers_nothing_gets_one_call_between_
 
 
 def test_writes_that_are_answered_neither_hide_failing_reads_nor_end_the_trial() -> None:
-    """The master of a store alone may answer that it has the value already."""
+    """A store's master may answer alone that the value already exists."""
     rig = Rig()
     rig.open()
     pauses: list[int] = []
@@ -223,7 +223,7 @@ def test_a_connection_that_ends_opens_the_breaker_at_once_and_one_probe_makes_th
 
 
 def test_a_connection_may_take_longer_than_a_call() -> None:
-    """No second one is made meanwhile."""
+    """Meanwhile no second connection is made."""
     rig, gate, connect = Rig(DaemonExecutor("calls", 2)), ThreadGate(), Rig._connect
 
     def late() -> RemoteStore:
@@ -291,7 +291,7 @@ def test_a_call_that_hangs_fails_in_time_and_what_it_brings_is_not_used() -> Non
 
 def test_a_client_that_panics_fails_its_call_at_once() -> None:
     class PanicError(BaseException):
-        """As those of clients in Rust."""
+        """Like a panic in a Rust client."""
 
     def panic(_: Call, __: RemoteStore) -> None:
         raise PanicError
@@ -337,7 +337,7 @@ def test_a_call_that_began_as_the_connection_was_closed_is_not_made(monkeypatch:
     rig.call()
 
     def close() -> float:
-        rig.calls.close()  # the thread has taken the call, and is not yet seen to be active
+        rig.calls.close()  # The thread has taken the call, but is not listed as active yet.
         return 0.0
 
     monkeypatch.setattr(rig.calls, "_monotonic", close)
@@ -367,7 +367,7 @@ def test_the_exit_waits_once_for_all_calls_but_those_that_hang(monkeypatch: pyte
 def test_the_exit_waits_until_threads_of_a_client_have_left_python(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, pauses = ThreadGate(), list[int]()
     real = blocking_calls._foreign_threads
-    others = real()  # of the tests' own runner
+    others = real()  # threads of the test runner
     monkeypatch.setattr(blocking_calls, "_foreign_threads", lambda: real() - others)
 
     def pause(_: float) -> None:
@@ -376,7 +376,8 @@ def test_the_exit_waits_until_threads_of_a_client_have_left_python(monkeypatch: 
 
     monkeypatch.setattr("time.sleep", pause)
     monkeypatch.setattr(blocking_calls, "_MADE", [Rig().calls])
-    _thread.start_new_thread(gate.arrive, ())  # as a client does, it tells `threading` nothing
+    # Like a client's thread, it is not registered with `threading`.
+    _thread.start_new_thread(gate.arrive, ())
     gate.wait_for_arrivals(1)
     blocking_calls._exit()
     assert pauses[0] == 1
@@ -384,7 +385,7 @@ def test_the_exit_waits_until_threads_of_a_client_have_left_python(monkeypatch: 
 
 
 class DiskRig:
-    """Calls to a disk whose operations are functions of the test's."""
+    """Calls to a disk whose operations are functions of the test."""
 
     def __init__(self, executor: ManualExecutor | DaemonExecutor | None = None) -> None:
         self.clock = FakeClock()
@@ -499,7 +500,7 @@ def test_what_a_call_brings_after_the_end_is_not_used() -> None:
 
 
 def call_and_wait(calls: BlockingCalls[Any], work: Callable[[Any], object]) -> Any:  # noqa: ANN401
-    """Return a call's result, or raise; as an engine whose hooks may block would."""
+    """Return a call's result, or raise its error, as an engine with blocking hooks would."""
     ended: list[Call] = []
     calls.submit(lambda _, resource: work(resource), ended.append)
     while not ended:

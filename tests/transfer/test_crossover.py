@@ -1,4 +1,4 @@
-"""Which copies the kernel gets: what was measured decides, and whatever goes wrong leaves them to the copy engine."""
+"""The kernel gets the copies that it makes faster, as measured. After any failure, the copy engine makes all copies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KIB = 1024
 
 
 class Device(FakeCuda):
-    """Runs what is enqueued as soon as someone asks whether it has; a kernel's piece costs what its bytes do."""
+    """Runs enqueued operations when it is queried. The kernel's time for a piece depends only on its bytes."""
 
     def __init__(self, *, load_wins_from: int, store_wins_from: int) -> None:
         super().__init__()
@@ -109,13 +109,13 @@ def test_whatever_goes_wrong_while_measuring_leaves_all_to_the_copy_engine(
 
 
 def test_measuring_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's start waits for it."""
+    """The engine's start waits for the measurement."""
     monkeypatch.setattr(crossover, "_LONGEST_S", -1.0)
     assert learned(Device(load_wins_from=32 * KIB, store_wins_from=32 * KIB)).kernel_below == ENGINE_ONLY
 
 
 def test_copies_that_cover_the_enqueueing_come_before_the_timed_ones() -> None:
-    """Or the time between the events would be that of the thread that enqueues."""
+    """Otherwise, the time between the events would be that of the enqueuing thread."""
     device = Device(load_wins_from=0, store_wins_from=0)
     stream = device.stream(urgent=False)
     kinds: list[str] = []
@@ -131,13 +131,13 @@ def test_copies_that_cover_the_enqueueing_come_before_the_timed_ones() -> None:
         start = device.time
         runs = CopyRuns(*(np.zeros(0, np.int64) for _ in range(3)))
         timed = trial.seconds(Direction.LOAD, runs, by_kernel=False)
-    assert len(kinds) == 6 + 1  # half as many again as the enqueueing before took
-    assert device.time - start == 6 + 1 + 2  # copies, and an event on either side of the timed one
+    assert len(kinds) == 6 + 1  # half as long again as the previous enqueuing took
+    assert device.time - start == 6 + 1 + 2  # the copies, and an event before and after the timed copy
     assert timed == 1 + 1
 
 
 class Batch:
-    """A copier that knows where the copy engine wins, and 40 copies of 64 bytes beside 2 of 4 KiB."""
+    """A copier with known limits, and 40 copies of 64 bytes beside 2 of 4 KiB."""
 
     def __init__(self, below: int = KIB) -> None:
         self.cuda = FakeCuda()

@@ -1,4 +1,4 @@
-"""The order in which the CUDA copier enqueues, against a fake device that runs streams one operation at a time."""
+"""The order in which the CUDA copier enqueues, with a fake device that runs one operation at a time."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_only_a_fence_asks_for_the_current_stream() -> None:
 
 
 def test_a_refused_batch_fails_only_when_what_was_enqueued_has_ended() -> None:
-    """The driver may have taken some of the copies: their memory is not free before they have run."""
+    """The driver may have accepted some of the copies, so their memory is not free before they have run."""
     bench = Bench()
     bench.cuda.refuse_copy = True
     with capture_logs() as logs:

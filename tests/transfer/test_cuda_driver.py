@@ -1,4 +1,4 @@
-"""The driver that ships, on the emulated libcuda: what it asks for, in which order, and what it makes of refusals."""
+"""The shipped driver on the emulated libcuda: its calls, their order, and its handling of refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PIECE = 64
 
 
 class Bench:
-    """One device, `pieces` pieces of pinned host memory, and as many of the device's."""
+    """One device, with `pieces` pieces of pinned host memory and of device memory."""
 
     def __init__(
         self, emulator: Emulator, pieces: int = 5, device: int = 0, batch_copies: str = "auto"
@@ -57,7 +57,7 @@ class Bench:
 
 
 def elsewhere(act: Callable[[], T]) -> T:
-    """Run on a thread that is new to the driver."""
+    """Run `act` on a thread that is new to the driver."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(act).result()
 
@@ -77,12 +77,12 @@ def test_without_the_library_the_start_says_so() -> None:
 @pytest.mark.parametrize(
     ("version", "architecture", "setting", "batches"),
     [
-        (12040, 90, "auto", False),  # the driver has none
+        (12040, 90, "auto", False),  # the driver has no batches
         (12040, 90, "on", False),
         (12080, 90, "auto", True),
-        (13000, 90, "auto", True),  # asked for by number, the older form comes
+        (13000, 90, "auto", True),  # the older form is requested by number
         (13000, 90, "off", False),
-        (13000, 100, "auto", False),  # large batches were reported to crash there
+        (13000, 100, "auto", False),  # large batches were reported to crash this device
         (13000, 120, "auto", False),
         (13000, 120, "on", True),
     ],
@@ -112,7 +112,7 @@ def test_a_batch_goes_in_slices(emulator: Emulator, pieces: int, calls: int) -> 
 
 
 def test_a_short_batch_is_enqueued_without_letting_another_thread_in(emulator: Emulator) -> None:
-    """A thread that releases the interpreter's lock between the events measures its wait for it as copying."""
+    """If a thread released the GIL between the events, its wait for the GIL would be measured as copying."""
     bench = Bench(emulator, HELD_COPIES)
     copier = CudaCopier(bench.driver)
     before = emulator.calls("cuEventRecord"), emulator.calls("cuEventRecord", with_lock=True)
@@ -130,7 +130,7 @@ def test_a_long_batch_lets_the_engine_go_on(emulator: Emulator) -> None:
 
 
 SLICES = (("auto", "cuMemcpyBatchAsync", 1), ("off", "cuMemcpyAsync", 256))
-"""A setting, the call that it leads to, and how often a slice makes it."""
+"""a setting, the call that it leads to, and how often a slice makes this call"""
 
 
 @pytest.mark.parametrize(("setting", "call", "calls"), SLICES)
@@ -143,10 +143,10 @@ def test_of_a_large_load_the_engines_thread_enqueues_one_slice_at_a_time(
     ticket = copier.submit(Direction.LOAD, bench.load, (fence,))
     assert emulator.calls(call) == calls
     assert emulator.calls() - before <= calls + 8
-    emulator.step()  # all that is enqueued: the load has not ended all the same
+    emulator.step()  # This runs all enqueued operations, but the load has not ended.
     assert ticket.query() is TicketState.PENDING
     assert emulator.calls(call) == 2 * calls
-    while elsewhere(ticket.query) is TicketState.PENDING:  # the transfer coroutine goes on
+    while elsewhere(ticket.query) is TicketState.PENDING:  # the transfer coroutine continues
         emulator.step()
     assert bench.has_arrived()
     assert emulator.races == 0
@@ -158,7 +158,7 @@ def test_of_a_large_load_the_engines_thread_enqueues_one_slice_at_a_time(
 def test_no_call_waits_for_a_stream_that_stands_behind_a_gate(
     emulator: Emulator, setting: str, way: Direction, pieces: int
 ) -> None:
-    """It would stop the engine's thread for a forward pass, and with the interpreter's lock held all other threads too."""
+    """It would block the engine's thread for a forward pass and, with the GIL held, all other threads too."""
     bench = Bench(emulator, pieces, batch_copies=setting)
     copier = CudaCopier(bench.driver)
     emulator.gate(bench.engine.stream)
@@ -172,15 +172,13 @@ def test_no_call_waits_for_a_stream_that_stands_behind_a_gate(
         while elsewhere(ticket.query) is TicketState.PENDING:
             emulator.step()
     assert emulator.waits_with_lock == 0
-    assert (
-        emulator.waits == 0 or setting == "auto"
-    )  # beside copies that run, a call may wait without the lock
+    assert emulator.waits == 0 or setting == "auto"  # Beside running copies, a call without the GIL may wait.
     assert (emulator.races, emulator.wrong, bench.has_arrived()) == (0, 0, True)
 
 
 @pytest.mark.parametrize("setting", ["auto", "off"])
 def test_a_large_load_goes_on_although_later_loads_take_the_room(emulator: Emulator, setting: str) -> None:
-    """They are not asked before it has ended, so it learns by itself that they have."""
+    """Later loads are not queried before this one has ended, so it must find out itself that they have ended."""
     bench = Bench(emulator, 5000, batch_copies=setting)
     copier = CudaCopier(bench.driver)
     ticket = copier.submit(Direction.LOAD, bench.load, (copier.fence(),))
@@ -198,7 +196,7 @@ def test_a_large_load_goes_on_although_later_loads_take_the_room(emulator: Emula
 def test_a_hooks_query_does_not_wait_for_what_the_coroutine_has_enqueued(emulator: Emulator) -> None:
     bench = Bench(emulator, 50_000)
     ticket = CudaCopier(bench.driver).submit(Direction.LOAD, bench.load, ())
-    emulator.set_depth(10**6)  # what the coroutine enqueues does not wait here
+    emulator.set_depth(10**6)  # the coroutine's calls do not wait here
     elsewhere(ticket.query)
     emulator.set_depth(1024)
     ticket.query()
@@ -222,7 +220,7 @@ def test_r9_after_a_refused_slice_no_other_follows_and_those_before_end_first(em
     emulator.fail("cuMemcpyBatchAsync", 2, after=2)
     ticket = copier.submit(Direction.LOAD, bench.load, ())
     assert elsewhere(ticket.query) is TicketState.PENDING
-    assert emulator.calls("cuMemcpyBatchAsync") == 3  # of five
+    assert emulator.calls("cuMemcpyBatchAsync") == 3  # of five slices
     assert elsewhere(ticket.query) is TicketState.PENDING
     emulator.step()
     assert ticket.query() is TicketState.FAILED
@@ -286,7 +284,7 @@ def test_copies_behind_which_no_end_could_be_recorded_stay_pending_until_one_can
     copier = CudaCopier(bench.driver)
     emulator.fail(
         "cuEventRecord", 400, after=1, times=2
-    )  # the start event is recorded, the end is not, twice
+    )  # The start event is recorded. Recording the end event fails twice.
     ticket = copier.submit(Direction.LOAD, bench.load, ())
     with capture_logs() as logs:
         assert ticket.query() is TicketState.PENDING
@@ -318,7 +316,7 @@ def test_a_lost_device_ends_every_batch(emulator: Emulator, code: int) -> None:
         ticket.query()
     with pytest.raises(DeviceLost):
         copier.submit(Direction.LOAD, bench.load, ())
-    copier.close()  # raises nothing
+    copier.close()  # This raises nothing.
 
 
 @pytest.mark.parametrize("code", [3, 201])
@@ -331,7 +329,7 @@ def test_a_question_that_can_never_be_answered_ends_a_batch(emulator: Emulator, 
 
 
 def test_a_driver_before_cuda_12_has_no_batches(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It lacks the function that would be asked for them."""
+    """These drivers lack the function that looks up functions by version."""
 
     class Old(ctypes.CDLL):
         def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # as ctypes has it
@@ -451,7 +449,7 @@ def test_pinning_that_meets_a_capture_is_busy_and_other_refusals_are_final(emula
 def test_memory_that_the_driver_does_not_release_stays_mapped(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device may still write there, so the addresses must not become someone else's."""
+    """The device may still write there, so the addresses must not be reused."""
     kept: list[object] = []
     monkeypatch.setattr(host_memory, "_KEPT", kept)
     allocator = MmapAllocator(ManualExecutor(held=False), CudaPin(Bench(emulator).driver))
@@ -465,7 +463,7 @@ def test_memory_that_the_driver_does_not_release_stays_mapped(
 
 
 def test_pinned_memory_is_released_on_the_executors_threads(emulator: Emulator) -> None:
-    """An engine that ends does not wait for thousands of calls into the driver."""
+    """A stopping engine does not wait for thousands of driver calls."""
     executor = ManualExecutor(held=False)
     allocator = MmapAllocator(executor, CudaPin(Bench(emulator).driver))
     chunk = allocator._allocate(1 << 20)
@@ -484,4 +482,4 @@ def test_closing_destroys_streams_and_events(emulator: Emulator) -> None:
     copier.close()
     assert emulator.calls("cuStreamDestroy_v2") == 2
     emulator.step()
-    assert bench.has_arrived()  # what was on a stream runs to its end
+    assert bench.has_arrived()  # Work on a stream runs to its end.

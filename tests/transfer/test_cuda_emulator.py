@@ -1,4 +1,4 @@
-"""What the emulated driver says of captures, allocations and full streams, where tests of the product rely on it."""
+"""The emulated driver's behaviour for captures, allocations and full streams, on which other tests rely."""
 
 from __future__ import annotations
 

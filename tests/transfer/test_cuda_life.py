@@ -1,4 +1,4 @@
-"""The worker's side beside an engine on emulated devices: no race and no wrong byte, and what is broken shows."""
+"""The worker's side beside an engine on emulated devices: no race and no wrong byte, and broken rules are detected."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def play(
     *,
     on_default_stream: bool = False,
 ) -> str:
-    """Play two devices in turns, in an order of operations drawn by the seed; return what went wrong."""
+    """Run two devices in turns, with a random order of operations from the seed; return the problems."""
     emulator.reset(stepped=True, seed=seed)
     lives = [Life(emulator, patch, seed, device, on_default_stream=on_default_stream) for device in (0, 1)]
     for _ in range(steps):
@@ -87,7 +87,7 @@ def test_r13_r5_r9_steps_that_overlap_meet_no_copy(
 def test_r13_an_engine_on_the_default_stream_meets_no_copy(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """As one that runs eagerly on one GPU: its stream's handle is 0."""
+    """In eager mode on one GPU, the engine's stream may have the handle 0."""
     assert play(emulator, monkeypatch, seed, on_default_stream=True) == ""
     assert emulator.waits_with_lock == 0
 
@@ -204,7 +204,7 @@ def test_memory_that_is_unregistered_under_a_copy_is_reported(
 
     while not any(job.direction is Direction.STORE for job, _ in life.open.values()):
         life.step()
-    life.portal.advance()  # the coroutine has submitted it
+    life.portal.advance()  # The coroutine has submitted it.
     life.portal.advance()
     monkeypatch.setattr(TransferPump, "drain", no_drain)
     life.close()
@@ -219,7 +219,7 @@ def test_memory_that_is_unregistered_under_a_copy_is_reported(
 def test_r4_r5_r9_jobs_that_the_driver_refused_in_part_end_when_their_copies_have(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks and slots of failed jobs are used again at once; what had been enqueued must not run under them."""
+    """Blocks and slots of failed jobs are reused at once, so copies already enqueued must have ended."""
     life = Life(emulator, monkeypatch, 3)
     for number in range(80):
         emulator.limit_batches(1 if number % 3 == 0 else -1)
@@ -239,13 +239,13 @@ def test_r16_memory_of_a_copy_that_does_not_end_stays_registered(
         life.step()
         life.portal.advance()
     for _ in range(4):
-        life.portal.advance(1.0)  # the streams stand still
+        life.portal.advance(1.0)  # the streams do not run
         life.take()
     pump = life.side.pump
     assert statistics_of(pump).abandoned_batches
     life.close()
     assert emulator.registrations
-    emulator.step()  # they go on after all
+    emulator.step()  # The streams run again.
     assert (emulator.races, emulator.faults) == (0, 0), emulator.report
 
 
@@ -284,8 +284,8 @@ def test_a_lost_device_is_reported_once_and_every_job_ends(
 def test_nothing_is_registered_between_registration_and_the_first_step(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM captures graphs there; pinning on any thread may then spoil them."""
-    monkeypatch.setattr(worker_side, "_PINNING_S", 0.0)  # all of it is left for later
+    """vLLM captures graphs during this time, and pinning on any thread may break them."""
+    monkeypatch.setattr(worker_side, "_PINNING_S", 0.0)  # no memory is pinned at the start
     life = Life(emulator, monkeypatch, 1)
     before = emulator.registrations
     life.engine.capture()
@@ -293,7 +293,7 @@ def test_nothing_is_registered_between_registration_and_the_first_step(
     assert emulator.registrations == before
     assert life.engine.end_capture() == 0
     report = life.side.take_report()
-    assert report is None  # no slot, and more to come: as at the beginning
+    assert report is None  # There is no slot yet, and more will follow, as at the beginning.
     life.side.begin_step(TransferPlan())
     life.portal.advance(5)
     report = life.side.take_report()
@@ -350,7 +350,7 @@ def test_pinning_during_a_capture_harms_nothing_where_its_thread_is_relaxed(
 
 
 def wait_of_loads(emulator: Emulator, patch: pytest.MonkeyPatch, *, takes_fence: bool) -> float:
-    """Return the median seconds from a step's beginning to its load's end, beside forward passes of 10 ms."""
+    """Return the median seconds from a step's beginning to the end of its load, beside forward passes of 10 ms."""
     emulator.reset(stepped=True)
     life = Life(emulator, patch, 1)
     life.contents[0] = 5

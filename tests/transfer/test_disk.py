@@ -1,4 +1,4 @@
-"""Spills and fetches between real host memory and a real slot file, on threads that the test holds."""
+"""Spills and fetches between real host memory and a real slot file, on threads under the test's control."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ from tests.gates import ManualExecutor, ThreadGate
 
 DONE, FAILED, CORRUPT = CopyOutcome.DONE, CopyOutcome.FAILED, CopyOutcome.CORRUPT
 PAGES = [640, 96, 5000]
-LONG_PAGES = [2**16 + 4096, 2**17 + 4096]  # read and written in place; hashed in pieces, and whole
+# Pages that are read and written in place, and hashed in pieces or whole.
+LONG_PAGES = [2**16 + 4096, 2**17 + 4096]
 TIMEOUT_S = 2.0
 RANK = 1
 
 
 class Opening:
-    """Of a file that is open."""
+    """An opening whose file is already open."""
 
     def __init__(self, file: SlotFile) -> None:
         self.shape = file.shape
@@ -49,7 +50,7 @@ class Opening:
 
 
 class Rig:
-    """Twelve host slots in chunks of five, and a file of eight."""
+    """A mover with twelve host slots in chunks of five, and a file of eight slots."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class Rig:
         self._jobs = 0
 
     def fill(self, slot: int, seed: int) -> bytes:
-        """Give a host slot bytes of its own; return all of them in a row."""
+        """Fill a host slot with random bytes; return all of them."""
         parts = [Random(seed * 10 + region).randbytes(size) for region, size in enumerate(self.pages)]
         for region, part in enumerate(parts):
             self.arena.pages(slot)[region][:] = part
@@ -134,7 +135,7 @@ def rig(tmp_path: Path) -> Rig:
 
 @pytest.fixture(params=[PAGES, LONG_PAGES], ids=["in a buffer", "in place"])
 def each(request: pytest.FixtureRequest, tmp_path: Path) -> Rig:
-    """A rig of each way."""
+    """Return a rig for pages of each size."""
     return Rig(tmp_path, ManualExecutor(held=False), pages=request.param)
 
 
@@ -150,7 +151,7 @@ def threaded(tmp_path: Path) -> Rig:
 
 def test_what_was_spilled_is_fetched_into_other_slots(each: Rig) -> None:
     rig = each
-    slots = [0, 4, 5, 11]  # of three chunks
+    slots = [0, 4, 5, 11]  # slots of three chunks
     data = [rig.fill(slot, seed=slot) for slot in slots]
     spill = rig.spill(slots, [7, 0, 3, 1])
     report = rig.reports()[spill]
@@ -224,7 +225,7 @@ def test_r17_a_place_with_other_bytes_is_found_corrupt(each: Rig) -> None:
 
 
 def test_r17_bytes_of_another_block_are_found_corrupt(each: Rig) -> None:
-    """An invalidation that was lost: the index names a block whose place another one has."""
+    """After a lost invalidation, the index names a block whose slot now has another block."""
     rig = each
     rig.fill(0, seed=0)
     first = rig.spill([0], [0])
@@ -314,7 +315,7 @@ def test_the_copy_time_of_a_job_is_from_its_first_call_to_its_last(held: Rig) ->
 
 
 def failing(rig: Rig, name: str, number: int) -> Callable[[], None]:
-    """Have a method of the file fail; return what ends that."""
+    """Make a method of the file fail; return a function that ends this."""
     real = getattr(rig.file, name)
 
     def fail(*_: object) -> None:
@@ -347,7 +348,7 @@ def test_a_failed_read_fails_its_job(rig: Rig) -> None:
 
 @pytest.fixture
 def gate(threaded: Rig) -> Iterator[ThreadGate]:
-    """Where every call of the file waits."""
+    """Yield a gate at which every call of the file waits."""
     gate = ThreadGate()
     for name in ("read", "write"):
         _hold(threaded.file, name, gate)
@@ -367,7 +368,7 @@ def _hold(file: SlotFile, name: str, gate: ThreadGate) -> None:
 
 
 def wait_for(rig: Rig, job: JobId) -> JobReport:
-    """Poll until a job has ended; its threads are on their way."""
+    """Poll until a job on running threads has ended."""
     while job not in (found := rig.reports()):
         os.sched_yield()
     return found[job]
@@ -389,7 +390,7 @@ def test_a_read_that_hangs_fails_with_all_that_is_queued_and_touches_no_host_slo
 ) -> None:
     rig = threaded
     kept = [rig.fill(slot, seed=slot) for slot in range(6)]
-    zeros = xxh3_64_intdigest(bytes(rig.shape.slot_bytes))  # of places that were never written
+    zeros = xxh3_64_intdigest(bytes(rig.shape.slot_bytes))  # the checksum of slots that were never written
     fetches = [rig.fetch([2 * job, 2 * job + 1], [2 * job, 7], [zeros] * 2) for job in range(3)]
     gate.wait_for_arrivals(2)
     assert rig.reports() == {}
@@ -413,7 +414,7 @@ def test_a_read_that_hangs_without_a_buffer_names_its_host_slots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig, gate = Rig(tmp_path, DaemonExecutor("disk", 2), pages=LONG_PAGES), ThreadGate()
-    zeros = xxh3_64_intdigest(bytes(rig.shape.slot_bytes))  # of places that were never written
+    zeros = xxh3_64_intdigest(bytes(rig.shape.slot_bytes))  # the checksum of slots that were never written
     kept = [rig.fill(slot, seed=slot) for slot in range(4)]
     real = rig.file.read
 
@@ -572,7 +573,7 @@ def test_r17_bytes_that_were_replaced_with_their_checksum_are_not_used_if_there_
     assert rig.slot(2) == was
     assert (rig.slot(3) == forged) is (
         key is None or rig.pages is LONG_PAGES
-    )  # a corrupt block's slot is not used
+    )  # The slot of a corrupt block is not used.
 
 
 def test_r17_with_a_key_a_place_is_not_another_place_or_another_files(tmp_path: Path) -> None:

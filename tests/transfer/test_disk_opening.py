@@ -1,4 +1,4 @@
-"""A rank's disk before its file is open."""
+"""A rank's disk tier before its file is open."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_fetch_from_a_store_may_be_cancelled_while_the_disk_opens(tmp_path: Pa
 
 
 class Pauses:
-    """Stands for the event of a disk that is never closed: no wait of it takes time."""
+    """Replaces the event of a disk that is never closed. Waiting for it takes no time."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

@@ -1,4 +1,4 @@
-"""Copier and memory are chosen by the device; CUDA's modules are imported only for CUDA."""
+"""The device determines the copier and the memory. CUDA's modules are imported only for CUDA devices."""
 
 from __future__ import annotations
 

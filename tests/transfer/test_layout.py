@@ -1,4 +1,4 @@
-"""Where blocks lie is read off strides and offsets."""
+"""The addresses of blocks are derived from strides and offsets."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def test_padding_is_not_part_of_the_page() -> None:
 @pytest.mark.parametrize(
     ("tensor", "reason"),
     [
-        (torch.zeros(2, 4, 8).transpose(0, 1), "not contiguous"),  # K and V apart: dimension 1 is the block
+        # Keys and values are separate: dimension 1 counts the blocks.
+        (torch.zeros(2, 4, 8).transpose(0, 1), "not contiguous"),
         (torch.zeros(4, 8)[:, ::2], "not contiguous"),
         (torch.zeros(4, 8).expand(3, 4, 8), "overlap"),
         (torch.zeros(0, 8), "no block"),

@@ -1,4 +1,4 @@
-"""Host memory is first touched by a thread on the GPU's node, and where that is refused, it comes all the same."""
+"""Host memory is first touched by a thread on the GPU's node. If that is refused, it is allocated all the same."""
 
 from __future__ import annotations
 

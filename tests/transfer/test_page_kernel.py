@@ -1,4 +1,4 @@
-"""The page kernel in Triton's interpreter, as compiled, and on the emulated driver; each in a process of its own."""
+"""The page kernel in Triton's interpreter, compiled, and on the emulated driver, each in a separate process."""
 
 from __future__ import annotations
 

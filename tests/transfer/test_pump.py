@@ -1,4 +1,4 @@
-"""What the pump does when nothing goes wrong: order, bounds, merging, reports, and silence at rest."""
+"""The pump without faults: order, limits, merging, reports, and no activity at rest."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_a_load_is_submitted_on_the_spot_and_all_of_a_step_in_one_batch() 
     rig.pump.submit_loads([load(1, [1, 2], [1, 2]), load(2, [3], [3])])
     (ticket,) = rig.copier.tickets
     assert ticket.direction is Direction.LOAD
-    assert ticket.runs.size.tolist() == [3 * 64, 3 * 32]  # merged across the jobs, too
+    assert ticket.runs.size.tolist() == [3 * 64, 3 * 32]  # merged across jobs too
     assert ticket.fences == (1,)
     ticket.finish()
     assert rig.outcomes() == {1: DONE, 2: DONE}
@@ -59,7 +59,7 @@ async def test_the_fence_is_recorded_when_jobs_are_handed_in() -> None:
     assert (rig.copier.fences, rig.copier.tickets) == (2, [])
     async with running(rig):
         (ticket,) = rig.copier.tickets
-        assert ticket.fences == (1, 2)  # a shared batch waits for both
+        assert ticket.fences == (1, 2)  # a shared batch waits for both fences
 
 
 async def test_the_coroutine_does_not_sleep_between_parts_of_a_batch() -> None:
@@ -74,7 +74,7 @@ async def test_the_coroutine_does_not_sleep_between_parts_of_a_batch() -> None:
             return query()
 
         ticket.query = start_a_part  # type: ignore[method-assign]
-        await wait_all_blocked()  # time stands still
+        await wait_all_blocked()  # no time passes
         assert rig.copier.slices == 50
 
 
@@ -99,7 +99,7 @@ async def test_stores_in_flight_stay_under_their_bound_and_a_long_job_is_cut() -
         rig.copier.tickets[0].finish()
         await rig.clock.advance(0.1)
         assert rig.outcomes() == {}
-        # The third batch holds the rest of one job and the start of the next.
+        # The third batch contains the rest of one job and the beginning of the next.
         assert [ticket.runs.total_bytes for ticket in rig.copier.tickets] == [192, 192, 192]
         rig.copier.release()
         await rig.clock.advance(0.1)
@@ -151,7 +151,7 @@ async def test_polls_grow_rarer_while_nothing_ends_and_stop_when_all_has() -> No
         early = statistics_of(rig.pump).wake_ups
         await rig.clock.advance(1.0)
         late = statistics_of(rig.pump).wake_ups - early
-        assert late == pytest.approx(200, abs=2)  # one each 5 ms
+        assert late == pytest.approx(200, abs=2)  # one poll every 5 ms
         rig.copier.release()
         await rig.clock.advance(1.0)
         rest = statistics_of(rig.pump).wake_ups
@@ -175,7 +175,7 @@ async def test_the_hook_does_not_wait_for_the_coroutine() -> None:
     async with running(rig):
         rig.pump.submit_loads([load(1, [1], [1])])
         rig.copier.tickets[0].finish()
-        with rig.pump._reaping:  # as the coroutine holds it, on its thread
+        with rig.pump._reaping:  # as the coroutine does on its thread
             rig.pump.poll()
             rig.pump.submit_loads([load(2, [2], [2])])
             rig.pump.submit_stores([store(3, [3], [3])])
@@ -195,7 +195,7 @@ async def test_a_report_has_what_is_new_and_nothing_else() -> None:
         assert rig.has_work
         rig.copier.tickets[0].finish()
         rig.pump.poll()
-        assert rig.has_work  # someone must still take the report
+        assert rig.has_work  # The report was not taken yet.
         report = rig.pump.take_report()
         assert report is not None
         assert [job.job for job in report.jobs] == [1]
@@ -252,11 +252,11 @@ async def test_ready_slots_are_reported_as_they_grow() -> None:
     reported = [(report.ready_slots, report.is_growing) for report in iter(rig.pump.take_report, None)]
     assert reported == [(16, False)]
     await rig.pump.close()
-    assert rig.pump.take_report() is None  # never less, also when the memory is gone
+    assert rig.pump.take_report() is None  # The number never decreases, even after the memory is freed.
 
 
 async def test_reports_say_whether_more_slots_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is refused ends growth without a slot more, and that is reported too."""
+    """Refused memory ends the growth, which is also reported."""
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError(12, "Cannot allocate memory")
@@ -265,7 +265,7 @@ async def test_reports_say_whether_more_slots_are_on_their_way(monkeypatch: pyte
     rig = Rig(memory=memory)
     growth = asyncio.create_task(rig.arena.prepare())
     await wait_all_blocked()
-    assert rig.pump.take_report() is None  # as everybody takes it to be before the first report
+    assert rig.pump.take_report() is None  # the state that is assumed before the first report
     reported = []
     for chunk in range(2):
         if chunk:
@@ -282,7 +282,7 @@ async def test_reports_say_whether_more_slots_are_on_their_way(monkeypatch: pyte
 
 
 class PolledLock:
-    """A pump's lock. When the coroutine has released it the hook polls, as it may at that moment."""
+    """A pump's lock. Whenever the coroutine has released it, the hook polls."""
 
     def __init__(self, pump: TransferPump) -> None:
         self._pump, self._lock = pump, Lock()
@@ -297,7 +297,7 @@ class PolledLock:
 
 
 async def test_an_end_that_the_hook_notices_just_after_a_turn_leaves_no_store_behind() -> None:
-    """The coroutine once asked whether to go on only after it had let the hook look, and went to sleep beside a queue."""
+    """Regression: the coroutine checked for work only after the hook could poll, and slept while stores were queued."""
     rig = Rig(blocks_in_flight=4)
     rig.copier.release()
     async with running(rig):

@@ -1,4 +1,4 @@
-"""Cancelled at any await, the pump drains what it has started, and holds nothing afterwards."""
+"""If cancelled at any await, the pump waits for started copies, and holds nothing afterwards."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_cancelled_with_copies_pending_it_waits_for_them() -> None:
                 ticket.finish()
             await rig.clock.advance(1.0)
         assert task.cancelled()
-        assert len(rig.copier.tickets) == 3  # nothing more was started
+        assert len(rig.copier.tickets) == 3  # No further batch was started.
         assert rig.outcomes() == {1: FAILED, 2: FAILED, 3: DONE}
         rig.assert_nothing_held()
 
@@ -74,9 +74,9 @@ async def test_cancelled_by_a_scope_that_cancels_at_every_await_it_does_not_spin
         group.start_soon(rig.pump.run)
         await wait_all_blocked()
         group.cancel_scope.cancel()
-        ticker = asyncio.create_task(pass_time())  # not in the group: the clock must go on
+        ticker = asyncio.create_task(pass_time())  # not in the group, because the clock must continue
     await ticker
-    assert rig.copier.tickets[0].queries < 150  # 0.5 s in steps of 5 ms, and the first few
+    assert rig.copier.tickets[0].queries < 150  # 0.5 s in pauses of 5 ms, and a few shorter ones
     assert rig.outcomes() == {1: DONE}
     rig.assert_nothing_held()
 

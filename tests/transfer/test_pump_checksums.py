@@ -1,4 +1,4 @@
-"""A pump that keeps checksums: nothing is reported before they were read, and what has rotted is never called loaded."""
+"""A pump with checksums: no copy is reported before its checksums were computed, and no corrupt block as loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VERIFY = ["sample", "full"]
 
 
 async def stored(rig: Rig, slots: list[int], blocks: list[int], number: int = 1) -> None:
-    """Let a store arrive, checksums and all; the copier's and the reader's next work is held."""
+    """Let a store and its checksums end. Hold later work of the copier and the reader."""
     rig.copier.release()
     rig.pump.submit_stores([store(number, slots, blocks)])
     await rig.clock.advance(0.01)
@@ -149,7 +149,7 @@ async def test_the_bound_on_stores_counts_no_copy_that_ended_after_it_was_abando
             assert statistics_of(rig.pump).store_bytes_in_flight == 4 * 96
             rig.copier.release()
             await rig.clock.advance(TIMEOUT_S / 2)
-            assert rig.reader.waiting == 4  # of two blocks each
+            assert rig.reader.waiting == 4  # two blocks each
             assert statistics_of(rig.pump).store_bytes_in_flight == 4 * 96
             rig.reader.release()
             await rig.clock.advance(TIMEOUT_S)
@@ -214,7 +214,7 @@ async def test_a_load_that_ends_late_is_checked_all_the_same() -> None:
             rig.copier.release()
             rig.reader.release()
             found: dict[int, CopyOutcome] = {}
-            for _ in range(4):  # looks at abandoned copies are rare
+            for _ in range(4):  # abandoned copies are rarely queried
                 rig.clock.jump(TIMEOUT_S)
                 found |= rig.outcomes()
         assert found == {2: CORRUPT}
@@ -237,7 +237,7 @@ async def test_memory_is_kept_while_a_reading_may_touch_it() -> None:
 
 
 async def test_loads_are_checked_when_the_coroutine_is_gone() -> None:
-    """Only the hook looks then."""
+    """In this case only the hook polls."""
     rig = Rig(verify="full")
     await rig.arena.prepare()
     rig.copier.release()
@@ -246,5 +246,5 @@ async def test_loads_are_checked_when_the_coroutine_is_gone() -> None:
         rig.pump.submit_loads([load(1, [1], [5])])
         assert rig.outcomes() == {}
         rig.reader.run_all()
-        assert rig.outcomes() == {1: CORRUPT}  # it was never stored
+        assert rig.outcomes() == {1: CORRUPT}  # It was never stored.
     rig.assert_nothing_held()

@@ -1,4 +1,4 @@
-"""Whatever raises, hangs or dies: every job ends once, and nothing is silent."""
+"""Exceptions, hanging copies and dead threads: every job ends once, and every failure is logged."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ async def test_a_copy_that_never_ends_is_abandoned_and_blocks_nothing() -> None:
         assert (now.abandoned_batches, now.open_jobs, now.store_bytes_in_flight) == (2, 2, 0)
         assert not rig.has_work
         await rig.clock.advance(3600)
-        assert statistics_of(rig.pump).wake_ups == now.wake_ups  # not even polled for
+        assert statistics_of(rig.pump).wake_ups == now.wake_ups  # not even polled
 
 
 async def test_a_abandoned_copy_that_ends_late_is_reported() -> None:
@@ -158,7 +158,7 @@ async def test_a_abandoned_copy_that_ends_late_is_reported() -> None:
             asked = rig.copier.tickets[0].queries
             for _ in range(100):
                 assert rig.outcomes() == {}
-            assert rig.copier.tickets[0].queries <= asked + 1  # seldom
+            assert rig.copier.tickets[0].queries <= asked + 1  # rarely queried
             rig.copier.tickets[0].finish()
             rig.clock.jump(TIMEOUT_S)
             assert rig.outcomes() == {1: DONE}
@@ -188,7 +188,7 @@ async def test_when_the_coroutine_dies_the_hook_does_its_work() -> None:
         assert rig.outcomes() == {3: FAILED}
         rig.pump.submit_loads([load(4, [4], [4])])
         rig.copier.tickets[1].finish()
-        assert rig.outcomes() == {4: DONE}  # loads never needed it
+        assert rig.outcomes() == {4: DONE}  # loads never need the coroutine
         rig.assert_nothing_held()
 
 
@@ -206,7 +206,7 @@ async def test_when_the_loop_is_gone_the_hook_notices_and_fails_what_waited() ->
 
 
 async def test_a_loop_that_is_closed_under_the_coroutine_is_noticed() -> None:
-    """A coroutine that is thrown away unfinished gets neither an error nor a cancellation."""
+    """A coroutine that is dropped unfinished gets neither an error nor a cancellation."""
     rig = Rig()
     await rig.arena.prepare()
     with capture_logs():
@@ -232,7 +232,7 @@ def run_and_drop(rig: Rig) -> None:
 
 
 async def test_a_job_cannot_be_stranded_between_its_acceptance_and_the_death_of_the_coroutine() -> None:
-    """The hook looks whether the coroutine lives, then appends; in between the coroutine may die."""
+    """The hook checks that the coroutine runs, then appends the job. In between, the coroutine may die."""
     rig = Rig()
     await rig.arena.prepare()
     rig.pump.submit_stores([store(1, [1], [1])])

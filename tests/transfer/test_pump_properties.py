@@ -1,4 +1,4 @@
-"""Random lives of a pump: every job is reported once, not before its copies have ended, and nothing stays held."""
+"""Random use of a pump: every job is reported once, after its copies have ended, and no memory stays held."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ moves = st.lists(
 
 
 class Life:
-    """A pump and what was asked of it; with checksums, whose reading is held up too, or without."""
+    """A pump and its jobs, with or without checksums, whose computation is also held."""
 
     def __init__(self, verify: str) -> None:
         self.rig = Rig(blocks_in_flight=3, verify=verify)
@@ -130,7 +130,7 @@ def test_property_every_job_ends_once_and_nothing_stays_held(
             life.rig.reader.release()
             await life.rig.clock.advance(3 * TIMEOUT_S)
             life.look()
-            life.look()  # at checksums that were begun in the look before, of copies that had been abandoned
+            life.look()  # This includes checksums that started in the previous poll, for abandoned copies.
             assert dict(life.reported) == dict.fromkeys(life.asked, 1)
             life.rig.assert_nothing_held()
             assert not task.done()
@@ -156,7 +156,7 @@ def test_property_a_cancelled_pump_reports_every_job_once(
             life.rig.reader.release()
             await life.rig.clock.advance(3 * TIMEOUT_S)
             life.look()
-            life.look()  # at checksums that were begun in the look before, of copies that had been abandoned
+            life.look()  # This includes checksums that started in the previous poll, for abandoned copies.
             assert task.done()
             assert dict(life.reported) == dict.fromkeys(life.asked, 1)
             life.rig.assert_nothing_held()
@@ -203,7 +203,7 @@ def test_property_a_load_is_done_exactly_if_its_bytes_are_those_that_were_stored
 
 @pytest.fixture
 def eager_switches() -> Iterator[None]:
-    """Let threads interrupt each other as often as they can."""
+    """Let threads interrupt each other as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -247,7 +247,7 @@ def test_with_real_threads_every_byte_arrives(verify: str) -> None:
 
 
 def await_reports(pump: TransferPump, count: int) -> None:
-    """Do as an engine's steps do: poll, take, go on. The test's own time limit ends it."""
+    """Poll, take reports and continue, as an engine's steps do, until the test's time limit."""
     while count > 0:
         pump.poll()
         report = pump.take_report()

@@ -1,4 +1,4 @@
-"""Copies between real host memory and a store in memory: only bytes that are right come into a host slot."""
+"""Copies between real host memory and a store in memory. Only verified bytes reach a host slot."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHARD = Shard("print/one", 1, 2)
 
 
 class Rig:
-    """Twelve host slots in chunks of five."""
+    """A mover with twelve host slots in chunks of five."""
 
     def __init__(
         self, verify: str = "off", key: TierKey | None = None, store: FakeStore | None = None
@@ -120,7 +120,7 @@ def test_r17_bytes_that_are_not_the_blocks_do_not_come_near_a_host_slot(
 def test_r17_a_put_that_was_ended_before_it_read_its_slots_writes_nothing(
     verify: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other blocks may be in the slots by then, with checksums of their own."""
+    """By then, other blocks may be in the slots, with other checksums."""
     rig, ended = Rig(verify), list[JobReport]()
     rig.fill(0)
 

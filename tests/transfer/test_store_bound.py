@@ -1,4 +1,4 @@
-"""The bound on stores in flight: it falls when they meet a load or run slow, and comes back."""
+"""The limit on stores in flight falls when stores meet a load or run slowly, and rises again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CEILING, FLOOR, STEP = 64 * MIB, 8 * MIB, 8 * MIB
 
 
 class Flow:
-    """Ends batches of 8 MiB, one a second; the copies of each are 64 KiB long."""
+    """Ends one batch of 8 MiB per second. Its copies have 64 KiB each."""
 
     def __init__(self, ceiling: int = CEILING, slot_bytes: int = MIB) -> None:
         self.queue = StoreQueue(ceiling, slot_bytes)
@@ -79,10 +79,10 @@ def test_short_copies_are_not_measured_by_long_ones_nor_small_batches_at_all() -
 
 
 def test_a_wait_for_the_interpreters_lock_in_a_long_batchs_time_cuts_nothing() -> None:
-    """Between the calls of a batch of many copies its thread may wait for the lock, and the device with it."""
+    """Between the calls for a batch of many copies, its thread may wait for the GIL, and the device with it."""
     flow = Flow()
     assert [flow.end(gb_s, piece=4096) for gb_s in (10.0, 1.0)] == [CEILING, CEILING]
-    assert flow.end(0.5, piece=4096) == 32 * MIB  # no lock takes that long
+    assert flow.end(0.5, piece=4096) == 32 * MIB  # No wait for the GIL takes that long.
 
 
 def test_an_unmeasured_duration_says_nothing() -> None:
@@ -99,7 +99,10 @@ def test_a_ceiling_of_a_few_blocks_is_its_own_floor(blocks: float) -> None:
 
 @pytest.mark.asyncio
 async def test_stores_that_met_a_load_hold_back_until_it_is_over() -> None:
-    """Four batches of two blocks fit; while a load is pending they shrink, and they are back some batches later."""
+    """Four batches of two blocks fit.
+
+    While a load is pending they shrink, and some batches later they are large again.
+    """
     rig = Rig(blocks_in_flight=8, slots=200)
     async with running(rig):
         assert statistics_of(rig.pump).store_bytes_bound == 8 * 96
@@ -121,7 +124,8 @@ async def test_stores_that_met_a_load_hold_back_until_it_is_over() -> None:
             rig.copier.open_tickets[0].finish()
             await rig.clock.advance(0.01)
         assert statistics_of(rig.pump).store_bytes_bound == 8 * 96
-        assert statistics_of(rig.pump).store_bytes_in_flight == 8 * 96  # there were enough left to fill it
+        # The queue has enough stores to fill the limit.
+        assert statistics_of(rig.pump).store_bytes_in_flight == 8 * 96
         rig.copier.release()
         await rig.clock.advance(0.1)
         assert rig.outcomes() == {0: DONE, 1: DONE}
@@ -142,7 +146,7 @@ async def test_a_failed_batch_says_nothing_of_the_way() -> None:
 
 @pytest.mark.asyncio
 async def test_a_report_has_how_far_stores_are_held_back() -> None:
-    """Of four blocks in flight two are left when a store has met a load."""
+    """Of four blocks in flight, two are left after a store has met a load."""
     rig = Rig(blocks_in_flight=4)
     async with running(rig):
         rig.pump.submit_loads([load(0, [0], [0])])

@@ -1,4 +1,4 @@
-"""What several suites on a stock vLLM share."""
+"""Shared by the suites on a stock vLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def hands(engine: Hands) -> Iterator[Hands]:
-    """The module's `engine`, empty and with nothing held, before and after."""
+    """Yield the module's `engine`, with empty caches and no held copies, and check this at the end."""
     rig, held = engine
     rig.reported.clear()
     rig.forget()

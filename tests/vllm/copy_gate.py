@@ -1,4 +1,7 @@
-"""A gate where the copies of other processes wait until the test lets them go, and where those tell that they end."""
+"""A gate that holds the copies of other processes until the test releases them.
+
+The processes also report their end to it.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,16 @@ from pathlib import Path
 from queue import Queue
 
 GATE = "KVOFFLOAD_TEST_GATE"
-"""Environment: the path of the gate's socket."""
-COPY, CLOSING, CLOSED, CLOSED_EARLY = b"copy", b"closing", b"closed", b"closed early"  # why one comes
+"""the environment variable with the path of the gate's socket"""
+# The messages to the gate.
+COPY, CLOSING, CLOSED, CLOSED_EARLY = b"copy", b"closing", b"closed", b"closed early"
 GO_ON, DONE = b"g", b"d"
 _PATIENCE_S = 120.0
-_WHO = struct.Struct("3i")  # process, user, group
+_WHO = struct.Struct("3i")  # process, user and group ids
 
 
 def knock(reason: bytes) -> socket.socket:
-    """Tell the gate of this process's environment why one comes; it answers to a copy alone."""
+    """Report to the gate of this process's environment. Only copies get an answer."""
     gate = socket.socket(socket.AF_UNIX)
     gate.connect(os.environ[GATE])
     gate.sendall(reason)
@@ -28,23 +32,23 @@ def knock(reason: bytes) -> socket.socket:
 
 @dataclass(frozen=True)
 class HeldCopy:
-    """A copy that has begun and waits."""
+    """A copy that has begun and waits at the gate."""
 
     process: int
     _connection: socket.socket
 
     def release(self) -> None:
-        """Let it go on."""
+        """Let the copy continue."""
         self._connection.sendall(GO_ON)
 
     def came_to_its_end(self) -> bool:
-        """Whether the copy ran to its end, as opposed to its process; waits for either."""
+        """Wait for the copy or its process to end; return whether the copy ended."""
         with self._connection:
             return self._connection.recv(1) == DONE
 
 
 class CopyGate:
-    """Every copy of the engines' processes asks here before it begins; closing a connector is reported here."""
+    """Holds the copies of the engines' processes before they begin, and receives reports of closing connectors."""
 
     def __init__(self, path: Path) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
@@ -56,25 +60,25 @@ class CopyGate:
         threading.Thread(target=self._answer, daemon=True, name="gate").start()
 
     def hold(self) -> None:
-        """Keep each copy that comes from now on."""
+        """Hold all new copies from now on."""
         self._is_open = False
 
     def next_held(self) -> HeldCopy:
-        """Wait for a copy to come, and return it."""
+        """Wait for a copy to arrive, and return it."""
         return self._held.get(timeout=_PATIENCE_S)
 
     def next_closing(self) -> tuple[bytes, int]:
-        """Wait for a worker to begin or end to close its connector; return which, and its process."""
+        """Wait until a worker begins or ends closing its connector; return which, and its process."""
         return self._closings.get(timeout=_PATIENCE_S)
 
     def open(self) -> None:
-        """Keep no copy from now on, and release those that were not taken."""
+        """Hold no copies from now on, and release the held copies that no test has taken."""
         self._is_open = True
         while not self._held.empty():
             self._held.get().release()
 
     def forget(self) -> None:
-        """Forget who closed what."""
+        """Drop the reports of closed connectors."""
         while not self._closings.empty():
             self._closings.get()
 

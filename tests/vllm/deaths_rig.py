@@ -1,4 +1,4 @@
-"""Speaks to a process that serves from engines in processes of their own, and holds their copies."""
+"""Controls a process that serves from engines in other processes, and holds their copies."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ _ROOT = Path(__file__).parents[2]
 
 
 class Front(engines.Server):
-    """The process that requests go through; its engines' processes are its children."""
+    """The process that receives requests. Its engines' processes are its children."""
 
     def __init__(self, process: subprocess.Popen[bytes], line: socket.socket, log: Path) -> None:
         super().__init__(process, 0, log)
         self._words = line.makefile("rw")
 
     def say(self, do: str, **words: Any) -> None:
-        """Have something done, without waiting for it."""
+        """Send a command without waiting for its answer."""
         self._words.write(json.dumps({"do": do, **words}) + "\n")
         self._words.flush()
 
     def hear(self) -> dict[str, Any]:
-        """Wait for the answer to what was said longest ago."""
+        """Wait for the answer to the oldest unanswered command."""
         answer = dict(json.loads(self._words.readline()))
         assert "error" not in answer, (answer, self.log.read_text()[-8000:])
         return answer
 
     def do(self, do: str, **words: Any) -> dict[str, Any]:
-        """Have something done; return what came of it."""
+        """Send a command and wait for its answer."""
         self.say(do, **words)
         return self.hear()
 
 
 @contextmanager
 def fronting(checkpoint: Path, folder: Path) -> Iterator[tuple[Front, CopyGate]]:
-    """A front without an engine, and the gate of all its engines' copies. What they write lies in `folder`."""
+    """Yield a front without an engine, and the gate of all its engines' copies. Their files are in `folder`."""
     gate = CopyGate(folder / "gate")
     ours, theirs = socket.socketpair()
     ours.settimeout(_PATIENCE_S)

@@ -1,7 +1,7 @@
-"""Mixed traffic on a stock vLLM whose requests need far more than its host: the disk serves, through aborts, resets and restarts.
+"""Mixed traffic on a stock vLLM that needs far more than the host's blocks, with aborts, resets and restarts.
 
-The requests need at least 4 times the host's blocks and 20 times the device's. Every answer must be that of an engine without a
-connector and without prefix caching, and at the end of each life the audit must find nothing.
+The requests need at least 4 times the host's blocks and 20 times the device's. Every answer must be that of an engine
+without a connector and without prefix caching, and at the end of each life the audit must find nothing.
 
     python -m tests.vllm.disk_traffic [--seeds 1 2] [--ranks 1 2] [qwen3 gemma3 lfm2]
 """
@@ -26,9 +26,9 @@ from tests.vllm.stock import checkpoints, engines
 from tests.vllm.test_disk import KINDS, Life, living
 
 DEVICE_BLOCKS: Mapping[checkpoints.Kind, int] = {"qwen3": 16, "gemma3": 32, "lfm2": 32}
-"""Enough for the longest request, and a few of the others."""
+"""enough for the longest request and a few others"""
 HOST_TIMES, DEVICE_TIMES = 4, 20
-"""The requests need so many times the blocks of the host, and of the device."""
+"""The requests need this many times the blocks of the host, and of the device."""
 LONGEST = 320
 AT_ONCE = 5
 STORIES = 120
@@ -37,7 +37,7 @@ Turn = tuple[int, int]  # a conversation and its turn
 
 
 def conversations(seed: int, count: int = STORIES) -> dict[Turn, Asked]:
-    """Return so many conversations of three turns; a quarter of them begin alike."""
+    """Return conversations of three turns. A quarter of them have a common beginning."""
     draw = random.Random(seed)
     stem = draw.choices(range(256), k=3 * engines.BLOCK)
     turns = {}
@@ -51,7 +51,7 @@ def conversations(seed: int, count: int = STORIES) -> dict[Turn, Asked]:
 
 @dataclass
 class Traffic:
-    """What is asked over several lives of an engine, and what has come of it."""
+    """The traffic of several engines, one after the other, and its results."""
 
     kind: checkpoints.Kind
     folder: Path
@@ -64,7 +64,7 @@ class Traffic:
     error: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
     seen: set[bytes] = field(default_factory=set)
-    """The keys of all blocks that were on the host."""
+    """the keys of all blocks that were on the host"""
 
     def __post_init__(self) -> None:
         self.turns = conversations(self.seed)
@@ -83,7 +83,7 @@ class Traffic:
 
     @contextmanager
     def life(self) -> Iterator[Life]:
-        """An engine on this folder's disk, which stays open; clean at its end."""
+        """Run an engine with this folder's disk, and check its state at the end."""
         options: dict[str, Any] = {
             "num_gpu_blocks_override": self.device_blocks,
             "max_model_len": LONGEST,
@@ -106,7 +106,7 @@ class Traffic:
             self.counts["on disk"] = life.on_disk()
 
     def play(self, life: Life, turns: Sequence[Turn], *, reset_at: int | None = None) -> None:
-        """Ask for these turns, a few at a time, end some of them early, and compare the others' answers."""
+        """Run these turns, a few at a time. Abort some of them, and compare the other answers."""
         rig, waiting, running = life.rig, deque(turns), dict[str, Turn]()
         while waiting or running:
             while waiting and len(running) < AT_ONCE and self.draw.random() < 0.7:
@@ -135,7 +135,7 @@ class Traffic:
         self.counts["found"] += answer.cached
 
     def first_turns(self) -> list[Turn]:
-        """Two turns of each conversation close together, so that the second finds the first, and returns to some."""
+        """Return two turns of each conversation close together, so that the second finds the first; repeat some."""
         order = []
         for number in range(STORIES):
             order += [(number, 0), (max(number - 1, 0), 1)]
@@ -143,14 +143,14 @@ class Traffic:
         return order
 
     def later_turns(self) -> list[Turn]:
-        """Every conversation again, in another order."""
+        """Return every conversation again, in another order."""
         order = [(number, self.draw.randrange(1, 3)) for number in range(STORIES)]
         self.draw.shuffle(order)
         return order
 
 
 def run(traffic: Traffic) -> None:
-    """Live five times on one folder: the third life ends at once, and a reset comes in the middle of the fourth."""
+    """Run five engines on one folder. The third ends at once, and the fourth is reset in the middle."""
     with traffic.life() as life:
         assert life.restored == 0
         traffic.play(life, traffic.first_turns())
@@ -169,7 +169,7 @@ def run(traffic: Traffic) -> None:
         assert life.fetched() > 0
         traffic.play(life, traffic.first_turns()[: STORIES // 2])
     with traffic.life() as life:
-        assert life.restored == 0  # what was computed after a reset is for its own process
+        assert life.restored == 0  # Blocks computed after a reset are only for this process.
         traffic.play(life, traffic.first_turns()[: STORIES // 4])
 
 
@@ -189,7 +189,7 @@ def main() -> int:
         return 0
     failed = 0
     for kind, ranks, seed in runs:
-        # In a process of its own: what a model's engines leave behind is gone with it.
+        # In a separate process, so that nothing is left of a model's engines.
         command = [sys.executable, "-m", __spec__.name, kind, "--ranks", str(ranks), "--seeds", str(seed)]
         failed += subprocess.run(command, check=False).returncode != 0
     return int(failed > 0)

@@ -1,4 +1,4 @@
-"""A stock vLLM with the connector in this process: engine, both roles, and a way to look at and hold everything."""
+"""A stock vLLM with the connector in this process, with access to the engine, both sides and all copies."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ MARKS = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-SLOT_BYTES = 32768  # of a block of either checkpoint
-DEVICE_BLOCKS = {  # too few for what is asked at once, enough for any one request
+SLOT_BYTES = 32768  # bytes of a block of either checkpoint
+DEVICE_BLOCKS = {  # too few for all requests at the same time, enough for any one request
     "qwen3": 40,
     "gemma3": 72,
     "lfm2": 90,
     "granite4": 60,
     "qwen3_next": 60,
 }
-_PATIENCE_S = 150.0 * _SLOWER  # on a machine that is busy with more than this
+_PATIENCE_S = 150.0 * _SLOWER  # time limit on a busy machine
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Asked:
 
 @dataclass
 class Reported:
-    """What came back."""
+    """The results of one request."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -82,7 +82,7 @@ def transfer_config(host_blocks: int, **extra: Any) -> dict[str, Any]:
 
 @dataclass
 class Rig:
-    """An engine in this process, step by step. Requests are asked by name."""
+    """An engine in this process that tests step. Requests have names."""
 
     llm: Any
     reported: dict[str, Reported] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class Rig:
 
     @property
     def connector(self) -> Any:
-        """The scheduler's; of several, ours."""
+        """The scheduler's connector; with several, ours."""
         return _ours(self.scheduler.connector)
 
     @property
@@ -147,7 +147,7 @@ class Rig:
         self.llm.llm_engine.abort_request(list(names))
 
     def request(self, name: str) -> Any:
-        """vLLM's own record of a request that lives."""
+        """Return vLLM's own record of a live request."""
         (found,) = [one for key, one in self.scheduler.requests.items() if key.partition("-")[0] == name]
         return found
 
@@ -159,7 +159,7 @@ class Rig:
             self.reported[output.request_id] = _reported(output)
 
     def until(self, condition: Callable[[], object]) -> None:
-        """Step on until something holds."""
+        """Step until a condition holds."""
         deadline = time.monotonic() + _PATIENCE_S
         while not condition():
             assert time.monotonic() < deadline, "it does not come about"
@@ -168,14 +168,14 @@ class Rig:
     def run(
         self, asked: Mapping[str, Asked], then: Callable[[int], None] | None = None
     ) -> dict[str, Reported]:
-        """Ask all at once and step until all is done; `then` is called before each step with its number."""
+        """Submit all requests, and step until they end. `then` is called before each step with the step's number."""
         for name, one in asked.items():
             self.ask(name, one)
         self.finish(then)
         return {name: self.reported[name] for name in asked if name in self.reported}
 
     def finish(self, then: Callable[[int], None] | None = None) -> None:
-        """Step until the engine has nothing left to do, copies included."""
+        """Step until the engine has nothing left to do, including copies."""
         deadline, number = time.monotonic() + _PATIENCE_S, 0
         while self.scheduler.has_requests():
             assert time.monotonic() < deadline, f"the engine still has {list(self.scheduler.requests)}"
@@ -185,22 +185,22 @@ class Rig:
             number += 1
 
     def put_on_host_only(self, *prompts: Sequence[int]) -> None:
-        """Compute prompts, let them be stored, and make the device forget them."""
+        """Compute prompts, wait for their stores, and reset the device's cache."""
         self.run({f"w{number}": Asked(tuple(prompt), 1) for number, prompt in enumerate(prompts)})
         assert self.scheduler.reset_prefix_cache()
 
     def forget(self) -> None:
-        """Make device and host forget everything; nothing may run."""
+        """Reset device and host. No request may be running."""
         assert self.scheduler.reset_prefix_cache(reset_connector=True)
 
     def check_clean(self, *, degraded: bool = False) -> None:
-        """With all done: every device block is free, no record is left, every invariant holds, bytes are the same on both sides."""
+        """Check that all device blocks are free, no record is left, all invariants hold, and bytes agree."""
         self.check_scheduler_clean(degraded=degraded)
         assert not self.worker_connector._loading
         self.check_bytes()
 
     def check_scheduler_clean(self, *, degraded: bool = False) -> None:
-        """As above, without what the worker has: it may live in a process of its own."""
+        """Like `check_clean`, without the worker's side, which may be in another process."""
         self.finish()
         assert engines.held_blocks(self.llm) == 0
         assert audit_side(self.side) == []
@@ -216,7 +216,7 @@ class Rig:
         assert not self.scheduler.requests
 
     def check_bytes(self) -> None:
-        """Of every block that both sides hold, both hold the same."""
+        """Check that device and host have the same bytes for every block that both have."""
         pool, device, arena = self.side.core.state.pool, self.side.core.state.device, self.pump._arena
         state_bytes = self._state_bytes()
         for key, slot in pool.index.items():
@@ -231,7 +231,10 @@ class Rig:
                 assert np.allclose(ours, theirs, atol=1e-4, rtol=1e-3), (slot, block)
 
     def _state_bytes(self) -> dict[bytes, int]:
-        """By the end of its keys: of a recurrent group, the bytes of a layer's state. The rest of a page is padding."""
+        """Return the bytes of a layer's state for each recurrent group, by the end of the group's keys.
+
+        The rest of a page is padding.
+        """
         specs = [group.kv_cache_spec for group in self.scheduler.kv_cache_config.kv_cache_groups]
         return {
             number.to_bytes(4, "big"): sum(
@@ -244,7 +247,7 @@ class Rig:
 
 
 class Reports:
-    """What vLLM hears of loads, step by step: requests by name."""
+    """vLLM's information about loads in each step, by request."""
 
     def __init__(self, rig: Rig) -> None:
         self.received: list[str] = []
@@ -268,14 +271,14 @@ class Reports:
 
 @dataclass
 class Held:
-    """What a test holds in its hands."""
+    """The parts that a test controls."""
 
     copier: GatedCopier = field(default_factory=lambda: GatedCopier(held=False))
     clock: FakeClock = field(default_factory=FakeClock)
 
     @property
     def loads(self) -> list[Any]:
-        """Loads that wait for the test."""
+        """Return the loads that wait for the test."""
         return [one for one in self.copier.open_tickets if one.direction.value == "load"]
 
     @property
@@ -298,9 +301,9 @@ def offloading(
     checkpoint: Path | None = None,
     **options: Any,
 ) -> Iterator[Rig]:
-    """An engine with the connector; with `held`, its copies and its scheduler's time-outs are the test's.
+    """Yield an engine with the connector. With `held`, the test controls its copies and its scheduler's clock.
 
-    With `two_steps`, scheduling is asynchronous. With `checkpoint`, it runs another model than `kind`.
+    With `two_steps`, scheduling is asynchronous. With `checkpoint`, it runs this model instead of `kind`.
     """
     options = {
         "num_gpu_blocks_override": DEVICE_BLOCKS[kind],
@@ -332,23 +335,23 @@ def check_threads_gone() -> None:
 
 @contextmanager
 def plain(kind: checkpoints.Kind, folder: Path, **options: Any) -> Iterator[Rig]:
-    """An engine without a connector."""
+    """Yield an engine without a connector."""
     with engines.in_process(checkpoints.make(kind, folder / kind), **options) as llm:
         yield Rig(llm)
 
 
 def corrupt_host(rig: Rig, position: int = 0) -> None:
-    """Overwrite one block that the host can hit; of each key's group the one at `position` in the pool."""
+    """For each group of keys, overwrite the block at `position` in the pool among those that can hit."""
     pool, arena = rig.side.core.state.pool, rig.pump._arena
     ready = [slot for slot in range(pool.capacity) if pool.state(SlotId(slot)) == SlotState.READY]
     for region in range(len(arena.layout.regions)):
         page = arena.pages(ready[position])[region]
-        # Numbers near 1, where KV is spread round 0.
+        # These are numbers near 1, unlike KV, whose values are around 0.
         page[:] = bytes([0x40, 0x41, 0x42, 0x3F]) * (len(page) // 4)
 
 
 def same(reported: Reported, expected: Reported) -> bool:
-    """Whether two runs of a request agree: tokens exactly, log-probabilities closely."""
+    """Return whether two answers agree: tokens exactly, log-probabilities closely."""
     close = partial(pytest.approx, abs=1e-3)
     return (
         reported.tokens == expected.tokens
@@ -363,7 +366,7 @@ def check_same(reported: Mapping[str, Reported], expected: Mapping[str, Reported
 
 
 def _wait_for_host_memory() -> None:
-    """Wait until a worker in this process has its host memory, or was refused it: otherwise the first blocks find no room."""
+    """Wait until a worker in this process has its host memory or was refused it. Before that, stores have no slots."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     group = get_kv_transfer_group() if has_kv_transfer_group() else None

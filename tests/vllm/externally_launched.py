@@ -1,8 +1,8 @@
-"""One rank of a stock vLLM that torchrun has launched, with the connector: run as a program by torchrun.
+"""A program that torchrun runs: one rank of a stock vLLM with the connector.
 
     torchrun --nproc-per-node 2 -m tests.vllm.externally_launched CHECKPOINT FOLDER
 
-Writes why the engine did not start, or that it did, to `FOLDER/RANK`.
+It writes to `FOLDER/RANK` whether the engine started, and the reason if not.
 """
 
 from __future__ import annotations

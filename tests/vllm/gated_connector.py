@@ -1,4 +1,4 @@
-"""The connector as vLLM loads it, with copies that ask at a gate before they begin: imported by the engine's processes."""
+"""The connector with copies that wait at a gate before they begin. The engines' processes import it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _close = TransferPump.close
 
 
 class KVOffloadConnector(connector.KVOffloadConnector):
-    """Tells the gate when vLLM has ended a worker's, and whether a copy of the worker still ran then."""
+    """Reports to the gate when vLLM has closed a worker, and whether one of the worker's copies was still running."""
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -29,18 +29,18 @@ class KVOffloadConnector(connector.KVOffloadConnector):
 
 
 def copy(runs: CopyRuns) -> None:
-    """Wait until the gate says so, copy, and report it."""
+    """Wait at the gate, copy, and report the end."""
     _running.add(id(runs))
     with knock(COPY) as gate:
         gate.recv(1)
         host_copier.copy_by_memmove(runs)
         _running.remove(id(runs))
-        with suppress(BrokenPipeError):  # a gate that is open does not wait for the end
+        with suppress(BrokenPipeError):  # An open gate does not wait for the end.
             gate.sendall(DONE)
 
 
 async def close(pump: TransferPump) -> None:
-    """Tell the gate that a worker drains its copies."""
+    """Report to the gate that a worker waits for its copies."""
     knock(CLOSING).close()
     await _close(pump)
 

@@ -1,9 +1,9 @@
-"""A program that serves from one vLLM after another, each in processes of its own, and lives on when an engine dies.
+"""A program that serves from one vLLM after another, each in separate processes, and survives an engine's death.
 
     python -m tests.vllm.mortal_engine DESCRIPTOR CHECKPOINT FOLDER
 
-Its engines write their journal and their blocks into the folder.
-Takes one JSON object a line from a socket and answers each with one. Run by `deaths_rig.py`.
+Its engines write their journal and their blocks into the folder. It reads JSON objects from a socket, one per line, and
+answers each with one. `deaths_rig.py` runs it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 from tests.vllm.engine_rig import DEVICE_BLOCKS, transfer_config
 from tests.vllm.stock import engines
 
-_LONG_S = 300  # A copy that a test holds is not abandoned.
+_LONG_S = 300  # so long that a copy held by a test is not abandoned
 
 
 class Front:
-    """What a request goes through before it reaches an engine."""
+    """The front end through which requests reach an engine."""
 
     def __init__(self, checkpoint: Path, folder: Path) -> None:
         self._checkpoint = checkpoint
@@ -34,7 +34,7 @@ class Front:
         self._asked = itertools.count()
 
     async def start(self, workers: int, **extra: Any) -> dict[str, Any]:
-        """Start an engine with these settings of the connector too."""
+        """Start an engine, with additional settings for the connector."""
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -59,13 +59,13 @@ class Front:
         )
         config = asked.create_engine_config()
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = (
-            "fork"  # The CPU platform says "spawn": 16 s more for each engine.
+            "fork"  # The CPU platform prescribes "spawn", which takes 16 s longer per engine.
         )
         self._engine = AsyncLLM.from_vllm_config(config)
         return {}
 
     async def ask(self, prompts: list[list[int]], salt: str | None = None) -> dict[str, Any]:
-        """Answer all at once; of each what came, or the name of what was raised."""
+        """Serve all prompts at the same time; return each answer, or the name of its error."""
         done = await asyncio.gather(*(self._ask(one, salt) for one in prompts), return_exceptions=True)
         return {"answers": [one if isinstance(one, dict) else {"error": type(one).__name__} for one in done]}
 
@@ -85,13 +85,13 @@ class Front:
         }
 
     async def forget(self) -> dict[str, Any]:
-        """Make the device forget, which it refuses while a copy has its blocks."""
+        """Reset the device's cache, which fails while a copy uses its blocks."""
         while not await self._engine.reset_prefix_cache():
             pass
         return {}
 
     async def stop(self) -> dict[str, Any]:
-        """End the engine as its owner does; one that is dead leaves nothing that the next one would meet."""
+        """Shut the engine down. A dead one leaves nothing that could affect the next engine."""
         self._engine.shutdown()
         self._engine = None
         return {}
@@ -103,7 +103,7 @@ async def serve(descriptor: int, front: Front) -> None:
         words = json.loads(line)
         try:
             answer = await getattr(front, words.pop("do"))(**words)
-        except Exception as error:  # the test's to judge
+        except Exception as error:  # The test checks this error.
             traceback.print_exc()
             answer = {"error": type(error).__name__}
         writer.write(json.dumps(answer).encode() + b"\n")

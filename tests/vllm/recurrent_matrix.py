@@ -1,7 +1,7 @@
-"""Models with recurrent layers in every setting that changes which states there are; writes its table.
+"""Runs models with recurrent layers in every setting that affects states, and writes a table.
 
-Each row is one engine: all scenes of `recurrent_rig`, compared with an engine without prefix caching and without a
-connector, and one with loaded states zeroed, which must differ.
+Each row is one engine. All scenes of `recurrent_rig` are compared with an engine without prefix caching and without a
+connector. As a control, loaded states are zeroed, which must change the answers.
 
     python -m tests.vllm.recurrent_matrix [MODEL...]
 """
@@ -40,7 +40,7 @@ HEAD = (
 
 
 def settings(kind: checkpoints.Kind) -> Iterator[tuple[str, int, dict[str, Any], dict[str, Any]]]:
-    """Yield each setting's name, blocks on the host, settings of the connector, and options of the engine."""
+    """Yield each setting's name, number of host blocks, connector settings and engine options."""
     block = BLOCK_TOKENS[kind]
     yield "eager", HOST, {}, {}
     yield "lazy", HOST, {"store_policy": "lazy"}, {}
@@ -49,13 +49,13 @@ def settings(kind: checkpoints.Kind) -> Iterator[tuple[str, int, dict[str, Any],
     yield "no boundaries", HOST, {"recurrent_prefix_boundaries": False}, {}
     yield "states every 2 blocks", HOST, {}, {"prefix_cache_retention_interval": 2 * block}
     yield "all states", HOST, {}, {"prefix_cache_retention_interval": None}
-    if kind != "lfm2":  # whose answers are others then on a stock 0.32 without a connector, too
+    if kind != "lfm2":  # With this setting, answers also differ on a stock 0.32 without a connector.
         yield "hashes of half blocks", HOST, {}, {"prefix_match_unit": block // 2}
     yield "two steps in flight", HOST, {}, {"two_steps": True}
 
 
 def rows(kind: checkpoints.Kind, folder: Path) -> Iterator[tuple[str, ...]]:
-    """Yield a row a setting."""
+    """Yield one row per setting."""
     asked = requests(BLOCK_TOKENS[kind], SEED, 10 if kind == "qwen3_next" else 14)
     with plain(kind, folder, num_gpu_blocks_override=512, enable_prefix_caching=False) as rig:
         expected = rig.run(asked)
@@ -88,7 +88,7 @@ def _errors(reported: Mapping[str, Reported], expected: Mapping[str, Reported]) 
 
 
 def render(table: list[list[str]]) -> str:
-    """Return the table in Markdown, a row a model, and when it was made."""
+    """Return the table in Markdown, with one row per model, and its date."""
     lines = [
         HEAD,
         ["---"] * len(HEAD),
@@ -100,7 +100,7 @@ def render(table: list[list[str]]) -> str:
 
 
 def _summed(model: str, table: list[list[str]]) -> list[str]:
-    """Return one row for all settings of a model: sums, and the largest error."""
+    """Return one row with the sums over a model's settings, and the largest error."""
     _, settings, answers, different, errors, found, loaded, zeroed = zip(
         *(row for row in table if row[0] == model), strict=True
     )
@@ -125,7 +125,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvoffload-recurrent-") as scratch:
         for kind in asked.models or checkpoints.RECURRENT:
             path = Path(scratch) / f"{kind}.jsonl"
-            # In a process of its own: what a model's engines leave behind is gone with it.
+            # In a separate process, so that nothing is left of a model's engines.
             command = [sys.executable, "-m", __spec__.name, kind, "--rows", str(path)]
             subprocess.run(command, cwd=ROOT, check=True)
             table += map(json.loads, path.read_text().splitlines())

@@ -1,6 +1,6 @@
-"""A stock vLLM with a model of recurrent layers, its traffic, and scenes in which states go to the host and come back.
+"""A stock vLLM with recurrent layers, its traffic, and scenes in which states are stored and loaded.
 
-One engine plays every scene. What it must answer it says itself, when requests do not read the prefix cache.
+One engine runs every scene. The expected answers are its own, without reading the prefix cache.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tests.vllm.engine_rig import DEVICE_BLOCKS, Asked, Held, Reported, Rig, off
 from tests.vllm.stock import checkpoints
 
 CLOSE = 2e-3
-"""Log-probabilities may differ by so much: chunks end elsewhere, so that sums are made in another order."""
+"""Log-probabilities may differ this much, because other chunks lead to another order of summation."""
 
 BLOCK_TOKENS: Mapping[checkpoints.Kind, int] = {"lfm2": 32, "granite4": 64, "qwen3_next": 64}
 
 
 class StateCopier(GatedCopier):
-    """Copies at once. On request loads fail, or leave zeros where a recurrent state should be."""
+    """Copies at once. If the test says so, loads fail, or leave zeros in place of recurrent states."""
 
     def __init__(self) -> None:
         super().__init__(held=False)
@@ -75,7 +75,7 @@ def _suffixes(rig: Rig, kind: AttentionKind) -> set[bytes]:
 
 @dataclass
 class Stage:
-    """An engine whose copies a test steers, and what it answers without any cache."""
+    """An engine whose copies a test controls, and its answers without a cache."""
 
     kind: checkpoints.Kind
     rig: Rig
@@ -85,7 +85,10 @@ class Stage:
     draw: random.Random = field(default_factory=lambda: random.Random(0))
 
     def forget_on_device(self) -> None:
-        """Nothing runs: the device forgets everything, the host nothing. Lazy stores only what others drive out."""
+        """Empty the device's cache but not the host's, while no request runs.
+
+        Lazy only stores blocks that others displace.
+        """
         self.rig.finish()
         if isinstance(self.rig.side.core._planner, LazyPlanner):
             length = 14 * BLOCK_TOKENS[self.kind]
@@ -95,13 +98,13 @@ class Stage:
         assert self.rig.scheduler.reset_prefix_cache()
 
     def put_on_host(self) -> None:
-        """All that these requests leave behind is on the host and not on the device."""
+        """Leave all blocks of these requests on the host and not on the device."""
         self.rig.forget()
         self.rig.run(self.requests)
         self.forget_on_device()
 
     def different(self, answers: Mapping[str, Reported]) -> list[str]:
-        """Return the requests whose tokens or log-probabilities are not those without a cache."""
+        """Return the requests whose tokens or log-probabilities differ from those without a cache."""
         return [name for name, answer in answers.items() if not same(answer, self.expected[name])]
 
     def counted(self, metric: str, *labels: str) -> int:
@@ -113,7 +116,7 @@ def same(answer: Reported, expected: Reported) -> bool:
 
 
 def requests(block_tokens: int, seed: int = 5, count: int = 14) -> dict[str, Asked]:
-    """Prompts that share beginnings of whole blocks, and some that repeat and go on from others."""
+    """Return prompts with common beginnings of whole blocks, some of which repeat or continue others."""
     draw = random.Random(seed)
     stems = [[draw.randrange(256) for _ in range(6 * block_tokens)] for _ in range(2)]
     asked: dict[str, Asked] = {}
@@ -121,14 +124,14 @@ def requests(block_tokens: int, seed: int = 5, count: int = 14) -> dict[str, Ask
         kept = draw.choice((1, 2, 3, 4, 5, 6)) * block_tokens
         tail = [draw.randrange(256) for _ in range(draw.randrange(1, 2 * block_tokens))]
         asked[f"r{number}"] = Asked(tuple(stems[number % 2][:kept] + tail), draw.randrange(4, 24))
-        if number % 4 == 3:  # the next turn of a conversation
+        if number % 4 == 3:  # The next turn of a conversation.
             before = asked[f"r{number - 1}"].prompt
             asked[f"r{number}"] = Asked(before + tuple(tail), 8)
     return asked
 
 
 def without_cache(rig: Rig, asked: Mapping[str, Asked]) -> dict[str, Reported]:
-    """What the engine answers when nothing is found anywhere."""
+    """Return the engine's answers without any cache."""
     for name, one in asked.items():
         rig.ask(f"c{name}", one, skip_reading_prefix_cache=True)
     rig.finish()
@@ -147,11 +150,14 @@ def stage(
     expected: Mapping[str, Reported] | None = None,
     **options: Any,
 ) -> Iterator[Stage]:
-    """An engine for a model with recurrent layers; what it must answer, it says itself if that is not `expected`."""
+    """Yield an engine for a model with recurrent layers.
+
+    Without `expected`, it computes the expected answers itself.
+    """
     copier = StateCopier()
     with offloading(kind, folder, host_blocks, held=Held(copier=copier), extra=extra, **options) as rig:
         copier.rig = rig
-        # The scans of gated delta nets are the slowest of those lent.
+        # Gated delta nets have the slowest of our replacement ops.
         asked = asked or requests(BLOCK_TOKENS[kind], count=10 if kind == "qwen3_next" else 14)
         expected = expected or without_cache(rig, asked)
         rig.forget()
@@ -167,7 +173,7 @@ def reloaded(on: Stage) -> dict[str, Reported]:
 
 
 def mixed(on: Stage) -> dict[str, Reported]:
-    """Requests come while others run, again and again, with the device turned over by what they need."""
+    """Requests arrive while others run, again and again, and use all of the device's blocks."""
     on.rig.forget()
     answers: dict[str, Reported] = {}
     names = list(on.requests)
@@ -184,7 +190,7 @@ def mixed(on: Stage) -> dict[str, Reported]:
 
 
 def preempted(on: Stage) -> dict[str, Reported]:
-    """The device holds few of these at once, so vLLM takes blocks back from running requests."""
+    """The device has room for only a few of these, so vLLM preempts running requests."""
     on.put_on_host()
     scheduler = on.rig.scheduler
     longer = {name: Asked(one.prompt, 2 * BLOCK_TOKENS[on.kind]) for name, one in on.requests.items()}
@@ -199,7 +205,7 @@ def preempted(on: Stage) -> dict[str, Reported]:
 
 
 def aborted(on: Stage) -> dict[str, Reported]:
-    """Some end while their loads are under way, some while they run."""
+    """Some requests end during their loads, others while they run."""
     on.put_on_host()
     names = list(on.requests)
     on.rig.reported.clear()
@@ -216,7 +222,7 @@ def aborted(on: Stage) -> dict[str, Reported]:
 
 
 def reset(on: Stage) -> dict[str, Reported]:
-    """Nothing from before is found; what is computed afterwards is."""
+    """Blocks from before the reset are not found, later blocks are."""
     on.put_on_host()
     assert on.rig.connector.reset_cache()
     before = on.counted("kvoffload_load_blocks_total", "loaded")
@@ -228,7 +234,7 @@ def reset(on: Stage) -> dict[str, Reported]:
 
 
 def failed(on: Stage) -> dict[str, Reported]:
-    """Every load fails, and is computed again."""
+    """Every load fails, and its tokens are computed again."""
     on.put_on_host()
     on.copier.fails = True
     answers = on.rig.run(on.requests)
@@ -246,7 +252,7 @@ SHARED_BLOCKS = 6
 
 @contextmanager
 def boundaries(on: Stage, *, are_on: bool) -> Iterator[None]:
-    """As the setting `recurrent_prefix_boundaries` has it."""
+    """Run with the setting `recurrent_prefix_boundaries` on or off."""
     state = on.rig.side.core.state
     before, state.policy = state.policy, dataclasses.replace(state.policy, prefix_boundaries=are_on)
     yield
@@ -255,7 +261,7 @@ def boundaries(on: Stage, *, are_on: bool) -> Iterator[None]:
 
 @contextmanager
 def lazily(on: Stage) -> Iterator[None]:
-    """As the setting `store_policy` "lazy" has it; nothing runs."""
+    """Run with `store_policy` "lazy". No request may be running."""
     core = on.rig.side.core
     before, core._planner = core._planner, LazyPlanner(core.state, core.stores)
     yield
@@ -264,7 +270,7 @@ def lazily(on: Stage) -> Iterator[None]:
 
 
 def shared_prefix(on: Stage, count: int, seed: int) -> list[Asked]:
-    """Prompts with one beginning and tails of their own."""
+    """Return prompts with a common beginning and different tails."""
     draw = random.Random(seed)
     block = BLOCK_TOKENS[on.kind]
     prefix = [draw.randrange(256) for _ in range(SHARED_BLOCKS * block)]
@@ -274,7 +280,7 @@ def shared_prefix(on: Stage, count: int, seed: int) -> list[Asked]:
 
 
 def found_one_by_one(on: Stage, asked: Sequence[Asked]) -> list[int]:
-    """The tokens that each request finds, with the device turned over between any two."""
+    """Return how many tokens each request finds. The device's cache is emptied between requests."""
     found = []
     for number, one in enumerate(asked):
         on.forget_on_device()
@@ -283,7 +289,7 @@ def found_one_by_one(on: Stage, asked: Sequence[Asked]) -> list[int]:
 
 
 def chunks(on: Stage, asked: Asked) -> int:
-    """The steps in which a request's prompt is computed."""
+    """Return the number of steps in which a request's prompt is computed."""
     sizes: list[int] = []
     schedule = on.rig.scheduler.schedule
 

@@ -1,4 +1,4 @@
-"""The adapter's scheduler side on a block pool of vLLM's, without an engine: a test calls the hooks itself."""
+"""The adapter's scheduler side with vLLM's block pool and without an engine. Tests call the hooks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def adapter(
     now: Callable[[], float] = time.monotonic,
     **settings: Any,
 ) -> Iterator[tuple[Any, Any]]:
-    """One group of full attention; yields the scheduler's side and the pool. `now` spaces messages to vLLM's metrics."""
+    """Yield the scheduler's side and the pool, for one full-attention group.
+
+    `now` determines the time between metric messages.
+    """
     from vllm.v1.core.block_pool import BlockPool
 
     from kvoffload.model.config import parse_config

@@ -1,4 +1,7 @@
-"""Stock vLLMs of two tensor-parallel ranks that share a real store, one after the other: `make sharing-ranks`, as it takes minutes."""
+"""Stock vLLMs with two tensor-parallel ranks share a real store, one after the other.
+
+Takes minutes: `make sharing-ranks`.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,8 @@ def test_r18_two_ranks_share_with_two_ranks_and_not_with_one(
         shared = first.do("start", model, tmp_path, url, 2)
         share(first, OF_FIRST, expected)
         check_same(check_not_found(first, OF_SECOND), expected)
-        stop([first])  # ranks spin while they wait: four of them leave two cores to nothing else
+        # Ranks spin while they wait, so four of them would leave no time for anything else on two cores.
+        stop([first])
         assert second.do("start", model, tmp_path, url, 2) == shared
         check_found(second, OF_FIRST, expected)
         share(second, OF_SECOND, expected)

@@ -1,4 +1,4 @@
-"""Engines that share a real store: one in this process, or several at the same time, each in a process of its own."""
+"""Engines that share a real store: one in this process, or several at a time, each in a separate process."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from tests.vllm.stock import checkpoints
 HOST_BLOCKS = 80
 _PATIENCE_S = 600.0
 _DONE = TierOutcome.DONE
-_IN_ORDER = (Tier.REMOTE, _DONE), (Tier.REMOTE, TierOutcome.CANCELLED)  # by an abort
+# Outcomes without an error; an abort cancels.
+_IN_ORDER = (Tier.REMOTE, _DONE), (Tier.REMOTE, TierOutcome.CANCELLED)
 
 
 @dataclass
 class Sharing:
-    """An engine that has reached the store."""
+    """An engine that has connected to the store."""
 
     rig: Rig
     copies: list[TierCopyEnded]
@@ -42,7 +43,7 @@ class Sharing:
         )
 
     def ask(self, name: str, asked: Asked, **options: Any) -> Reported:
-        """Ask for what the device does not have."""
+        """Serve a prompt that is not on the device."""
         assert self.rig.scheduler.reset_prefix_cache()
         self.rig.ask(name, asked, **options)
         self.rig.finish()
@@ -53,7 +54,7 @@ class Sharing:
         return self.rig.side.core.state.remote
 
     def wait_until_usable(self) -> None:
-        """Serve on until each rank has reached the store and has host memory: without it nothing is fetched."""
+        """Step until each rank has connected to the store and has host memory. Before that nothing is fetched."""
         while not (self.remote.is_usable and self.rig.side.gauges()["kvoffload_capacity_slots"]["host",]):
             self.rig.run({"first": Asked((1, 2, 3), 1)})
 
@@ -62,8 +63,8 @@ class Sharing:
 def sharing(
     model: Path, folder: Path, url: str, workers: int = 1, kind: checkpoints.Kind = "qwen3", **options: Any
 ) -> Iterator[Sharing]:
-    """An engine of this kind of model, without a disk. For the weights it counts as begun now."""
-    # Ranks spin while they wait for each other: beside four of them on two cores a call took 16 s.
+    """Run an engine with this kind of model, without a disk. Its weights count as loaded now."""
+    # Ranks spin while they wait for each other. With four of them on two cores, a call took 16 s.
     extra = {
         "remote_url": url,
         "remote_min_hits": 1,
@@ -84,7 +85,7 @@ def sharing(
 
 
 class _Host:
-    """Answers what `Apart` asks, in its process: one engine after another."""
+    """Runs the commands of `Apart` in its process, for one engine after another."""
 
     def __init__(self) -> None:
         self._running = ExitStack()
@@ -94,7 +95,7 @@ class _Host:
     def start(
         self, model: Path, folder: Path, url: str | None, workers: int = 1, kind: checkpoints.Kind = "qwen3"
     ) -> str:
-        """Start an engine, without a connector where there is no URL; return the name under which it shares."""
+        """Start an engine, without a connector if there is no URL. Return its namespace."""
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if workers == 2 else "0"
         if url is None:
             self._rig = self._running.enter_context(plain(kind, folder))
@@ -104,7 +105,10 @@ class _Host:
         return str(self._sharing.remote.namespace)
 
     def ask(self, asked: Mapping[str, Asked], abort_after: int | None = None) -> dict[str, Reported]:
-        """Ask all at once for what the device does not have; with a number of steps, abort all after them."""
+        """Serve prompts that are not on the device, all at the same time.
+
+        Abort all after `abort_after` steps, if given.
+        """
         assert self._rig is not None
         assert self._rig.scheduler.reset_prefix_cache()
 
@@ -116,19 +120,19 @@ class _Host:
         return self._rig.run(asked, step)
 
     def copied(self, direction: Direction) -> int:
-        """Blocks from the store or to it."""
+        """Return how many blocks were copied from or to the store."""
         assert self._sharing is not None
         return self._sharing.copied(direction)
 
     def reset(self) -> str:
-        """Forget everything; return the name under which it shares now."""
+        """Reset all caches; return the new namespace."""
         assert self._sharing is not None
         self._sharing.rig.forget()
         self._sharing.wait_until_usable()
         return str(self._sharing.remote.namespace)
 
     def check(self) -> None:
-        """With all done, nothing is held and every invariant holds; the workers' side too, where it is in this process."""
+        """Check that nothing is held and that all invariants hold, also for workers in this process."""
         assert self._sharing is not None
         rig = self._sharing.rig
         rig.finish()
@@ -137,7 +141,6 @@ class _Host:
             rig.check_clean()
 
     def stop(self) -> None:
-        """End the engine."""
         self._running.close()
 
 
@@ -147,12 +150,12 @@ def _serve(line: Connection) -> None:
         name, arguments = line.recv()
         try:
             line.send((getattr(host, name)(*arguments), None))
-        except Exception as error:  # the test's to judge
+        except Exception as error:  # The test checks this error.
             line.send((None, "".join(traceback.format_exception(error))))
 
 
 class Apart:
-    """An engine in a process of its own. What is begun on several runs at the same time."""
+    """An engine in a separate process. Commands to several engines can run at the same time."""
 
     def __init__(self) -> None:
         self._spawn()
@@ -164,11 +167,11 @@ class Apart:
         self._process.start()
 
     def begin(self, name: str, *arguments: object) -> None:
-        """Have a method of `_Host` called."""
+        """Call a method of `_Host` in the process."""
         self._line.send((name, arguments))
 
     def end(self) -> Any:
-        """Wait for the oldest of them."""
+        """Wait for the oldest call."""
         assert self._line.poll(_PATIENCE_S), "the engine does not answer"
         answer, error = self._line.recv()
         assert error is None, error
@@ -183,14 +186,14 @@ class Apart:
         self._process.join()
 
     def replace(self) -> None:
-        """Kill the process, whatever it does, and go on with a new one."""
+        """Kill the process, whatever it does, and continue with a new one."""
         self.kill()
         self._spawn()
 
 
 @contextmanager
 def apart(count: int) -> Iterator[list[Apart]]:
-    """So many processes for engines."""
+    """Yield this many processes for engines."""
     made = [Apart() for _ in range(count)]
     try:
         yield made

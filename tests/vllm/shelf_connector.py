@@ -1,4 +1,4 @@
-"""A connector that loads, within the step, what a test has put on its shelf by block hash. It stores nothing."""
+"""A connector that loads blocks from a test's shelf, by block hash, within the step. It stores nothing."""
 
 from __future__ import annotations
 

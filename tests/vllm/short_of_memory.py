@@ -1,9 +1,9 @@
-"""A stock vLLM in a process whose address space is limited while the host arena grows: run as a program.
+"""A program: a stock vLLM in a process whose address space is limited while the host arena grows.
 
     python -m tests.vllm.short_of_memory FOLDER
 
-The limit is the system's own (`RLIMIT_AS`), set as the arena begins to grow and kept until the engine has ended, so that
-a piece of memory is refused by the kernel. Writes what came of each engine to `FOLDER/told.json`; its log is the error output.
+The limit (`RLIMIT_AS`) is set when the arena begins to grow and kept until the engine has ended, so that the kernel
+refuses a chunk. The program writes the result of each engine to `FOLDER/told.json`, and its log to standard error.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from kvoffload.core.machine import SlotState
 from kvoffload.transfer.arena import Arena
 from tests.vllm.engine_rig import SLOT_BYTES, Asked, Reported, Rig, offloading
 
-CHUNK_BYTES = 256 * 2**20  # larger than the arena's own, so that what vLLM still needs is less than one piece
-PIECES = 4  # that are asked for
+# Larger than the arena's default, so that vLLM's other allocations need less than one chunk.
+CHUNK_BYTES = 256 * 2**20
+PIECES = 4  # requested chunks
 PIECE_SLOTS = CHUNK_BYTES // SLOT_BYTES
-GRANTED = (0, 1)  # pieces that the limit leaves room for, in one engine after the other
-_ROOM_BYTES = CHUNK_BYTES // 2  # beside those pieces, for whatever vLLM still needs
+GRANTED = (0, 1)  # chunks for which the limit leaves room, for one engine after the other
+_ROOM_BYTES = CHUNK_BYTES // 2  # room besides these chunks for vLLM's other allocations
 
 
 @contextmanager
 def limited(granted: int) -> Iterator[None]:
-    """Leave the process room for that many pieces from when the arena begins to grow."""
+    """Leave the process room for this many chunks from the beginning of the arena's growth."""
     prepare, before = Arena.prepare, resource.getrlimit(resource.RLIMIT_AS)
 
     async def prepare_within(arena: Arena, **settings: bool) -> None:
@@ -50,7 +51,7 @@ def limited(granted: int) -> Iterator[None]:
 
 
 def address_space() -> int:
-    """Bytes of it that this process has by now."""
+    """Return the size of this process's address space in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
@@ -65,7 +66,7 @@ def prompts() -> dict[str, Asked]:
 
 
 def serve(rig: Rig) -> dict[str, Any]:
-    """Ask, ask again once the device has forgotten, and return what became of it."""
+    """Serve prompts, serve them again with an empty device cache, and return the result."""
     asked = prompts()
     truth = rig.run({f"t{name}": dataclasses.replace(one, salt="truth") for name, one in asked.items()})
     first = rig.run(asked)

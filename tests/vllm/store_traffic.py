@@ -1,6 +1,6 @@
-"""Mixed traffic on two stock vLLMs that share a store at the same time, through aborts, a reset, a restart and a kill.
+"""Mixed traffic on two stock vLLMs that share a store, with aborts, a reset, a restart and a kill.
 
-Every answer must be that of an engine without a connector, and at the end the audit must find nothing.
+Every answer must equal that of an engine without a connector. At the end, the audit must find no problem.
 
     python -m tests.vllm.store_traffic [qwen3 gemma3 lfm2] [--stores mooncake s3] [--seeds 1 2]
 """
@@ -32,7 +32,7 @@ STORES = {"mooncake": LocalMooncake, "s3": LocalBucket}
 
 
 class Traffic:
-    """Two engines, and what both are asked."""
+    """Two engines, and the requests for both."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
@@ -43,7 +43,7 @@ class Traffic:
     def serve(
         self, engines: list[Apart], *, resets: Apart | None = None, killed: Apart | None = None
     ) -> None:
-        """Serve requests on these engines at once, some to be aborted, while another one is reset or killed."""
+        """Serve requests on these engines at the same time, and abort some, while another engine is reset or killed."""
         drawn = [self._deal() for _ in engines]
         for engine, (asked, abort_after) in zip(engines, drawn, strict=True):
             engine.begin("ask", asked, abort_after)
@@ -68,7 +68,7 @@ class Traffic:
 
 
 def run(kind: checkpoints.Kind, store: str, folder: Path, seed: int) -> str:
-    """Play the traffic of one seed; return what was seen."""
+    """Run the traffic of one seed; return a summary."""
     (place := folder / "store").mkdir()
     model, server = checkpoints.make(kind, folder / kind), STORES[store](place)
     loaded: list[int] = []

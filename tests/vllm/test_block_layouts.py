@@ -1,7 +1,7 @@
-"""The setting `layout`: refused where vLLM's backend cannot, followed where it can; and the bytes in every layout of vLLM's.
+"""The setting `layout`, refused if vLLM's backend does not support it; and the bytes in every layout of vLLM.
 
-vLLM 0.29 and newer choose among six orders of layers, blocks, heads and tokens. Its CPU attention reads one of them. The
-lent one reads two, so that an engine is run in the other too; bytes are compared in all six.
+vLLM 0.29 and newer have six orders of layers, blocks, heads and tokens. Its CPU attention supports one of them, and our
+replacement supports two, which an engine runs with. Bytes are compared in all six.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ pytestmark = [
 ]
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-BLOCKS = 64  # enough for one request of the longest length, or vLLM refuses
+BLOCKS = 64  # vLLM requires enough blocks for one request of the longest length
 STORED, LOADED = (3, 1, 8), (5, 6, 2)
 PATIENCE_S = 60.0
 
@@ -67,7 +67,7 @@ def test_a_backend_that_cannot_is_refused(kind: checkpoints.Kind, pieces: int, f
         offloading(kind, folder, extra={"layout": "blocks"}),
     ):
         pass
-    ensure_kv_transfer_shutdown()  # the refused worker's connector would be the next engine's
+    ensure_kv_transfer_shutdown()  # Otherwise the next engine would use the refused worker's connector.
     check_threads_gone()
 
 
@@ -94,7 +94,7 @@ def test_an_engine_whose_backend_can(
 
 @pytest.fixture(scope="module", params=checkpoints.KINDS)
 def model(request: pytest.FixtureRequest, folder: Path) -> tuple[Any, Any]:
-    """vLLM's configuration of an engine with the connector, and what its layers keep."""
+    """vLLM's configuration of an engine with the connector, and its layers."""
     with offloading(request.param, folder) as rig:
         runner = rig.core.model_executor.driver_worker.worker.model_runner
         return rig.llm.llm_engine.vllm_config, runner.get_kv_cache_spec()
@@ -104,7 +104,7 @@ def model(request: pytest.FixtureRequest, folder: Path) -> tuple[Any, Any]:
 def caches(
     request: pytest.FixtureRequest, model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """A KV cache in one of the layouts, made by vLLM: both configurations, and each layer's view."""
+    """A KV cache that vLLM has made in one of the layouts: both configurations, and each layer's view."""
     import torch
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
     from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -121,7 +121,7 @@ def caches(
 
 @pytest.fixture
 def worker(caches: tuple[Any, Any, dict[str, Any]]) -> Iterator[Any]:
-    """The connector of a worker, with that cache registered."""
+    """A worker's connector with that cache registered."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
@@ -142,7 +142,7 @@ def worker(caches: tuple[Any, Any, dict[str, Any]]) -> Iterator[Any]:
 
 
 def copy(connector: Any, direction: Direction, blocks: tuple[int, ...]) -> None:
-    """Copy between the first host slots and these blocks by a step of the worker's, and see that it succeeds."""
+    """Copy between the first host slots and these blocks in a step of the worker, and check that it succeeds."""
     from kvoffload_vllm.metadata import KVOffloadMetadata
 
     job = device_job(len(direction.value), direction, range(len(blocks)), blocks, RequestId("r"))
@@ -157,7 +157,7 @@ def copy(connector: Any, direction: Direction, blocks: tuple[int, ...]) -> None:
 
 
 def until_reported(connector: Any, condition: Callable[[TransferReport], object]) -> TransferReport:
-    """Look for what the worker reports, as steps without a plan do, until something is true of it."""
+    """Step without a plan until the worker's report meets a condition; return the report."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         assert time.monotonic() < deadline, "it is not reported"
@@ -169,12 +169,15 @@ def until_reported(connector: Any, condition: Callable[[TransferReport], object]
 
 
 def test_every_layer_gets_its_bytes_back(worker: Any, caches: tuple[Any, Any, dict[str, Any]]) -> None:
-    """Blocks go to the host and into other blocks; each layer finds there what it wrote, and nothing else changed."""
+    """Blocks are copied to the host and into other blocks.
+
+    Each layer must find its own bytes there, and no other byte changes.
+    """
     import torch
 
     _, config, views = caches
     generator = torch.Generator().manual_seed(0)
-    for view in views.values():  # groups overlay each other: what the last one wrote stays
+    for view in views.values():  # Groups overlap in memory, so the bytes written last remain.
         view.copy_(torch.randn(view.shape, generator=generator))
     before = {name: view.clone() for name, view in views.items()}
     copy(worker, Direction.STORE, STORED)
@@ -189,7 +192,7 @@ def test_every_layer_gets_its_bytes_back(worker: Any, caches: tuple[Any, Any, di
 
 
 def test_pieces_of_a_block(worker: Any, caches: tuple[Any, Any, dict[str, Any]]) -> None:
-    """One where blocks are outermost; else one a layer of a group, or one a head of it."""
+    """One piece if blocks are outermost; otherwise one per layer of a group, or one per head."""
     _, config, views = caches
     layers = max(len(group.layer_names) for group in config.kv_cache_groups)
     heads = next(iter(views.values())).shape[1]

@@ -1,8 +1,8 @@
-"""SIGTERM and SIGKILL of a stock vLLM's engine and of one of its two workers, in the middle of loads that requests wait for.
+"""SIGTERM and SIGKILL of a stock vLLM's engine or of one of its two workers, during loads.
 
-One front serves from one engine after another; each test ends one of them and starts the next, which finds on the disk what the
-one before has put there. vLLM forks them here: on a CPU it would start each process of each engine anew, which takes a minute for
-all of them and changes nothing about their end.
+One front end serves from one engine after another. Each test ends one engine and starts the next, which finds the
+previous engine's blocks on the disk. vLLM forks the processes here. Spawning them, its default on a CPU, would take a
+minute longer and not change how they end.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from tests.vllm.stock import checkpoints
 pytestmark = [*MARKS, pytest.mark.full]
 
 PROMPTS = draw(1, 3, 200)
-FOUND = 192  # tokens of each, all of its whole blocks
+FOUND = 192  # found tokens of each prompt: all of its whole blocks
 RANKS = 2
-VLLMS_OWN = re.compile(r"[0-9a-f-]{36}")  # sockets that vLLM leaves, however it ends
+VLLMS_OWN = re.compile(r"[0-9a-f-]{36}")  # sockets that vLLM always leaves behind
 DEAD = {"error": "EngineDeadError"}
 KILLS = int(os.environ.get("KVOFFLOAD_VLLM_KILLS", "1"))
 
 
 @dataclass
 class Life:
-    """An engine that has served, and what it has that must be gone after it."""
+    """An engine that has served, and its resources, which must be gone at its end."""
 
     front: Front
     gate: CopyGate
@@ -56,7 +56,7 @@ class Life:
         return process
 
     def begin(self) -> None:
-        """Start an engine that serves what every one of them serves, from the device and from the host."""
+        """Start an engine, and serve the common prompts from the device and from the host."""
         self.gate.forget()
         opened = self._times_opened()
         self.front.do("start", workers=RANKS)
@@ -88,7 +88,7 @@ class Life:
         return self.front.log.read_text().count("disk_opened")
 
     def start_loads(self) -> list[HeldCopy]:
-        """Ask for what only the host has; return the load of each worker, which has begun and waits."""
+        """Send prompts that are only on the host; return the load of each worker, which has begun and waits."""
         self.gate.hold()
         self.front.say("ask", prompts=PROMPTS[:1])
         held = [self.gate.next_held() for _ in range(RANKS)]
@@ -101,11 +101,11 @@ class Life:
         assert all(one.came_to_its_end() for one in held)
 
     def check_closing(self, *held: HeldCopy) -> None:
-        """These workers are asked to end, and wait for their copies."""
+        """Check that these workers are closing, and wait for their copies."""
         assert {self.gate.next_closing() for _ in held} == {(CLOSING, one.process) for one in held}
 
     def check_closed(self, *held: HeldCopy) -> None:
-        """These workers have closed all, and no copy ran any more."""
+        """Check that these workers have closed after their last copy."""
         seen = {one.process: b"" for one in held}
         while CLOSING in seen.values() or b"" in seen.values():
             reason, process = self.gate.next_closing()
@@ -113,7 +113,7 @@ class Life:
         assert set(seen.values()) == {CLOSED}
 
     def check_over(self) -> None:
-        """Only vLLM's own files of the engine are left; requests get an error; a new engine serves as the old one did."""
+        """Check that only vLLM's own files are left, that requests get an error, and that a new engine serves."""
         until(lambda: set(processes(self.front)) == {self.front.process.pid}, 60)
         assert not [path for path in self.shared if path.exists()]
         sockets = {one.name for one in self.folder.iterdir() if one.is_socket()}
@@ -121,12 +121,12 @@ class Life:
         assert self._ask() == [DEAD] * len(PROMPTS)
         self.front.do("stop")
         check_log(self.front)
-        JournalFile(self.folder / "journal").close()  # no process holds it
+        JournalFile(self.folder / "journal").close()  # No process holds the journal.
         self.gate.open()
         self.begin()
 
     def check_served(self, prompts: Sequence[Prompt]) -> None:
-        """Answers are those of prompts that find nothing anywhere."""
+        """Check that answers equal those without any cache."""
         right = self.front.do("ask", prompts=prompts, salt="truth")["answers"]
         for _ in range(2):
             answers = self.front.do("ask", prompts=prompts)["answers"]
@@ -146,7 +146,7 @@ class Life:
 def life(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
     folder = tmp_path_factory.mktemp("life")
     with fronting(folder / "qwen3", folder) as (front, gate):
-        checkpoints.make("qwen3", folder / "qwen3")  # while the front imports vLLM
+        checkpoints.make("qwen3", folder / "qwen3")  # while the front end imports vLLM
         made = Life(front, gate, folder)
         made.begin()
         yield made
@@ -157,7 +157,7 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
 
 
 def test_an_engine_that_gets_sigterm_waits_for_its_copies(life: Life) -> None:
-    """vLLM aborts the requests at once without `--shutdown-timeout`; their blocks wait for the copies."""
+    """Without `--shutdown-timeout` vLLM aborts the requests at once. Their blocks wait for the copies."""
     held = life.start_loads()
     os.kill(life.engine, signal.SIGTERM)
     (answer,) = life.front.hear()["answers"]
@@ -198,7 +198,7 @@ def test_a_worker_that_gets_sigterm_waits_for_its_copies(life: Life) -> None:
     life.check_closing(reported)
     life.release(reported)
     life.check_closed(reported)
-    life.check_closing(other)  # its engine has noticed
+    life.check_closing(other)  # The other worker's engine has noticed.
     life.release(other)
     life.check_closed(other)
     assert life.front.hear()["answers"] == [DEAD]
@@ -210,7 +210,7 @@ def test_a_worker_that_gets_sigterm_waits_for_its_copies(life: Life) -> None:
 def test_after_a_kill_at_any_moment_the_next_engine_finds_what_was_put(
     life: Life, seed: int, how: signal.Signals
 ) -> None:
-    """KVOFFLOAD_VLLM_KILLS=3 makes more of them; the seed is in the test's name."""
+    """KVOFFLOAD_VLLM_KILLS=3 runs more kills. The seed is in the test's name."""
     chance = random.Random(seed)
     turns = [
         (*prompt[: chance.randrange(64, 200)], *tail)

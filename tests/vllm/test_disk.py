@@ -1,4 +1,4 @@
-"""The disk below the host on a stock vLLM: the same tokens, what was put is found after a restart, and nothing else is."""
+"""The disk tier on a stock vLLM: the same tokens, and blocks that were written are found after a restart."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = MARKS
 
 KINDS: tuple[checkpoints.Kind, ...] = ("qwen3", "gemma3", "lfm2")
 HOST_BLOCKS = {"qwen3": 80, "gemma3": 160, "lfm2": 120}
-"""A quarter of them holds any prompt's blocks, which is what fetches may fill."""
+"""A quarter of these slots, which fetches may fill, has room for any prompt's blocks."""
 
 
 def draw(seed: int, count: int, blocks: int, tokens: int) -> dict[str, Asked]:
@@ -45,7 +45,7 @@ PROMPTS, OTHERS = draw(1, 3, 6, 8), draw(2, 16, 10, 1)
 
 @dataclass
 class Life:
-    """An engine with a disk that is open, or that it was refused."""
+    """An engine whose disk is open, or could not be opened."""
 
     rig: Rig
     copies: list[TierCopyEnded]
@@ -66,7 +66,10 @@ class Life:
         return self.rig.side.core.state.disk
 
     def wait_for_disk(self) -> None:
-        """Step until the disk is open, or refused. An engine without requests steps for `disk_drain_s`: after that, serve."""
+        """Step until the disk is open or has failed.
+
+        After `disk_drain_s`, serve requests, because an idle engine stops stepping.
+        """
         rig, asked = self.rig, {"opens": Asked((1, 2, 3), 1)}
 
         def serve() -> bool:
@@ -75,12 +78,12 @@ class Life:
         rig.until(lambda: self.disk.is_open or self.disk.is_closed or serve())
 
     def push_out(self) -> None:
-        """Leave what was found again on the disk alone."""
+        """Leave blocks that were found again only on the disk."""
         self.rig.run(OTHERS)
         assert self.rig.scheduler.reset_prefix_cache()
 
     def ask(self, asked: Mapping[str, Asked] = PROMPTS) -> dict[str, Reported]:
-        """Ask one behind the other."""
+        """Send the requests one after the other."""
         return {name: self.rig.run({name: one})[name] for name, one in asked.items()}
 
 
@@ -92,7 +95,7 @@ def living(
     host_blocks: int | None = None,
     **options: Any,
 ) -> Iterator[Life]:
-    """An engine that keeps its blocks in `folder`. For the weights it counts as begun now."""
+    """Start an engine with its disk in `folder`. Its weights count as loaded now."""
     extra = {"disk_path": str(folder / "disk"), "disk_bytes": "32MiB", **options.pop("extra", {})}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("kvoffload_vllm.kv_identity._process_began_ns", time.time_ns)
@@ -108,13 +111,13 @@ def living(
 
 @dataclass(frozen=True)
 class Before:
-    """What the first engine on a folder has left there, and what it answered."""
+    """The contents of the first engine's disk, and its answers."""
 
     folder: Path
     answers: dict[str, Reported]
 
     def copy(self, folder: Path) -> Path:
-        """Return a folder in which a test may do as it likes."""
+        """Return a copy of the folder, which the test may change."""
         return shutil.copytree(self.folder, folder / "copy")
 
 
@@ -129,7 +132,7 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Callable[[checkpoints.Ki
             answers = life.ask()
             assert not any(answer.cached for answer in answers.values())
             life.push_out()
-            assert not life.on_disk()  # what was never found again is not written
+            assert not life.on_disk()  # Blocks that were not found again are not written.
             life.ask()
             while grows(life):
                 pass
@@ -148,7 +151,7 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Callable[[checkpoints.Ki
 
 
 def grows(life: Life) -> bool:
-    """Whether asking again brings more to the disk: what is found while it is stored is spilled only when found once more."""
+    """Return whether another round writes more to the disk. A block whose store was open is spilled one round later."""
     had = life.on_disk()
     life.ask()
     life.rig.finish()
@@ -258,12 +261,12 @@ def test_r18_an_adapter_with_other_bytes_at_the_same_path_finds_nothing(tmp_path
                 life.rig.finish()
             first, *later = [life.rig.reported[f"{name}a{number}"] for number in range(3)]
             assert first.cached == 0
-            assert all(one.cached for one in later)  # on the device, where the adapter is the same
+            assert all(one.cached for one in later)  # on the device, if the adapter is the same
             assert life.on_disk() == life.restored == (6 if seed else 0)
             base = [life.rig.run({f"{name}b{number}": asked})[f"{name}b{number}"] for number in range(3)]
             assert base[0].cached == (6 * engines.BLOCK if seed else 0)
             life.rig.finish()
-            assert life.on_disk() == 6  # of the base model
+            assert life.on_disk() == 6  # blocks of the base model
             life.rig.check_clean()
         answers.append(first.tokens)
     assert answers[0] != answers[1]

@@ -1,4 +1,4 @@
-"""One model's mixed traffic on a disk; `make disk-traffic` plays all models, and two ranks."""
+"""Mixed traffic of one model with a disk. `make disk-traffic` runs all models, and two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens and log-probabilities are those of an engine without a connector, whatever happens on the way."""
+"""Tokens and log-probabilities equal those of an engine without a connector, whatever happens to requests."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.vllm.stock import checkpoints
 
 pytestmark = MARKS
 
-LONG = 260  # several steps' budgets of tokens, several windows
+LONG = 260  # longer than several steps' token budgets and several windows
 ON_LARGE_HOSTS: list[tuple[checkpoints.Kind, str, int, bool]] = [
     ("qwen3", "eager", 512, False),
     ("gemma3", "eager", 512, True),
 ]
-SCENES = [  # model, policy, host blocks, two steps in flight
+SCENES = [  # model, policy, host blocks, and whether two steps are in flight
     *ON_LARGE_HOSTS,
     ("qwen3", "eager", 9, False),
     ("qwen3", "lazy", 512, False),
@@ -42,7 +42,7 @@ SCENES = [  # model, policy, host blocks, two steps in flight
 
 
 def draw(seed: int) -> dict[str, Asked]:
-    """Prompts that share prefixes of all lengths, in families, and a few that share nothing."""
+    """Draw families of prompts with common prefixes of all lengths, and a few without common prefixes."""
     random_ = random.Random(seed)
     asked: dict[str, Asked] = {}
     for family in range(6):
@@ -69,7 +69,7 @@ SCORED = {
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, dict[str, Reported]]:
-    """By kind and name, what a run without a connector says."""
+    """Return the answers without a connector, by kind and name."""
     answers: dict[str, dict[str, Reported]] = {}
     for kind in checkpoints.KINDS:
         with plain(kind, folder, num_gpu_blocks_override=512) as rig:
@@ -91,7 +91,7 @@ def scene(
 
 
 def test_many_at_once(scene: tuple[Rig, dict[str, Reported], int]) -> None:
-    """More than the device can hold: chunked prefill, preemption, and both caches in use."""
+    """More than the device has room for: chunked prefill, preemption, and hits in both caches."""
     rig, expected, host = scene
     rig.forget()
     before = rig.counts
@@ -141,7 +141,7 @@ def test_resets_at_random_steps(scene: tuple[Rig, dict[str, Reported], int]) -> 
     def reset(_: int) -> None:
         if random_.random() < 0.1:
             running = random_.random() < 0.5
-            # With a block under a copy, or two steps in flight, vLLM's own rule refuses to reset running requests.
+            # With a block being copied, or two steps in flight, vLLM refuses to reset running requests.
             with suppress(RuntimeError):
                 rig.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=True)
                 done[running] += 1
@@ -155,8 +155,8 @@ def test_resets_at_random_steps(scene: tuple[Rig, dict[str, Reported], int]) -> 
 def test_a_reset_of_running_requests_with_no_copy_open(scene: tuple[Rig, dict[str, Reported], int]) -> None:
     """With two steps in flight vLLM frees a running request's blocks too late for its own reset, and raises.
 
-    It does so beside any connector that loads, as plugins/kvoffload_vllm/README.md says; what matters here is that nothing
-    suffers. The request never fills a block, so no copy is made.
+    This happens with any connector that loads (plugins/kvoffload_vllm/README.md). No other request may be affected. The
+    request never fills a block, so there is no copy.
     """
     rig, _, _ = scene
     rig.forget()
@@ -176,7 +176,7 @@ def test_a_reset_of_running_requests_with_no_copy_open(scene: tuple[Rig, dict[st
 
 
 def test_prompt_logprobs(scene: tuple[Rig, dict[str, Reported], int]) -> None:
-    """Such a request reads no cache; what it computes is stored as any other's."""
+    """Such a request reads no cache. Its blocks are stored like any others."""
     rig, expected, _ = scene
     mixed = {**SCORED, **dict(list(REQUESTS.items())[:10])}
     reported = rig.run(mixed)
@@ -202,7 +202,8 @@ def test_salts_keep_apart(scene: tuple[Rig, dict[str, Reported], int]) -> None:
     hits: list[int] = []
     for salt in ("a", "b", "a"):
         salted(salt)
-    # What members of a family share on the device is not the host's; across salts nothing is.
+    # Members of a family share blocks on the device, which are not hits on the host. With different salts nothing is
+    # shared.
     assert hits[:2] == [0, 0]
     if host > 100 and not _is_lazy(rig):
         assert hits[2] > 0
@@ -211,7 +212,7 @@ def test_salts_keep_apart(scene: tuple[Rig, dict[str, Reported], int]) -> None:
 
 @pytest.mark.parametrize("scene", ON_LARGE_HOSTS, ids=_name, indirect=True)
 def test_one_corrupted_block_is_noticed(scene: tuple[Rig, dict[str, Reported], int]) -> None:
-    """The control: the comparisons above would have noticed a wrong block. One engine of each kind is enough."""
+    """The control: the comparisons above detect a wrong block. One engine of each kind is enough."""
     rig, expected, _ = scene
     rig.forget()
     name = "f0m0"

@@ -1,4 +1,4 @@
-"""Two ranks of a stock vLLM launched by torchrun, each with a scheduler of its own: refused, on both."""
+"""Two ranks of a stock vLLM launched by torchrun, each with its own scheduler, are both refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ pytestmark = MARKS
 
 
 def test_each_rank_refuses_with_one_error(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    # It started, took each rank's host memory, and never used it: a rank's scheduler hears of its own worker only.
+    # Regression: it started and allocated each rank's host memory, but never used it, because a rank's scheduler only
+    # gets reports of its own worker.
     checkpoint = checkpoints.make("qwen3", tmp_path_factory.getbasetemp() / "checkpoints" / "qwen3")
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])]))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -1,6 +1,6 @@
-"""Rows of the fault matrix on a stock vLLM that no rule's own test has: late errors, clocks, threads, new weights, its counts.
+"""Faults on a stock vLLM that other tests do not cover: late errors, clocks, threads, new weights, and counts.
 
-Host memory that is refused is `test_refused_memory.py`'s, processes that end are `test_deaths.py`'s.
+`test_refused_memory.py` covers refused host memory, and `test_deaths.py` ended processes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hands]:
 
 
 def truth(rig: Rig, one: Asked, salt: str = "truth") -> Reported:
-    """What a request says that finds nothing."""
+    """Return the answer of a request that finds nothing."""
     return rig.run({"truth": Asked(one.prompt, one.count, salt=salt)})["truth"]
 
 
@@ -113,14 +113,14 @@ def test_vllms_own_reference_counts_are_compared(hands: Hands) -> None:
     assert leases
     assert device.lease_problems(leases) == []
     block = device._pool.blocks[next(iter(leases))]
-    block.ref_cnt -= 1  # as if vLLM had taken back what we lease
+    block.ref_cnt -= 1  # as if vLLM had freed a block that we lease
     assert len(device.lease_problems(leases)) == 1
     block.ref_cnt += 1
     assert audit_side(rig.side) == []
 
 
 def retrain(model: Any, factor: float) -> None:
-    """An update of the weights in place, which the opposite factor undoes."""
+    """Update the weights in place. The opposite factor undoes it."""
     for parameter in model.parameters():
         if parameter.dim() == 2:
             parameter.data[: parameter.shape[0] // 2] *= factor
@@ -144,7 +144,7 @@ def test_after_a_reset_new_weights_are_served_from(hands: Hands, in_flight: str)
     rig.llm.apply_model(partial(retrain, factor=2.0))
     try:
         answer = rig.scheduler.reset_prefix_cache(reset_connector=True)
-        assert answer is (in_flight == "nothing")  # what is leased keeps vLLM's own cache from forgetting
+        assert answer is (in_flight == "nothing")  # Leased blocks keep vLLM from resetting its own cache.
         assert not rig.side.core.state.pool.index
         held.copier.release()
         rig.finish()
@@ -182,7 +182,7 @@ def test_a_counter_that_raises_is_removed_and_the_engine_goes_on(hands: Hands) -
 
 
 def test_a_full_disk_ends_the_journals_file_and_nothing_else(hands: Hands) -> None:
-    """The file's descriptor becomes that of a device that is always full: it is the system that refuses."""
+    """The file's descriptor is replaced by a device that is always full, so the error comes from the system."""
     rig, _ = hands
     asked = Asked(prompt(43), 6)
     expected = truth(rig, asked)
@@ -191,7 +191,7 @@ def test_a_full_disk_ends_the_journals_file_and_nothing_else(hands: Hands) -> No
     full = os.open("/dev/full", os.O_WRONLY)
     before = rig.counts
     with capture_logs() as logs:
-        # Within: the writer may have a batch at hand, and says only once that it stops.
+        # Within the batch: the writer may have a batch, and logs only once that it stops.
         os.dup2(full, journal._file._file.fileno())
         os.close(full)
         rig.put_on_host_only(asked.prompt)
@@ -207,14 +207,14 @@ def test_a_full_disk_ends_the_journals_file_and_nothing_else(hands: Hands) -> No
     kept = journal._file.path.read_text().splitlines()
     assert kept
     assert all(json.loads(one) for one in kept)
-    assert any("RequestEnded" in one for one in journal.tail(50))  # the ring goes on
+    assert any("RequestEnded" in one for one in journal.tail(50))  # The ring continues.
     assert rig.side.core.state.degraded is None
 
 
 def test_loaded_again_imported_twice_and_forked_amid_a_load(
     hands: Hands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A child of the process that the engine runs in finds the worker's threads gone, and gets its own."""
+    """In a forked child of the engine's process, the worker's threads are gone, and new ones start."""
     rig, held = hands
     asked = Asked(prompt(44), 6)
     expected = truth(rig, asked)
@@ -243,7 +243,7 @@ def test_loaded_again_imported_twice_and_forked_amid_a_load(
 
 
 def test_last_of_all_the_workers_loop_dies(hands: Hands) -> None:
-    """Loads are the hooks' own and come; stores fail. The last test of this file: nothing is stored from here on."""
+    """The hooks start loads, which work; stores fail. This must be the last test of the file."""
     rig, _ = hands
     asked, other = Asked(prompt(41), 6), Asked(prompt(42), 6)
     expected = truth(rig, asked)

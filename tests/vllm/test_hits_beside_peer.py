@@ -1,15 +1,15 @@
-"""Hits, counted as vLLM takes them, beside those of vLLM's own connector: same requests, same room on the host.
+"""Compares hits with those of vLLM's own connector, for the same requests and the same host memory.
 
-Both copy within the hook that orders the copy, and one thread does everything, so a run's counts are always the same.
+Both connectors copy within the hook that starts the copy, on one thread, so that the counts are reproducible.
 
-Hits are compared size by size. `FEWER` names the sizes at which ours are fewer, and why that is so:
+Hits are compared for several host sizes. `FEWER` has the sizes at which ours are fewer, for these reasons:
 
-* A host smaller than the device cache can only add what the device has forgotten. Ours is least recently used (R15), the
-  device's own hits are uses, and what was evicted under a running request is stored again (R8): all that keeps what the
-  device has too. On a larger host it finds more, as what is hot is there when the device evicts it. The peer evicts in
-  the order of storing, which overlaps less with what the device keeps.
-* With plenty of room both save every token that can be saved. Where the device finds more of them itself, fewer hits are
-  left for the host.
+* A host smaller than the device cache only helps with blocks that the device has evicted. We evict in LRU order (R15),
+  hits on the device count as uses, and evicted blocks of running requests are stored again (R8), so we keep the same
+  blocks as the device. On a larger host this finds more. The peer evicts in the order of storing, which overlaps less
+  with the device's blocks.
+* With plenty of memory, both save every token that can be saved. The more of them the device finds itself, the fewer
+  hits are left for the host.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ HOST_BLOCKS: Mapping[checkpoints.Kind, Sequence[int]] = {
     "gemma3": (32, 64, 96, 128, 512),
 }
 FEWER = {("qwen3", 32): 0.95, ("gemma3", 512): 1.0}
-"""To each, the least share of the tokens that that peer and device save, and that ours must also save."""
+"""For each peer result, the share of its saved tokens that ours must reach at least."""
 CONVERSATIONS = 10
 WAVES = 8
 AT_ONCE = 5
 
 
 class Saved(NamedTuple):
-    """Prompt tokens that were not computed: those that came from the host, and these with those from the device."""
+    """Prompt tokens that were not computed: those from the host, and those from host and device together."""
 
     hits: int
     tokens: int
@@ -54,7 +54,7 @@ class Saved(NamedTuple):
 
 @dataclass
 class Counted:
-    """An engine whose connector's hits are added up where the scheduler takes them."""
+    """An engine that counts its connector's hits where the scheduler takes them."""
 
     llm: Any
     hits: int = 0
@@ -70,8 +70,8 @@ class Counted:
         connector.update_state_after_alloc = counting
 
     def saved(self, seeds: Sequence[int]) -> Saved:
-        """What is saved of the seeds' workloads, each on empty caches."""
-        self._run([[1] * engines.BLOCK])  # the host's memory is ready when this has ended
+        """Return the tokens saved in the seeds' workloads, each beginning with empty caches."""
+        self._run([[1] * engines.BLOCK])  # When this has ended, the host's memory is ready.
         self._forget()
         self.hits = tokens = 0
         for seed in seeds:
@@ -89,7 +89,7 @@ class Counted:
 
 
 def waves(seed: int) -> Iterator[list[list[int]]]:
-    """Conversations that grow from turn to turn, a few of them at once; half share their beginning."""
+    """Yield several conversations at a time that grow from turn to turn. Half of them have a common beginning."""
     draw = random.Random(seed)
     shared = [draw.randrange(256) for _ in range(96)]
     stories = [list(shared) if number % 2 else [] for number in range(CONVERSATIONS)]
@@ -101,7 +101,7 @@ def waves(seed: int) -> Iterator[list[list[int]]]:
 
 
 class OneThread(TransferPump):
-    """Does the coroutine's turns in the hooks, and never wakes it."""
+    """Runs the coroutine's turns in the hooks, and never wakes it."""
 
     def submit_stores(self, jobs: Sequence[DeviceJob]) -> None:
         self._wakeup.set = lambda: None  # type: ignore[method-assign]
@@ -138,7 +138,7 @@ def peers(kind: checkpoints.Kind, folder: Path, host_blocks: int, policy: str) -
 
 @cache
 def saved(whose: Connector, kind: checkpoints.Kind, folder: Path, size: int, policy: str) -> Saved:
-    """What an engine with this connector saves. Two tests ask for the smallest hosts."""
+    """Return the tokens saved by an engine with this connector. Cached, because two tests use the smallest hosts."""
     with whose(kind, folder, size, policy) as counted:
         return counted.saved(SEEDS)
 
@@ -146,7 +146,7 @@ def saved(whose: Connector, kind: checkpoints.Kind, folder: Path, size: int, pol
 def side_by_side(
     kind: checkpoints.Kind, folder: Path, policy: str, sizes: Sequence[int]
 ) -> Mapping[int, tuple[Saved, Saved]]:
-    """By host size: ours and the peer's."""
+    """Return our result and the peer's for each host size."""
     return {
         size: (saved(ours, kind, folder, size, policy), saved(peers, kind, folder, size, policy))
         for size in sizes
@@ -184,7 +184,7 @@ def test_eager_hits_are_at_least_the_peers(kind: checkpoints.Kind, folder: Path)
 def test_hits_of_a_model_with_recurrent_layers_are_at_least_the_peers(
     kind: checkpoints.Kind, policy: str, size: int, folder: Path
 ) -> None:
-    """States take a block each, of every group, and without one there is no hit."""
+    """In every group a state takes one block, and without a state there is no hit."""
     mine, other = side_by_side(kind, folder, policy, (size,))[size]
     assert other.hits > 0
     assert mine.hits >= other.hits, (mine, other)

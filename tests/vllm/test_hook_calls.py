@@ -1,7 +1,7 @@
-"""Calls that a request costs on vLLM's scheduler, from the connector's hooks down, with all that watches them.
+"""The calls that a request makes on vLLM's scheduler in the connector's hooks, with all observers.
 
-Counted are Python's calls within kvoffload and its plugin, without the frames of comprehensions; what they call in C or in
-vLLM is not. Counts do not depend on the machine, so these are gates; time belongs to `make bench-hooks`.
+Only Python calls within kvoffload and its plugin count, without comprehensions, C functions and vLLM. The counts do not
+depend on the machine, so tests can limit them; `make bench-hooks` measures times.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ pytestmark = MARKS
 
 BLOCK = 32
 WHOLE = 8
-"""Whole blocks of each prompt; a part of a block follows them."""
+"""Whole blocks of each prompt. A part of a block follows them."""
 PROMPT = WHOLE * BLOCK + 8
 LIVES = 64
-"""The journal works on many messages at a time, so what it costs is averaged."""
+"""The journal handles many messages at a time, so its cost is averaged over this many requests."""
 
 MOST_CALLS = {
     "a fresh request's life": 162,
@@ -40,13 +40,13 @@ MOST_CALLS = {
 
 
 class Calls:
-    """Counts what the hooks call, by hook."""
+    """Counts the calls made by each hook."""
 
     def __init__(self) -> None:
         self.by_hook: dict[str, Counter[str]] = {}
 
     def of(self, what: str, hook: Callable[..., Any], *args: Any) -> Any:
-        """Call a hook; return what it returns."""
+        """Call a hook; return its result."""
         found = self.by_hook.setdefault(what, Counter())
 
         def seen(frame: FrameType, event: str, _: object) -> None:
@@ -69,14 +69,14 @@ _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 
 
 class Life:
-    """One request's way through vLLM's scheduler, on a connector and a pool of vLLM's."""
+    """A request's life in vLLM's scheduler, with a connector and a block pool of vLLM."""
 
     def __init__(self, connector: Any, pool: Any, calls: Calls) -> None:
         self.connector, self.pool, self.calls = connector, pool, calls
         self.numbers = count()
 
     def live(self, seed: int) -> None:
-        """Serve one request to its end: looked up, loaded if it is found, computed, stored and ended."""
+        """Serve one request to its end: look it up, load the hit, compute, store and end it."""
         connector, calls, name = self.connector, self.calls, f"r{next(self.numbers)}"
         request = make_request(name, seed)
         calls.of("seen", connector.on_new_request, request)
@@ -107,7 +107,7 @@ class Life:
         return plan
 
     def report(self, plan: Any) -> None:
-        """All copies of a plan end well."""
+        """Report success for all copies of a plan."""
         from kvoffload_vllm.metadata import KVOffloadWorkerMetadata
 
         if plan == NOTHING:
@@ -155,9 +155,9 @@ def found() -> Iterator[dict[str, float]]:
         connector.__dict__.update(vars(scheduler), _role=KVConnectorRole.SCHEDULER)
         scheduler.offload.reported([TransferReport(Rank(0), (), BLOCKS)])
         warm, fresh, back, idle = (Life(connector, pool, Calls()) for _ in range(4))
-        keep = make_request("keep", 0)  # so that no end of a life is an end of all
+        keep = make_request("keep", 0)  # A request that stays, so that the engine is never idle.
         connector.on_new_request(keep)
-        for seed in (*range(1, 20), 19):  # the last one returns
+        for seed in (*range(1, 20), 19):  # The last one has the prompt of an earlier one.
             warm.live(seed)
         for seed in range(LIVES):
             fresh.live(100 + seed)

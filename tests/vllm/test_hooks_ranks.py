@@ -1,4 +1,4 @@
-"""Several workers: what vLLM makes of what each rank tells, in any order, joined by vLLM's own aggregation."""
+"""Several workers: vLLM's handling of the ranks' reports, in any order, merged by vLLM's own aggregation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REQUEST = RequestId("request")
 
 
 class Copies:
-    """One rank's copies, which end when the test says so."""
+    """One rank's copies. The test ends them."""
 
     def __init__(self, rank: int) -> None:
         self._rank = Rank(rank)
@@ -55,7 +55,7 @@ class Copies:
 
 
 class Workers:
-    """Two of our workers under vLLM's aggregation."""
+    """Two of our workers with vLLM's aggregation."""
 
     def __init__(self) -> None:
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -67,7 +67,7 @@ class Workers:
         self._join = KVOutputAggregator(expected_finished_count=2)
 
     def step(self, **reported: Any) -> Any:
-        """What the scheduler receives after a step in which the workers got this."""
+        """Return what the scheduler receives after a step in which the workers reported this."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         from kvoffload_vllm.metadata import KVOffloadMetadata
@@ -146,7 +146,7 @@ def test_a_report_that_was_not_fetched_grows_and_has_the_present_state() -> None
 
 
 def test_r13_a_step_begins_when_it_is_bound() -> None:
-    """Runner V2 starts loads behind the forward pass and all that follows it; their fence must not wait for that."""
+    """Runner V2 starts loads after the forward pass and later work, which their fence must not include."""
     from kvoffload_vllm.metadata import KVOffloadMetadata
     from kvoffload_vllm.worker import VllmWorker
 
@@ -205,7 +205,7 @@ def test_ranks_that_end_in_one_step_are_both_noted() -> None:
 
 @pytest.mark.parametrize("ended", [(), (0,), (1,)])
 def test_an_abandoned_load_is_reported_once_by_each_rank(ended: Sequence[int]) -> None:
-    """A rank where it has ended has reported it; a later end is not reported again."""
+    """A rank that has already reported the end reports nothing again."""
     workers = Workers()
     workers.step(**load())
     for rank in ended:

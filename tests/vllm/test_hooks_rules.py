@@ -1,4 +1,4 @@
-"""The rules, one scenario each, on a real engine with both roles in this process and copies that the test ends."""
+"""The rules on a real engine, one scenario each, with both sides in this process and copies that the test ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prompt(seed: int, length: int = 264) -> tuple[int, ...]:
 
 
 def truth(rig: Rig, one: Asked) -> Reported:
-    """A request that reads no cache, and whose blocks no other request finds."""
+    """Return the answer of a request that reads no cache, and whose blocks no other request finds."""
     asked = Asked(one.prompt, one.count, salt="truth", prompt_logprobs=True)
     return rig.run({"truth": asked})["truth"]
 
@@ -49,7 +49,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def start_loading(hands: Hands, name: str, asked: Asked) -> Any:
-    """Put a prompt on the host only and let a request begin to load it; return the load, held."""
+    """Leave a prompt only on the host, and let a request begin to load it; return the held load."""
     rig, held = hands
     rig.put_on_host_only(asked.prompt)
     held.copier.hold()
@@ -98,26 +98,26 @@ def test_r9_requests_that_waited_for_a_failed_load_go_on(hands: Hands) -> None:
 
 
 def test_r9_a_load_that_takes_too_long_is_recomputed_elsewhere(hands: Hands) -> None:
-    """Its blocks stay leased until the copy ends, which may still write to them."""
+    """Its blocks stay leased until the copy ends, because the copy may still write to them."""
     rig, held = hands
     asked = Asked(prompt(3), 12)
     expected = truth(rig, asked)
     load = start_loading(hands, "a", asked)
-    held.copier._held = False  # for what comes; this one stays open
+    held.copier._held = False  # for later copies; this one stays open
     held.clock.jump(31)
     with Reports(rig) as reports:
         rig.until(partial(rig.is_done, "a"))
     assert same(rig.reported["a"], expected)
     assert (reports.received, reports.failed) == (["a"], ["a"])
     assert load.is_open
-    rig.finish()  # what never ends is not waited for
+    rig.finish()  # An abandoned copy is not waited for.
     leased = engines.held_blocks(rig.llm)
     assert leased > 0
     assert rig.slots(SlotState.QUARANTINED) >= leased
 
     other = Asked(prompt(4, 200), 6)
     right = truth(rig, other)
-    load.finish()  # over blocks that were not allocated
+    load.finish()  # Its target blocks were not allocated to others.
     assert same(rig.run({"b": other})["b"], right)
     assert engines.held_blocks(rig.llm) == 0
     assert reports.received == ["a"]
@@ -170,7 +170,7 @@ def test_abort_of_a_load_that_takes_too_long_is_reported_once(hands: Hands) -> N
 
 
 def answer(rig: Rig, change: Callable[[int | None], int | None]) -> Any:
-    """Let vLLM hear another number of tokens than the connector said."""
+    """Change the number of tokens that the connector returns to vLLM."""
     connector = rig.scheduler.connector
     ask = connector.get_num_new_matched_tokens
 
@@ -211,7 +211,7 @@ def test_r2_fewer_tokens_accepted(hands: Hands) -> None:
     if len(rig.side.shape.groups) == 1:
         assert reported.cached == 256 - 64
         assert gained.count("kvoffload_load_blocks_total", "loaded") == 6
-    else:  # an earlier end needs other window blocks, which vLLM had not kept
+    else:  # An earlier end needs other window blocks, which vLLM has not kept.
         assert reported.cached == 0
         assert gained.count("kvoffload_contract_violations_total", "tokens_without_pin") == 0
 
@@ -232,7 +232,7 @@ def test_r2_tokens_that_no_lookup_found(hands: Hands) -> None:
 
 
 def test_r1_a_lookup_without_an_allocation_keeps_nothing(hands: Hands) -> None:
-    """The request is looked up again and again while the device is full, and then aborted."""
+    """The request is looked up repeatedly while the device is full, and then aborted."""
     rig, _held = hands
     wanted = Asked(prompt(13))
     rig.put_on_host_only(wanted.prompt)
@@ -290,7 +290,7 @@ def test_r4_a_failed_store_cannot_hit(hands: Hands) -> None:
 
 
 def test_r5_no_block_under_a_copy_is_handed_out(hands: Hands) -> None:
-    """With all stores held, the engine computes more than the device holds, and goes on."""
+    """With all stores held, the engine computes more blocks than the device has, and continues."""
     rig, held = hands
     asked = {f"r{number}": Asked(prompt(30 + number, 230), 8) for number in range(8)}
     expected = {name: truth(rig, one) for name, one in asked.items()}
@@ -396,7 +396,7 @@ def test_r14_many_requests_with_one_prefix_load_it_once(hands: Hands) -> None:
     rig, held = hands
     shared = prompt(70, 256)
     one = {"one": Asked((*shared, 1), 1)}
-    rig.put_on_host_only((*shared, 99))  # vLLM keeps a window only where a hit may end
+    rig.put_on_host_only((*shared, 99))  # vLLM keeps a window only where a hit may end.
     before = rig.counts
     rig.run(one)
     once = rig.counts.minus(before).count("kvoffload_transfer_bytes_total", "host", "load")
@@ -438,7 +438,7 @@ HOOKS = (
 
 
 def listen_to_hooks(rig: Rig, calls: list[str], *more: tuple[object, str]) -> Any:
-    """Note the worker's hooks, what they submit, and calls of `more`, in order."""
+    """Record the worker's hooks, their submissions, and calls of `more`, in order."""
     worker, pump = rig.worker_connector, rig.pump
     patches = []
     submitted = ((pump._queue, "add"), (pump, "_start_loads"))
@@ -446,7 +446,7 @@ def listen_to_hooks(rig: Rig, calls: list[str], *more: tuple[object, str]) -> An
         original = getattr(owner, name)
 
         def noting(*args: Any, _name: str = name, _original: Any = original, **fields: Any) -> Any:
-            if not calls or calls[-1] != _name:  # one for all layers
+            if not calls or calls[-1] != _name:  # one entry for all layers
                 calls.append(_name)
             return _original(*args, **fields)
 
@@ -482,7 +482,7 @@ def test_r13_loads_and_stores_start_on_the_hooks_thread_behind_the_forward_pass(
 
 @pytest.mark.skipif(engines.IS_V2_RUNNER, reason="the order of the V1 runner's hooks")
 def test_deferred_finalisation(hands: Hands) -> None:
-    """With a draft model, vLLM asks for results before it lets stores start, and clears the step's plan after."""
+    """With a draft model, vLLM asks for results before it lets stores start, and clears the step's plan afterwards."""
     rig, _ = hands
     runner = rig.core.model_executor.driver_worker.worker.model_runner
     enter, sample = runner.maybe_get_kv_connector_output, runner.sample_tokens

@@ -1,4 +1,4 @@
-"""Engines set up in other ways: tiny pools, offloading off in the middle, other connectors beside ours, refusals."""
+"""Engines with other setups: tiny pools, offloading switched off, other connectors, and refused settings."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def prompt(seed: int, length: int = 264) -> tuple[int, ...]:
 
 
 def truth(rig: Rig, asked: Mapping[str, Asked]) -> dict[str, Reported]:
-    """Requests that read no cache, and whose blocks no other request finds."""
+    """Return the answers of requests that read no cache, and whose blocks no other request finds."""
     alone = {name: Asked(one.prompt, one.count, "truth", prompt_logprobs=True) for name, one in asked.items()}
     reported = rig.run(alone)
     rig.reported.clear()
@@ -55,7 +55,7 @@ def truth(rig: Rig, asked: Mapping[str, Asked]) -> dict[str, Reported]:
 
 
 def test_r1_the_host_turns_over_between_lookup_and_allocation(folder: Path) -> None:
-    """A request waits for device blocks while a running one pushes everything out of the host that is not pinned."""
+    """A request waits for device blocks, while a running one displaces all blocks on the host that are not pinned."""
     with offloading("qwen3", folder, 12, long_prefill_token_threshold=64) as rig:
         asked = {"big": Asked(prompt(1, 930), 40), "small": Asked(prompt(2))}
         expected = truth(rig, asked)
@@ -93,7 +93,7 @@ def without_blocks_for(rig: Rig, name: str) -> Any:
 
 
 def test_r12_the_engine_goes_on_without_it(folder: Path) -> None:
-    """A handler raises in an allocation while another request is loading: both are computed, and all that follow."""
+    """A handler raises in an allocation while another request is loading. Both are computed, and all later requests."""
     held = Held()
     with offloading("gemma3", folder, held=held) as rig:
         asked = {name: Asked(prompt(number), 10) for number, name in enumerate("abcd")}
@@ -113,7 +113,7 @@ def test_r12_the_engine_goes_on_without_it(folder: Path) -> None:
             assert rig.side.core.state.degraded is not None
             assert held.loads == [first, second]
             rig.until(lambda: len(reports.failed) == 3)
-            first.finish()  # too late to be trusted, and over blocks that were not allocated
+            first.finish()  # The copy is too late to be trusted, and its blocks were not allocated to others.
             second.tear()
             rig.ask("d", asked["d"])
             held.copier.release()
@@ -131,7 +131,7 @@ def test_r12_the_engine_goes_on_without_it(folder: Path) -> None:
 
 
 def fill_shelf(rig: Rig, shelf: Any, asked: Asked) -> None:
-    """Put what the device holds of a prompt on the shelf."""
+    """Put a prompt's blocks from the device on the shelf."""
     core, regions = rig.side.core.state, rig.pump._arena.layout.regions
     rig.ask("shelf", asked)
     for block_hash in rig.request("shelf").block_hashes:
@@ -171,13 +171,13 @@ def test_beside_another_connector(order: Sequence[str], folder: Path) -> None:
         fill_shelf(rig, shelf, asked["a"])
         rig.finish()
         rig.forget()
-        # Only the other has it: ours hears of real blocks and no tokens, and stores what the other has loaded.
+        # Only the other connector has it. Ours gets real blocks with no tokens, and stores what the other has loaded.
         check_same(rig.run({"a": asked["a"]}), expected)
         assert shelf.loaded == 8
         assert rig.counts.total("kvoffload_contract_violations_total") == 0
         assert rig.slots(SlotState.READY) >= 8
 
-        # Only ours has it.
+        # Only our connector has it.
         shelf.content.clear()
         assert rig.scheduler.reset_prefix_cache()
         before = rig.counts
@@ -187,7 +187,7 @@ def test_beside_another_connector(order: Sequence[str], folder: Path) -> None:
         assert rig.counts.minus(before).count("kvoffload_load_blocks_total", "loaded") == 8
         assert shelf.reported[-1][1] == 0
 
-        # Both have it: the first one loads.
+        # Both have it, and the first one loads.
         fill_shelf(rig, shelf, asked["a"])
         rig.finish()
         assert rig.scheduler.reset_prefix_cache()
@@ -203,7 +203,7 @@ def test_beside_another_connector(order: Sequence[str], folder: Path) -> None:
 
 
 def sample(name: str, **labels: str) -> float:
-    """The sum of a metric's samples whose labels include these."""
+    """Return the sum of a metric's samples with these labels."""
     from prometheus_client import REGISTRY
 
     return sum(
@@ -248,7 +248,7 @@ def test_metrics_and_events_of_vllm(folder: Path) -> None:
             assert sample("vllm:external_prefix_cache_hits_total") == 256
             assert sample("vllm:external_prefix_cache_queries_total") > 256
 
-            # A load that fails: computed after all.
+            # A load that fails is computed instead.
             assert rig.scheduler.reset_prefix_cache()
             held.copier.hold()
             rig.ask("f", asked)
@@ -266,7 +266,8 @@ def test_metrics_and_events_of_vllm(folder: Path) -> None:
             assert any(on_host)
             assert not all(on_host)
 
-        # Where this fails vLLM has lifted its limit, and plugins/kvoffload_vllm/README.md need not tell of another way.
+        # If this fails, vLLM has removed its limit, and plugins/kvoffload_vllm/README.md need not describe the
+        # workaround.
         names = {one.name for one in rig.llm.get_metrics()}
         assert "vllm:external_prefix_cache_hits" in names
         assert not [name for name in names if "kvoffload" in name]
@@ -296,7 +297,7 @@ def test_metrics_and_events_of_vllm(folder: Path) -> None:
 
 
 def refused(folder: Path, **options: Any) -> str:
-    """Start an engine that must not start; return the one error."""
+    """Start an engine that must not start; return its error."""
     before = set(threading.enumerate())
     with pytest.raises(ConfigError) as error, engines.in_process(folder / "qwen3", **options):
         pass

@@ -1,4 +1,4 @@
-"""The blocks of a running engine lie where the layout says: what it computed is in their pages, whole."""
+"""The blocks of a running engine are where the layout says: their pages contain what the engine computed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_blocks_lie_where_the_layout_says(kind: checkpoints.Kind, tmp_path: Path
         groups = {"qwen3": 1, "gemma3": 3}[kind]
         assert len(cached) == 3 * groups
         assert cached <= written
-        assert len(written - {0}) <= 4 * groups  # the block that the answer is in, and no other
+        assert len(written - {0}) <= 4 * groups  # Only the answer's block was written.
         for block in cached:
             assert all(any(part) for part in parts(layout, block))
 
@@ -68,7 +68,7 @@ def test_blocks_lie_where_the_layout_says(kind: checkpoints.Kind, tmp_path: Path
 
 
 def registered(vllm_config: Any, kv_cache_config: Any, caches: dict[str, Any]) -> DeviceLayout:
-    """What the connector hands its worker for these caches."""
+    """Return the layout that the connector passes to its worker for these caches."""
     from kvoffload_vllm.connector import KVOffloadConnector
 
     connector = object.__new__(KVOffloadConnector)
@@ -80,7 +80,7 @@ def registered(vllm_config: Any, kv_cache_config: Any, caches: dict[str, Any]) -
 
 
 def parts(layout: Any, block: int) -> list[bytes]:
-    """A block's page, region by region."""
+    """Return a block's page in each region."""
     whole, found = page(layout, block), []
     for region in layout.regions:
         found.append(whole[: region.page_bytes])

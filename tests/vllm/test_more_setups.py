@@ -1,4 +1,4 @@
-"""More ways to set an engine up: caches of 8-bit floats, and vLLM's own ExampleConnector beside ours."""
+"""More engine setups: caches of 8-bit floats, and vLLM's own ExampleConnector beside ours."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.vllm.engine_rig import (
 
 pytestmark = MARKS
 
-BLOCKS = 8  # whole ones of a prompt
+BLOCKS = 8  # whole blocks of a prompt
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +43,16 @@ def draw(count: int) -> dict[str, Asked]:
 
 def test_8_bit_caches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = draw(4)
-    # vLLM's CPU platform takes fp8 caches where its kernels find AVX-512; torch's own conversions, which replace them, need none.
+    # vLLM's CPU platform accepts fp8 caches if it finds AVX-512. The torch conversions that replace its kernels do not
+    # need it.
     monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: True)
     with offloading("qwen3", folder, kv_cache_dtype="fp8") as rig:
 
         def one_by_one(**fields: Any) -> dict[str, Reported]:
-            """Alone, so that all runs round alike: what rounds the other way moves a log-probability by 0.001."""
+            """Serve one request at a time, so that all runs round in the same way.
+
+            Other rounding changes a log-probability by 0.001.
+            """
             reported: dict[str, Reported] = {}
             for name, one in asked.items():
                 reported |= rig.run({name: Asked(one.prompt, one.count, **fields)})
@@ -75,7 +79,7 @@ def test_8_bit_caches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("order", [("theirs", "ours"), ("ours", "theirs")], ids=" ".join)
 def test_beside_vllms_example_connector(order: Sequence[str], folder: Path, tmp_path: Path) -> None:
-    """It cannot do with several groups, so the windows of this model are one group with all the rest."""
+    """ExampleConnector does not support several groups, so all layers of this model are one group."""
     stored = tmp_path / "stored"
     parts = {
         "theirs": {
@@ -92,7 +96,7 @@ def test_beside_vllms_example_connector(order: Sequence[str], folder: Path, tmp_
         "kv_connector_extra_config": {"connectors": [parts[name] for name in order]},
     }
     asked = draw(6)
-    # It stores a prompt after its first step, whole or not: all of them are to fit into one.
+    # It stores a prompt after its first step, whole or not, so all prompts must fit into one step.
     options: dict[str, Any] = {"kv_transfer_config": both, "max_num_batched_tokens": 4096}
     with offloading("gemma3", folder, **options) as rig:
         scored = {name: Asked(one.prompt, one.count, prompt_logprobs=True) for name, one in asked.items()}
@@ -108,11 +112,11 @@ def test_beside_vllms_example_connector(order: Sequence[str], folder: Path, tmp_
             return rig.counts.minus(before).count("kvoffload_load_blocks_total", "loaded")
 
         check_same(rig.run(asked), expected)
-        # Both have all of it: the first loads.
+        # Both connectors have all blocks, and the first one loads.
         assert ours_loaded() == (0 if order[0] == "theirs" else BLOCKS * len(asked))
         shutil.rmtree(stored)
         stored.mkdir()
         assert ours_loaded() == BLOCKS * len(asked)
-        rig.side.reset()  # what the other has stored again stays
+        rig.side.reset()  # The blocks that the other connector stored again stay.
         assert ours_loaded() == 0
         rig.check_clean()

@@ -1,4 +1,4 @@
-"""What loading saves and costs, estimated on a stock vLLM, with one step in flight and with two."""
+"""The estimated time that loading saves and costs on a stock vLLM, with one and two steps in flight."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def reload(rig: Rig, requests: dict[str, Asked], times: int) -> None:
         for name, one in requests.items():
             rig.run({name: one})
             rig.reported.clear()
-            assert rig.scheduler.reset_prefix_cache()  # the device's alone
+            assert rig.scheduler.reset_prefix_cache()  # This resets only the device's cache.
 
 
 def value(rig: Rig, name: str, *labels: str) -> float:
@@ -58,7 +58,7 @@ def test_loads_are_priced_at_what_vllm_takes_to_prefill(folder: Path, two_steps:
 
 
 def test_what_auto_declines_is_computed_and_counted(folder: Path) -> None:
-    """Whatever pays on this machine: each lookup that found something is loaded, or declined because computing is faster."""
+    """On any machine, each hit is either loaded, or declined because computing is faster."""
     with offloading("qwen3", folder, extra={"min_load_tokens": "auto"}) as rig:
         requests = asked(2)
         reload(rig, requests, 1)
@@ -67,7 +67,7 @@ def test_what_auto_declines_is_computed_and_counted(folder: Path) -> None:
         found = rig.counts.minus(before)
         hits = found.count("kvoffload_load_scheduled_blocks_total") > 0
         declined = found.count("kvoffload_miss_blocks_total", "load_declined")
-        assert hits  # nothing was measured before the first
+        assert hits  # Nothing was measured before the first hit.
         assert found.count("kvoffload_lookup_blocks_total", "miss") == found.total(
             "kvoffload_miss_blocks_total"
         )

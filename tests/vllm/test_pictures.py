@@ -1,4 +1,4 @@
-"""Prompts with a picture: found again with the same picture, and with no other."""
+"""Prompts with a picture are found again with the same picture, and not with another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.vllm.stock import picture_model
 pytestmark = MARKS
 
 TEXT = [random.Random(1).randrange(256) for _ in range(70)]
-CACHED = 96  # of 40 tokens of a picture and 70 of text, what whole blocks hold
+CACHED = 96  # the whole blocks in 40 tokens of a picture and 70 of text
 
 
 def picture(seed: int) -> Any:
@@ -27,7 +27,7 @@ def picture(seed: int) -> Any:
 
 
 def ask(rig: Rig, *pictures: int, reads: bool = True) -> dict[str, Reported]:
-    """Ask the same of each picture, all at once."""
+    """Send the same prompt with each picture, all at the same time."""
     from vllm import SamplingParams
 
     params = SamplingParams(
@@ -56,7 +56,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         skip_tokenizer_init=False,
         num_gpu_blocks_override=24,
         max_model_len=512,
-        mm_hasher_algorithm="sha256",  # vLLM's default one is a package that is not in the lock
+        mm_hasher_algorithm="sha256",  # vLLM's default needs a package that is not in the lock
     ) as rig:
         yield rig
 
@@ -75,7 +75,7 @@ def test_answers_are_those_of_an_uncached_run(rig: Rig) -> None:
     assert rig.counts.minus(before).count("kvoffload_load_blocks_total", "loaded") >= 5 * CACHED // 32
     rig.check_clean()
 
-    # The control: the comparison notices wrong KV.
+    # The control: the comparison detects wrong KV.
     for position in range(rig.slots(SlotState.READY)):
         corrupt_host(rig, position)
     assert rig.scheduler.reset_prefix_cache()

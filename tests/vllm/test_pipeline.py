@@ -1,7 +1,7 @@
-"""Pipeline stages, and tensor-parallel ranks in them: each rank keeps other layers, so blocks differ in size by rank.
+"""Pipeline stages with tensor-parallel ranks. Each rank has other layers, so the size of a block differs between ranks.
 
-The scheduler is in this process, each rank in one of its own. Tokens are compared with those of one rank without a
-connector. The control makes the host's bytes wrong on one rank alone, and the same comparison must fail.
+The scheduler runs in this process, each rank in a separate one. Tokens are compared with those of one rank without a
+connector. As a control, the host's bytes are corrupted on one rank, and the comparison must fail.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ pytestmark = MARKS
 Result = TypeVar("Result")
 
 MAX_MODEL_LEN = 384
-DEVICE_BLOCKS = 44  # too few for all requests at once
+DEVICE_BLOCKS = 44  # too few for all requests at the same time
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How an engine's layers are spread.
+    """The distribution of an engine's layers.
 
     Args:
-        layers: of each pipeline stage.
+        layers: the layers of each pipeline stage.
         ranks: tensor-parallel ranks of each stage.
         pages: pages of one block on the ranks of each stage. Groups overlay each other, so a stage has as many as its
             largest group has layers there.
-        kind: of the model.
+        kind: the kind of model.
     """
 
     layers: tuple[int, ...]
@@ -60,7 +60,7 @@ class Shape:
 
 
 # Gemma 3's layers: two of a sliding window, one of full attention, and the same again. LFM2's: twice three short
-# convolutions, of which a rank has a share of the channels, and one of full attention.
+# convolutions, whose channels are split between the ranks, and one of full attention.
 SHAPES = (Shape((4, 2), 2, (2, 1)), Shape((8,), 2, (2,), "lfm2"))
 
 
@@ -78,7 +78,7 @@ REQUESTS = _requests()
 
 
 class Ranks:
-    """An engine of several processes, and its answers by one rank."""
+    """An engine with several processes, and the answers of one rank."""
 
     def __init__(self, rig: Rig, shape: Shape, expected: Mapping[str, Reported]) -> None:
         self.rig = rig
@@ -86,18 +86,18 @@ class Ranks:
         self.expected = expected
 
     def ask_each(self, question: Callable[[Any], Result]) -> list[Result]:
-        """Call a function with every rank's worker, in its process."""
+        """Call a function with every rank's worker, in the worker's process."""
         found: list[Result] = self.rig.core.model_executor.collective_rpc(question)
         return found
 
     def put_on_host(self) -> None:
-        """All requests' blocks are on the host and not on the device."""
+        """Leave the blocks of all requests on the host and not on the device."""
         self.rig.forget()
         check_same(self.rig.run(REQUESTS), self.expected)
         assert self.rig.scheduler.reset_prefix_cache()
 
     def check_clean(self) -> None:
-        """With all done, no block is held, no record is left, and no rank waits for a load."""
+        """Check that no block is held, no record is left, and no rank waits for a load."""
         self.rig.finish()
         side = self.rig.side
         assert engines.held_blocks(self.rig.llm) == 0
@@ -115,13 +115,13 @@ def open_loads(_: Any) -> int:
 
 
 def pages_of_a_block(_: Any) -> list[int]:
-    """The bytes of each."""
+    """Return the bytes of each page of a block."""
     arena = _our_worker().offload.pump._arena
     return [region.page_bytes for region in arena.layout.regions]
 
 
 def corrupt(worker: Any, rank: int) -> None:
-    """Overwrite all that one rank has on the host with numbers near 1; KV is spread round 0."""
+    """Overwrite all host memory of one rank with numbers near 1, unlike KV, whose values are around 0."""
     if worker.vllm_config.parallel_config.rank != rank:
         return
     arena = _our_worker().offload.pump._arena
@@ -166,12 +166,12 @@ def test_each_rank_keeps_the_layers_of_its_stage(ranks: Ranks) -> None:
 
 
 def test_answers_from_the_host_are_those_without_it(ranks: Ranks) -> None:
-    """The device holds few of the requests at once, so vLLM also preempts some of a model of attention."""
+    """The device has room for only a few of the requests, so vLLM also preempts requests of attention models."""
     ranks.put_on_host()
     before, scheduler = ranks.rig.counts, ranks.rig.scheduler
     with patch.object(scheduler, "_preempt_request", side_effect=scheduler._preempt_request) as preempted:
         check_same(ranks.rig.run(REQUESTS), ranks.expected)
-    # LFM2's states take two blocks a group, however long a request is: these fit.
+    # LFM2's states take two blocks per group, however long a request is, so they fit.
     assert preempted.call_count > 0 or ranks.shape.kind == "lfm2"
     ranks.check_clean()
     assert ranks.rig.counts.minus(before).count("kvoffload_load_blocks_total", "loaded") > 0

@@ -1,6 +1,6 @@
-"""Models with recurrent layers on a stock vLLM: their states go to the host and come back, and nothing changes.
+"""Models with recurrent layers on a stock vLLM: states are stored and loaded, and the answers stay the same.
 
-One engine start a model. `recurrent_matrix.py` plays the same scenes with other settings, at greater length.
+One engine starts per model. `recurrent_matrix.py` runs the same scenes longer and with more settings.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ pytestmark = MARKS
 
 OPTIONS: Mapping[checkpoints.Kind, dict[str, Any]] = {
     "lfm2": {},
-    "granite4": {"prefix_match_unit": 32},  # a part of a block has a hash of its own
-    "qwen3_next": {"prefix_cache_retention_interval": 64},  # a state at every end of a block
+    "granite4": {"prefix_match_unit": 32},  # a part of a block has a separate hash
+    "qwen3_next": {"prefix_cache_retention_interval": 64},  # a state at each block end
 }
-"""The engine's options: each of vLLM's ways to keep states, once."""
+"""Options of the engine, so that each of vLLM's ways to keep states is used once."""
 
 
 MODELS = checkpoints.RECURRENT[:1] if engines.IS_V2_RUNNER else checkpoints.RECURRENT
-"""The first alone on a runner whose kernels are interpreted, on top of layers that are slow already."""
+"""Only the first on a runner with interpreted kernels, because the layers are slow already."""
 
 SPARSE = [kind for kind in MODELS if "prefix_cache_retention_interval" not in OPTIONS[kind]]
-"""Those that do not keep a state at every end of a block."""
+"""models that do not keep a state at each block end"""
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -77,17 +77,17 @@ def test_answers_are_those_without_any_cache(
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
 def test_a_state_of_zeros_is_noticed(on: Stage, scene: Callable[[Stage], dict[str, Reported]]) -> None:
-    """Were states not read, or wrong ones as good, the test above would say nothing."""
+    """A control for the test above."""
     on.copier.zeroes_states = True
     answers = scene(on)
     assert on.different(answers)
     on.copier.zeroes_states = False
     on.rig.finish()
-    on.rig.forget()  # what was computed from zeros
+    on.rig.forget()  # the blocks computed from zeros
 
 
 def test_a_state_that_is_stored_before_the_forward_pass_is_noticed(on: Stage) -> None:
-    """Its block has its key by then, but not its bytes."""
+    """The block already has its key, but not its bytes."""
     from kvoffload_vllm.worker import VllmWorker
 
     bind = VllmWorker.bind
@@ -111,7 +111,7 @@ def test_failed_loads_are_computed_again(on: Stage) -> None:
 
 
 def test_a_shared_prefix_is_found_from_the_third_request_on(on: Stage) -> None:
-    """The device has turned over between any two, so vLLM itself cannot know that the prefix is shared."""
+    """The device's cache is emptied between requests, so vLLM cannot detect the shared prefix itself."""
     before, prefix = on.rig.counts, SHARED_BLOCKS * BLOCK_TOKENS[on.kind]
     found = found_one_by_one(on, shared_prefix(on, 6, seed=1))
     keeps_all = "prefix_cache_retention_interval" in OPTIONS[on.kind]
@@ -143,13 +143,13 @@ def test_a_boundary_costs_one_chunk_once_and_nothing_where_no_prefix_is_shared(o
                 on.forget_on_device()
                 costs[are_on].append(chunks(on, asked))
     first, alone_cost, second = costs[False]
-    # A step ends there anyway where its budget of tokens does.
+    # A step ends at its token budget in any case.
     budget = on.rig.scheduler.scheduler_config.max_num_batched_tokens
     more = int(SHARED_BLOCKS * BLOCK_TOKENS[on.kind] % budget > 0)
     assert costs[True] == [first, alone_cost, second + more]
 
 
-@pytest.mark.parametrize("on", MODELS[:1], indirect=True)  # the other layers take long on a CPU
+@pytest.mark.parametrize("on", MODELS[:1], indirect=True)  # the other layers are slow on a CPU
 def test_lazy_stores_states_too(on: Stage) -> None:
     before = on.rig.counts
     with lazily(on):
@@ -161,7 +161,7 @@ def test_lazy_stores_states_too(on: Stage) -> None:
 
 
 def test_events_name_the_kind_of_each_group(on: Stage) -> None:
-    """So a router does not take a state for a block of attention."""
+    """Otherwise a router could take a state for a block of attention."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
     batches: list[Any] = []

@@ -1,4 +1,4 @@
-"""Host memory that the system refuses at start, for real: a stock vLLM in a process of its own whose address space is limited."""
+"""A stock vLLM in a process with limited address space, so that the system refuses host memory at the start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = MARKS
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
-    """The process's log, and what it tells of each of its engines."""
+    """Return the process's log, and its reports about its engines."""
     folder = tmp_path_factory.mktemp("short")
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])]))
     done = subprocess.run(
@@ -28,7 +28,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=240,
-        env={**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "2"},  # or each thread reserves 64 MiB
+        # Otherwise each thread reserves 64 MiB.
+        env={**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "2"},
         check=False,
     )
     assert done.returncode == 0, done.stdout[-8000:]
@@ -39,7 +40,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str,
 def test_an_engine_runs_with_what_host_memory_it_gets(
     granted: int, ended: tuple[str, list[dict[str, Any]]]
 ) -> None:
-    """None at all, or one piece of four."""
+    """No memory at all, or one chunk of four."""
     log, engines = ended
     reported = engines[GRANTED.index(granted)]
     assert reported["capacity"] == reported["gauge"] == granted * PIECE_SLOTS
@@ -55,6 +56,6 @@ def test_an_engine_runs_with_what_host_memory_it_gets(
         for line in log.splitlines()
         if f"host_memory_refused ready_slots={granted * PIECE_SLOTS} " in line
     )
-    assert ("WARNING" if granted else "ERROR") in line  # without any slot nothing is offloaded
+    assert ("WARNING" if granted else "ERROR") in line  # Without any slot, nothing is offloaded.
     assert f"wanted_slots={PIECES * PIECE_SLOTS} " in line
     assert "Cannot allocate memory" in line

@@ -1,4 +1,4 @@
-"""Stock vLLMs that share a real store: each other's prefixes with the same answers, and nothing of other weights."""
+"""Stock vLLMs that share a real store find each other's prefixes, but not those of other weights."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_r18_a_fresh_engine_finds_the_first_ones_prefix_and_no_adapters_or_other
         assert expected.cached == 0
         adapted = [first.ask(f"a{number}", OF_ADAPTER, lora_request=adapter) for number in range(3)]
         assert [each.cached for each in adapted] == [0, CACHED, CACHED]
-        assert first.copied(STORE) == 0  # what was found again is the adapter's
+        assert first.copied(STORE) == 0  # A prefix found again is stored, also with an adapter.
         first.ask("n1", PROMPT)
         assert first.copied(STORE) == BLOCKS
         first.rig.check_clean()
@@ -64,7 +64,7 @@ def test_r18_a_fresh_engine_finds_the_first_ones_prefix_and_no_adapters_or_other
 
 
 def start(both: list[Apart], *arguments: object) -> list[str]:
-    """Start engines at the same time; return the names under which they share."""
+    """Start engines at the same time; return the namespaces in which they share."""
     for engine in both:
         engine.begin("start", *arguments)
     return [engine.end() for engine in both]
@@ -77,7 +77,7 @@ def stop(both: list[Apart]) -> None:
 
 
 def answers(engine: Apart, model: Path, folder: Path) -> Answers:
-    """Return what an engine without offloading answers."""
+    """Return the answers of an engine without offloading."""
     engine.do("start", model, folder, None)
     found: Answers = {}
     for asked in (TRAFFIC, *PROMPTS):
@@ -87,7 +87,7 @@ def answers(engine: Apart, model: Path, folder: Path) -> Answers:
 
 
 def serve_at_once(both: list[Apart], expected: Answers) -> None:
-    """Serve the same traffic on both, in two orders, so that each computes what the other looks for."""
+    """Serve the same traffic on both in two orders, so that each computes prompts that the other looks up later."""
     for engine, traffic in zip(both, (TRAFFIC, dict(reversed(TRAFFIC.items()))), strict=True):
         engine.begin("ask", traffic)
     for engine in both:
@@ -95,14 +95,14 @@ def serve_at_once(both: list[Apart], expected: Answers) -> None:
 
 
 def share(engine: Apart, asked: dict[str, Asked], expected: Answers) -> None:
-    """Have a prefix found again, and so written to the store."""
+    """Let lookups find a prefix again, so that it is written to the store."""
     had = engine.do("copied", STORE)
     while engine.do("copied", STORE) < had + BLOCKS:
         check_same(engine.do("ask", asked), expected)
 
 
 def check_found(engine: Apart, asked: dict[str, Asked], expected: Answers) -> None:
-    """A prefix that another engine has computed is found, with the same answer."""
+    """Check that a prefix computed by the other engine is found, with the same answer."""
     had = engine.do("copied", LOAD)
     found = engine.do("ask", asked)
     check_same(found, expected)

@@ -1,6 +1,8 @@
-"""Kinds of requests: samples, beams, grammars, adapters, equal ids. Each answer is that of an engine without any cache.
+"""Kinds of requests: samples, beams, grammars, adapters, equal ids.
 
-The engine with the connector has two steps in flight, and fails a request whose load fails, as vLLM does by default.
+Each answer equals that of an engine without a cache.
+
+The engine with the connector has two steps in flight, and fails requests whose load fails, which is vLLM's default.
 """
 
 from __future__ import annotations
@@ -29,16 +31,16 @@ from tests.vllm.stock import adapters
 
 pytestmark = MARKS
 
-LAYERS = 2  # of the checkpoint
+LAYERS = 2  # layers of the checkpoint
 PROMPT_BLOCKS = 8  # whole blocks of a prompt
 OPTIONS: dict[str, Any] = {
-    "num_gpu_blocks_override": 160,  # for what is asked at once to be stored without a decline
+    "num_gpu_blocks_override": 160,  # so that all requests can be stored at the same time
     "skip_tokenizer_init": False,  # beams and grammars need it
     "structured_outputs_config": {"backend": "xgrammar"},
     "enable_lora": True,
     "max_loras": 2,
     "max_lora_rank": 8,
-    # On a CPU vLLM raises where a prompt of a request with a seed is computed in chunks.
+    # On a CPU, vLLM raises if the prompt of a request with a seed is computed in chunks.
     "max_num_batched_tokens": 4096,
 }
 DEFAULT_POLICY = {
@@ -53,7 +55,7 @@ class Said(NamedTuple):
     logprobs: tuple[float, ...]
 
 
-Answers = list[list[Said]]  # of each request its samples or beams
+Answers = list[list[Said]]  # for each request, its samples or beams
 
 
 def prompt(seed: int) -> list[int]:
@@ -74,7 +76,7 @@ def ask(rig: Rig, name: str, text: int, *, adapter: object = None, **sampling: A
 
 
 def finish(rig: Rig) -> list[Any]:
-    """Step until all is done; return vLLM's outputs."""
+    """Step until all requests have ended; return vLLM's outputs."""
     done = []
     while rig.scheduler.has_requests():
         done += rig.llm.llm_engine.step()
@@ -82,7 +84,7 @@ def finish(rig: Rig) -> list[Any]:
 
 
 def answers(rig: Rig) -> Answers:
-    """Finish, and return what the requests say in the order of their names; where those are equal, of their tokens."""
+    """Finish, and return the answers in the order of the requests' names, or of their tokens for equal names."""
     said = [
         (
             output.request_id,
@@ -120,7 +122,7 @@ def samples(rig: Rig, _: Path) -> Answers:
 
 
 def beams(rig: Rig, _: Path) -> Answers:
-    """Each step of a search is a request for each beam. It ends up longer than a block."""
+    """Each step of a beam search is one request per beam. The result is longer than a block."""
     from vllm.sampling_params import BeamSearchParams
 
     params = BeamSearchParams(beam_width=3, max_tokens=40, ignore_eos=True)
@@ -147,7 +149,7 @@ def grammars(rig: Rig, _: Path) -> Answers:
 
 
 def one_prompt_for_each_adapter(rig: Rig, folder: Path) -> Answers:
-    """On a CPU vLLM gives the last adapter's weights to requests without one that are computed beside others."""
+    """On a CPU, vLLM uses the last adapter's weights for requests without an adapter in the same batch."""
     for seed in (30, 31):
         for name in "ab":
             ask(rig, f"{seed}{name}", seed, adapter=adapter(folder, name))
@@ -167,7 +169,7 @@ def equal_ids(rig: Rig, _: Path) -> Answers:
 
 KINDS: Mapping[
     str, tuple[Callable[[Rig, Path], Answers], int]
-] = {  # what is asked, and prompts of which all is found
+] = {  # the prompts, and those that must be found completely
     "samples": (samples, 4),
     "beams": (beams, 2),
     "grammars": (grammars, 4),
@@ -223,7 +225,7 @@ def test_answers_are_those_of_an_uncached_run(
     assert loaded >= prompts * PROMPT_BLOCKS
     rig.check_clean()
 
-    # The control: the comparison notices wrong KV.
+    # The control: the comparison detects wrong KV.
     for position in range(rig.slots(SlotState.READY)):
         corrupt_host(rig, position)
     assert rig.scheduler.reset_prefix_cache()
@@ -252,7 +254,7 @@ def test_adapters_share_nothing_on_the_host(hands: Hands, folder: Path) -> None:
 
 
 def test_a_failed_load_fails_its_request_alone(hands: Hands) -> None:
-    """As vLLM does without a policy; others of the same prompt compute it, and nothing is left over."""
+    """This is vLLM's default policy. Other requests with the same prompt compute it, and nothing is left over."""
     rig, held = hands
     expected = rig.run({"a": Asked(tuple(prompt(52)), 6)})["a"]
     assert rig.scheduler.reset_prefix_cache()

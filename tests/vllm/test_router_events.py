@@ -1,4 +1,4 @@
-"""What a router makes of the events of a stock engine: a tree of blocks, by medium and group."""
+"""A router's view of a stock engine's events: a tree of blocks, by medium and group."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def prompt(seed: int, length: int = 264) -> tuple[int, ...]:
 def publishing(
     kind: checkpoints.Kind, folder: Path, host_blocks: int, **options: Any
 ) -> Iterator[tuple[Rig, list[Any]]]:
-    """An engine, and the batches of events that it publishes."""
+    """Yield an engine, and the batches of events that it publishes."""
     from vllm.config import KVEventsConfig
 
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
@@ -43,7 +43,7 @@ def publishing(
 
 
 class Router:
-    """Takes a block in below a parent that it knows, as radix trees do. It sees the host's events alone."""
+    """Accepts blocks whose parent it has, as radix trees do. It only processes events about the host."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[int, Any], Any] = {}
@@ -70,7 +70,7 @@ def stored_on_host(batch: Any) -> list[Any]:
 
 
 def test_a_router_keeps_what_is_published(folder: Path) -> None:
-    """Eager, with a host that holds all: no block is announced before its parent, and each names its group."""
+    """Eager, with a host large enough for all blocks: each block is published after its parent, with its group."""
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
     with publishing("gemma3", folder, 512) as (rig, batches):
@@ -83,7 +83,7 @@ def test_a_router_keeps_what_is_published(folder: Path) -> None:
             (int.from_bytes(key[-4:], "big"), maybe_convert_block_hash(key[:-4])) for key in pool.index
         }
         windows = [orphan for orphan in router.orphans if orphan.kv_cache_spec_sliding_window is not None]
-        assert router.orphans == windows  # vLLM hashes of a window only what a hit can need
+        assert router.orphans == windows  # vLLM only hashes window blocks that a hit can need
         assert {*router.known, *((one.group_idx, one.block_hashes[0]) for one in windows)} == on_host
         theirs = {
             (event.group_idx, event.block_hashes[0]): event
@@ -110,7 +110,7 @@ def test_a_router_keeps_what_is_published(folder: Path) -> None:
 
 
 def test_lazy_stores_are_published_in_full(folder: Path) -> None:
-    """A block is stored when the device is about to forget it: its request may have gone long before."""
+    """A block is stored when the device is about to evict it. Its request may have ended long before."""
     options: dict[str, Any] = {"num_gpu_blocks_override": 96, "max_num_batched_tokens": 64}
     with publishing("qwen3", folder, 64, extra={"store_policy": "lazy"}, **options) as (rig, batches):
         prompts = [prompt(number) for number in range(24)]
@@ -137,7 +137,7 @@ def told(batches: Sequence[Any], medium: str, locality: str) -> list[Any]:
 def test_blocks_on_the_disk_and_in_the_store_are_told_with_their_medium(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was found again is written to both. A reset of both caches takes all of it back."""
+    """Blocks found again are written to both. A reset of both caches removes them."""
     (bucket_folder := tmp_path / "bucket").mkdir()
     server = Bucket(bucket_folder)
     for name, value in server.environment.items():

@@ -1,4 +1,4 @@
-"""Sessions whose input comes in parts: vLLM drops tokens that it has not computed, and with them hashes."""
+"""Sessions whose input comes in parts. vLLM drops tokens that were not computed, and their hashes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tokens(seed: int, count: int) -> tuple[int, ...]:
 
 
 def say(rig: Rig, name: str, part: Sequence[int], count: int, *, is_last: bool = False) -> None:
-    """Give a session its next input; the last says that no more comes, and is not read."""
+    """Give a session its next input. The last one only ends the session, and is not read."""
     from vllm import SamplingParams
 
     engine = rig.llm.llm_engine
@@ -47,7 +47,7 @@ def say(rig: Rig, name: str, part: Sequence[int], count: int, *, is_last: bool =
         resumable=not is_last,
     )
     request.external_req_id = name
-    # A front end in a process of its own has copies; vLLM appends to the lists on both sides.
+    # A separate front-end process has copies, but here vLLM would append to the same lists on both sides.
     engine.output_processor.add_request(copy.deepcopy(request), None, None, 0)
     engine.engine_core.add_request(request)
 
@@ -76,7 +76,7 @@ def go_on(request: Any, part: Sequence[int]) -> None:
 
 
 def scheduled(request: Any, count: int, *, preempted: bool = False) -> Any:
-    """A step of this request alone; it is new in it, or it was preempted and does not run."""
+    """Return a step of only this request, either new in it, or preempted and not running."""
     cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
     return SimpleNamespace(
         preempted_req_ids={request.request_id} if preempted else set(),
@@ -103,7 +103,10 @@ def known_keys(scheduler: Any) -> list[bytes]:
 
 @pytest.mark.parametrize("computed", [0, 50, 64, 100])
 def test_the_core_knows_a_sessions_hashes_as_they_are_now(computed: int) -> None:
-    """vLLM drops what it has not computed: with `computed` at 0 the session was preempted and starts from its next part."""
+    """vLLM drops tokens that were not computed.
+
+    With `computed` at 0, the session was preempted and starts from its next part.
+    """
     with adapter(BLOCK) as (scheduler, _):
         request = session(tokens(1, 100))
         scheduler.on_new_request(request)
@@ -150,11 +153,11 @@ ANSWERS = (
     33,
     28,
     12,
-)  # the first part ends with a token that completes a block; vLLM drops it, and the block's hash
+)  # The first part ends with a token that completes a block. vLLM drops the token and the block's hash.
 
 
 def talk(rig: Rig, name: str) -> tuple[list[int], list[Reported]]:
-    """Give a session its parts, each when it waits for one; return what it holds at its end, and what it answered."""
+    """Give a session each part when it waits for one; return its tokens at the end, and its answers."""
     from vllm.v1.request import RequestStatus
 
     answers: list[Reported] = []
@@ -194,7 +197,7 @@ def test_a_session_is_answered_as_one_that_finds_nothing(folder: Path, two_steps
             assert [one.tokens for one in same_answers] == [one.tokens for one in answers]
             assert rig.counts.minus(before).count("kvoffload_load_blocks_total", "loaded") > 0
             assert wrong == []
-        # All of it as one prompt: what its last turn answered with is on the host, but for the last tokens.
+        # All of it as one prompt. The last turn's answer is on the host, except the last tokens.
         asked = Asked(tuple(held[:-1]), 1)
         expected = rig.run({"truth": dataclasses.replace(asked, salt="truth")})["truth"]
         assert rig.scheduler.reset_prefix_cache()

@@ -1,4 +1,4 @@
-"""A MultiConnector on a stock vLLM: ours beside vLLM's ExampleConnector, both ways round."""
+"""A MultiConnector on a stock vLLM: our connector and vLLM's ExampleConnector, in both orders."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from tests.vllm.engine_rig import (
 
 pytestmark = MARKS
 
-BLOCKS = 8  # of a prompt, that can be found
+BLOCKS = 8  # findable blocks of a prompt
 
-# ExampleConnector stores a prompt with the request's first step, so a step must hold all prompts whole.
+# ExampleConnector stores a prompt in the request's first step, so one step must have room for whole prompts.
 WHOLE_PROMPTS: dict[str, Any] = {"max_num_batched_tokens": 1024}
 
 
@@ -48,10 +48,10 @@ class Both:
     """An engine with two connectors.
 
     Args:
-        is_ours_first: whether ours is asked before the other.
-        shelf: where the other keeps what it has stored.
-        outer: the MultiConnector's configuration; the policy for failed loads in our entry is another than its own.
-        lines: what kvoffload logged while the engine started.
+        is_ours_first: whether our connector comes first.
+        shelf: the folder in which the other connector stores.
+        outer: the MultiConnector's configuration; our entry has another policy for failed loads.
+        lines: kvoffload's log lines during the engine's start.
     """
 
     rig: Rig
@@ -62,7 +62,7 @@ class Both:
     lines: list[dict[str, Any]]
 
     def run(self) -> Snapshot:
-        """Run all requests, of which the device has forgotten everything; return what was counted."""
+        """Run all requests with an empty device cache; return the counts."""
         assert self.rig.scheduler.reset_prefix_cache()
         before = self.rig.counts
         check_same(self.rig.run(ASKED), self.expected)

@@ -1,4 +1,7 @@
-"""Each call inside the core raises once in a stock vLLM: it lives, answers right, and gets every block back (R12)."""
+"""Each call inside the core raises once in a stock vLLM.
+
+It survives, answers correctly, and gets every block back (R12).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from tests.vllm.stock import engines
 pytestmark = MARKS
 
 TIMEOUT_S = 30
-STEPS = 300  # of an engine that hangs
+STEPS = 300  # limit on steps, for an engine that hangs
 
 
 def prompt(seed: int, length: int = 200) -> tuple[int, ...]:
@@ -51,13 +54,13 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 @pytest.fixture(scope="module")
 def expected(rig: Rig) -> dict[str, Reported]:
-    """What each request says that finds nothing."""
+    """Return the answer of each request when it finds nothing."""
     salted = {name: Asked(one.prompt, one.count, salt=name) for name, one in ASKED.items()}
     return rig.run(salted)
 
 
 def renew(rig: Rig) -> Held:
-    """Both sides of the connector anew, as after a restart: offloading that went off stays off."""
+    """Replace both sides of the connector, as after a restart, because offloading stays off after an error."""
     from kvoffload_vllm.assembly import start_scheduler, start_worker
 
     held, scheduler, worker = Held(), rig.connector, rig.worker_connector
@@ -74,13 +77,13 @@ def renew(rig: Rig) -> Held:
         start_worker(worker, config, cache)
     worker.register(layout)
     scheduler.bind_gpu_block_pool(rig.scheduler.kv_cache_manager.block_pool)
-    worker.offload._tasks[0].result(TIMEOUT_S)  # host memory is ready
+    worker.offload._tasks[0].result(TIMEOUT_S)  # Host memory is ready.
     rig.reported.clear()
     return held
 
 
 def live(rig: Rig, held: Held) -> None:
-    """Requests that are stored, loaded, shared, aborted while they load, and a copy that is abandoned."""
+    """Run requests that are stored, loaded, shared, aborted during a load, and a copy that is abandoned."""
     rig.ask("first", ASKED["first"])
     steps(rig, 12)
     rig.scheduler.reset_prefix_cache()
@@ -92,7 +95,7 @@ def live(rig: Rig, held: Held) -> None:
     steps(rig, 2)
     held.copier.release()
     steps(rig, 12)
-    held.clock.jump(TIMEOUT_S + 1)  # what was forgotten would be answered now
+    held.clock.jump(TIMEOUT_S + 1)  # Forgotten loads would be answered now.
     rig.scheduler.reset_prefix_cache()
     rig.ask("later", ASKED["later"])
     steps(rig, 6)
@@ -104,7 +107,7 @@ def steps(rig: Rig, count: int) -> None:
 
 
 def trial(rig: Rig, expected: dict[str, Reported], place: Place | None) -> list[str]:
-    """Return what is wrong after the core raised there; without a place, what is wrong anyway."""
+    """Return the problems after the core has raised at this place; without a place, the problems without an error."""
     held = renew(rig)
     with Reports(rig) as reports:
         with raising(place) if place else nullcontext(lambda: False) as has_raised:
@@ -120,7 +123,7 @@ def trial(rig: Rig, expected: dict[str, Reported], place: Place | None) -> list[
     problems += [
         f"{name} was answered twice" for name, count in Counter(reports.received).items() if count > 1
     ]
-    # A life here is as long as vLLM's threads make it, so that a late call may not come.
+    # The length of a run depends on vLLM's threads, so a late call may not happen.
     return problems + left_behind(rig) + said(rig, place if has_raised() else None)
 
 
@@ -145,7 +148,7 @@ def said(rig: Rig, place: Place | None) -> list[str]:
 
 
 def right(reported: Reported, expected: Reported) -> bool:
-    """Whether a request got its answer, or the first part of it."""
+    """Return whether a request got its answer, or the first part of it."""
     return (
         same(reported, expected)
         if reported.finished

@@ -1,4 +1,4 @@
-"""`verify` on a stock vLLM: one flipped bit of host memory is found, and vLLM computes what it had spoilt."""
+"""`verify` on a stock vLLM: one flipped bit in host memory is detected, and vLLM recomputes the corrupt blocks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def prompt(seed: int, length: int = 264) -> tuple[int, ...]:
 
 
 def truth(rig: Rig, one: Asked) -> Reported:
-    """A request that reads no cache, and whose blocks no other request finds."""
+    """Return the answer of a request that reads no cache, and whose blocks no other request finds."""
     return rig.run({"truth": Asked(one.prompt, one.count, salt="truth", prompt_logprobs=True)})["truth"]
 
 
@@ -84,4 +84,4 @@ def test_a_flipped_bit_is_found_counted_and_computed_again(rig: Rig) -> None:
     assert gained.count("kvoffload_load_blocks_total", "loaded") == 0
     assert rig.slots(SlotState.QUARANTINED) - lost == corrupt > 0
     assert gained.count("kvoffload_transfers_total", "host", "load", "corrupt") == 1
-    rig.forget()  # also those that no load has read: they would be found at their next one
+    rig.forget()  # This includes blocks that no load has read, which the next load would detect.

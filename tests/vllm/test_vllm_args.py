@@ -1,4 +1,4 @@
-"""What `kvoffload vllm-args` prints is what docs/install.md shows, and a stock vLLM reads the same from every form."""
+"""`kvoffload vllm-args` prints the text of docs/install.md, and a stock vLLM reads the same from every form."""
 
 from __future__ import annotations
 

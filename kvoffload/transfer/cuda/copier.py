@@ -1,4 +1,4 @@
-"""Copies between a CUDA device and pinned host memory, on two streams.
+"""Copies between a CUDA device and pinned host memory, on one stream per direction.
 
     hook's thread   ── kernels ──●── kernels ──▶        the engine's stream; ● is the fence
                                  │ wait
@@ -8,16 +8,16 @@
 Stream priorities affect the page kernel only. Copy engines ignore them.
 
 The fence is an event that the hook's own thread records on its current stream. Both directions wait for it: a store
-must read after the forward pass has written, and a load must write after earlier kernels have read or zeroed the
-block. A host slot needs no fence: it is loaded only after its store is known to have ended.
+must read after the forward pass has written, and a load must write after earlier kernels have read or zeroed the block.
+A host slot needs no fence, because it is loaded only after its store has been reported.
 
-The start event is recorded behind the waits, so the two events time the copies only. Nothing here waits for the
-device. Both events are created before anything is enqueued. If recording the end event fails, the batch stays pending,
-and each query tries again.
+The start event is recorded behind the waits, so that the two events time only the copies. No call waits for the device.
+Both events are created before anything is enqueued. If recording the end event fails, the batch stays pending, and each
+query retries.
 
 A batch is enqueued in slices, only while its stream has room: a call on a full stream would block, and on the store
 stream it could block for a whole forward pass. A load is submitted on the engine's thread, which enqueues one slice.
-Each later query enqueues more: one slice on the engine's thread, a few on the transfer coroutine's thread, which starts
+Each later query enqueues more: one slice on the engine's thread, or a few on the coroutine's thread, which starts
 querying immediately. Later batches may overtake the remaining slices. That is safe: the stream has already waited for
 this batch's fences, its blocks stay leased until its last slice has ended, and its end event is recorded behind that
 slice.
@@ -64,10 +64,10 @@ Limits = Mapping[Direction, int]
 ENGINE_ONLY: Limits = dict.fromkeys(Direction, 0)
 """Every copy goes through the copy engine."""
 
-_ALIGNED = 16  # bytes; the kernel is slower at unaligned addresses than `crossover.py` measures
+_ALIGNED = 16  # in bytes; at other addresses the kernel is slower than `crossover.py` measures
 _EVENTS_AHEAD = 64
-_SLICES_BESIDE = 8  # slices that the coroutine's thread enqueues before it looks at other batches
-_MARKS_A_QUERY = 4  # limits the driver calls in a hook's query
+_SLICES_BESIDE = 8  # slices that the coroutine's thread enqueues before it checks other batches
+_MARKS_A_QUERY = 4  # limit on the driver calls of a query in a hook
 _LAUNCH = 4  # stream operations that one kernel slice takes
 
 
@@ -75,12 +75,12 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 
 
 class GpuProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the page kernel is used. The defaults were chosen without measuring on a device.
+    """Settings of the page kernel. The defaults were chosen without measuring on a device.
 
     Args:
         programs: the number of thread blocks per launch. 32 thread blocks keep 128 KiB in flight, about twice as much
             as a bus with 50 GB/s and a latency of 1.2 us needs.
-        fewest: the smallest number of short copies in a batch that is worth a launch.
+        fewest: the smallest number of short copies in a batch for which the kernel is launched.
         stores: whether stores use the kernel; its thread blocks take multiprocessors from the forward pass.
     """
 
@@ -105,7 +105,7 @@ def profile_path(gpu: str, cuda: str) -> Path:
 
 
 def read_profile(gpu: str, cuda: str) -> GpuProfile:
-    """Return a card's profile, or the default one if it has no file. An unusable file only causes a warning."""
+    """Return a card's profile, or the default one if it has no file. A file that is not valid only causes a warning."""
     path = profile_path(gpu, cuda)
     try:
         return msgspec.json.decode(path.read_bytes(), type=GpuProfile)
@@ -152,8 +152,9 @@ class CudaTicket:
         # Get both events before enqueueing anything, so that no copy is running if this fails.
         self._events = self._driver.event(timed=True), self._driver.event(timed=True)
         self._left = left
-        self._marks = deque(self._events[:1])  # recorded behind slices; they show how far the stream has come
-        self._is_whole = True  # no copy has been refused
+        # Events recorded behind slices, which show how far the stream has come.
+        self._marks = deque(self._events[:1])
+        self._is_whole = True  # True until a copy is refused
         # Loads are submitted on the engine's thread, which must not block.
         self._hook = threading.get_ident() if direction is Direction.LOAD else None
         self._has_end = False
@@ -166,10 +167,10 @@ class CudaTicket:
     def query(self) -> TicketState:
         """Return the batch's state, after enqueueing some of its remaining slices.
 
-        If the driver refuses a call, the batch stays pending, and the next query tries again.
+        If the driver refuses a call, the batch stays pending, and the next query retries.
 
         Raises:
-            DeviceLost: the device runs nothing more for this process.
+            DeviceLost: this process can no longer use the device.
         """
         try:
             if self._left:
@@ -187,12 +188,12 @@ class CudaTicket:
                 log.warning("copy_query_refused", reason=repr(error))
             self._was_refused = True
             return TicketState.PENDING
-        with contextlib.suppress(Exception):  # only the timing failed; the copy itself is complete
+        with contextlib.suppress(Exception):  # Only the timing failed. The copy is complete.
             self.copy_seconds = self._driver.seconds_between(*self._events)
         return TicketState.DONE if self._is_whole else TicketState.FAILED
 
     def _enqueue(self) -> int:
-        """Enqueue the next slices while there is room, and the end event behind the last; return the number of slices.
+        """Enqueue slices while there is room, and the end event behind the last one. Return the number of slices.
 
         After a refusal nothing more is enqueued, but copies enqueued earlier may run.
         """
@@ -200,7 +201,8 @@ class CudaTicket:
         slices = 1 if is_hook else _SLICES_BESIDE
         while self._left and enqueued < slices and self._enqueue_one(may_wait=not is_hook):
             enqueued += 1
-            with contextlib.suppress(Exception):  # a later mark is enough; queries retry the end event
+            with contextlib.suppress(Exception):
+                # Queries retry the end event, and a later mark replaces a missing one.
                 if self._left:
                     self._mark()
                 else:
@@ -229,7 +231,7 @@ class CudaTicket:
             self._marks.popleft()
         self._copier.slices += self._enqueue()
         # Later batches may fill the stream, and their events are not queried before this batch has ended. So this batch
-        # needs a mark of its own to notice when there is room again.
+        # needs another mark to find out when there is room.
         if self._left and not self._marks:
             self._mark()
 
@@ -243,7 +245,8 @@ class CudaTicket:
             self._driver.copy_by_kernel(runs, self._stream)
         except BufferError:  # too many launches are in flight
             return False
-        except Exception as error:  # if the launch ran after all, both copies write the same bytes
+        except Exception as error:
+            # If the launch ran in spite of the error, both copies write the same bytes.
             self._copier.kernel_below = ENGINE_ONLY
             log.warning("page_kernel_off", direction=self._direction.value, reason=repr(error))
             return self._enqueue_one(may_wait=may_wait)
@@ -254,7 +257,7 @@ class CudaTicket:
         self._left.popleft()
         try:
             self._driver.copy(self._direction, runs, self._stream)
-        except Exception as error:  # not raised: the end event must still follow earlier copies
+        except Exception as error:  # Not raised, because the end event must still follow earlier copies.
             log.error("copy_refused", direction=self._direction.value, copies=len(runs), reason=repr(error))
             self._is_whole = False
             self._left.clear()
@@ -270,7 +273,7 @@ class CudaTicket:
 
 
 class CudaCopier:
-    """Submits batches to the device: long copies to the copy engine, short ones to a kernel if that is faster.
+    """Submits batches to the device: long copies go to the copy engine, short ones to a kernel if that is faster.
 
     Args:
         driver: the device's driver.
@@ -278,7 +281,7 @@ class CudaCopier:
 
     Attributes:
         kernel_below: for each direction, the size in bytes below which the kernel copies a run (`crossover.py`); 0 at
-            first, and again after a launch has failed.
+            first, and after a launch has failed.
         slices: the number of slices that queries have enqueued so far.
     """
 
@@ -289,7 +292,7 @@ class CudaCopier:
         self.slices = 0
         ways = (Direction.LOAD, Direction.STORE)
         self._streams = {way: driver.stream(urgent=way is Direction.LOAD) for way in ways}
-        # Create events now. The driver keeps them, so that none has to be created while copies are being enqueued.
+        # The driver keeps these events, so that it need not create any while copies are being enqueued.
         _ = [driver.event(timed=timed) for timed in (True, False) for _ in range(_EVENTS_AHEAD)]
 
     def stream(self, direction: Direction) -> int:
@@ -324,7 +327,7 @@ class CudaCopier:
         return CudaTicket(self, direction, left, fences)
 
     def close(self) -> None:
-        """Release streams and events. Copies still running on the streams end by themselves."""
+        """Release streams and events. Copies still running on the streams will end normally."""
         self.driver.close()
 
     def engine_slices(self, runs: CopyRuns) -> list[_Slice]:
@@ -338,7 +341,7 @@ def split(runs: CopyRuns, below: int, fewest: int) -> tuple[CopyRuns, CopyRuns]:
     Args:
         runs: the copies of one batch.
         below: the run size in bytes from which the copy engine is as fast as the kernel.
-        fewest: the smallest number of short copies that is worth a launch.
+        fewest: the smallest number of short copies for which the kernel is launched.
     """
     is_short = (runs.size < below) & ((runs.target | runs.source) % _ALIGNED == 0)
     if int(is_short.sum()) < fewest:

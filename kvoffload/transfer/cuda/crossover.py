@@ -4,8 +4,8 @@ The size differs by device and direction. It is measured when the copier is made
 megabytes of scratch memory, for a few seconds at most. Ranks that start together measure at the same time. If the
 kernel is not available, copies a wrong byte, or is never faster, all copies go through the copy engine.
 
-The device's own events time the copies. Large copies before the first event keep the device busy until the timed
-copies have been enqueued, so that no pause of the enqueuing thread shows in the measured time.
+The device's own events time the copies. Large copies before the first event keep the device busy until the timed copies
+have been enqueued, so that pauses of the enqueuing thread are not measured.
 
     large copies ── [start] ── timed copies ── [end]
     enqueue  ──────────────────────────────▶│ from here on the device needs nothing from the host
@@ -40,8 +40,9 @@ log = get_logger("transfer")
 SCRATCH_BYTES = 8 * 2**20
 _PIECES: tuple[int, ...] = tuple(2**power for power in range(11, 19))  # 2 KiB to 256 KiB
 _REPEATS = 5
-_WINS = 0.95  # the kernel wins if it takes less than this share of the copy engine's time; a smaller lead is noise
-_LONGEST_S = 5.0  # time limit for all measurements, not counting the kernel's compilation
+# The kernel is faster if it takes less than this share of the copy engine's time; smaller differences are noise.
+_WINS = 0.95
+_LONGEST_S = 5.0  # time limit for all measurements, without the kernel's compilation
 _PATIENCE_S = 10.0  # time limit for one batch
 _MARGIN = 1.5  # covering copies must last this many times as long as enqueuing the previous batch took
 _MOST_COVERS = 64
@@ -56,12 +57,13 @@ def learn(copier: CudaCopier, device: str) -> None:
     """
     begun, driver = time.perf_counter(), copier.driver
     try:
-        stream = copier.stream(Direction.LOAD)  # still idle, and loads will use the kernel prepared on it
+        # This stream is still idle, and loads will use the kernel prepared on it.
+        stream = copier.stream(Direction.LOAD)
         driver.prepare_kernel(stream, copier.profile.programs)
         with driver.scratch(SCRATCH_BYTES, stream) as scratch:
             limits = Trial(driver, stream, scratch).limits(stores=copier.profile.stores)
         copier.use_kernel(limits)
-    except Exception as error:  # no triton, no memory, no mapping: the copy engine makes all copies
+    except Exception as error:  # Without triton, memory or a mapping, the copy engine makes all copies.
         log.info("page_kernel_unavailable", device=device, reason=repr(error))
         return
     log.info(
@@ -88,7 +90,7 @@ class Trial:
     scratch: CudaScratch
     deadline: float = math.inf
     cover_s: float = math.inf  # seconds that one covering copy takes
-    # How long it took to enqueue the last batch, for the kernel (True) and for the copy engine (False).
+    # How long it took to enqueue the last batch for the kernel (True) and for the copy engine (False).
     enqueue_s: dict[bool, float] = field(default_factory=lambda: dict.fromkeys((True, False), 0.0))
 
     def limits(self, *, stores: bool = True) -> Limits:
@@ -111,7 +113,7 @@ class Trial:
         self.cover_s = self.seconds(Direction.LOAD, self._cover(), by_kernel=False)
 
     def _check(self) -> None:
-        """Let the kernel copy random bytes to the device and back to another place, and compare them."""
+        """Let the kernel copy random bytes to the device and from there to other host memory, and compare them."""
         size = len(self.scratch.host) // 2
         there, back = self.scratch.host[:size], self.scratch.host[size:]
         there[:] = np.random.default_rng(0).integers(0, 256, size, np.uint8)
@@ -129,7 +131,7 @@ class Trial:
             for repeat in range(_REPEATS + 1):
                 for by_kernel in (True, False):
                     seconds = self.seconds(direction, runs, by_kernel=by_kernel)
-                    if repeat:  # the first repeat warms up
+                    if repeat:  # The first repeat is a warm-up.
                         times[by_kernel].append(seconds)
             if median(times[True]) > _WINS * median(times[False]):
                 return piece if number else 0

@@ -1,19 +1,19 @@
-"""One CUDA device as the copier sees it, through NVIDIA's driver library only.
+"""The operations on one CUDA device that the copier needs, through NVIDIA's driver library.
 
-torch provides one number, the handle of the engine's current stream. Everything else is our own:
+torch only provides the handle of the engine's current stream. We use our own:
 
-* streams, because torch's come from a pool of 32 that other code uses too, with one priority only;
-* events, because torch creates an event when it is first recorded, when copies may already be running;
+* streams, because they come from a pool of 32 that other code uses too, with one priority;
+* events, because torch creates an event when it is first recorded, when copies may already run;
 * memory registration, because the CUDA runtime keeps a refusal as an error, which torch's next check would find.
 
-Each method makes the device's context current on the calling thread, and puts every thread but the engine's into the
-relaxed capture mode. Otherwise, while some thread captures a graph, a call that is unsafe during captures would fail
-and spoil the graph.
+Each method makes the device's context current on the calling thread, and puts every thread except the engine's into the
+relaxed capture mode. Otherwise, calls that are unsafe during a graph capture would fail and break another thread's
+capture.
 
 A call that enqueues an operation blocks if the stream's command buffer is full, and our streams wait behind fences for
 whole forward passes. So the driver counts the operations pending on each stream: when an event has passed, everything
-before it has ended. A call keeps the GIL only if this count guarantees room. Copiers ask `has_room` before they enqueue
-more.
+before it has ended. A call keeps the GIL only if this count guarantees room. Copiers call `has_room` before they
+enqueue more.
 """
 
 from __future__ import annotations
@@ -51,20 +51,21 @@ KERNEL_COPIES = 8192
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
-_BLACKWELL = 10  # batches of many copies were reported to crash or hang on these devices
-# The most copies in one batch call. They fit into `_ROOM`; a call with 51,828 copies was reported to crash a driver.
+_BLACKWELL = 10  # batches of many copies have been reported to crash or hang on these devices
+# The most copies in one batch call. They fit into `_ROOM`. A call with 51,828 copies was reported to crash a driver.
 _SLICE = 512
-_CALLS = 256  # copies per slice if each is enqueued by a separate call; these calls take about a millisecond
-# The most operations pending on a stream: about 1,000 launches are known to fit. A copy in a batch may take as much
+# The copies in a slice if each is enqueued by a separate call; these calls take about a millisecond.
+_CALLS = 256
+# The most operations pending on a stream, of the about 1,000 launches known to fit. A copy in a batch may take as much
 # room as a launch, so it counts as one operation.
 _ROOM = 768
 # The most batched copies pending if only copies are ahead of them: enough to keep the device busy between two queries.
 _RUNNING = 8192
-_LAUNCH = 2  # operations: the copy of the descriptors, and the kernel
+_LAUNCH = 2  # counted operations: the copy of the descriptors, and the kernel
 
 _WITHOUT_PINNING = "; run the engine without confidential computing, or without kvoffload"
 
-_pinned: list[NDArray[np.uint8]] = []  # never freed: memory that a device may access must stay mapped
+_pinned: list[NDArray[np.uint8]] = []  # memory that a device may access stays mapped until the process ends
 
 
 # CUmemcpyAttributes, which say how a batch reads its sources. Only the first number is set: the location hints matter
@@ -82,12 +83,12 @@ _ACCESS_ORDER = {Direction.STORE: _IN_STREAM_ORDER, Direction.LOAD: _ANY_TIME}
 class Event:
     """A CUDA event, whose handle returns to its pool when the last reference is dropped.
 
-    CUDA allows this even while a stream waits for the event: a wait refers to the record that was made before it.
+    CUDA allows this even while a stream waits for the event, because the wait refers to the earlier record.
 
     Args:
         handle: the driver's handle.
         pool: the pool that the handle returns to.
-        queue: the counts of the stream on which the event was recorded; None if that stream is not ours.
+        queue: the counts of the stream on which the event was recorded; None for an engine's stream.
         place: the number of operations enqueued on that stream when the event was recorded.
     """
 
@@ -135,7 +136,7 @@ class CudaScratch:
 
 
 class _Threads(threading.local):
-    """A per-thread variable for the library's results. Its first use on a thread relaxes that thread's capture mode.
+    """A per-thread variable for the library's results. Its first use relaxes the thread's capture mode.
 
     Only the engine's thread keeps its capture mode.
     """
@@ -153,7 +154,7 @@ class NvidiaDriver:
         device: torch's name for the device, such as "cuda:0".
         current_stream: returns the handle of the calling thread's current stream on the device.
         batch_copies: when to use the driver's batched copy: "auto" if it is known to work on this device, "on" if the
-            driver has it (for measurements), "off" never.
+            driver supports it (for measurements), "off" never.
 
     Attributes:
         is_batched: whether copies go to the driver in batches.
@@ -244,11 +245,11 @@ class NvidiaDriver:
             queue.waiting = queue.enqueued
 
     def has_passed(self, event: Event) -> bool:
-        """Return whether all work before `event` is done.
+        """Return whether all work before `event` has ended.
 
         Raises:
-            DeviceLost: the device runs nothing more for this process.
-            CudaError: the driver refused the query, so it is unknown whether the work is done.
+            DeviceLost: this process can no longer use the device.
+            CudaError: the driver refused the query, so the work may still run.
         """
         self.enter()
         code = self.library.query_event(event.handle)
@@ -265,7 +266,7 @@ class NvidiaDriver:
         return float(_answer(ctypes.c_float, elapsed, start.handle, end.handle)) / 1000
 
     def has_room(self, stream: int, copies: int, *, may_wait: bool) -> bool:
-        """Whether `copies` more copies can be enqueued without blocking.
+        """Return whether `copies` more copies can be enqueued without blocking.
 
         With `may_wait`, batched copies may also block if only copies are ahead of them. Single copies may not: each
         call that blocks would release the GIL, and might not get it back for 5 ms.
@@ -296,7 +297,7 @@ class NvidiaDriver:
         Raises:
             Exception: the kernel is not available here.
         """
-        from kvoffload.transfer.cuda.page_kernel import PageKernel  # triton may be missing
+        from kvoffload.transfer.cuda.page_kernel import PageKernel  # triton may not be installed
 
         self.enter()
         if stream not in self._kernels:
@@ -315,9 +316,9 @@ class NvidiaDriver:
 
     @contextmanager
     def scratch(self, size: int, stream: int) -> Iterator[CudaScratch]:
-        """Lend `size` bytes of device memory and twice as much host memory, for work on `stream` only.
+        """Provide `size` bytes of device memory and twice as much host memory, for work on `stream` only.
 
-        The device memory comes from the driver's own pool: torch's pool would keep it, and may lend memory that
+        The device memory comes from the driver's own pool: torch's pool would keep it, and may return memory that
         another stream still uses. The host memory stays pinned.
 
         Raises:
@@ -329,11 +330,12 @@ class NvidiaDriver:
             try:
                 yield CudaScratch(device, host)
             finally:
-                self.library.cuMemFreeAsync(device, stream)  # runs after all work that uses it
+                # The stream frees it after all work that uses it.
+                self.library.cuMemFreeAsync(device, stream)
 
     @contextmanager
     def relaxed(self) -> Iterator[None]:
-        """Relax the calling thread's capture mode, so that its calls do not spoil another thread's graph capture."""
+        """Relax the calling thread's capture mode, so that its calls do not break another thread's graph capture."""
         self.enter()
         before = self._exchange_capture_mode(RELAXED)
         try:
@@ -344,7 +346,7 @@ class NvidiaDriver:
     def pinned(self, size: int) -> NDArray[np.uint8]:
         """Return zeroed, registered host memory, which a kernel accesses at the host's own addresses.
 
-        It stays pinned for the life of the process: batches that timed out may still use it.
+        It stays pinned until the process ends, because batches that timed out may still use it.
 
         Raises:
             HostMemoryError: this device sees host memory at other addresses.
@@ -377,7 +379,7 @@ class NvidiaDriver:
         self.library.cuMemHostUnregister(address)
 
     def close(self) -> None:
-        """Destroy streams and events. Work still running on a stream ends by itself. The engine keeps the context."""
+        """Destroy streams and events. Work that still runs on a stream ends normally. The engine keeps the context."""
         with contextlib.suppress(CudaError, DeviceLost):
             self.enter()
             while self._queues:
@@ -394,8 +396,9 @@ class NvidiaDriver:
     def _keeps_lock(self, stream: int, operations: int) -> bool:
         """Count `operations` as enqueued; return whether to keep the GIL during the call that enqueues them.
 
-        Short calls keep the GIL, so that no wait for the GIL falls between a batch's events. Calls that may block
-        release it. So do calls on the engine's streams, because only the engine knows how much is pending there.
+        Short calls keep the GIL, so that a batch's two events do not time a wait for the GIL. Calls that may block
+        release it. Calls on the engine's streams also release it, because the driver does not count what is pending
+        there.
         """
         queue = self._queues.get(stream)
         if queue is None:
@@ -424,7 +427,7 @@ class NvidiaDriver:
         return text.value.decode()
 
     def enter(self) -> None:
-        """Make the device's context current on the calling thread: the library's functions need a current context."""
+        """Make the device's context current on the calling thread. The library's functions need a current context."""
         current = self._threads.current
         self.library.cuCtxGetCurrent(ctypes.byref(current))
         if current.value != self._context:
@@ -437,7 +440,7 @@ class NvidiaDriver:
 
 
 def _answer(kind: Callable[[], Any], call: Callable[..., int], *arguments: int) -> Any:  # noqa: ANN401  # by `kind`
-    """Return the value that a function writes through its first argument."""
+    """Return the value that a library function writes through its first argument."""
     place = kind()
     call(ctypes.byref(place), *arguments)
     return place.value

@@ -2,9 +2,9 @@
 
 Functions that only query or set state are called with the GIL held (`PyDLL`): they take less than a microsecond, and a
 thread that releases the GIL may wait 5 ms to get it back while the engine computes. Functions that may take long
-release it (`CDLL`). Functions that enqueue are bound both ways, because they block if their stream is full: the caller
-knows how much is pending there (`driver.py`), and chooses. The caller also checks their return code: a check here
-would take as long as the call.
+release it (`CDLL`). Functions that enqueue are bound both ways, because they block if their stream is full. The caller
+(`driver.py`) counts what is pending and chooses. The caller also checks their return code, because a check here would
+take as long as the call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 NOT_READY = 600
 UNSUPPORTED = 801
-BATCH_VERSION = 12080  # the interface of CUDA 12.8; newer drivers still provide it under this number
+BATCH_VERSION = 12080  # the interface of CUDA 12.8; newer drivers also provide it under this number
 
 _QUICK: dict[str, tuple[Any, ...]] = {
     "cuCtxGetCurrent": (c_void_p,),
@@ -63,11 +63,11 @@ _LONG: dict[str, tuple[Any, ...]] = {
 _BATCH = (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p)
 
 # After these errors the device runs nothing more for this process: not initialized (as in a forked child),
-# deinitialized, device unavailable, context gone, uncorrectable memory or link error, faulty kernel, context
-# destroyed, MPS client terminated, unknown error. All other errors say nothing about copies in flight.
+# deinitialized, device unavailable, context gone, uncorrectable memory or link error, faulty kernel, context destroyed,
+# MPS client terminated, unknown error. After other errors, copies may still be running.
 _LOST = frozenset({3, 4, 46, 201, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 810, 999})
 CAPTURE = range(900, 909)
-"""Codes that a graph capture somewhere in the process causes; the same call may succeed later."""
+"""Codes caused by a graph capture somewhere in the process. The same call may succeed later."""
 
 
 class CudaError(CopyError):
@@ -87,7 +87,7 @@ class CudaLibrary:
     """The functions of `libcuda.so.1` as attributes; each raises `CudaError` or `DeviceLost` if it fails.
 
     Attributes:
-        enqueue: functions that enqueue, by name and by whether they hold the GIL. They return the code and do not
+        enqueue: functions that enqueue, by name and by whether they keep the GIL. They return the code and do not
             raise.
         query_event: returns the code and does not raise; `NOT_READY` is not an error.
 
@@ -98,7 +98,7 @@ class CudaLibrary:
     def __init__(self) -> None:
         quick, long = ctypes.PyDLL("libcuda.so.1"), ctypes.CDLL("libcuda.so.1")
         self._error_name = long.cuGetErrorName
-        self._get_address = getattr(long, "cuGetProcAddress_v2", None)  # drivers before 12.0 lack it
+        self._get_address = getattr(long, "cuGetProcAddress_v2", None)  # Drivers before 12.0 do not have it.
         for library, prototypes in ((quick, _QUICK), (long, _LONG | _ENQUEUE)):
             for name, types in prototypes.items():
                 function = _typed(library[name], types)
@@ -114,7 +114,7 @@ class CudaLibrary:
         raise AttributeError(f"{name} is not among the functions that were bound")
 
     def batch_copy(self) -> Mapping[bool, Callable[..., int]] | None:
-        """Return the batched copy function, keyed by whether it holds the GIL; None for drivers before 12.8."""
+        """Return the batched copy function, by whether it keeps the GIL; None for drivers before 12.8."""
         if self._get_address is None:
             return None
         found, status = c_void_p(), c_int()
@@ -139,7 +139,7 @@ class CudaLibrary:
 
 
 def _typed(function: Any, types: tuple[Any, ...]) -> Any:  # noqa: ANN401  # ctypes has no types for these
-    """Set a function's types and return it. Each look-up makes a new object, so other look-ups are unaffected."""
+    """Set a function's types and return it. Each look-up returns a new object, so other look-ups are unaffected."""
     function.argtypes = types
     function.restype = c_int
     return function

@@ -1,8 +1,8 @@
 """Copies short pieces with a kernel, which reads and writes pinned host memory directly over the bus.
 
-A copy engine takes pieces one after the other, and below some size a piece takes longer to start than to move. A
-kernel keeps many pieces in flight at once. It uses few thread blocks: they are enough to saturate the bus, and leave
-nearly all of the device to the engine's own kernels.
+A copy engine copies one piece after the other, and starting a short piece takes longer than moving it. A kernel keeps
+many pieces in flight at once. It uses few thread blocks: they are enough to saturate the bus, and leave nearly all of
+the device to the engine's own kernels.
 
     program 0   | run 0 | run 32 | run 64 ..    with 32 programs each takes every 32nd run, 4 KiB at a time, in
     program 1   | run 1 | run 33 | run 65 ..    16-byte pieces; unaligned runs and the remainder byte by byte
@@ -42,8 +42,8 @@ def _copy_runs(descriptors: tl.tensor, runs: tl.tensor, words: tl.constexpr) -> 
         source = tl.load(descriptors + runs + run)
         size = tl.load(descriptors + 2 * runs + run)
         is_aligned = (target | source) % 16 == 0
-        body = size // 16 * is_aligned * 2  # in words, always an even number
-        # The alignment hints are for these two pointers only: the bytes copied further down may be unaligned.
+        body = size // 16 * is_aligned * 2  # In words, always an even number.
+        # The alignment hints are only for these two pointers. The bytes copied below may be unaligned.
         word_target = tl.multiple_of(target.to(tl.pointer_type(tl.int64)), 16)
         word_source = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)
         for turn in range(tl.cdiv(body, words)):
@@ -59,7 +59,7 @@ def _copy_runs(descriptors: tl.tensor, runs: tl.tensor, words: tl.constexpr) -> 
 class PageKernel:
     """The kernel on one stream. The constructor allocates all memory, and compiles and loads the kernel.
 
-    Each launch in flight has a buffer for its descriptors: they are written to pinned memory, and copied from there to
+    Each launch in flight has a buffer for its descriptors, which are written to pinned memory and copied from there to
     device memory. Two threads may launch at the same time.
 
     Args:
@@ -103,13 +103,14 @@ class PageKernel:
         launch = self._launchers[min(len(self._launchers), count) - 1]
         launch(buffer.target, count, _WORDS, stream=self._stream)
         self._driver.record(buffer.end, self._stream)
-        self._buffers.append(buffer)  # after an error the buffer is dropped: the device may still read it
+        # After an error the buffer is not returned, because the device may still read it.
+        self._buffers.append(buffer)
 
     def _free_buffer(self) -> _Buffer:
         """Remove and return the oldest buffer, whose launch must have ended; raise `BufferError` if there is none."""
-        with suppress(IndexError):  # other threads use all buffers, or failed launches dropped them
+        with suppress(IndexError):  # Other threads use all buffers, or failed launches have dropped them.
             buffer = self._buffers.popleft()
-            with suppress(CudaError):  # if the query is refused, a later call repeats it
+            with suppress(CudaError):  # If the query is refused, a later call repeats it.
                 if self._driver.has_passed(buffer.end):
                     return buffer
             self._buffers.appendleft(buffer)

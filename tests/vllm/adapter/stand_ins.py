@@ -1,4 +1,7 @@
-"""Configurations shaped like vLLM's, for tests without it. A spec's class has vLLM's name, as that is what is read."""
+"""Objects like vLLM's configurations, for tests without vLLM.
+
+Their specs have vLLM's class names, which are what is checked.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both sides make of vLLM's configuration."""
+"""How both sides are built from vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.vllm.engine_rig import MARKS
 pytestmark = MARKS
 
 
-# vLLM tells each engine of a dense model that it is alone, and those of a mixture of experts how many they are.
+# vLLM reports one engine to each engine of a dense model, and the real number to those of a mixture of experts.
 @pytest.mark.parametrize("engines_known", [1, 2])
 @pytest.mark.parametrize(("index", "file"), [(0, "journal"), (1, "journal.dp1")])
 def test_each_engine_of_a_server_has_a_journal_of_its_own(index: int, file: str, engines_known: int) -> None:

@@ -1,4 +1,4 @@
-"""What vLLM's adapter asks before a vLLM starts; and, where there is one, in its own environment and at its start."""
+"""The doctor's checks by vLLM's adapter, before a vLLM starts and at its start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events for routers: what came to the host and what left it."""
+"""Events for routers about blocks that reached or left the host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Extra = tuple[tuple[Any, ...] | None, int]
 
 
 def extra_keys(request: Any, start: int, end: int, media: int) -> Extra:
-    """As vLLM's: the salt is in the first block, an image where it begins; images are looked at in order."""
+    """Return extra keys as vLLM does: the salt in the first block, an image in the block where it begins."""
     found = [(name, at - start) for name, at in request.images[media:] if start <= at < end]
     salt = [request.salt] if request.salt and not start else []
     return (*found, *salt) or None, media + len(found)
@@ -36,7 +36,7 @@ WIRE = Wire(
 
 
 def groups(num_blocks: int = 100) -> VllmGroups:
-    """vLLM's groups 0 and 2, with blocks of 4 and 2 tokens; a hash for each 2."""
+    """Return vLLM's groups 0 and 2, with blocks of 4 and 2 tokens and a hash for every 2 tokens."""
     left_out = group(spec("CircularBufferSpec", 8, prefix_cacheable=False))
     config = cache_config(group(full(4)), left_out, group(window(4, 2)), num_blocks=num_blocks)
     return vllm_groups(vllm_config(), config, features=Features(), sizes=(4, 2))
@@ -77,7 +77,7 @@ def test_a_block_that_came_is_published_with_its_tokens_and_parent() -> None:
 
 
 def test_parents_are_published_before_their_children() -> None:
-    """Slots are filled deepest first, which is the order in which they become evictable, and jobs one after another."""
+    """Slots are filled deepest first, the order in which they can be evicted, and one job after another."""
     maker, (large, small) = reported(request())
     order = [small[1], small[0], large[1], small[3], large[0], small[2]]
     reported_of = [
@@ -140,20 +140,20 @@ def test_a_block_that_comes_again_is_published_in_full_again() -> None:
 
 
 def test_a_block_without_a_note_is_left_out_and_so_is_its_end() -> None:
-    """With no parent and no tokens it would read as the first block of a prompt."""
+    """Without a parent and tokens, it would look like the first block of a prompt."""
     maker, (large, _) = reported(request(), computed_tokens=4)
     assert events(maker, (large[1], True)) == []
     assert [fields["block_hashes"] for _, fields in events(maker, (large[0], True))] == [["01"]]
     ((kind, fields),) = events(maker, (large[0], False), (large[1], False))
     assert (kind, fields["block_hashes"]) == ("removed", ["01"])
-    assert len(events(maker, (large[1], False))) == 1  # left out once
+    assert len(events(maker, (large[1], False))) == 1  # skipped only once
 
 
 # -- notes ----------------------------------------------------------------------------------------------------------
 
 
 def taker(holds: Callable[[BlockKey], bool], device_blocks: int, *, count: int = 1) -> BlockNotes:
-    """Of `count` groups with blocks of 2 tokens."""
+    """Return notes for `count` groups with blocks of 2 tokens."""
     config = cache_config(*[group(full(2))] * count, num_blocks=device_blocks + 1)
     return BlockNotes(vllm_groups(vllm_config(), config, features=Features(), sizes=(2, 2)), WIRE, holds)
 
@@ -176,7 +176,7 @@ def test_only_blocks_that_are_computed_are_noted_each_once() -> None:
     assert notes.take(prompt(range(4)), 0, 5) == 2
     assert count_of(notes) == 2
     assert notes.take(prompt(range(4)), 2, 5) == 2
-    assert notes.take(prompt(range(4)), 2, 100) == 4  # more is computed than is hashed yet
+    assert notes.take(prompt(range(4)), 2, 100) == 4  # More tokens are computed than are hashed yet.
     assert notes.take(prompt(range(4)), 0, 8) == 4
     assert count_of(notes) == 4
 
@@ -189,7 +189,7 @@ def test_groups_with_blocks_of_one_size_share_notes() -> None:
 
 
 def test_a_note_is_kept_while_the_device_holds_its_block() -> None:
-    """A lazy store may come long after the block's request has gone."""
+    """A lazy store may come long after the block's request has ended."""
     on_device = {key(number) for number in range(0, 12, 2)}
     notes = taker(on_device.__contains__, 12)
     for start in range(0, 1000, 10):
@@ -255,7 +255,7 @@ def test_each_tier_reports_what_came_to_it_and_left_it() -> None:
 
 
 def test_a_block_that_came_before_its_note_is_reported_with_it() -> None:
-    """As an earlier process left it on the disk, or another engine wrote it to the store."""
+    """An earlier process left it on the disk, or another engine wrote it to the store."""
     published, indexes, large = tiers()
     for tier in (Tier.DISK, Tier.REMOTE):
         indexes[tier].add(large[:2], [SlotId(0), SlotId(1)])

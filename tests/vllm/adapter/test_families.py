@@ -1,4 +1,4 @@
-"""The metrics in a front end: all of the catalogue, from whatever classes, once in a process."""
+"""The metrics in a front end: the whole catalogue, with given classes, once per process."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_name_that_is_somebody_elses_is_an_error() -> None:
 
 
 class Alien:
-    """A metric that knows what Ray's know: no registry, and no taking back."""
+    """A metric with Ray's interface: no registry, and no way to unregister."""
 
     made: list[dict[str, Any]]
 

@@ -1,4 +1,4 @@
-"""What `gpu_tokens` says of answers that differ or cannot be compared. No vLLM: its answers are given."""
+"""The results of `gpu_tokens` for answers that differ or cannot be compared, without vLLM."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WRONG: Answer = [(0, [-0.9, -2.0]), (1, [-3.0, -0.1])]
     [
         (RIGHT, 0),
         (WRONG, 0.4),
-        ([(1, [-2.5, -0.2]), (1, [-9.0, -9.0])], 2.0),  # places behind another token are not compared
+        ([(1, [-2.5, -0.2]), (1, [-9.0, -9.0])], 2.0),  # positions after a different token are not compared
         ([(1, [-0.5, -0.3]), RIGHT[1]], 1.7),  # only the other token has become more likely
         ([(0, [-0.5, -7.0]), RIGHT[1]], 0),  # tokens that neither has chosen do not count
         ([RIGHT[0], (1, [-3.0, float("nan")])], 1e6),
@@ -44,7 +44,7 @@ def test_the_difference_of_two_answers(answer: Answer, difference: float) -> Non
 
 @dataclass
 class GivenEngine:
-    """Answers in rounds: while blocks are stored, from the host, and with them overwritten."""
+    """Gives prepared answers: while blocks are stored, from the host, and after they were overwritten."""
 
     stored: Answer = field(default_factory=lambda: RIGHT)
     from_host: Answer = field(default_factory=lambda: RIGHT)

@@ -1,4 +1,4 @@
-"""vLLM's groups become ours, or are refused with every reason at once."""
+"""vLLM's groups are translated to ours, or refused with every reason."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_shape_is_what_the_engine_is() -> None:
         (window(80), AttentionKind.SLIDING_WINDOW, 80),
         (spec("SlidingWindowMLASpec", sliding_window=64), AttentionKind.SLIDING_WINDOW, 64),
         (spec("ChunkedLocalAttentionSpec", attention_chunk_size=48), AttentionKind.CHUNKED_LOCAL, 48),
-        # The hybrid manager is off: vLLM keeps all blocks of a layer whose attention has a window.
+        # Without the hybrid manager, vLLM keeps all blocks of a layer with window attention.
         (spec("FullAttentionSpec", sliding_window=80), AttentionKind.FULL, None),
     ],
 )
@@ -63,7 +63,7 @@ def test_each_known_spec(one: Any, kind: AttentionKind, reach: int | None) -> No
 
 @pytest.mark.parametrize("length", range(0, 400, 16))
 def test_a_hit_needs_every_block_that_vllm_gives_a_request_for_it(length: int) -> None:
-    # A block that vLLM allocates for a hit counts as computed afterwards; one that is not loaded would be garbage.
+    # A block that vLLM allocates for a hit counts as computed. If it were not loaded, it would contain garbage.
     (translated,) = translate(group(window(80, extra_retained_tokens=5))).shape.groups
     skipped_by_vllm = max(length - 80 + 1 - 5, 0)
     assert translated.first_needed_token(length) == skipped_by_vllm
@@ -177,7 +177,7 @@ def test_keys_of_states_end_in_vllms_number_of_the_group() -> None:
 
 
 def test_a_recurrent_group_never_reads_ahead() -> None:
-    """A draft's prefix needs a state a block earlier, and vLLM keeps no second one behind it."""
+    """A draft's prefix needs a state one block earlier, and vLLM keeps no second state after it."""
     draft = SimpleNamespace(use_eagle_block_drop=lambda: True)
     groups = translate(
         mamba("align"),

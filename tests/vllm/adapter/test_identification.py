@@ -1,4 +1,4 @@
-"""Who learns of the identity when, and which requests may be found under it."""
+"""When each side gets the KV identity, and which requests may persist their blocks."""
 
 from __future__ import annotations
 

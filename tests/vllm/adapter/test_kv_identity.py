@@ -1,4 +1,4 @@
-"""What vLLM's KV depends on: equal where the numbers are equal, other where they are not, and refused where nothing is known."""
+"""The identity of vLLM's KV: equal for equal values, different for different values, and refused if unknown."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """vLLM's own configuration, in a process that has begun after all files were written and that hashes blocks."""
+    """Return vLLM's own configuration, in a process that began after all files were written, with block hashing."""
     from vllm.v1.core import kv_cache_utils
 
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"seed", raising=False)
@@ -125,7 +125,7 @@ LONGROPE = {
 def test_the_longest_request_counts_where_rope_depends_on_it(
     checkpoint: Path, settings: Callable[..., Any], tmp_path: Path, rope: dict[str, Any]
 ) -> None:
-    """vLLM chooses between LongRoPE's factors by whether `max_model_len` is above the original length."""
+    """vLLM chooses between LongRoPE's factors by comparing `max_model_len` with the original length."""
     overrides = {"rope_parameters": rope}
     first, second, third = (
         find(settings(checkpoint, hf_overrides=overrides, max_model_len=longest), tmp_path)
@@ -157,7 +157,7 @@ def test_what_depends_on_the_longest_request(hf_config: dict[str, Any], *, depen
 
 
 def test_vllm_has_no_other_ropes() -> None:
-    """A new kind counts as depending on the length until someone has looked."""
+    """A new kind of RoPE counts as depending on the length until someone has checked it."""
     from inspect import getsource
 
     from vllm.model_executor.layers.rotary_embedding import get_rope
@@ -171,14 +171,14 @@ def test_vllm_has_no_other_ropes() -> None:
 
 
 def test_vllm_decides_nothing_else_by_the_longest_request() -> None:
-    """A file that is new here must be read: what it decides may change the KV, as in Llama 4."""
+    """If a new file appears here, it must be checked, because it may change the KV, as in Llama 4."""
     import vllm
 
     root = Path(vllm.__file__).parent / "model_executor"
     decides = re.compile(r"max_model_len *[<>]|[<>]=? *[\w.]*max_model_len")
     paths = [path for part in ("models", "layers") for path in (root / part).rglob("*.py")]
     found = {path.name for path in paths if decides.search(path.read_text())}
-    # The others limit a length alone.
+    # The other files only limit a length.
     assert found == {"phi3_long_rope_scaled_rope.py", "llama4.py", "config.py", "voxtral_realtime.py"}
 
 
@@ -238,7 +238,7 @@ def test_a_snapshot_of_the_hub_is_its_commit(
         (place / "snapshots" / COMMIT / path.name).symlink_to(f"../../blobs/{path.name}")
     config = settings(place / "snapshots" / COMMIT)
     assert find(config, tmp_path).weights == f"commit {COMMIT}"
-    config.model_config.model = "org/name"  # as it is named where the hub can be reached
+    config.model_config.model = "org/name"  # the name if the hub can be reached
     config.model_config.revision = COMMIT
     config.load_config.download_dir = str(tmp_path / "hub")
     assert find(config, tmp_path).weights == f"commit {COMMIT}"

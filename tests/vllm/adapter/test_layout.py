@@ -1,7 +1,7 @@
-"""A layout's regions hold every byte of a block and no other's, whatever the tensors look like.
+"""A layout's regions contain every byte of a block and no other block's, for all forms of tensors.
 
-Each test makes a cache as vLLM would, fills every block with its number through the views that the model writes by, and
-reads the blocks back through the regions.
+Each test makes a cache as vLLM does, fills every block with its number through the model's views, and reads the blocks
+through the regions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCKS = 7
 
 
 def page(layout: DeviceLayout, block: int) -> bytes:
-    """A block's bytes, as a copier would read them."""
+    """Return a block's bytes, as a copier would read them."""
     return b"".join(
         ctypes.string_at(region.address + block * region.block_stride, region.page_bytes)
         for region in layout.regions
@@ -49,7 +49,7 @@ def older(size: int, shared_by: list[str], offset: int = 0, block_stride: int = 
 
 
 def fill(view: torch.Tensor, block_dim: int = 0) -> torch.Tensor:
-    """Write each block's number over the block; a block may be several along `block_dim`."""
+    """Fill each block with its number. A block may have several entries along `block_dim`."""
     ratio = view.shape[block_dim] // BLOCKS
     for index in range(view.shape[block_dim]):
         view.select(block_dim, index).fill_(index // ratio + 1)
@@ -100,7 +100,7 @@ def test_blocks_outermost_are_one_region() -> None:
 
 
 def test_differing_pages_of_one_block_are_one_region() -> None:
-    # | A 32 | B 48 | padding 16 |, and a second group over the same bytes.
+    # | A 32 | B 48 | padding 16 |, and a second group in the same bytes.
     raw = torch.zeros(BLOCKS * 96, dtype=torch.int8)
     caches = {
         "a": bytes_view(raw, (BLOCKS, 32), (96, 1), 0),
@@ -150,10 +150,10 @@ def test_a_layer_that_another_shares_its_cache_with_is_not_asked() -> None:
 @pytest.mark.parametrize(
     ("shape", "block_dim", "regions"),
     [
-        ((2, BLOCKS, 4, 2, 8), 1, 2),  # keys and values apart
-        ((BLOCKS, 2, 4, 2, 8), 0, 1),  # together
-        ((BLOCKS, 4, 64), 0, 1),  # latent
-        ((BLOCKS, 2, 4, 8), 0, 1),  # the CPU's: heads before the block's tokens
+        ((2, BLOCKS, 4, 2, 8), 1, 2),  # keys and values in separate tensors
+        ((BLOCKS, 2, 4, 2, 8), 0, 1),  # keys and values together
+        ((BLOCKS, 4, 64), 0, 1),  # latent attention
+        ((BLOCKS, 2, 4, 8), 0, 1),  # the CPU's layout: heads before the block's tokens
     ],
 )
 def test_a_tensor_each(shape: tuple[int, ...], block_dim: int, regions: int, ratio: int) -> None:
@@ -166,7 +166,8 @@ def test_a_tensor_each(shape: tuple[int, ...], block_dim: int, regions: int, rat
 
 
 def test_dimensions_in_another_order_in_memory() -> None:
-    # Heads before tokens, seen as tokens before heads; keys and values within a block, seen outside.
+    # In memory, heads come before tokens, and keys and values are within a block. In the view, both orders are
+    # reversed.
     stored = torch.zeros(BLOCKS, 2, 2, 4, 8, dtype=torch.float32)
     view = stored.permute(1, 0, 3, 2, 4)
     layout = layout_of_caches({"l": view}, config(older(stored.numel() * 4, ["l"])))

@@ -1,4 +1,4 @@
-"""What a block's bytes mean on a worker of vLLM's: where it differs, no other process serves them."""
+"""The description of a block's bytes on a vLLM worker. Workers with different descriptions do not share blocks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PAGE = HEADS * TOKENS * CONTENT
 
 
 def view(blocks: int = BLOCKS, *, tokens_first: bool = False) -> torch.Tensor:
-    """A layer's cache [blocks, heads, tokens, content]; heads or tokens are outermost in memory."""
+    """Return a layer's cache [blocks, heads, tokens, content]. In memory, heads or tokens are outermost."""
     if tokens_first:
         return torch.zeros(blocks, TOKENS, HEADS, CONTENT, dtype=torch.int8).transpose(1, 2)
     return torch.zeros(blocks, HEADS, TOKENS, CONTENT, dtype=torch.int8)
@@ -45,7 +45,7 @@ def layer(backend: str) -> Any:
 def layout(
     cache: torch.Tensor | None = None, backend: str = "FLASH_ATTN", blocks: int = BLOCKS
 ) -> DeviceLayout:
-    """The layout of a worker with one layer, as the connector hands it on."""
+    """Return the layout of a worker with one layer, as the connector passes it on."""
     caches = {"l0": view(blocks) if cache is None else cache}
     made = config(placed(blocks * PAGE, ["l0"], blocks * PAGE, PAGE), blocks=blocks)
     meaning = meaning_of_caches(caches, made, {"l0": layer(backend)})
@@ -66,7 +66,7 @@ NAMES = [*OTHERS, *SAME]
 
 
 class Worker:
-    """A worker on a portal that the test drives."""
+    """A worker on a portal that the test advances."""
 
     def __init__(self, layout: DeviceLayout, **tiers: Any) -> None:
         self.portal, settings = ManualPortal(FakeClock()), OffloadConfig(host_bytes=2**20, disk_bytes=2**20)
@@ -91,7 +91,7 @@ class Worker:
 
 
 def slot_file(folder: Path, layout: DeviceLayout) -> bytes:
-    """The id of the slot file that a worker finds or makes."""
+    """Return the id of the slot file that a worker finds or makes."""
     worker = Worker(layout, disk=DiskPlace(folder, lambda: IDENTITY))
     file = worker.report().disk_file
     worker.close()
@@ -135,7 +135,7 @@ def older_meaning(cache: Any, blocks: int = BLOCKS) -> str:
 
 
 def test_keys_and_values_outside_or_inside_a_block_differ_before_0_29() -> None:
-    """As of two backends before 0.29, whatever the number of blocks."""
+    """Like two backends before 0.29, for any number of blocks."""
 
     def outside(blocks: int) -> torch.Tensor:
         return torch.zeros(2, blocks, TOKENS, HEADS, CONTENT)

@@ -1,4 +1,4 @@
-"""Sizes of KV blocks from a model's configuration: the arithmetic, what is refused, and the numbers of a stock vLLM."""
+"""Sizes of KV blocks from a model's configuration: the arithmetic, refused values, and a stock vLLM's sizes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ LLAMA_8B: dict[str, Any] = {
     "torch_dtype": "float16",
     "vocab_size": 512,
 }
-# Silent about heads and head dimension: those of the model class hold.
+# Heads and head dimension are missing, so the defaults of the model class apply.
 QWEN3_SILENT = {k: v for k, v in QWEN3_8B.items() if k not in ("head_dim", "num_key_value_heads")}
 DEEPSEEK_V2_LITE: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"],
@@ -250,10 +250,10 @@ def test_a_model_whose_sizes_are_not_computed_is_not_known(
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("model", MODELS)
 def test_the_sizes_are_those_of_a_stock_vllm(model: str, cache_dtype: str, tmp_path: Path) -> None:
-    """vLLM makes the layers without their weights, and says what its own pages and blocks are."""
+    """vLLM makes the layers without weights, and reports the sizes of its pages and blocks."""
     from tests.vllm.adapter.stock_sizes import stock_sizes
 
-    tokens = 16 if model == "deepseek" else 32  # what vLLM's backends for a CPU take
+    tokens = 16 if model == "deepseek" else 32  # the block size that vLLM's CPU backends accept
     found = sizes(MODELS[model], Options(block_size=tokens, kv_cache_dtype=cache_dtype))
     stock = stock_sizes(save(tmp_path, MODELS[model]), tokens, cache_dtype)
     assert (found.page_bytes, found.block_bytes) == stock

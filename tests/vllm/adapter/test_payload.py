@@ -1,4 +1,4 @@
-"""The form that travels: plain, mergeable, and the same after any transport."""
+"""The form of messages: plain, mergeable, and unchanged by any transport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM's reference counts can tell of our leases."""
+"""Checks of our leases against vLLM's reference counts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_block_with_fewer_references_than_leases_is_reported() -> None:
     device = VllmDevice()
     assert isinstance(device, AuditsLeases)
     leases = {DeviceBlockId(1): 1, DeviceBlockId(2): 2}
-    assert device.lease_problems({}) == []  # vLLM has not handed its pool over yet
+    assert device.lease_problems({}) == []  # vLLM has not passed its pool yet
     pool: Any = SimpleNamespace(blocks=[SimpleNamespace(ref_cnt=count) for count in (1, 3, 1)])
     device.bind(pool)
     assert device.lease_problems(leases) == ["block 2 is leased 2 times, vLLM counts 1 references"]
@@ -28,7 +28,7 @@ def test_a_block_with_fewer_references_than_leases_is_reported() -> None:
 
 
 def test_a_hash_of_a_part_of_a_block_is_no_key() -> None:
-    """vLLM gives a prompt's end a hash within a block where it hashes finer; no lookup of ours asks for one."""
+    """With finer hashes, vLLM gives a prompt's end a hash within a block. None of our lookups uses it."""
     keys = [BlockKey(b"hash" + number.to_bytes(4, "big")) for number in (0, 1)]
     blocks = [
         SimpleNamespace(block_hash=key, block_hash_num_tokens=tokens)
@@ -43,7 +43,7 @@ def test_a_hash_of_a_part_of_a_block_is_no_key() -> None:
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")
 def test_lazy_stores_whole_blocks_alone() -> None:
-    """Of a prompt of 88 tokens vLLM hashes two blocks of 32, and the first half of the third."""
+    """vLLM hashes two blocks of 32 tokens of a prompt of 88, and the first half of the third."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -60,7 +60,7 @@ def test_lazy_stores_whole_blocks_alone() -> None:
         blocks = pool.get_new_blocks(3)
         pool.cache_full_blocks(request, blocks, 0, 2, 32, 0)
         assert pool.cache_partial_block(request, blocks[2], 80, 0, 32) is not None
-        pool.get_new_blocks(BLOCKS - 3)  # so that ours are the next to be evicted
+        pool.get_new_blocks(BLOCKS - 3)  # now our blocks are the next to be evicted
         pool.free_blocks(blocks)
         (job,) = side.step(facts.StepScheduled(0)).stores
         assert set(job.targets) == {block.block_id for block in blocks[:2]}

@@ -1,4 +1,4 @@
-"""When the adapter reports to the core what requests gained. Steps are given here as vLLM writes them."""
+"""When the adapter reports requests' progress to the core. The steps have the form of vLLM's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVERY = 4
 
 
 class Engine:
-    """Requests on an engine that hands blocks out in ascending order."""
+    """Requests of an engine that allocates blocks in ascending order."""
 
     def __init__(self, every: int = EVERY, free: int = 1000, block: int = BLOCK) -> None:
         shape = EngineShape((GroupSpec(GroupId(0), AttentionKind.FULL, block),), 1, 1000, step_tokens=64)
@@ -29,7 +29,7 @@ class Engine:
         self.reports = ProgressReports(shape, (0,), KeyMaker([1], [0]), device, self.requests, every, None)
 
     def add(self, name: str, prompt: int) -> Tracked:
-        """A request got blocks for its prompt, and computes it in the next step."""
+        """Add a request with blocks for its prompt, which the next step computes."""
         request: Any = SimpleNamespace(
             request_id=name, block_hashes=[], num_computed_tokens=0, num_output_placeholders=0
         )
@@ -40,7 +40,7 @@ class Engine:
         return tracked
 
     def step(self, tokens: Mapping[str, int]) -> tuple[dict[Any, Any], list[Any]]:
-        """Take a step; return what was reported: confirmed tokens and new blocks by request, and further blocks."""
+        """Run a step; return the reports: confirmed tokens and new blocks by request, and further blocks."""
         self.steps += 1
         new_blocks: list[Any] = []
         for name, count in tokens.items():
@@ -74,12 +74,13 @@ def test_what_decoding_requests_gain_is_reported_together() -> None:
     engine.add("a", 14)
     engine.add("b", 15)
     engine.step({"a": 14, "b": 15})
-    assert engine.step({"a": 1, "b": 1}) == ({"a": (14, []), "b": (15, [])}, [])  # their prompts, at once
+    # Their prompts are reported at once.
+    assert engine.step({"a": 1, "b": 1}) == ({"a": (14, []), "b": (15, [])}, [])
     assert engine.step({"a": 1, "b": 1}) == ({}, [5])
     assert engine.step({"a": 1, "b": 1}) == ({"a": (16, [6]), "b": (17, [5])}, [])  # the fourth step
     for _ in range(3):
         assert engine.step({"a": 1, "b": 1}) == ({}, [])
-    assert engine.step({"a": 1, "b": 1}) == ({}, [])  # nothing was completed
+    assert engine.step({"a": 1, "b": 1}) == ({}, [])  # no block was completed
     found = [engine.step({"a": 1, "b": 1}) for _ in range(4)]
     assert found == [({}, []), ({}, []), ({}, [7]), ({"b": (25, [7]), "a": (24, [8])}, [])]
 
@@ -103,7 +104,7 @@ def test_every_step_reports_where_nothing_may_be_late() -> None:
 def test_chunks_of_a_prompt_are_reported_in_the_step_behind_them() -> None:
     engine = Engine()
     engine.add("a", 64)
-    engine.tables["a"], engine.last = 4, 4  # blocks of the first chunk
+    engine.tables["a"], engine.last = 4, 4  # the blocks of the first chunk
     assert engine.step({"a": 32}) == ({}, [])
     found, reallocated = engine.step({"a": 32})
     assert (found, sorted(reallocated)) == ({"a": (32, [5, 6, 7, 8])}, [5, 6, 7, 8])
@@ -112,7 +113,7 @@ def test_chunks_of_a_prompt_are_reported_in_the_step_behind_them() -> None:
 
 @pytest.mark.parametrize("tokens", [2, 3, 5, 7])
 def test_nothing_is_late_by_a_block(tokens: int) -> None:
-    """A draft's tokens, or small chunks: a window must not have passed a block that was not reported."""
+    """With a draft's tokens or small chunks, a window must not pass a block before it is reported."""
     engine = Engine(every=16)
     engine.add("a", 8)
     engine.step({"a": 8})
@@ -140,7 +141,7 @@ def test_blocks_that_were_not_reported_are_handed_over_at_the_end() -> None:
 
 
 def test_a_preemption_that_is_told_after_the_next_allocation_leaves_the_new_table_alone() -> None:
-    """vLLM's reset preempts outside a step, and the step that says so may have allocated again."""
+    """vLLM's reset preempts outside a step, and the step that reports it may allocate again."""
     engine = Engine()
     engine.add("a", 15)
     for tokens in (15, 1, 1):
@@ -149,7 +150,7 @@ def test_a_preemption_that_is_told_after_the_next_allocation_leaves_the_new_tabl
     engine.add("a", 15)
     engine.reports.forget("a")
     engine.step({"a": 15})
-    assert engine.step({"a": 1}) == ({"a": (15, [])}, [])  # nothing of the table before
+    assert engine.step({"a": 1}) == ({"a": (15, [])}, [])  # nothing of the earlier table
 
 
 def test_a_request_that_was_preempted_is_not_reported() -> None:
@@ -162,7 +163,7 @@ def test_a_request_that_was_preempted_is_not_reported() -> None:
 
 
 def test_a_request_that_is_not_scheduled_is_reported_later() -> None:
-    """It may have been preempted, which vLLM says only when it is allocated again."""
+    """It may have been preempted, which vLLM reports only when it is allocated again."""
     engine = Engine()
     engine.add("a", 15)
     for tokens in (15, 1, 1):

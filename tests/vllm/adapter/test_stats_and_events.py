@@ -1,4 +1,4 @@
-"""Stats and events against the installed vLLM: its base classes, its wire format, its registry."""
+"""Stats and events with the installed vLLM's base classes, wire format and registry."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_stats_reach_a_front_ends_metrics() -> None:
     assert changed is not None
     stats = KVOffloadStats(changed)
     assert not stats.is_empty()
-    assert bool(stats)  # vLLM's aggregation takes `stats or None`
+    assert bool(stats)  # vLLM's aggregation uses `stats or None`
     assert changes.take() is None
     reported = getattr(stats, "to_dict", lambda: stats.data)()
     arrived = KVOffloadStats(data=through_the_wire(reported))
@@ -81,7 +81,7 @@ def test_stats_add_up_as_vllm_adds_them() -> None:
 
 
 def published(**fields: Any) -> tuple[list[Any], Any]:
-    """What is published of a request's blocks that came, of two groups, and of one that left; with the request."""
+    """Return the events for a request's stored blocks of two groups and one removed block, and the request."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -128,7 +128,7 @@ def test_events_are_vllms_own() -> None:
 
 
 def test_events_say_what_vllms_own_say() -> None:
-    """Compare with what the block pool reports of the same blocks; only where they lie differs."""
+    """Compared with the block pool's own events about the same blocks. Only the location differs."""
     from vllm.lora.request import LoRARequest
     from vllm.v1.core.block_pool import BlockPool
 

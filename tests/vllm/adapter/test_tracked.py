@@ -1,4 +1,4 @@
-"""What is read of vLLM's request."""
+"""The fields that are read from vLLM's request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 @pytest.mark.parametrize(
     ("fields", "parent"),
     [
-        ({}, None),  # a vLLM that knows of no traces
+        ({}, None),  # a vLLM without traces
         ({"trace_headers": None}, None),
         ({"trace_headers": {"tracestate": "a=b"}}, None),
         ({"trace_headers": {"traceparent": PARENT, "tracestate": "a=b"}}, PARENT),
@@ -52,7 +52,7 @@ def test_hashes_that_were_rewritten_are_noticed(hashes: list[bytes], is_rewritte
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")
 def test_it_is_where_vllm_keeps_it() -> None:
-    from tests.vllm.stock import engines  # sets vLLM's environment, which it reads when it is imported
+    from tests.vllm.stock import engines  # This sets environment variables that vLLM reads at its import.
 
     assert engines.ENVIRONMENT
     from vllm import SamplingParams

@@ -1,4 +1,4 @@
-"""The translations against the installed vLLM's own classes: its specs and its placements."""
+"""The translations with the installed vLLM's own classes for specs and placements."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def attention(name: str = "FullAttentionSpec", **fields: Any) -> Any:
 
 
 def grouped(*members: Any) -> list[Any]:
-    """One group of two layers for each spec, as vLLM would make them."""
+    """Return one group of two layers for each spec, as vLLM makes them."""
     return [
         specs().KVCacheGroupSpec([f"{number}.{layer}" for layer in range(2)], spec)
         for number, spec in enumerate(members)
@@ -65,7 +65,7 @@ def grouped(*members: Any) -> list[Any]:
 
 
 def planned(layout: Any, groups: list[Any]) -> Any:
-    """What vLLM makes of groups in a layout."""
+    """Return vLLM's placement of groups in a layout."""
     try:
         from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
     except ImportError:
@@ -96,7 +96,7 @@ def mixed_pages() -> list[Any]:
 LAYER_OUTERMOST = ("LBHNC", "LBNHC")
 BLOCK_OUTERMOST = ("BLHNC", "BLNHC")
 PLACEMENTS = [
-    # vLLM expresses differing pages only where a block's page is in one piece, and splits blocks only there too.
+    # vLLM supports different page sizes only if a block's page is in one piece, and splits blocks only in this case.
     *(
         (layout, model, 32)
         for layout in (*LAYER_OUTERMOST, *BLOCK_OUTERMOST)
@@ -134,7 +134,7 @@ def test_every_placement_is_described(layout_name: str, model: str, kernel_token
 
 
 def check_written_blocks(layout: Any, view: Any, ratio: int) -> None:
-    """What a layer writes into a block is in that block's page, all of it, and in no other's."""
+    """Check that a block's page contains all that a layer writes into the block, and nothing of other blocks."""
     for block in range(BLOCKS):
         before = [page(layout, other) for other in range(BLOCKS)]
         part = view[block * ratio : (block + 1) * ratio]
@@ -280,7 +280,7 @@ def test_keys_are_vllms_own() -> None:
 
 
 def test_the_connectors_halves_and_vllms_base_share_no_name() -> None:
-    """An object has both halves' methods, so one of the same name would take the other's place."""
+    """An object has both halves' methods, so methods with the same name would replace each other."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     from kvoffload_vllm.scheduler import VllmScheduler
@@ -324,6 +324,6 @@ def test_the_policy_for_failed_loads_is_the_outermost(
     given = engine()
     given.kv_transfer_config = KVTransferConfig(**{**config, "kv_load_failure_policy": outer})
     given.scheduler_config.disable_hybrid_kv_cache_manager = True
-    with set_current_vllm_config(given):  # as vLLM's worker does
+    with set_current_vllm_config(given):  # like vLLM's worker
         KVConnectorFactory.create_connector(given, KVConnectorRole.WORKER, cache_config(attention()))
     assert policies == [outer]

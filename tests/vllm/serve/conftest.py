@@ -1,4 +1,4 @@
-"""The dashboards' checks are not in the wheel: they are imported from the checkout, after the wheel's own packages."""
+"""The dashboards' checks are not in the wheel, so they are imported from the checkout, after the wheel's packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A `vllm serve` with the connector: what is sent to it, what it leaves behind, and what its log may not say."""
+"""Runs a `vllm serve` with the connector, sends requests, and checks its log and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.vllm.stock.client import Metrics, Reply
 MARKS = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
 BLOCK = engines.BLOCK
-SLOT_BYTES = 32768  # of a block of either checkpoint, all ranks together
-START_S = 400  # on a busy machine; alone it takes 15 s
+SLOT_BYTES = 32768  # bytes of a block of either checkpoint, for all ranks together
+START_S = 400  # time limit on a busy machine; on an idle one a start takes 15 s
 _PATIENCE_S = 120.0
-_BURST, _BURSTS = 16, 20  # requests at once, and how often they are sent until a copy is seen to be open
+_BURST, _BURSTS = 16, 20  # requests per burst, and the most bursts until a copy is open
 
 Prompt = tuple[int, ...]
 
@@ -32,7 +32,7 @@ _OUR_WORDS = ("core_raised", "offloading_off", "worker_not_closed", "coroutine_l
 
 
 def connector(host_blocks: int = 512) -> dict[str, Any]:
-    """As operators type it: known by name through the entry point."""
+    """Return the connector's settings as operators write them, with the entry point's name."""
     return {
         "kv_connector": "KVOffloadConnector",
         "kv_role": "kv_both",
@@ -42,13 +42,13 @@ def connector(host_blocks: int = 512) -> dict[str, Any]:
 
 
 def draw(seed: int, count: int, length: int) -> list[Prompt]:
-    """Prompts that share nothing."""
+    """Draw prompts without common prefixes."""
     random_ = random.Random(seed)
     return [tuple(random_.randrange(256) for _ in range(length)) for _ in range(count)]
 
 
 def draw_families(seed: int) -> list[Prompt]:
-    """Prompts of several lengths that share prefixes, up to the middle of a block too."""
+    """Draw prompts of several lengths whose common prefixes may end in the middle of a block."""
     stems = draw(seed, 3, 420)
     tails = draw(seed + 1, 12, 90)
     kept = (420, 256, 100, 64)
@@ -63,7 +63,7 @@ def ask(
     at_once: int = 4,
     salted: bool = False,
 ) -> list[Reply]:
-    """Continue prompts, several at once; each with a salt of its own where they are to find nothing."""
+    """Continue several prompts at a time. With `salted`, each has a different salt, so that none finds any block."""
 
     def one(at: int) -> Reply:
         return client.stream(server, prompts[at], count, salt=f"of prompt {at}" if salted else None)
@@ -86,7 +86,7 @@ def until(condition: Callable[[], bool], seconds: float = _PATIENCE_S) -> None:
 
 
 def settled(server: engines.Server) -> Metrics:
-    """The metrics once nothing runs and no copy is open."""
+    """Wait until no request runs and no copy is open; return the metrics."""
     seen: list[Metrics] = []
 
     def at_rest() -> bool:
@@ -103,9 +103,9 @@ def settled(server: engines.Server) -> Metrics:
 
 @contextmanager
 def burst(server: engines.Server) -> Iterator[list[Future[Reply]]]:
-    """Prompts that are under way, every one known to the engine and copies open, when the block begins.
+    """Send prompts. Yield when the engine has received all of them and copies are open.
 
-    None is sent later: vLLM never answers a request that reaches it while it ends.
+    No prompt is sent later, because vLLM never answers requests that arrive during its shutdown.
     """
     with ThreadPoolExecutor(_BURST) as pool:
         for attempt in range(_BURSTS):
@@ -120,7 +120,7 @@ def burst(server: engines.Server) -> Iterator[list[Future[Reply]]]:
 
 
 def processes(server: engines.Server) -> dict[int, str]:
-    """The server's processes that live, by id: it leads a session of its own, which its children do not leave."""
+    """Return the server's running processes by id. They all belong to its session."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (name := _member(entry, server.process.pid)):
@@ -129,7 +129,7 @@ def processes(server: engines.Server) -> dict[int, str]:
 
 
 def shared_memory(server: engines.Server) -> set[Path]:
-    """Files in shared memory that the server's processes have mapped."""
+    """Return the files in shared memory that the server's processes have mapped."""
     found: set[Path] = set()
     for process in processes(server):
         words = [line.split() for line in Path(f"/proc/{process}/maps").read_text().splitlines()]
@@ -138,13 +138,13 @@ def shared_memory(server: engines.Server) -> set[Path]:
 
 
 def check_nothing_is_left(server: engines.Server, shared: set[Path]) -> None:
-    """With the server gone: no process of its session lives, none of its shared memory is left."""
+    """Check that no process of the ended server's session runs, and that none of its shared memory is left."""
     until(lambda: not processes(server), 30)
     until(lambda: not any(path.exists() for path in shared), 30)
 
 
 def check_log(server: engines.Server) -> None:
-    """No error of ours, and no traceback that passes through our code."""
+    """Check that the log has no error of ours, and no traceback through our code."""
     log = server.log.read_text()
     assert not _OUR_FRAME.search(log), log[-8000:]
     assert not [word for word in _OUR_WORDS if word in log], log[-8000:]
@@ -152,7 +152,7 @@ def check_log(server: engines.Server) -> None:
 
 def _member(entry: Path, session: int) -> str | None:
     try:
-        # pid (name) state parent group session ...; the name may hold anything.
+        # pid (name) state parent group session ...; the name may contain any characters
         name, _, rest = entry.joinpath("stat").read_text().partition(" (")[2].rpartition(") ")
         state, _, _, leader = rest.split()[:4]
         title = entry.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode().strip()

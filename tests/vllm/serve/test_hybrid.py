@@ -1,4 +1,4 @@
-"""`vllm serve` of a model with sliding windows, one worker, with the connector; and under a real Prometheus."""
+"""`vllm serve` with sliding windows, one worker and the connector, also scraped by a real Prometheus."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ DEVICE_BLOCKS = 72
 HOST_BLOCKS = 512
 PROMPTS = [*draw_families(5), *draw(6, 4, 500)]
 COUNT = 8
-ENGINES_OWN = [  # what such work must show in vLLM's own series
+ENGINES_OWN = [  # vLLM's own series that must show this work
     "vllm:external_prefix_cache_hits_total",
     "vllm:kv_cache_usage_perc",
     "vllm:prefix_cache_queries_total",
     "vllm:time_to_first_token_seconds_bucket",
 ]
-LEAST_S, MOST_S = 12, 240  # of work under Prometheus' eyes, so that rates over its scrapes show it
+LEAST_S, MOST_S = 12, 240  # seconds of work, so that rates over Prometheus's scrapes show it
 
 
 @dataclass(frozen=True)
 class Served:
-    """One server for this module, the files it maps, and what an engine without the connector answers."""
+    """This module's server, the files it has mapped, and the answers of an engine without the connector."""
 
     server: Server
     shared: set[Path]
@@ -53,7 +53,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The module's last test ends it."""
+    """The module's last test shuts the server down."""
     folder = tmp_path_factory.mktemp("hybrid")
     checkpoint = checkpoints.make("gemma3", folder / "gemma3")
     with engines.in_process(checkpoint) as plain:
@@ -94,7 +94,7 @@ def test_every_query_of_the_dashboards_is_answered_by_a_prometheus_that_scrapes_
         evict_and_return(served.server)
         wait_for_scrape(prometheus, [address])
         panels = list(check_panels(prometheus, start, time.time()))
-        # This server has no tier below the host.
+        # This server has no lower tier.
         assert [one for one in panels if one.problem and not one.where.startswith("tiers: ")] == []
         for name in ENGINES_OWN:
             found = [one for one in panels if name in one.expr]
@@ -109,7 +109,7 @@ def test_every_query_of_the_dashboards_is_answered_by_a_prometheus_that_scrapes_
 
 
 def evict_and_return(server: Server) -> None:
-    """Prompts that come back before the host has evicted them, and more of others than it can hold."""
+    """Send prompts again before the host evicts them, and then more prompts than the host has room for."""
     begun, seed = time.monotonic(), 100
     evicted = server.metric("kvoffload_evicted_blocks_total")
     while time.monotonic() < begun + LEAST_S or server.metric("kvoffload_evicted_blocks_total") == evicted:
@@ -117,7 +117,7 @@ def evict_and_return(server: Server) -> None:
         prompts = draw(seed, 6, 500)
         for _ in range(2):
             ask(server, prompts, COUNT)
-        ask(server, prompts[-1:] * 2, COUNT, at_once=1)  # the second finds it on the device
+        ask(server, prompts[-1:] * 2, COUNT, at_once=1)  # The second one is found on the device.
         seed += 1
 
 

@@ -1,4 +1,4 @@
-"""`vllm serve` with two engines (data parallel) and two API servers, through HTTP alone, before and after a restart."""
+"""`vllm serve` with two data-parallel engines and two API servers, only through HTTP, before and after a restart."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SLOTS = 512
 
 
 def by_engine(server: Server, name: str, *labels: str) -> list[int]:
-    """A metric of each engine."""
+    """Return a metric of each engine."""
     samples = [line.rpartition(" ") for line in server.get("/metrics").splitlines()]
     return [
         int(float(value))
@@ -45,7 +45,7 @@ def by_engine(server: Server, name: str, *labels: str) -> list[int]:
 
 @contextmanager
 def serving(folder: Path, life: int) -> Iterator[Server]:
-    """Two engines, each with its own part of the folder's disk; ended in order."""
+    """Run two engines, each with its own part of the folder's disk, and shut them down normally."""
     config = connector(SLOTS)
     config["kv_connector_extra_config"] |= {
         "journal_path": str(folder / f"journal{life}"),
@@ -70,28 +70,28 @@ def serving(folder: Path, life: int) -> Iterator[Server]:
 
 
 def ask_again_and_again(server: Server, expected: Sequence[Reply]) -> int:
-    """Ask three times, with the device empty each time; return the tokens found."""
+    """Send the prompts three times, each time with an empty device cache; return the tokens found."""
     found = 0
     for _ in range(3):
         replies = ask(server, PROMPTS)
         check_same(replies, expected)
         found += sum(reply.cached_tokens for reply in replies)
         settled(server)
-        # True only where no block of the device is held.
+        # This succeeds only when no block of the device is held.
         assert server.post("/reset_prefix_cache") == {"success": True}
     return found
 
 
 def test_two_engines_behind_two_api_servers_and_a_restart(tmp_path: Path) -> None:
     with serving(tmp_path, 1) as server:
-        # Each with a salt of its own: none finds anything.
+        # With separate salts, no prompt finds any block.
         expected = ask(server, PROMPTS, salted=True)
         assert not any(reply.cached_tokens for reply in expected)
         found = ask_again_and_again(server, expected)
         loaded = by_engine(server, "kvoffload_load_blocks_total", "loaded")
         assert len(loaded) == 2
         assert all(loaded)
-        # Several API servers add up to what the engines did, whichever of them is asked.
+        # All API servers together report the engines' counts, whichever of them is scraped.
         for _ in range(4):
             metrics = client.scrape(server)
             assert metrics("kvoffload_load_blocks_total", "loaded") == sum(loaded)
@@ -119,7 +119,7 @@ def test_two_engines_behind_two_api_servers_and_a_restart(tmp_path: Path) -> Non
 
 
 def ask_until_its_disk_is_read(server: Server, expected: Sequence[Reply]) -> None:
-    """Engines that have nothing to do report nothing, so each attempt asks for something that none of them can find."""
+    """Idle engines report nothing, so each attempt sends a prompt that no engine can find."""
 
     def is_read() -> bool:
         check_same(ask(server, PROMPTS[:4], salted=True), expected[:4])

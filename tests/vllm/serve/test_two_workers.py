@@ -1,4 +1,4 @@
-"""`vllm serve` with two workers and the connector, through HTTP alone: answers, metrics, resets, and how it ends."""
+"""`vllm serve` with two workers and the connector, only through HTTP: answers, metrics, resets and shutdown."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.vllm.stock.engines import Answer, Server
 
 pytestmark = MARKS
 
-DEVICE_BLOCKS = 40  # for 1,248 tokens, of the thousands that are asked
+DEVICE_BLOCKS = 40  # room for 1,248 tokens, while thousands are needed
 OPTIONS = {
     **engines.TWO_WORKERS,
     "seconds": START_S,
@@ -49,7 +49,7 @@ EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
 
 @dataclass(frozen=True)
 class Expected:
-    """What an engine with one worker and without the connector answers."""
+    """The answers of an engine with one worker and without the connector."""
 
     families: list[Answer]
     lone: list[Answer]
@@ -75,9 +75,9 @@ def expected(checkpoint: Path) -> Expected:
 def server(
     checkpoint: Path, expected: Expected, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """One for all tests of this module but the last; the one before the last ends it."""
+    """The server of all tests in this module except the last. The last but one shuts it down."""
     log = tmp_path_factory.mktemp("offloading") / "log"
-    options = {**OPTIONS, "shutdown_timeout": 60}  # With none, vLLM kills its workers where they stand.
+    options = {**OPTIONS, "shutdown_timeout": 60}  # With no timeout, vLLM kills its workers at once.
     with engines.serving(checkpoint, log, kv_transfer_config=connector(), **options) as running:
         yield running
 
@@ -103,7 +103,7 @@ def test_metrics_agree_with_what_was_sent(server: Server, expected: Expected) ->
     found = sum(reply.cached_tokens for reply in replies)
     on_device = grown("vllm:prefix_cache_hits_total")
     assert sent == sum(map(len, LONE)) * 2
-    assert found >= sum(len(prompt) // BLOCK * BLOCK for prompt in LONE)  # all of the second round
+    assert found >= sum(len(prompt) // BLOCK * BLOCK for prompt in LONE)  # all blocks of the second round
     assert grown(EXTERNAL_HITS) == found - on_device > 0
     assert grown("kvoffload_lookup_tokens_total", "hit") == found - on_device
     assert grown("kvoffload_lookup_tokens_total") == sent - on_device
@@ -114,7 +114,7 @@ def test_metrics_agree_with_what_was_sent(server: Server, expected: Expected) ->
     assert grown("kvoffload_store_blocks_total", "stored") >= sum(len(prompt) // BLOCK for prompt in LONE)
     assert after("kvoffload_slots") == after("kvoffload_capacity_slots") == 512
     assert after("kvoffload_degraded") == after("kvoffload_contract_violations_total") == 0
-    assert grown("kvoffload_transfer_seconds_count", "load") == 2 * len(LONE)  # of each rank
+    assert grown("kvoffload_transfer_seconds_count", "load") == 2 * len(LONE)  # for each rank
     assert grown("kvoffload_first_token_seconds_count") == len(replies)
     assert grown("kvoffload_first_token_seconds_count", "host") == len(LONE)
     check_benefit(before, after, found - on_device)
@@ -123,7 +123,7 @@ def test_metrics_agree_with_what_was_sent(server: Server, expected: Expected) ->
 
 
 def check_benefit(before: Metrics, after: Metrics, loaded_tokens: int) -> None:
-    """Loaded tokens are priced at what one takes to prefill, which may have been measured anew in between."""
+    """Loaded tokens are priced at the prefill time per token, which may have been measured again in between."""
 
     def grown(name: str, *labels: str) -> float:
         return after.exact(name, *labels) - before.exact(name, *labels)
@@ -162,14 +162,15 @@ def test_after_a_reset_in_full_run_nothing_old_is_found(server: Server, expected
         answer = server.post("/reset_prefix_cache?reset_external=true")
         assert not any(one.done() for one in running)
         check_same([one.result() for one in running], expected.long)
-    assert answer == {"success": False}  # The device's own cache keeps what running requests hold.
+    assert answer == {"success": False}  # The device's own cache keeps the blocks of running requests.
 
     before = settled(server)
     check_same(ask(server, LONE), expected.lone)
     check_same(ask(server, LONG, LONG_ANSWER), expected.long)
     assert settled(server)(EXTERNAL_HITS) == before(EXTERNAL_HITS)
     check_same(ask(server, LONE), expected.lone)
-    assert settled(server)(EXTERNAL_HITS) > before(EXTERNAL_HITS)  # What was computed since is found.
+    # Blocks computed since the reset are found.
+    assert settled(server)(EXTERNAL_HITS) > before(EXTERNAL_HITS)
 
 
 def test_ended_amid_transfers_it_ends_in_order(server: Server) -> None:
@@ -178,7 +179,7 @@ def test_ended_amid_transfers_it_ends_in_order(server: Server) -> None:
     with burst(server) as replies:
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(180) == 0
-    assert all(len(reply.result().tokens) == 4 for reply in replies)  # What has begun is brought to its end.
+    assert all(len(reply.result().tokens) == 4 for reply in replies)  # Running requests are completed.
     check_nothing_is_left(server, shared)
     check_log(server)
     assert "Traceback" not in server.log.read_text()
@@ -191,7 +192,7 @@ def test_a_killed_worker_takes_only_its_server_along(checkpoint: Path, tmp_path:
         with burst(killed) as replies:
             os.kill(worker, signal.SIGKILL)
             killed.process.wait(180)
-        # It was in the middle of them.
+        # The server ended during these requests.
         assert any(isinstance(reply.exception(), OSError) for reply in replies)
         check_nothing_is_left(killed, shared)
         check_log(killed)

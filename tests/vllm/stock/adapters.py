@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 RANK = 4
-_WIDTH = 0.2  # Standard deviation of the weights: enough for every token's KV to change.
+_WIDTH = 0.2  # standard deviation of the weights, large enough to change every token's KV
 _QUERIES = SHAPE["num_attention_heads"] * SHAPE["head_dim"]
 _KEYS = SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
 _SIZES = {"q_proj": _QUERIES, "k_proj": _KEYS, "v_proj": _KEYS}
 
 
 def make(folder: Path, *, layers: int, seed: int) -> Path:
-    """Writes an adapter of the attention's projections into `folder`; returns `folder`."""
+    """Write a LoRA adapter of the attention's projections into `folder`; return `folder`."""
     import torch
     from safetensors.torch import save_file
 

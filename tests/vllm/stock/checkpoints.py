@@ -1,7 +1,7 @@
 """Small checkpoints with random weights, the same bytes on every machine: full attention, sliding window, recurrent.
 
-The weights are drawn wide, so that every token's choice hangs on the whole context: a block of wrong KV changes the
-tokens. The tokenizer is one token per byte, so that a server can take text too.
+The weights have a wide spread, so that every token depends on the whole context, and a block of wrong KV changes the
+tokens. The tokenizer has one token per byte, so that servers also accept text.
 
     python checkpoints.py qwen3 FOLDER
 """
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 Kind = Literal["qwen3", "gemma3", "lfm2", "granite4", "qwen3_next"]
 KINDS: tuple[Kind, ...] = ("qwen3", "gemma3")
 RECURRENT: tuple[Kind, ...] = ("lfm2", "granite4", "qwen3_next")
-"""Hybrids with recurrent layers, for which tests have files of their own."""
+"""hybrids with recurrent layers, which have separate tests"""
 
-VOCABULARY = 320  # 256 bytes, the end of a text, and some that stand for nothing
+VOCABULARY = 320  # 256 bytes, the end of a text, and some unused tokens
 END = 256
-WINDOW = 80  # Not a multiple of the block size, so that windows begin inside a block.
-WIDTH = 0.15  # Standard deviation of the weights.
+WINDOW = 80  # not a multiple of the block size, so that windows begin inside a block
+WIDTH = 0.15  # standard deviation of the weights
 CONTEXT = 4096
 
 SHAPE: dict[str, Any] = {
@@ -48,7 +48,7 @@ CHAT_TEMPLATE = (
 
 
 def make(kind: Kind, folder: Path, *, seed: int = 0, **shape: int) -> Path:
-    """Writes the checkpoint into `folder`, unless it is there already; returns `folder`. `shape` comes before `SHAPE`."""
+    """Write the checkpoint into `folder`, unless it exists; return `folder`. `shape` overrides `SHAPE`."""
     done = folder / "made.json"
     recipe = json.dumps({"kind": kind, "seed": seed, "width": WIDTH, "window": WINDOW, **SHAPE, **shape})
     if done.exists() and done.read_text() == recipe:
@@ -83,18 +83,18 @@ def _model(kind: Kind, shape: dict[str, Any]) -> PreTrainedModel:
 
 
 def draw(model: PreTrainedModel, seed: int) -> None:
-    """Draws every weight, wide."""
+    """Draw every weight, with a wide spread."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters()):
-            if weight.dim() > 1:  # The norms keep what they were made with.
+            if weight.dim() > 1:  # The norms keep their initial weights.
                 weight.normal_(0.0, WIDTH, generator=generator)
 
 
 def make_adapter(folder: Path, seed: int) -> None:
-    """Writes a LoRA adapter for `qwen3`, in place of what is there."""
+    """Write a LoRA adapter for `qwen3`, replacing an existing one."""
     import torch
     from safetensors.torch import save_file
 
@@ -111,7 +111,7 @@ def make_adapter(folder: Path, seed: int) -> None:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte."""
+    """Return a tokenizer with one token per byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast as Fast
 

@@ -1,4 +1,4 @@
-"""Speaks to a server: completions as they stream in, with the time of the first token, and its metrics by series."""
+"""A client for a server: streams completions, measures the time to first token, and reads metrics."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from tests.vllm.stock.engines import Answer, Server
 
 _DATA, _END = b"data: ", b"[DONE]"
-_THEIRS = frozenset({"engine", "model_name"})  # labels that every series of a server has
+_THEIRS = frozenset({"engine", "model_name"})  # the labels of all of a server's series
 _TIMEOUT_S = 180
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back for one prompt.
+    """The answer to one prompt.
 
     Args:
-        tokens, logprobs: of the answer.
+        tokens, logprobs: those of the answer.
         prompt_tokens: tokens of the prompt.
-        cached_tokens: those of them that were not computed, by vLLM's account.
-        first_token_s: from sending the prompt.
+        cached_tokens: prompt tokens that were not computed, as reported by vLLM.
+        first_token_s: seconds from sending the prompt to the first token.
     """
 
     tokens: tuple[int, ...]
@@ -38,7 +38,7 @@ class Reply:
     first_token_s: float
 
     def agrees_with(self, other: Reply | Answer, limit: float = 1e-3) -> bool:
-        """Whether both are the same: tokens exactly, log-probabilities within a limit."""
+        """Return whether both answers agree: tokens exactly, log-probabilities within a limit."""
         if self.tokens != other.tokens or len(self.logprobs) != len(other.logprobs):
             return False
         return all(abs(one - two) <= limit for one, two in zip(self.logprobs, other.logprobs, strict=True))
@@ -51,12 +51,12 @@ def stream(
     began: Callable[[], object] = lambda: None,
     salt: str | None = None,
 ) -> Reply:
-    """Continue a prompt greedily by `count` tokens, and watch them come; `began` is called at the first.
+    """Continue a prompt greedily by `count` tokens, and read them as a stream. Call `began` at the first token.
 
-    With a salt it finds nothing but what was computed with the same one.
+    With a salt, it only finds blocks computed with the same salt.
 
     Raises:
-        OSError: the server is not there, or went before it had said everything.
+        OSError: the server does not answer, or stopped before the end of its answer.
     """
     tokens: list[int] = []
     logprobs: list[float] = []
@@ -79,11 +79,11 @@ def stream(
 
 
 class Metrics:
-    """One answer of `/metrics`; the labels that every series has are left out."""
+    """One answer of `/metrics`, without the labels that every series has."""
 
     def __init__(self, text: str) -> None:
         self.series: dict[tuple[str, tuple[str, ...]], float] = {}
-        self.written: dict[tuple[str, tuple[str, ...]], str] = {}  # A series as `/metrics` writes it.
+        self.written: dict[tuple[str, tuple[str, ...]], str] = {}  # A series, as written in `/metrics`.
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 labels = {name: value for name, value in sample.labels.items() if name not in _THEIRS}
@@ -93,20 +93,20 @@ class Metrics:
                 self.written[key] = f"{sample.name}{{{reported}}}" if reported else sample.name
 
     def __call__(self, name: str, *labels: str) -> int:
-        """The sum over the series of a name that have these label values."""
+        """Return the sum over the series of this name with these label values, which must be a whole number."""
         return int(self.exact(name, *labels))
 
     def exact(self, name: str, *labels: str) -> float:
-        """The same where it need not be a whole number."""
+        """Like a call, but the sum need not be a whole number."""
         return sum(value for at, value in self.labelled(name) if set(labels) <= set(at))
 
     def labelled(self, name: str) -> Iterator[tuple[tuple[str, ...], float]]:
-        """The series of a name, by their label values."""
+        """Yield the series of this name, each with its label values."""
         return ((labels, value) for (at, labels), value in self.series.items() if at == name)
 
 
 def scrape(server: Server) -> Metrics:
-    """What the server's `/metrics` says now."""
+    """Return the server's current metrics."""
     return Metrics(server.get("/metrics"))
 
 

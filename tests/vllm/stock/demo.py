@@ -2,11 +2,11 @@
 
     python tests/vllm/stock/demo.py [--model gemma3] [--conversations 8] [--turns 4] [--show-log]
 
-Run by the Python of an environment that has vLLM and kvoffload (`make vllm-demo` sets one up in `.venv/vllm`). The model
-is small and has random weights, so that its answers mean nothing and depend on every block of the KV cache. Where that
-environment's torch has a GPU the server runs there, else on the CPU.
+Run it in an environment with vLLM and kvoffload (`make vllm-demo` creates one in `.venv/vllm`). The model is small with
+random weights, so its answers are meaningless but depend on every block of the KV cache. If the environment's torch has
+a GPU, the server uses it.
 
-Exit status: 0, 1 where an answer differs or nothing was found on the host, 130 after Ctrl-C or SIGTERM.
+Exit status: 0; 1 if an answer differs or nothing was found on the host; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 if torch.cuda.is_available():
-    os.environ.setdefault("VLLM_TARGET_DEVICE", "cuda")  # The next import would say "cpu".
+    os.environ.setdefault("VLLM_TARGET_DEVICE", "cuda")  # The next import would set it to "cpu".
 
 from kvoffload.cli.demo.command import Screen
 from kvoffload.cli.demo.options import DemoOptions
@@ -37,7 +37,7 @@ from tests.vllm.stock import checkpoints, client, demo_report, engines
 from tests.vllm.stock.demo_report import Play
 
 CONNECTOR: dict[str, Any] = {
-    "kv_connector": "KVOffloadConnector",  # Known by name: the wheel's entry point makes vLLM find it.
+    "kv_connector": "KVOffloadConnector",  # vLLM finds this name through the wheel's entry point.
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"host_bytes": "64MiB"},
@@ -46,15 +46,15 @@ FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 640, 64, 16
 MOST_TURNS = 1 + (engines.OPTIONS["max_model_len"] - FIRST_TOKENS - ANSWER_TOKENS) // (
     TURN_TOKENS + ANSWER_TOKENS
 )
-AT_ONCE = 2  # Conversations that speak at the same time.
-START_S = 400  # The longest wait for a server; it takes 15 s on a machine that has nothing else to do.
-DEVICE_BLOCKS = {"qwen3": 64, "gemma3": 112}  # A third of what eight conversations need, or less.
+AT_ONCE = 2  # conversations that run at the same time
+START_S = 400  # the longest wait for a server in seconds; a start takes 15 s on an idle machine
+DEVICE_BLOCKS = {"qwen3": 64, "gemma3": 112}  # at most a third of the blocks that eight conversations need
 SETTLE_S = 30
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What is played, and on what."""
+    """The conversations, and the model that runs them."""
 
     kind: checkpoints.Kind
     conversations: Sequence[Conversation]
@@ -77,9 +77,9 @@ def make_scene(asked: argparse.Namespace, folder: Path) -> Scene:
 
 
 def play(scene: Scene, name: str, screen: Screen, script: Play | None, **options: Any) -> Play:
-    """Start a server, take every turn of every conversation, and stop it.
+    """Start a server, run every turn of every conversation, and stop the server.
 
-    `script` is an earlier play whose answers the prompts contain, so that both have the same prompts.
+    `script` is an earlier run. The prompts contain its answers, so that both runs have the same prompts.
     """
     screen.say(f"starting `vllm serve` {name} kvoffload")
     begun = time.monotonic()
@@ -92,7 +92,7 @@ def play(scene: Scene, name: str, screen: Screen, script: Play | None, **options
         **options,
     ) as server:
         screen.say(f"ready after {time.monotonic() - begun:.0f} s; the conversations begin")
-        client.stream(server, range(FIRST_TOKENS // 2), ANSWER_TOKENS)  # First uses of anything take long.
+        client.stream(server, range(FIRST_TOKENS // 2), ANSWER_TOKENS)  # Warm up.
         before = settled(server)
         replies = _take_turns(server, scene.conversations, screen, script)
         return Play(replies, before, settled(server))
@@ -122,7 +122,7 @@ def _take_turns(
 
 
 def settled(server: engines.Server) -> client.Metrics:
-    """The metrics once no copy is open; at the latest after a while."""
+    """Wait for a limited time until no copy is open; return the metrics."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         seen = client.scrape(server)
@@ -133,7 +133,7 @@ def settled(server: engines.Server) -> client.Metrics:
 
 
 def run(asked: argparse.Namespace, screen: Screen) -> int:
-    """Play twice, and print what came of it."""
+    """Run the conversations twice, and print the report."""
     with tempfile.TemporaryDirectory(prefix="kvoffload-demo-") as scratch:
         scene = make_scene(asked, Path(scratch))
         try:

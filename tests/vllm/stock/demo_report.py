@@ -1,4 +1,4 @@
-"""What the demo on a stock vLLM prints."""
+"""The report of the demo on a stock vLLM."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _SHOWN_MISMATCHES = 5
 
 @dataclass(frozen=True)
 class Play:
-    """All turns of one server, and its metrics before and after them."""
+    """All turns on one server, and its metrics before and after them."""
 
     replies: Mapping[TurnId, Reply]
     before: Metrics
     after: Metrics
 
     def grown(self, name: str, *labels: str) -> int:
-        """What a counter gained by the conversations."""
+        """Return how much a counter grew during the conversations."""
         return self.after(name, *labels) - self.before(name, *labels)
 
     @property
@@ -42,16 +42,16 @@ class Play:
 
     @property
     def host_tokens(self) -> int:
-        """Prompt tokens that came from the host, by vLLM's own account."""
+        """Return the prompt tokens that came from the host, as reported by vLLM."""
         return self.grown("vllm:external_prefix_cache_hits_total")
 
     def first_tokens_s(self, *, returning: bool) -> list[float]:
-        """Times to the first token of first turns, or of later ones."""
+        """Return the times to the first token of first turns, or of later ones."""
         return [reply.first_token_s for turn, reply in self.replies.items() if (turn.turn > 0) == returning]
 
 
 def holds(without: Play, with_it: Play) -> bool:
-    """Whether every answer is the same, and the host was of any use."""
+    """Return whether all answers are equal, and some blocks came from the host."""
     return not _mismatches(without, with_it) and with_it.host_tokens > 0
 
 

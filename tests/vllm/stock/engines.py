@@ -1,6 +1,6 @@
 """Starts a stock vLLM on a machine without a GPU, in this process or as a server, with options that make it small.
 
-vLLM reads its environment when it is imported, so this module, which sets it, comes first.
+vLLM reads its environment at its import, so this module, which sets the environment, must be imported first.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
     from vllm import LLM
 
-Foreign = Any  # Something of vLLM's, which is not installed where types are checked.
+Foreign = Any  # an object of vLLM, which is not installed where types are checked
 
-BLOCK = 32  # Tokens of a block; vLLM's CPU platform wants a multiple of 32.
+BLOCK = 32  # tokens of a block; vLLM's CPU platform requires a multiple of 32
 
 ENVIRONMENT: Mapping[str, str] = {
-    "VLLM_TARGET_DEVICE": "cpu",  # The wheel is the one for CUDA; this makes it choose its CPU platform.
-    "TORCHDYNAMO_DISABLE": "1",  # The sampler's log-probabilities would be compiled for 20 s otherwise.
-    "OMP_NUM_THREADS": "1",  # The tensors are tiny: more threads cost more than they bring.
+    "VLLM_TARGET_DEVICE": "cpu",  # The wheel is for CUDA. This makes it choose its CPU platform.
+    "TORCHDYNAMO_DISABLE": "1",  # Otherwise compiling the sampler's log-probabilities takes 20 s.
+    "OMP_NUM_THREADS": "1",  # The tensors are tiny, so more threads would be slower.
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_SERVER_DEV_MODE": "1",  # The route that resets the prefix cache.
+    "VLLM_SERVER_DEV_MODE": "1",  # This enables the route that resets the prefix cache.
     "HF_HUB_OFFLINE": "1",
 }
 
@@ -51,7 +51,7 @@ OPTIONS: Mapping[str, Any] = {
     "compilation_config": {"custom_ops": ["none"]},
     "num_gpu_blocks_override": 128,
     "kv_cache_memory_bytes": 1
-    << 26,  # Without it the worker wants nearly all of the machine's memory to be free.
+    << 26,  # Without this, the worker requires nearly all of the machine's memory to be free.
     "max_model_len": 1024,
     "max_num_batched_tokens": 128,  # Longer prompts are computed in chunks.
     "max_num_seqs": 16,
@@ -59,11 +59,11 @@ OPTIONS: Mapping[str, Any] = {
 
 TWO_WORKERS: Mapping[
     str, Any
-] = {  # For `serving`: tensor parallel on a machine with one memory node and two cores.
+] = {  # For `serving`: tensor parallelism on a machine with one memory node and two cores.
     "tensor_parallel_size": 2,
     "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
 }
-IS_V2_RUNNER = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"  # as tests/vllm/versions/matrix.py sets it
+IS_V2_RUNNER = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"  # set by tests/vllm/versions/matrix.py
 # Environment for a KV cache that may have its blocks outermost.
 BLOCK_LAYOUTS: Mapping[str, str] = {"VLLM_CPU_OPS_BLOCK_LAYOUTS": "1"}
 # Environment for asynchronous scheduling.
@@ -72,25 +72,24 @@ TWO_STEPS: Mapping[str, str] = {"VLLM_CPU_OPS_ASYNC_SCHEDULING": "1"}
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the engine made of one prompt."""
+    """The engine's answer to one prompt."""
 
     tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]  # Of the tokens chosen.
-    cached: int  # Prompt tokens that were not computed.
+    logprobs: tuple[float, ...]  # of the chosen tokens
+    cached: int  # the number of prompt tokens that were not computed
 
 
 @contextmanager
 def in_process(checkpoint: Path, **options: object) -> Iterator[LLM]:
-    """An engine in this process, so that a test can look at its scheduler, block pool and connector.
+    """Yield an engine in this process, so that a test can access its scheduler, block pool and connector.
 
-    One at a time: vLLM keeps the worker's connector in a variable of the process, so that an engine that still lives
-    would hand its connector to the next one.
+    Only one can exist at a time, because vLLM keeps the worker's connector in a global variable.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
-    # An engine's start and end collect garbage seven times. With what the imports made frozen that takes 0.1 s, not 2;
-    # vLLM would freeze the engine too, and thaw everything at its end.
+    # An engine's start and end collect garbage seven times. With the imported objects frozen this takes 0.1 s instead
+    # of 2 s. vLLM would also freeze the engine, and unfreeze everything at its end.
     if not gc.get_freeze_count():
         gc.collect()
         gc.freeze()
@@ -103,12 +102,12 @@ def in_process(checkpoint: Path, **options: object) -> Iterator[LLM]:
 
 
 def scheduler_of(llm: LLM) -> Foreign:
-    """The scheduler of an engine in this process; its connector is `.connector`."""
+    """Return the scheduler of an engine in this process. Its connector is `.connector`."""
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
 def generate(llm: LLM, prompts: Sequence[Sequence[int]], count: int, **sampling: object) -> list[Answer]:
-    """Continues each prompt greedily by `count` tokens, all prompts at once."""
+    """Continue each prompt greedily by `count` tokens, all prompts at the same time."""
     from vllm import SamplingParams
 
     wanted = SamplingParams(
@@ -120,7 +119,7 @@ def generate(llm: LLM, prompts: Sequence[Sequence[int]], count: int, **sampling:
 
 
 def drain(llm: LLM, steps: int = 10_000) -> None:
-    """Steps on until the engine has nothing left to do: `generate` returns while a connector still copies."""
+    """Step until the engine has nothing left to do, because `generate` returns while a connector still copies."""
     scheduler = scheduler_of(llm)
     for _ in range(steps):
         if not scheduler.has_requests():
@@ -130,7 +129,7 @@ def drain(llm: LLM, steps: int = 10_000) -> None:
 
 
 def held_blocks(llm: LLM) -> int:
-    """Device blocks that are not free; the null block, which never is, does not count."""
+    """Return how many device blocks are not free, without the null block."""
     pool = scheduler_of(llm).kv_cache_manager.block_pool
     return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
@@ -151,12 +150,12 @@ class Server:
         self.root = f"http://127.0.0.1:{port}"
 
     def get(self, path: str) -> str:
-        """The body of what the server answers."""
+        """Return the body of the server's answer."""
         with urllib.request.urlopen(self.root + path, timeout=60) as answer:
             return str(answer.read().decode())
 
     def post(self, path: str, body: Mapping[str, object] | None = None) -> dict[str, Any]:
-        """Sends `body` as JSON; returns what comes back, empty for an empty answer."""
+        """Send `body` as JSON; return the answer, empty for an empty one."""
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.root + path, json.dumps(body or {}).encode(), headers)
         with urllib.request.urlopen(request, timeout=120) as answer:
@@ -164,17 +163,17 @@ class Server:
         return dict(json.loads(text)) if text else {}
 
     def complete(self, prompt: Sequence[int] | str, count: int, **fields: object) -> dict[str, Any]:
-        """Continues a prompt greedily through the OpenAI API; returns the whole answer."""
+        """Continue a prompt greedily through the OpenAI API; return the whole answer."""
         body = {"model": "small", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True}
         return self.post("/v1/completions", {**body, "return_token_ids": True, **fields})
 
     def metric(self, name: str) -> float:
-        """The sum over a metric's samples in `/metrics`, whatever their labels."""
+        """Return the sum over a metric's samples in `/metrics`, for all labels."""
         lines = [line.partition("#")[0].split() for line in self.get("/metrics").splitlines()]
         return sum(float(line[-1]) for line in lines if line and line[0].partition("{")[0] == name)
 
     def wait_until_ready(self, seconds: float) -> None:
-        """Returns when the server answers; raises, with the end of its log, where it does not."""
+        """Wait until the server answers. On a timeout, raise an error with the end of its log."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
@@ -186,7 +185,7 @@ class Server:
         raise TimeoutError(f"the server is not ready; its last words:\n{self.log.read_text()[-4000:]}")
 
     def stop(self, seconds: float = 60) -> int:
-        """Asks the server to end, and returns its exit status."""
+        """Ask the server to end, and return its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -205,7 +204,10 @@ def serving(
     environment: Mapping[str, str] | None = None,
     **options: object,
 ) -> Iterator[Server]:
-    """A `vllm serve` on a free port, ready; ended with the block. Underscores in options become dashes."""
+    """Yield a `vllm serve` on a free port when it is ready, and end it with the block.
+
+    Underscores in options become dashes.
+    """
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
     named = {**OPTIONS, "host": "127.0.0.1", "port": port, "served_model_name": "small", **options}

@@ -1,8 +1,8 @@
-"""vLLM's own `OffloadingConnector` with its `fs` tier on a machine without a GPU, so that both can be measured there.
+"""Runs vLLM's own `OffloadingConnector` with its `fs` tier on a machine without a GPU, for comparisons.
 
-Connector, scheduler's side, CPU tier, `fs` tier with its files and threads, and the worker that orders the copies are
-what vLLM ships. Only what touches the device is replaced: streams and events by stand-ins, and the copies between
-device and host by copies between two places on the host, on a thread for each direction. Select it with `kv_transfer`.
+The connector, the scheduler's side, the CPU tier, the `fs` tier and the worker are vLLM's. Only the parts that use the
+device are replaced: streams and events by fakes, and copies between device and host by copies within host memory, on
+one thread per direction. Select it with `kv_transfer`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 def kv_transfer(host_bytes: int, folder: Path) -> dict[str, Any]:
-    """The engine's option `kv_transfer_config` for the peer, with what it leaves at its defaults.
+    """Return the engine's option `kv_transfer_config` for the peer, with its defaults.
 
     Args:
-        host_bytes: room on the host, of all ranks together.
-        folder: where the tier keeps its files.
+        host_bytes: host memory of all ranks together, in bytes.
+        folder: folder of the tier's files.
     """
     return {
         "kv_connector": "OffloadingConnector",
@@ -46,12 +46,12 @@ def kv_transfer(host_bytes: int, folder: Path) -> dict[str, Any]:
 
 
 class TieringOnHost(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not where types are checked
-    """vLLM's tiers, whose worker copies from host to host."""
+    """vLLM's tiers, with a worker that copies from host to host."""
 
     _worker: Any
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> Any:
-        """Make vLLM's worker, without asking for a GPU first."""
+        """Return vLLM's worker, without requiring a GPU."""
         if self._worker is None:
             device = Device()
             gpu_worker.current_platform = gpu_worker.ops = device
@@ -63,26 +63,26 @@ class TieringOnHost(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not
 
 
 class _OnDevice(torch.Tensor):
-    """A tensor that says it is on a GPU, as the worker wants its own side to be."""
+    """A tensor that claims to be on a GPU, as the worker requires."""
 
     is_cuda = True
 
 
 class _Stream:
-    """Copies in the order in which they were ordered; `last` is the most recent."""
+    """Copies in order of submission. `last` is the most recent copy."""
 
     def __init__(self) -> None:
         self.last: Future[float] | None = None
 
     def wait_stream(self, other: _Stream) -> None:
-        """Nothing: what it waits for, the forward pass, has ended on a CPU."""
+        """Do nothing: on a CPU the forward pass has already ended."""
 
     def wait_event(self, event: _Event) -> None:
-        """Nothing: a direction's copies share a thread."""
+        """Do nothing: all copies of a direction run on one thread."""
 
 
 class _Event:
-    """In place of a CUDA event: past when what its stream had been given has ended."""
+    """Replaces a CUDA event. It has passed when the copies submitted before it have ended."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self._after: Future[float] | None = None
@@ -99,13 +99,13 @@ class _Event:
             self._after.result()
 
     def elapsed_time(self, end: _Event) -> float:
-        """Milliseconds until `end`."""
+        """Return the milliseconds until `end`."""
         ended_s = end._recorded_s if end._after is None else end._after.result()
         return 1e3 * (ended_s - self._recorded_s)
 
 
 class Device:
-    """What the worker takes for the platform and for its kernels."""
+    """Replaces the platform and the kernels in the worker."""
 
     Stream = _Stream
 
@@ -130,7 +130,7 @@ class Device:
     def swap_blocks_batch(
         self, src: torch.Tensor, dst: torch.Tensor, sizes: torch.Tensor, *, is_src_access_order_any: bool
     ) -> None:
-        """Copies between addresses, on the direction's thread; only loads read their sources in any order."""
+        """Copy between addresses on the direction's thread. Only loads read their sources in any order."""
         orders = zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True)
         self._current.last = self._threads[is_src_access_order_any].submit(_copy, list(orders))
 
@@ -142,7 +142,7 @@ def _copy(orders: list[tuple[int, int, int]]) -> float:
 
 
 class _TorchWithoutDevice:
-    """What the worker's module takes for torch: torch, but for its events."""
+    """Replaces torch in the worker's module: it is torch, except for events."""
 
     Event = _Event
 

@@ -1,6 +1,6 @@
-"""Models whose layers are recurrent, but for one of attention: short convolutions, Mamba2, gated delta nets.
+"""Models with recurrent layers and one attention layer: short convolutions, Mamba2, gated delta nets.
 
-Each has the shape of a published family. The sizes make several layers of a group, so that a block has several pages.
+Each has the shape of a published family. Groups have several layers, so that a block has several pages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RECURRENT, FULL = "linear_attention", "full_attention"
 
 
 def lfm2(shape: Mapping[str, Any]) -> PreTrainedModel:
-    """Short convolutions, as in LFM2."""
+    """Return a model with short convolutions, as in LFM2."""
     import transformers
 
     layers = ["conv", "conv", FULL, "conv"] * 2
@@ -28,7 +28,7 @@ def lfm2(shape: Mapping[str, Any]) -> PreTrainedModel:
 
 
 def granite4(shape: Mapping[str, Any]) -> PreTrainedModel:
-    """Mamba2 layers, as in Granite 4; without experts."""
+    """Return a model with Mamba2 layers, as in Granite 4, without experts."""
     import transformers
 
     config = transformers.GraniteMoeHybridConfig(
@@ -48,7 +48,7 @@ def granite4(shape: Mapping[str, Any]) -> PreTrainedModel:
 
 
 def qwen3_next(shape: Mapping[str, Any]) -> PreTrainedModel:
-    """Gated delta nets, as in Qwen3-Next; without experts."""
+    """Return a model with gated delta nets, as in Qwen3-Next, without experts."""
     import transformers
 
     config = transformers.Qwen3NextConfig(
@@ -66,7 +66,7 @@ def qwen3_next(shape: Mapping[str, Any]) -> PreTrainedModel:
 
 
 def complete_config(folder: Path) -> None:
-    """Write back what vLLM reads of an LFM2's config and transformers leaves out."""
+    """Add the fields of an LFM2's config that vLLM reads and transformers omits."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     if config["model_type"] == "lfm2":

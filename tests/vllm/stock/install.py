@@ -1,9 +1,9 @@
 """Sets up a stock vLLM on a machine without a GPU, in `.venv/vllm`, from the versions in `.ci/vllm.lock`.
 
-One environment with torch's CPU build, the vLLM that is named in the lock, and this project; per further version a folder
-`.venv/vllm-overlays/<version>` with that version's Python files alone, to be put on `PYTHONPATH`. No package's
-requirements are followed, so that nothing made for CUDA is fetched; the lock holds all that is needed. The second run
-finds everything done. Needs nothing but Python's standard library.
+It creates one environment with torch's CPU build, the lock's vLLM and this project. For each further version, a folder
+`.venv/vllm-overlays/<version>` contains only that version's Python files, for `PYTHONPATH`. Requirements of packages
+are ignored, so that no CUDA packages are downloaded; the lock contains all that is needed. A second run changes
+nothing. Only Python's standard library is needed.
 
     python3 tests/vllm/stock/install.py [--versions 0.28.0 0.33.0] [--torch-index URL]
 """
@@ -39,17 +39,17 @@ if torch.version.cuda:
 
 
 def pins() -> list[str]:
-    """The lock's packages, `name==version` each."""
+    """Return the lock's packages as `name==version`."""
     return [line for line in LOCK.read_text().splitlines() if line and not line.startswith("#")]
 
 
 def overlay_versions() -> list[str]:
-    """The versions of vLLM that the lock names besides the one it installs."""
+    """Return the lock's versions of vLLM except the installed one."""
     return re.findall(r"^# overlay (\S+)$", LOCK.read_text(), flags=re.MULTILINE)
 
 
 def set_up_environment(torch_index: str | None) -> None:
-    """Makes `.venv/vllm` what the lock says, unless it is that already."""
+    """Make `.venv/vllm` match the lock, unless it already does."""
     fingerprint = _digest(LOCK.read_text())
     done = ENVIRONMENT / "locked"
     if done.exists() and done.read_text() == fingerprint:
@@ -67,7 +67,7 @@ def set_up_environment(torch_index: str | None) -> None:
 
 
 def set_up_project() -> None:
-    """Makes the sources of this project importable there, with their entry points."""
+    """Make this project's sources and entry points importable there."""
     for folder in OURS:
         pyproject = folder / "pyproject.toml"
         done = ENVIRONMENT / f"editable-{folder.name}"
@@ -79,7 +79,7 @@ def set_up_project() -> None:
 
 
 def set_up_overlay(version: str) -> None:
-    """Unpacks the Python files of another vLLM into its folder, unless it is there already."""
+    """Unpack the Python files of another vLLM version into its folder, unless it exists."""
     target = OVERLAYS / version
     if not target.exists():
         OVERLAYS.mkdir(parents=True, exist_ok=True)
@@ -101,10 +101,10 @@ def _unpack(wheel: Path, target: Path) -> None:
 
 
 def _describe(target: Path, version: str) -> None:
-    """Writes the version that vLLM reads.
+    """Write the version that vLLM reads.
 
-    Up to 0.27 vLLM chooses its CPU platform only if its version says "cpu". A later one that says so refuses every Triton
-    but one for CPUs.
+    Up to 0.27, vLLM chooses its CPU platform only if its version contains "cpu". Later versions with "cpu" accept only
+    a Triton for CPUs.
     """
     build = "+cpu" if tuple(map(int, version.split(".")[:2])) <= (0, 27) else ""
     about = target / f"vllm-{version}.dist-info"
@@ -118,7 +118,7 @@ def _split(lines: list[str]) -> tuple[str, list[str]]:
 
 
 def _pip(*arguments: str) -> None:
-    # pip's own words about what a package would have required are of no use here; its errors are.
+    # pip's messages about missing requirements are irrelevant here; its errors are not.
     command: list[str] = [
         str(PYTHON),
         "-m",
@@ -141,7 +141,7 @@ def _say(words: str) -> None:
 
 
 def main() -> int:
-    """Reads the command line and sets up what it asks for."""
+    """Read the command line and set up the requested parts."""
     parser = argparse.ArgumentParser(description="set up a stock vLLM on a machine without a GPU")
     parser.add_argument("--versions", nargs="*", default=[], help="further versions, or 'all' of the lock's")
     parser.add_argument("--torch-index", help="the package index that has torch's CPU build")

@@ -1,8 +1,8 @@
-"""vLLM's own `SimpleCPUOffloadConnector` on a machine without a GPU, so that both can be measured on one engine.
+"""Runs vLLM's own `SimpleCPUOffloadConnector` on a machine without a GPU, for comparisons on one engine.
 
-Its decisions, its hooks and its bookkeeping are what vLLM ships. Only what touches the device is replaced: streams and
-events by stand-ins, and the copies between device and host by copies between two places on the host, on a thread as
-there. Select it with `kv_transfer("PeerOnHost", ...)`.
+Its decisions, hooks and bookkeeping are vLLM's. Only the parts that use the device are replaced: streams and events by
+fakes, and copies between device and host by copies within host memory, also on a thread. Select it with
+`kv_transfer("PeerOnHost", ...)`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-Caches = dict[str, torch.Tensor]  # A region's name to its `[blocks, bytes of a block]`.
+Caches = dict[str, torch.Tensor]  # for each region's name, its `[blocks, bytes of a block]`
 
 
 def kv_transfer(host_bytes: int, *, lazy: bool = False, inline: bool = False) -> dict[str, Any]:
-    """The engine's option `kv_transfer_config` for the peer.
+    """Return the engine's option `kv_transfer_config` for the peer.
 
     Args:
-        host_bytes: room on the host, of all ranks together.
-        lazy: store what is about to be evicted, not what has just been computed.
-        inline: copy within the hook that orders the copy, which makes runs repeatable, in place of on a thread.
+        host_bytes: host memory of all ranks together, in bytes.
+        lazy: store blocks that are about to be evicted, not blocks just computed.
+        inline: copy within the hook instead of on a thread, which makes runs reproducible.
     """
     return {
         "kv_connector": "PeerOnHost",
@@ -49,7 +49,7 @@ def kv_transfer(host_bytes: int, *, lazy: bool = False, inline: bool = False) ->
 
 
 class PeerOnHost(SimpleCPUOffloadConnector):  # type: ignore[misc]  # vLLM is not where types are checked
-    """vLLM's connector, whose worker side copies from host to host."""
+    """vLLM's connector, with a worker side that copies from host to host."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -61,7 +61,7 @@ class PeerOnHost(SimpleCPUOffloadConnector):  # type: ignore[misc]  # vLLM is no
         super().__init__(vllm_config, role, kv_cache_config)
 
     def shutdown(self) -> None:
-        """Ends the copying thread, which vLLM's own class leaves running."""
+        """End the copying thread, which vLLM's own class leaves running."""
         super().shutdown()
         backend = getattr(self.worker_handler, "_backend", None)
         if backend is not None:
@@ -69,7 +69,7 @@ class PeerOnHost(SimpleCPUOffloadConnector):  # type: ignore[misc]  # vLLM is no
 
 
 class HostCopies:
-    """Copies blocks from host to host, one order behind the other, on a thread of its own or at once."""
+    """Copies blocks from host to host in order, on a thread or immediately."""
 
     def __init__(self, inline: bool) -> None:
         self._inline = inline
@@ -79,7 +79,7 @@ class HostCopies:
         self._host: Caches = {}
 
     def init(self, gpu_caches: Caches, cpu_caches: Caches, *_: object) -> None:
-        """Takes the two sides of all copies to come."""
+        """Set the two sides of all later copies."""
         self._device, self._host = gpu_caches, cpu_caches
         if not self._inline:
             self._thread.start()
@@ -91,9 +91,9 @@ class HostCopies:
         is_store: bool,
         event_idx: int,
         events_list: list[tuple[int, _Done]],
-        wait_event: object = None,  # What it waits for, the forward pass, has ended on a CPU.
+        wait_event: object = None,  # the forward pass, which has already ended on a CPU
     ) -> None:
-        """Orders a copy; when it has ended, `events_list` gets its number."""
+        """Submit a copy. When it has ended, its number is appended to `events_list`."""
         sides = (self._device, self._host) if is_store else (self._host, self._device)
         order = partial(_copy, *sides, src_blocks, dst_blocks, event_idx, events_list)
         if self._inline:
@@ -102,7 +102,7 @@ class HostCopies:
             self._orders.put(order)
 
     def shutdown(self) -> None:
-        """Ends the thread behind the orders that it has."""
+        """End the thread after the submitted copies."""
         if self._thread.is_alive():
             self._orders.put(None)
             self._thread.join()
@@ -127,7 +127,7 @@ def _copy(
 
 
 class _Done:
-    """In place of a CUDA event: what it marks has ended already."""
+    """Replaces a CUDA event. It has always passed."""
 
     def record(self, stream: object = None) -> None:
         pass
@@ -157,7 +157,7 @@ class _Cuda:
 
 
 class _TorchWithoutDevice:
-    """What the worker's module takes for torch: torch, but for the names that need a device."""
+    """Replaces torch in the worker's module: it is torch, except for names that need a device."""
 
     cuda = _Cuda
     Event = _Done

@@ -1,4 +1,4 @@
-"""A small model with random weights that takes a picture: BLIP-2, one of the few that vLLM imports without torchvision."""
+"""A small model with random weights that reads pictures: BLIP-2, which vLLM imports without torchvision."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
     from transformers import Blip2Processor
 
-PICTURE_TOKENS = 40  # that a picture becomes, in front of the prompt
+PICTURE_TOKENS = 40  # the tokens of a picture, before the prompt
 EDGE = 56
 _PICTURE = checkpoints.VOCABULARY - 1
 
 
 def make(folder: Path) -> Path:
-    """Writes the checkpoint with its processor into `folder`; returns `folder`."""
+    """Write the checkpoint with its processor into `folder`; return `folder`."""
     import transformers
 
     folder.mkdir(parents=True, exist_ok=True)

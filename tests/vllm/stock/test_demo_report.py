@@ -1,4 +1,4 @@
-"""The demo's verdict, without a server."""
+"""The demo's result, without a server."""
 
 from __future__ import annotations
 

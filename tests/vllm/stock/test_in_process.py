@@ -1,4 +1,4 @@
-"""A stock vLLM on this machine computes what the model says, with prefix caching and chunked prefill."""
+"""A stock vLLM on this machine gives the model's tokens, with prefix caching and chunked prefill."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COUNT = 16
 
 
 def prompts() -> list[list[int]]:
-    """Some that share a prefix, some longer than a step's budget of tokens, some longer than the window."""
+    """Return prompts, some with a common prefix, longer than a step's token budget, or longer than the window."""
     draw = random.Random(7)
     shared = [draw.randrange(256) for _ in range(160)]
     own = [[draw.randrange(256) for _ in range(length)] for length in (5, 100, 300, 33)]
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def computed(checkpoint: Path) -> list[engines.Answer]:
-    """What an engine without prefix caching answers."""
+    """Return the answers of an engine without prefix caching."""
     with engines.in_process(checkpoint, enable_prefix_caching=False) as llm:
         return engines.generate(llm, prompts(), COUNT)
 
@@ -77,7 +77,7 @@ def test_two_steps_in_flight_change_no_token(folder: Path, monkeypatch: pytest.M
 
 
 def by_transformers(checkpoint: Path, prompt: list[int]) -> list[int]:
-    """The same continuation without a cache and without vLLM."""
+    """Return the same continuation without a cache and without vLLM."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""The connector that this project is measured against runs on this machine, hits, and changes no token."""
+"""The peer connector runs on this machine, has hits, and changes no token."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ pytestmark = [
 ]
 
 COUNT = 8
-SMALL: dict[str, dict[str, int]] = {  # Device blocks: room for one prompt, not for the three.
+SMALL: dict[str, dict[str, int]] = {  # Device blocks: room for one prompt, but not for three.
     "qwen3": {"num_gpu_blocks_override": 24, "max_model_len": 640},
     "gemma3": {"num_gpu_blocks_override": 40, "max_model_len": 640},
 }
 
 
 def prompts() -> list[list[int]]:
-    """Asked one behind the other, each pushes the one before off the device."""
+    """Return prompts that displace each other on the device when served one after the other."""
     draw = random.Random(11)
     return [[draw.randrange(256) for _ in range(600)] for _ in range(3)]
 
@@ -40,7 +40,7 @@ def test_hits_on_the_host_and_the_same_tokens(kind: checkpoints.Kind, tmp_path: 
     with engines.in_process(checkpoint, **SMALL[kind]) as plain:
         expected = ask_twice(plain)
     assert [answer.cached for answer in expected] == [0] * 6  # The device alone keeps none of them.
-    for inline in (False, True):  # copies on the peer's thread, and within the hook that orders them
+    for inline in (False, True):  # copies on the peer's thread, and within the hook
         check_hits(kind, checkpoint, inline, expected)
 
 

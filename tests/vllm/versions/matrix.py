@@ -1,10 +1,10 @@
-"""Runs the suite beside this file on several versions of vLLM, and writes the table in plugins/kvoffload_vllm/README.md.
+"""Runs the suite of this folder on several versions of vLLM, and writes the table in plugins/kvoffload_vllm/README.md.
 
-One pytest process for each version and model runner, with that version's Python files in front of the installed vLLM.
-Fails if a test fails. With --check it writes nothing, fails if the table is out of date, leaves out the installed version, on
-which `make test` runs the adapter's own tests of the same scenes, and runs only a part of the suite with runner V2, whose
-kernels are interpreted. With --starts, as in `make test`, each other version and runner V2 run the scenes of one model, and
-the table is not compared. A choice of versions or of a runner updates only those rows.
+It runs one pytest process per version and model runner, with the version's Python files before the installed vLLM, and
+fails if a test fails. With --check, it writes nothing and fails if the table is outdated. It then skips the installed
+version, which `make test` covers, and runs only a part of the suite with runner V2, whose kernels are interpreted. With
+--starts, as in `make test`, each other version and runner V2 run the scenes of one model, and the table is not
+compared. If versions or a runner are given, only their rows are updated.
 
     .venv/vllm/bin/python -m tests.vllm.versions.matrix [--check | --starts] [--jobs 2] [--runner V2] [0.28.0 ...]
 """
@@ -33,26 +33,26 @@ MORE = (
     "tests/vllm/test_layout_on_engine.py",
     "tests/vllm/adapter/test_stats_and_events.py",
 )
-"""Also run where the connector starts: memory, keys, metrics and events are translated correctly."""
+"""These also run where the connector starts, to check the translation of memory, keys, metrics and events."""
 
 WITH_V2 = ("0.30.0", "0.32.0", "0.33.0")
-"""Also run with model runner V2, which vLLM chooses wherever it finds Triton."""
+"""Versions also run with model runner V2, which vLLM chooses if it finds Triton."""
 
 V2_RUNNER = {
     "VLLM_USE_V2_MODEL_RUNNER": "1",
     "TRITON_INTERPRET": "1",
-    "CUDA_VISIBLE_DEVICES": "",  # vLLM accepts Triton without a driver only if no device is visible
+    "CUDA_VISIBLE_DEVICES": "",  # vLLM accepts Triton without a driver only if no device is visible.
 }
 PART_OF_V2 = ("0.32.0", "bucket or qwen3 and (runners or reloaded or preempted)")
-"""What --check runs with it: a version, and pytest's expression for tests of the suite."""
+"""The part that --check runs with V2: a version, and pytest's expression for tests of the suite."""
 
 ONE_START = (f"{SUITE}/test_small_suite.py", "-k", "qwen3 and test_scene")
-"""What --starts runs on each other version: every scene, on one engine with the connector."""
+"""The tests that --starts runs on each other version: every scene, on one engine with the connector."""
 
 ONE_START_OF_V2 = (f"{SUITE}/test_small_suite.py", "-k", "qwen3 and test_scene and reloaded")
 
 TOO_OLD = ("0.27.1",)
-"""Run to see that the connector refuses to start, and says with what it works."""
+"""Versions on which the connector must refuse to start and name the versions that work."""
 
 REFUSED = "refused at start"
 SCENES = {
@@ -82,7 +82,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     ),
     "layouts, metrics, events": ("tests/vllm/(adapter|test_layout_on_engine).*",),
 }
-"""Each column's title, and the tests that it stands for: every pattern must be met."""
+"""Each column's title and the tests that it covers. Each pattern must match a test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Setup:
     """One row of the table.
 
     Args:
-        version: of vLLM.
+        version: the version of vLLM.
         runner: vLLM's model runner, "V1" or "V2".
     """
 
@@ -103,7 +103,7 @@ class Setup:
 
     @property
     def is_covered(self) -> bool:
-        """Whether `make test` runs enough of it without a row of its own."""
+        """Whether `make test` covers it without a separate row."""
         return self.runner == "V2" or self.version == installed()
 
     @property
@@ -123,10 +123,10 @@ class Ran:
     """The results of one setup.
 
     Args:
-        setup: which.
+        setup: the setup.
         passed: whether no test failed, and at least one ran.
-        results: by test, "passed", "failed", or the reason why it was skipped.
-        output: what pytest printed.
+        results: for each test, "passed", "failed", or the reason for skipping it.
+        output: pytest's output.
     """
 
     setup: Setup
@@ -145,7 +145,10 @@ class Ran:
         return "failed" if "failed" in said else "not run"
 
     def _said(self, pattern: str) -> str:
-        """Return what holds for a pattern's tests. Of several, some skip what this version does not have."""
+        """Return the result for a pattern's tests.
+
+        Some of them may be skipped, because this version lacks a feature.
+        """
         met = {result for test, result in self.results.items() if re.fullmatch(pattern, test)}
         if "failed" in met or met == {REFUSED}:
             return "failed" if "failed" in met else REFUSED
@@ -153,7 +156,7 @@ class Ran:
 
 
 def versions() -> list[str]:
-    """Return the versions that the lock names."""
+    """Return the lock's versions."""
     return sorted([installed(), *install.overlay_versions()], key=lambda one: [*map(int, one.split("."))])
 
 
@@ -163,13 +166,13 @@ def setups() -> list[Setup]:
 
 
 def installed() -> str:
-    """Return the version that is installed whole, which all other tests run on."""
+    """Return the fully installed version, on which all other tests run."""
     (found,) = (pin.removeprefix("vllm==") for pin in install.pins() if pin.startswith("vllm=="))
     return found
 
 
 def run(setup: Setup, tests: Sequence[str]) -> Ran:
-    """Run these tests, given as to pytest."""
+    """Run these tests, given in pytest's form."""
     with tempfile.TemporaryDirectory(prefix="kvoffload-versions-") as scratch:
         result = Path(scratch) / "results.xml"
         options = ["-m", "vllm", "-q", f"--junit-xml={result}", f"--basetemp={scratch}/tests"]
@@ -188,7 +191,7 @@ def run(setup: Setup, tests: Sequence[str]) -> Ran:
 
 
 def read_results(junit: str) -> dict[str, str]:
-    """Return what came of each test: of the suite by its name, of the others by file and name."""
+    """Return each test's result: tests of the suite by name, others by file and name."""
     results = {}
     for case in ElementTree.fromstring(junit).iter("testcase"):
         file = case.get("file", "")
@@ -208,13 +211,13 @@ def render(rows: Sequence[Sequence[str]]) -> str:
 
 
 def filled(page: str, rows: Sequence[Sequence[str]]) -> str:
-    """Return the page with the table in its place."""
+    """Return the page with the table inserted."""
     text: str = load_script("readme").filled(page, "versions", render(rows))
     return text
 
 
 def written_rows(page: str) -> dict[str, list[str]]:
-    """Return the rows that the page has, by label."""
+    """Return the rows of the page's table, by label."""
     (table,) = re.findall(r"<!-- versions -->\n(.*?)<!-- /versions -->", page, flags=re.DOTALL)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     return {row[0]: row for row in rows[2:]}
@@ -267,7 +270,7 @@ def _arguments() -> argparse.Namespace:
 def _run_and_report(setup: Setup, tests: Sequence[str]) -> Ran:
     began = time.monotonic()
     ran = run(setup, tests)
-    # Threads of vLLM that outlive the tests may print below pytest's last line.
+    # Threads of vLLM that outlive the tests may print after pytest's last line.
     summary = [line for line in ran.output.splitlines() if re.match(r"\d+ (passed|skipped)", line)]
     words = summary[-1] if ran.passed and summary else ran.output
     sys.stdout.write(f"vLLM {setup.label}: {words} ({time.monotonic() - began:.0f} s in all)\n")
@@ -276,7 +279,7 @@ def _run_and_report(setup: Setup, tests: Sequence[str]) -> Ran:
 
 
 def _settle(rows: Sequence[list[str]], *, check: bool) -> bool:
-    """Write these rows into the table, or return whether it has them."""
+    """Write these rows into the table; with `check`, return whether the table has them."""
     page = ROOT / "plugins" / "kvoffload_vllm" / "README.md"
     text = page.read_text(encoding="utf-8")
     known = {**written_rows(text), **{row[0]: row for row in rows}}

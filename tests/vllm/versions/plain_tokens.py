@@ -1,4 +1,4 @@
-"""Prints what an engine without a connector answers to the small suite's requests, with the runner that this process has.
+"""Prints the answers of an engine without a connector to the small suite's requests, with this process's runner.
 
 python -m tests.vllm.versions.plain_tokens qwen3 FOLDER
 """

@@ -1,4 +1,4 @@
-"""The disk below the host on every version: what one engine has put there, the next one finds."""
+"""The disk tier on every version: the next engine finds the blocks of the first."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ pytestmark = MARKS
 
 def test_what_was_put_is_found_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_refused("qwen3"):
-        pytest.skip("refused at start")  # as tested beside this file
-    monkeypatch.setenv("PYTHONHASHSEED", "0")  # before 0.29 the seed of vLLM's hashes is random without it
+        pytest.skip("refused at start")  # another test in this folder covers this
+    # Before 0.29, the seed of vLLM's hashes is random without this.
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
     with living("qwen3", tmp_path) as life:
         expected = life.ask()
         assert not any(answer.cached for answer in expected.values())
@@ -31,7 +32,7 @@ def test_what_was_put_is_found_after_a_restart(tmp_path: Path, monkeypatch: pyte
         assert {answer.cached for answer in answers.values()} == {6 * engines.BLOCK}
         assert life.fetched() > 0
         life.rig.check_clean()
-        # The control: with wrong bytes in the place of those from the disk, the comparison fails.
+        # The control: with wrong bytes in place of those from the disk, the comparison fails.
         assert life.rig.scheduler.reset_prefix_cache()
         for position in range(len(life.rig.side.core.state.pool.index)):
             corrupt_host(life.rig, position)

@@ -1,4 +1,4 @@
-"""What a version cannot do is refused at start, with one sentence that says what to do instead."""
+"""Unsupported setups are refused at start, with one sentence about what to do instead."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def is_too_old() -> bool:
-    """Whether this version counts on states that a hit does not bring, as those before 0.28 do."""
+    """Return whether this version expects states that a hit does not include, as versions before 0.28 do."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
     return not hasattr(base.KVConnectorBase_V1, "supports_divergent_local_hybrid_hits")
 
 
 def recovers_several_groups() -> bool:
-    """Whether this version accepts a failed load of a hybrid model."""
+    """Return whether this version accepts a failed load of a hybrid model."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
     return hasattr(base, "KVConnectorTransferResults")
 
 
 def is_refused(kind: checkpoints.Kind) -> bool:
-    """Whether a model of this kind must be refused on this version."""
+    """Return whether a model of this kind must be refused on this version."""
     return is_too_old() or (kind != "qwen3" and not recovers_several_groups())
 
 
@@ -57,7 +57,7 @@ def test_a_hybrid_model_where_its_failed_loads_cannot_be_reported(folder: Path) 
 
 
 def test_a_version_that_lacks_a_hook(folder: Path) -> None:
-    """On one that is too old as it is, elsewhere as if a hook were missing."""
+    """On a version that is too old, nothing is changed. On others, a hook is hidden."""
     missing = "supports_divergent_local_hybrid_hits" if is_too_old() else "a_hook_of_another_version"
     lacking = nullcontext() if is_too_old() else patch("kvoffload_vllm.support.NEEDED", (missing,))
     with (

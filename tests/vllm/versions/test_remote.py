@@ -1,4 +1,4 @@
-"""A store below the host on every version: what one engine has written there, another one finds."""
+"""The remote tier on every version: one engine finds the blocks that another has written."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def test_what_one_engine_has_written_another_one_finds(
     request: pytest.FixtureRequest, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_refused("qwen3"):
-        pytest.skip("refused at start")  # as tested beside this file
-    monkeypatch.setenv("PYTHONHASHSEED", "0")  # before 0.29 the seed of vLLM's hashes is random without it
+        pytest.skip("refused at start")  # another test in this folder covers this
+    # Before 0.29, the seed of vLLM's hashes is random without this.
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
     url = request.getfixturevalue(kind).url
     model = checkpoints.make("qwen3", tmp_path / "qwen3")
     with sharing(model, tmp_path, url) as first:

@@ -1,4 +1,4 @@
-"""Runner V2 is the one that runs when it is asked for, and both runners answer alike."""
+"""Runner V2 is used when requested, and both runners give the same answers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_both_runners_answer_alike(kind: checkpoints.Kind, tmp_path_factory: pyt
 
 
 def tokens_of_v1(kind: checkpoints.Kind, folder: Path) -> dict[str, Any]:
-    """Return what a process with the other runner says."""
+    """Return the answers of a process with the other runner."""
     environment = {name: value for name, value in os.environ.items() if name not in V2_RUNNER}
     ended = subprocess.run(
         [sys.executable, "-m", "tests.vllm.versions.plain_tokens", kind, str(folder)],

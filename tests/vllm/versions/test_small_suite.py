@@ -1,7 +1,7 @@
-"""What must hold on every version of vLLM, small enough to be run on each; every scene has a control.
+"""Scenes that must work on every version of vLLM, small enough to run on each. Every scene has a control.
 
-A scene ends in answers whose KV came, in part, from the host. They must be those of an engine without a connector. In
-the control every load brings wrong bytes, and the same comparison must fail.
+In each scene, a part of the KV comes from the host, and the answers must equal those of an engine without a connector.
+In the control, every load copies wrong bytes, and the comparison must fail.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from tests.vllm.versions.test_refusals import is_refused
 
 pytestmark = MARKS
 
-WRONG = bytes([0x40, 0x41, 0x42, 0x3F])  # a number near 1, where KV is spread round 0
+WRONG = bytes([0x40, 0x41, 0x42, 0x3F])  # numbers near 1, unlike KV, whose values are around 0
 
 
 class Steered(GatedCopier):
-    """Copies at once; on request its loads fail, or claim to have brought what they did not."""
+    """Copies at once. If the test says so, loads fail, or copy wrong bytes and report success."""
 
     def __init__(self) -> None:
         super().__init__(held=False)
@@ -62,20 +62,20 @@ class Steered(GatedCopier):
 
 @dataclass
 class Stage:
-    """An engine whose copies the test steers."""
+    """An engine whose copies the test controls."""
 
     rig: Rig
     copier: Steered
 
     def put_on_host(self) -> None:
-        """All requests' blocks are on the host and not on the device."""
+        """Leave the blocks of all requests on the host and not on the device."""
         self.copier.fails = False
         self.rig.forget()
         self.rig.run(REQUESTS)
         assert self.rig.scheduler.reset_prefix_cache()
 
     def loaded(self) -> int:
-        """Blocks loaded so far."""
+        """Return how many blocks were loaded so far."""
         return self.rig.counts.count("kvoffload_load_blocks_total", "loaded")
 
 
@@ -90,7 +90,7 @@ def _requests() -> dict[str, Asked]:
 
 
 REQUESTS = _requests()
-DEVICE = {"num_gpu_blocks_override": 512, "max_model_len": 384}  # where all requests fit at once
+DEVICE = {"num_gpu_blocks_override": 512, "max_model_len": 384}  # enough for all requests at the same time
 
 
 def reloaded(stage: Stage) -> dict[str, Reported]:
@@ -99,7 +99,7 @@ def reloaded(stage: Stage) -> dict[str, Reported]:
 
 
 def preempted(stage: Stage) -> dict[str, Reported]:
-    """The device holds few of these at once, so vLLM takes blocks back from running requests."""
+    """The device has room for only a few of these, so vLLM preempts running requests."""
     stage.put_on_host()
     scheduler = stage.rig.scheduler
     with patch.object(scheduler, "_preempt_request", side_effect=scheduler._preempt_request) as taken_back:
@@ -109,7 +109,7 @@ def preempted(stage: Stage) -> dict[str, Reported]:
 
 
 def aborted(stage: Stage) -> dict[str, Reported]:
-    """Some end while their loads are under way, some while they run."""
+    """Some requests end during their loads, others while they run."""
     stage.put_on_host()
     for name, asked in REQUESTS.items():
         stage.rig.ask(name, asked)
@@ -125,7 +125,7 @@ def aborted(stage: Stage) -> dict[str, Reported]:
 
 
 def reset(stage: Stage) -> dict[str, Reported]:
-    """Nothing from before is found; what is computed afterwards is."""
+    """Blocks from before the reset are not found, later blocks are."""
     stage.put_on_host()
     assert stage.rig.connector.reset_cache()
     before = stage.loaded()
@@ -138,7 +138,7 @@ def reset(stage: Stage) -> dict[str, Reported]:
 
 
 def failed(stage: Stage) -> dict[str, Reported]:
-    """Every load fails, and is computed again."""
+    """Every load fails, and its tokens are computed again."""
     stage.put_on_host()
     stage.copier.fails = True
     reported = stage.rig.run(REQUESTS)
@@ -158,7 +158,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stage(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[Stage, Mapping[str, Reported]]]:
     kind = request.param
     if is_refused(kind):
-        pytest.skip("refused at start")  # as tested beside this file
+        pytest.skip("refused at start")  # another test in this folder covers this
     with plain(kind, folder, **DEVICE) as rig:
         expected = rig.run(REQUESTS)
     held = Held(copier=Steered())
@@ -190,11 +190,11 @@ def test_scene(
 def test_control(
     stage: tuple[Stage, Mapping[str, Reported]], scene: Callable[[Stage], dict[str, Reported]]
 ) -> None:
-    """Loads bring wrong bytes and say that all is well: some answer must change."""
+    """Loads copy wrong bytes and report success, so that an answer must change."""
     on, expected = stage
     on.copier.lies = True
     reported = scene(on)
     assert not all(same(one, expected[name]) for name, one in reported.items())
     on.copier.lies = False
     on.rig.finish()
-    on.rig.forget()  # the device's copies are wrong too
+    on.rig.forget()  # The device's blocks are wrong too.

@@ -1,4 +1,4 @@
-"""A model with recurrent layers on every version that hands its states to connectors: LFM2, eager."""
+"""A model with recurrent layers (LFM2, eager) on every version that hands states off to connectors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ pytestmark = MARKS
 @pytest.fixture(scope="module")
 def on(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     if is_refused("lfm2"):
-        pytest.skip("refused at start")  # as tested beside this file, for another model of several groups
+        # Another test in this folder covers this, with another model of several groups.
+        pytest.skip("refused at start")
     with stage("lfm2", tmp_path_factory.getbasetemp() / "checkpoints") as made:
         yield made
 

@@ -1,9 +1,9 @@
-"""Lends a stock vLLM's CPU platform its missing ops, written in plain torch. For development, tests and the demo only.
+"""Adds missing ops to a stock vLLM's CPU platform, in plain torch. Only for development, tests and the demo.
 
-The wheel of vLLM that a package index offers has no CPU extension. With the platform switched to the CPU
-(`VLLM_TARGET_DEVICE=cpu`) its Python side runs, and stops at the few compiled ops that the CPU worker calls. vLLM loads
-this package in every process of the engine through the entry point group `vllm.general_plugins`, where it defines those
-ops: right, not fast. It is not in the kvoffload wheel, and does nothing on a machine whose vLLM runs on a GPU.
+vLLM's published wheel has no CPU extension. With `VLLM_TARGET_DEVICE=cpu` its Python side runs, but lacks the few
+compiled ops that the CPU worker calls. vLLM loads this package in every process of the engine through the entry point
+group `vllm.general_plugins`, and it defines those ops, correct but slow. It is not in the kvoffload wheel, and does
+nothing if vLLM runs on a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ HYBRID_MODELS = ("GraniteMoeHybridForCausalLM", "Qwen3NextForCausalLM")
 
 
 def register() -> None:
-    """Defines the missing ops in this process. Called by vLLM, once."""
+    """Define the missing ops in this process. vLLM calls this once."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

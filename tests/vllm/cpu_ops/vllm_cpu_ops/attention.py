@@ -1,7 +1,7 @@
 """Attention over a paged cache in plain torch: grouped queries, causal, with a sliding window and a soft cap.
 
 The caches are `[blocks, kv heads, tokens of a block, head size]`; they may be views with gaps between their blocks.
-Requests that decode, one token each, are computed together; every other request by itself.
+Requests that decode one token each are computed together, all other requests one by one.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ NEVER = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """The paged cache of a layer, and how its scores are made."""
+    """A layer's paged cache, and the parameters of its scores."""
 
     keys: torch.Tensor
     values: torch.Tensor
     scale: float
-    window: int  # Tokens that a query sees, itself included; below one: all of them.
+    window: int  # how many tokens a query sees, including itself; below one: all of them
     softcap: float
     causal: bool
 
     @property
     def block_size(self) -> int:
-        """Tokens of one block."""
+        """The number of tokens in a block."""
         return self.keys.shape[2]
 
     def gather(self, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of `[requests, n]` blocks, each as `[requests, kv heads, n * tokens of a block, head size]`."""
+        """Return keys and values of `[requests, n]` blocks, as `[requests, kv heads, n * block tokens, head size]`."""
         return _laid_out(self.keys[block_ids]), _laid_out(self.values[block_ids])
 
     def sees(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Whether the token at place `query` may look at the one at place `key`."""
+        """Return whether the token at position `query` attends to the one at position `key`."""
         seen = key <= query if self.causal else torch.ones_like(key <= query)
         return seen & (query - key < self.window) if self.window > 0 else seen
 
@@ -46,7 +46,7 @@ def store(
     values: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """Writes the tokens' keys and values into the slots of the cache; a slot below zero is padding."""
+    """Write the tokens' keys and values into the cache's slots. Slots below zero are padding."""
     live = (slots >= 0).nonzero().flatten()
     block, offset = slots[live] // keys.shape[2], slots[live] % keys.shape[2]
     keys[block, :, offset] = key[live].to(keys.dtype)
@@ -61,13 +61,13 @@ def attend(
     table: torch.Tensor,
     pages: Pages,
 ) -> None:
-    """Writes each token's attention into `out`.
+    """Write each token's attention into `out`.
 
     Args:
-        query: `[tokens, heads, head size]`, of all requests one behind the other.
+        query: `[tokens, heads, head size]`, of all requests, one after the other.
         out: as `query`, filled in place.
-        starts: where each request's tokens begin in `query`, and where the last one's end.
-        lengths: tokens of each request, those of this step included.
+        starts: where each request's tokens begin in `query`, and where the last request's tokens end.
+        lengths: tokens of each request, including those of this step.
         table: each request's block ids.
         pages: the cache.
     """
@@ -90,7 +90,7 @@ def _decode(query: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, pag
     places = first[:, None] * pages.block_size + torch.arange(keys.shape[2])
     last = (lengths - 1)[:, None]
     seen = pages.sees(last, places) & (places <= last)
-    values = values.masked_fill(~seen[:, None, :, None], 0)  # The bytes there may be no number.
+    values = values.masked_fill(~seen[:, None, :, None], 0)  # Unwritten bytes may be NaN.
     return _weighted(query[:, None], keys, values, seen[:, None, None, None], pages)[:, 0]
 
 
@@ -108,7 +108,7 @@ def _chunk(query: torch.Tensor, length: int, table: torch.Tensor, pages: Pages) 
 def _weighted(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, pages: Pages
 ) -> torch.Tensor:
-    """`query` is `[requests, tokens, heads, size]`; so is the result."""
+    """Return the weighted values. `query` and the result are `[requests, tokens, heads, size]`."""
     requests, tokens, heads, size = query.shape
     grouped = query.view(requests, tokens, keys.shape[1], -1, size).permute(0, 2, 3, 1, 4).float()
     scores = grouped @ keys.unsqueeze(2).transpose(-1, -2) * pages.scale
@@ -120,7 +120,7 @@ def _weighted(
 
 
 def _first_block(place: torch.Tensor, pages: Pages) -> torch.Tensor:
-    """The block in which what the token at `place` sees begins."""
+    """Return the first block that the token at `place` attends to."""
     if pages.window <= 0:
         return torch.zeros_like(place)
     return (place - pages.window + 1).clamp(min=0) // pages.block_size

@@ -1,7 +1,7 @@
-"""A KV cache with its blocks outermost on a CPU, where the environment asks for it.
+"""Enables a KV cache with blocks outermost on a CPU, by an environment variable.
 
-vLLM's CPU attention reads one layout only. The one that is lent here reads its caches by their strides, so an engine can
-be run in the other, as it can on a GPU.
+vLLM's CPU attention supports only one layout. Ours uses strides, so an engine can also run with the other layout, as on
+a GPU.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
-SWITCH = "VLLM_CPU_OPS_BLOCK_LAYOUTS"  # "1": offered too; looked at whenever an engine is configured.
+SWITCH = "VLLM_CPU_OPS_BLOCK_LAYOUTS"  # "1" offers this layout too. Read whenever an engine is configured.
 
 
 def follow_the_switch() -> None:
-    """Makes the CPU's attention backend offer the layout for as long as the switch is set."""
+    """Make the CPU's attention backend offer the layout while the switch is set."""
     try:
         from vllm.v1.kv_cache_layout import KVCacheLayout
     except ImportError:  # before 0.29

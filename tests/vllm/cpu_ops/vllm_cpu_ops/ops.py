@@ -1,4 +1,4 @@
-"""The ops that vLLM's CPU worker calls, by name and schema, each with a body in plain torch."""
+"""The ops that vLLM's CPU worker calls, by name and schema, each implemented in plain torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from vllm_cpu_ops.slot_mapping import fill_slots
 
 FLOAT8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
-_library = torch.library.Library("_C", "FRAGMENT")  # The ops live as long as this object.
+_library = torch.library.Library("_C", "FRAGMENT")  # The ops exist as long as this object.
 
 
 def define_missing() -> None:
-    """Defines every op of the table that this process does not have yet."""
+    """Define every op of the table that does not exist in this process yet."""
     for schema, body in {**OPS, **recurrent.OPS}.items():
         name = schema.partition("(")[0]
         if not hasattr(torch.ops._C, name):
@@ -26,7 +26,7 @@ def define_missing() -> None:
 
 
 def _init_cpu_memory_env(nodes: list[int]) -> None:
-    """Nothing to prepare."""
+    """Do nothing: there is nothing to prepare."""
 
 
 def _get_scheduler_metadata(*_: object) -> torch.Tensor:
@@ -79,7 +79,7 @@ def _attention_with_kv_cache(
 
 
 def _typed(cache: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:
-    """The cache with the type of its contents; vLLM hands 8-bit floats over as bytes."""
+    """Return the cache with the type of its contents, because vLLM passes 8-bit floats as bytes."""
     if kv_cache_dtype in FLOAT8:
         return cache.view(FLOAT8[kv_cache_dtype])
     if kv_cache_dtype != "auto" and not kv_cache_dtype.startswith(("float", "bfloat")):
@@ -92,7 +92,7 @@ def _greedy_argmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _fused_gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
-    """One token a row, drawn by the softmax of its logits; a seed always draws the same."""
+    """Return one token per row, sampled from the softmax of its logits. The same seed always gives the same token."""
     noise = torch.empty_like(logits)
     for row, seed in zip(noise, seeds.tolist(), strict=True):
         row.exponential_(generator=torch.Generator().manual_seed(seed))
@@ -120,7 +120,8 @@ def _fused_add_rms_norm(
     _rms_norm(states, residual, weight, epsilon)
 
 
-#: Schema (the argument types that vLLM's own wrappers pass) to body. The last five are called up to 0.30 only.
+#: The implementation of each op, by its schema, with the argument types that vLLM passes. The last five are called only
+#: up to 0.30.
 OPS: dict[str, Callable[..., object]] = {
     "init_cpu_memory_env(int[] nodes) -> ()": _init_cpu_memory_env,
     "get_scheduler_metadata(int num_reqs, int num_heads, int num_kv_heads, int head_dim, Tensor seq_lens,"

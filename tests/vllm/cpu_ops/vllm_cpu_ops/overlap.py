@@ -1,7 +1,7 @@
-"""Asynchronous scheduling on a CPU, where the environment asks for it.
+"""Enables asynchronous scheduling on a CPU, by an environment variable.
 
-vLLM's CPU platform always switches it off, since nothing is gained by it there. A test of what a plugin does while two
-steps are in flight wants it on; the scheduler, the batch queue and the runner are the same code as on a GPU.
+vLLM's CPU platform always switches it off, because it gains nothing there. Tests of plugins with two steps in flight
+need it. The scheduler, the batch queue and the runner are the same code as on a GPU.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 SWITCH = (
-    "VLLM_CPU_OPS_ASYNC_SCHEDULING"  # "1": two steps in flight; looked at whenever an engine is configured.
+    "VLLM_CPU_OPS_ASYNC_SCHEDULING"  # "1" allows two steps in flight. Read whenever an engine is configured.
 )
 
 
 def follow_the_switch() -> None:
-    """Makes the CPU platform leave asynchronous scheduling on for as long as the switch is set."""
+    """Leave asynchronous scheduling on in the CPU platform while the switch is set."""
     from vllm.platforms.cpu import CpuPlatform
 
     stock = CpuPlatform.check_and_update_config.__func__

@@ -1,7 +1,7 @@
-"""Pipeline parallelism on a CPU without a warm-up.
+"""Makes pipeline parallelism work on a CPU without a warm-up.
 
-A stage behind the first copies what it receives into a buffer that vLLM makes in its warm-up. The CPU worker leaves the
-warm-up out where graphs are off and the cache's size is given, so the V1 runner fails at the first step.
+Each stage after the first copies its input into a buffer that vLLM makes in its warm-up. The CPU worker skips the
+warm-up if graphs are off and the cache's size is given, so the V1 runner would fail at the first step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def make_buffers() -> None:
-    """Makes every V1 runner allocate that buffer when it is first needed."""
+    """Make every V1 runner allocate the buffer when it first needs it."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     gather = GPUModelRunner.sync_and_gather_intermediate_tensors

@@ -1,7 +1,7 @@
-"""Recurrent layers in plain torch, token by token in float32: where a prompt is cut into chunks changes nothing.
+"""Recurrent layers in plain torch, token by token in float32, so that the division into chunks changes nothing.
 
-A state is read from the slot that a request's row names, and written back there. The two ops at the end of the file are
-called by vLLM's own Python code for CPUs; the other functions replace functions of vLLM (`hybrid_models`).
+A state is read from the slot in the request's row, and written back there. vLLM's own Python code for CPUs calls the
+two ops at the end of this file. The other functions replace functions of vLLM (`hybrid_models`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def chunk_scan(
 ) -> torch.Tensor:
     """Fill `out` and return the states at the ends of all chunks, or of each request's last chunk.
 
-    vLLM's own function for CPUs has the last states only, but models whose checkpoints lie inside a chunk need all.
+    vLLM's own function for CPUs only returns the last states, but models with checkpoints inside a chunk need all.
     """
     assert z is None
     assert seq_idx is not None
@@ -71,13 +71,13 @@ def store_prefill_checkpoint(
     *,
     state_len: int,
 ) -> None:
-    """Write each request's state inside its chunk into the block that is reserved for it; offset 0 stands for none."""
+    """Write each request's state inside its chunk into the block reserved for it; offset 0 means none."""
     rows = zip(
         checkpoint.checkpoint_offsets.tolist(),
         checkpoint.state_indices.tolist(),
         chunk_idx.tolist(),
         query_start_loc.tolist(),
-        strict=False,  # the last start is the end of the last request
+        strict=False,  # The last start is the end of the last request.
     )
     for offset, block, chunk, start in rows:
         if offset:
@@ -158,7 +158,7 @@ def gated_delta_net(
     a: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Compute a layer for all of a step's requests, into `out`. vLLM's own function takes bfloat16 alone."""
+    """Compute a layer for all requests of a step, into `out`. vLLM's own function only supports bfloat16."""
     starts, slots = metadata.non_spec_query_start_loc, metadata.non_spec_state_indices_tensor
     conv_states, states = layer.kv_cache[0].transpose(-1, -2), layer.kv_cache[1]
     decay = -layer.A_log.float().exp() * functional.softplus(a.float() + layer.dt_bias.float())
@@ -222,7 +222,7 @@ def _conv1d_update(
     query_start_loc: torch.Tensor | None,
     pad_slot_id: int,
 ) -> torch.Tensor:
-    """One token of each request, `[requests, channels]`."""
+    """Process one token of each request, `[requests, channels]`."""
     if conv_state_indices is None or x.dim() != 2 or x.shape[0] != conv_state_indices.numel():
         raise NotImplementedError("one token a request, with a paged state, and no speculative drafts here")
     slots = conv_state_indices.flatten().long()
@@ -236,7 +236,7 @@ def _conv1d_update(
 
 
 def _conv1d_weight_pack(weight: torch.Tensor) -> torch.Tensor:
-    """0.30 packs these weights wherever the CPU has bfloat16, whatever their type: leave them as they were."""
+    """Leave the weights unchanged. 0.30 packs them wherever the CPU has bfloat16, whatever their type."""
     return weight.unsqueeze(1).clone()
 
 

@@ -1,4 +1,4 @@
-"""Which cache slot each token of a step is written to."""
+"""Computes the cache slot for each token of a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 if TYPE_CHECKING:
     from vllm.v1.worker.block_table import BlockTable
 
-PADDING = -1  # A slot below zero is not written to.
+PADDING = -1  # Slots below zero are not written.
 
 
 def fill_slots(
@@ -19,11 +19,11 @@ def fill_slots(
     slots: torch.Tensor,
     block_size: int,
 ) -> None:
-    """Writes each token's slot into `slots`, and padding behind the last token.
+    """Write each token's slot into `slots`, and padding after the last token.
 
     Args:
-        query_start_loc: where each request's tokens begin, and where the last one's end.
-        positions: each token's place in its request.
+        query_start_loc: where each request's tokens begin, and where the last request's tokens end.
+        positions: each token's position in its request.
         block_table: one row of block ids per request.
         slots: filled in place.
         block_size: tokens of one entry of the block table.
@@ -38,10 +38,10 @@ def fill_slots(
 
 
 def replace_kernel() -> None:
-    """Gives vLLM's block table `fill_slots` in place of its Triton kernel.
+    """Replace the Triton kernel of vLLM's block table by `fill_slots`.
 
-    Without Triton vLLM calls a stand-in for the kernel instead; 0.32 hands it the arguments in an order that it does
-    not expect. A plain method is the same for every version.
+    Without Triton, vLLM calls a replacement of the kernel, to which 0.32 passes the arguments in a wrong order. A plain
+    method works with every version.
     """
     from vllm.v1.worker.block_table import BlockTable
 
@@ -52,7 +52,7 @@ def _compute_slot_mapping(
     self: BlockTable, num_reqs: int, query_start_loc: torch.Tensor, positions: torch.Tensor
 ) -> None:
     mode = getattr(self, "slot_mapping_mode", None)
-    if mode is not None and mode.name == "NONE":  # A recurrent group has states, not slots.
+    if mode is not None and mode.name == "NONE":  # A recurrent group has states instead of slots.
         return
     starts = query_start_loc[: num_reqs + 1]
     fill_slots(starts, positions, self.block_table.gpu, self.slot_mapping.gpu, self.block_size)
