@@ -48,18 +48,12 @@ class Account:
     """A journal's samples, and the metrics' counts of its events.
 
     Args:
-        lines: the number of lines read.
-        dropped_lines: the number of missing lines, known from gaps in the sequence numbers.
-        seconds: the time from the first line to the last.
         samples: lookups, first tokens and copies by event class, each with the seconds since the first line.
         slots: after each change, the seconds since the first line and the number of host slots by state. Slots filled
             before the first line are not counted.
         counted: the metrics' counters.
     """
 
-    lines: int = 0
-    dropped_lines: int = 0
-    seconds: float = 0.0
     samples: dict[type, list[tuple[float, Any]]] = field(
         default_factory=lambda: {cls: [] for cls in _SAMPLED}
     )
@@ -71,17 +65,13 @@ def add_up(records: Iterable[Record]) -> Account:
     """Add up a journal's lines."""
     account, bus, counters = Account(), Bus(), Counters()
     counters.subscribe(bus)
-    begun, before, slots = 0.0, 0, Counter[str]()
+    begun: float | None = None
+    before, slots = 0, Counter[str]()
     for record in records:
-        if not account.lines:
-            begun = record.time
-        elif record.sequence > before:
-            account.dropped_lines += record.sequence - before - 1
-        else:  # another process wrote the lines from here on
+        begun = record.time if begun is None else begun
+        if record.sequence <= before:  # another process wrote the lines from here on
             slots.clear()
         before, at, message = record.sequence, record.time - begun, record.message
-        account.lines += 1
-        account.seconds = max(account.seconds, at)
         bus.publish(message)
         if (samples := account.samples.get(type(message))) is not None:
             samples.append((at, message))

@@ -24,15 +24,11 @@ _CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?")
 def add_journal_arguments(parser: argparse.ArgumentParser, suffix: str) -> None:
     """Add the arguments for the journal, the part of it to show, and the output file; `opened` reads them."""
     add = parser.add_argument
-    add(
-        "journal",
-        metavar="JOURNAL",
-        type=Path,
-        help="the file that an engine wrote to `journal_path`; may be gzipped, JOURNAL.1 is read before it",
-    )
+    words = "the file that an engine wrote to `journal_path`; may be gzipped, JOURNAL.1 is read before it"
+    add("journal", metavar="JOURNAL", type=Path, help=words)
     times = "a date and time (2026-11-22T14:03, local unless it has an offset), HH:MM[:SS] of the last day, or unix seconds"
-    add("--since", metavar="TIME", help=f"skip lines before this time: {times}")
-    add("--until", metavar="TIME", help="skip lines after this time")
+    add("--since", metavar="TIME", type=_time, help=f"skip lines before this time: {times}")
+    add("--until", metavar="TIME", type=_time, help="skip lines after this time")
     add("--last", metavar="DURATION", type=_duration, help="only the end of the journal: 90s, 10m, 2h, 1d")
     add("--request", metavar="ID", help="only lines of this request and of its loads")
     default = f"(default: JOURNAL{suffix})"
@@ -43,7 +39,7 @@ def opened(args: argparse.Namespace, suffix: str) -> tuple[Lines, Path]:
     """Return the lines that the options select, and the path of the output.
 
     Raises:
-        CommandError: `--last` and `--since` are both given, a time is invalid, or the output would replace the journal.
+        CommandError: `--last` and `--since` are both given, or the output would replace the journal.
         JournalError: the journal cannot be opened.
     """
     if args.last is not None and args.since is not None:
@@ -65,6 +61,8 @@ class Lines:
         part: the lines to read; None for all.
         words: the part in words; empty for all lines.
         count: the number of lines read so far.
+        seconds: the time from the first of them to the last.
+        gaps: the first and last number of each run of missing lines.
         problem: the error that ended the reading early, or None.
         provenance: the last provenance read; empty if the journal has none.
     """
@@ -73,6 +71,8 @@ class Lines:
     part: Part | None = None
     words: str = ""
     count: int = 0
+    seconds: float = 0.0
+    gaps: list[tuple[int, int]] = field(default_factory=list)
     problem: JournalError | None = None
     provenance: Mapping[str, object] = field(default_factory=dict)
 
@@ -84,8 +84,15 @@ class Lines:
         """
         from kvoffload.telemetry.records import JournalError, read_journal
 
+        begun, before = 0.0, 0
         try:
             for record in read_journal(self.path, self.part, self._begun):
+                if not self.count:
+                    begun = record.time
+                elif record.sequence > before + 1:
+                    self.gaps.append((before + 1, record.sequence - 1))
+                before = record.sequence
+                self.seconds = max(self.seconds, record.time - begun)
                 self.count += 1
                 yield record
         except JournalError as error:
@@ -99,15 +106,23 @@ class Lines:
                 else f"{self.path} is empty"
             )
 
+    @property
+    def missing(self) -> str:
+        """The missing lines, in words."""
+        count, (first, last) = sum(last - first + 1 for first, last in self.gaps), self.gaps[0]
+        shown = f"numbers {first} to {last}{' and others' if len(self.gaps) > 1 else ''}"
+        return f"{count:,}, {shown}; the feed dropped them, or they were removed from the file"
+
     def report(self, output: Path) -> int:
         """Print how much of the journal is in the output, and return the command's exit code."""
         where = "standard output" if output == STDOUT else output
-        lines = "1 line" if self.count == 1 else f"{self.count:,} lines"
-        say(f"{lines} of {self.path} are in {where}")
-        if self.problem is None:
-            return Exit.OK
-        say(f"it ends early: {self.problem}")
-        return Exit.FAILED
+        events = "1 event" if self.count == 1 else f"{self.count:,} events"
+        say(f"wrote {events} over {self.seconds:,.1f} s to {where}")
+        if self.problem is not None:
+            say(f"the journal ends early: {self.problem}")
+        if self.gaps:
+            say(f"events are missing: {self.missing}")
+        return Exit.FAILED if self.problem or self.gaps else Exit.OK
 
     def _begun(self, provenance: Mapping[str, object]) -> None:
         self.provenance = provenance
@@ -129,7 +144,7 @@ def parse_time(text: str, last: float) -> float:
     """Return a time in unix seconds; a time of day is taken on the day of `last`.
 
     Raises:
-        CommandError: `text` is not a time.
+        ArgumentTypeError: `text` is not a time.
     """
     try:
         if clock := _CLOCK.fullmatch(text):
@@ -140,9 +155,13 @@ def parse_time(text: str, last: float) -> float:
             return float(text)
         return datetime.fromisoformat(text).astimezone().timestamp()
     except (ValueError, OverflowError) as error:
-        raise CommandError(
-            f"{text!r} is not a time; write 2026-11-22T14:03, 14:03 or unix seconds"
-        ) from error
+        said = f"{text!r} is not a time; write 2026-11-22T14:03, 14:03 or unix seconds"
+        raise argparse.ArgumentTypeError(said) from error
+
+
+def _time(text: str) -> str:
+    parse_time(text, 0.0)
+    return text
 
 
 def _duration(text: str) -> float:

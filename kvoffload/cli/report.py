@@ -61,7 +61,7 @@ def render(account: Account, lines: Lines) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{title}</title><style>{_STYLE}</style></head><body><h1>{title}</h1>",
-        *(f"<p>{escape(line)}</p>" for line in _said(account, lines)),
+        *(f"<p>{escape(line)}</p>" for line in _said(lines)),
         *(_figure(number, figure) for number, figure in enumerate(draw(account))),
         f'<section tabindex="0" aria-label="counters"><h2>Counters</h2>{_table(_numbers(account))}</section>',
         "</body></html>\n",
@@ -69,7 +69,7 @@ def render(account: Account, lines: Lines) -> str:
     return "\n".join(parts).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _said(account: Account, lines: Lines) -> Iterator[str]:
+def _said(lines: Lines) -> Iterator[str]:
     """Yield lines that say what ran, where, when and with which settings, and what is missing from the journal."""
     from kvoffload.telemetry.provenance import as_line
 
@@ -81,11 +81,11 @@ def _said(account: Account, lines: Lines) -> Iterator[str]:
         settings = provenance.get("settings")
         if isinstance(settings, Mapping):
             yield "; ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
-    yield f"{account.lines:,} lines over {account.seconds:,.1f} s."
+    yield f"{lines.count:,} events over {lines.seconds:,.1f} s."
     if lines.words:
         yield f"Only a part of the journal: {lines.words}."
-    if account.dropped_lines:
-        yield f"{account.dropped_lines:,} lines are missing: the feed dropped them, or they were removed from the file."
+    if lines.gaps:
+        yield f"Events are missing: {lines.missing}."
     if lines.problem is not None:
         yield f"The journal ends early, at line {lines.problem.line}: {lines.problem.problem}"
 

@@ -203,7 +203,7 @@ def read_journal(
 
 def rotated(path: Path) -> Path:
     """Return the path to which a full file is renamed."""
-    return path.with_name(f"{path.name}.1")
+    return Path(f"{path}.1")
 
 
 def files_of(path: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.cli.exits import CommandError, Exit
+from kvoffload.cli.exits import Exit
 from kvoffload.cli.journal_lines import Lines, add_journal_arguments, opened, parse_time
 from kvoffload.cli.main import main
 from kvoffload.telemetry.records import BEGUN, rotated
@@ -81,7 +81,7 @@ def test_a_time_of_day_is_one_of_the_last_day() -> None:
 
 @pytest.mark.parametrize("text", ["25:00", "yesterday", "2026-13-01", "-5", ""])
 def test_what_is_no_time_is_refused(text: str) -> None:
-    with pytest.raises(CommandError, match="is not a time"):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a time"):
         parse_time(text, NOON)
 
 
@@ -95,7 +95,7 @@ def test_commands_show_the_part_and_where_it_is_from(
 ) -> None:
     target = tmp_path / "out"
     assert main([command, str(journal), "-o", str(target), "--request", "a"]) == Exit.OK
-    assert f"3 lines of {journal} are in {target}" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"kvoffload: wrote 3 events over 2.0 s to {target}\n"
     text = target.read_text()
     if command == "report":
         assert "Only a part of the journal: request a." in text
@@ -104,12 +104,38 @@ def test_commands_show_the_part_and_where_it_is_from(
         assert json.loads(text)["otherData"]["engine"]["name"] == "vllm"
 
 
+@pytest.mark.parametrize("command", ["report", "timeline"])
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        ([1, 2, 6, 7], "events are missing: 3, numbers 3 to 5;"),
+        ([1, 3, 5, 7, 9], "events are missing: 4, numbers 2 to 2 and others;"),
+    ],
+)
+def test_missing_events_are_said_and_end_with_1(
+    command: str, kept: list[int], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "journal"
+    path.write_text("".join(line(number, NOON + number, "BlocksOffered", blocks=3) for number in kept))
+    assert main([command, str(path)]) == Exit.FAILED
+    wrote, missing = capsys.readouterr().err.splitlines()
+    assert wrote.startswith(f"kvoffload: wrote {len(kept)} events over {kept[-1] - 1}.0 s to {path}.")
+    assert said in missing
+
+
+@pytest.mark.parametrize("command", ["report", "timeline"])
+@pytest.mark.parametrize("path", ["/", ".", ".."])
+def test_a_folder_is_one_line(command: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, path, "-o", "-"]) == Exit.USAGE
+    assert capsys.readouterr() == ("", f"kvoffload: error: {path}: Is a directory\n")
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
         (["--last", "1h", "--since", "12:00"], "give one of the two"),
         (["--last", "soon"], "is not a duration"),
-        (["--since", "soon"], "is not a time"),
+        (["--since", "soon"], "argument --since: 'soon' is not a time"),
         (["--request", "nobody"], "has no lines in this part: request nobody"),
     ],
 )

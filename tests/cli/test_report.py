@@ -223,8 +223,8 @@ def test_a_journal_that_is_cut_off_is_shown_as_far_as_it_goes(
     assert main(["report", str(journal)]) == Exit.FAILED
     page = (tmp_path / "journal.jsonl.html").read_text()
     assert "The journal ends early, at line 3" in page
-    assert "2 lines are missing" in page
-    assert "it ends early" in capsys.readouterr().err
+    assert "Events are missing: 2, numbers " in page
+    assert "the journal ends early" in capsys.readouterr().err
     assert Reading(page).counters == {("kvoffload_offered_blocks_total", ""): 7}
 
 
@@ -272,9 +272,9 @@ def test_a_second_process_in_the_same_file_begins_without_slots(tmp_path: Path) 
     store = {"event": "StoreScheduled", "job": 1, "blocks": 3}
     lines = [{"seq": 1, "t": 1.0, **store}, {"seq": 2, "t": 1.0, **store}, {"seq": 1, "t": 2.0, **store}]
     journal.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    account = account_of(journal)
-    assert [slots["filling"] for _, slots in account.slots] == [3, 6, 3]
-    assert account.dropped_lines == 0
+    records = Lines(journal)
+    assert [slots["filling"] for _, slots in add_up(records).slots] == [3, 6, 3]
+    assert records.gaps == []
 
 
 @pytest.mark.parametrize("where", ["missing/page.html", "folder", "journal.jsonl"])

@@ -101,7 +101,7 @@ def test_a_journal_that_is_cut_off_gives_what_there_is(
     assert main(["timeline", str(cut), "-o", "-"]) == Exit.FAILED
     out, err = capsys.readouterr()
     assert len(json.loads(out)["traceEvents"]) > 50
-    assert "it ends early" in err
+    assert "the journal ends early" in err
     assert "cut off" in err
 
 
