@@ -34,7 +34,7 @@ VERSIONS = env $(AGAINST_WHEEL) $(VLLM) -m tests.vllm.versions.matrix
 .DELETE_ON_ERROR:
 
 help:
-	@awk -F ':.*## ' '/^##@ / { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^##@ / { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@printf '\nARGS="..." passes options on, such as make demo ARGS="--model tiny".\n'
 
 ##@ Every day
@@ -217,7 +217,7 @@ wheel: $(VENV)/wheel/ready  ## build the wheel into .venv/dist
 vllm-env:  ## set up a stock vLLM in .venv/vllm
 	@$(PYTHON) tests/vllm/stock/install.py --versions all $(VLLM_ENV_ARGS)
 
-kernel-env: venv  ## set up Triton in .venv/triton (200 MB)
+kernel-env: venv  ## set up Triton in .venv/triton (1 GB)
 	@test -d $(VENV)/triton || $(PIP) install --no-deps --target $(VENV)/triton triton==3.9.0
 
 tools:  ## install the system packages that some tests use

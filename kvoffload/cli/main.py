@@ -86,9 +86,10 @@ def _command(argv: Sequence[str] | None) -> int:
 
     try:
         parser = make_parser()
-        args = parser.parse_args(argv)
+        words = list(sys.argv[1:] if argv is None else argv)
+        args = parser.parse_args([*words[1:2], "--help"] if words[:1] == ["help"] else words)
         if args.command is None:
-            parser.print_help()
+            parser.print_help(sys.stderr)
             return Exit.USAGE
         return load(args.command).run(args)
     except SystemExit as end:  # argparse exits this way after --help or a usage error

@@ -65,9 +65,19 @@ def test_it_runs_as_a_process_of_its_own() -> None:
     )
 
 
-def test_no_command_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_is_an_error_with_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == Exit.USAGE
-    assert "Exit codes:" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Exit codes:" in err
+
+
+@pytest.mark.parametrize("words", [[], ["doctor"]])
+def test_help_is_a_command_too(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "--help"]) == Exit.OK
+    wanted = capsys.readouterr().out
+    assert main(["help", *words]) == Exit.OK
+    assert capsys.readouterr().out == wanted
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
