@@ -47,22 +47,6 @@ class Parser(argparse.ArgumentParser):
         self.exit(Exit.USAGE, f"kvoffload: error: {printable(message)} (see {self.prog} --help)\n")
 
 
-def positive(text: str) -> int:
-    """Parse an integer of at least 1, for `type=`."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
-    return number
-
-
-def seconds(text: str) -> float:
-    """Parse a number of seconds, 0 or more, for `type=`."""
-    number = float(text)
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
-    return number
-
-
 def _describe(argument: str, known: Iterable[str]) -> str:
     name = argument.partition("=")[0]
     if not name.startswith("-"):

@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
+from kvoffload.checks.options import seconds
 from kvoffload.cli.exits import CommandError, Exit, printable, say
-from kvoffload.cli.parser import seconds
 from kvoffload.model.config import size_text
 from kvoffload.model.errors import KVOffloadError
 from kvoffload.telemetry.catalogue import HostBytes
@@ -254,7 +254,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "of the metrics, HOST:PORT, or a PORT of this machine: kvoffload's own port, or that of `vllm serve`"
     )
     add("urls", metavar="URL", nargs="+", help=address)
-    add("--interval", metavar="SECONDS", type=seconds, default=2.0, help="between two scrapes (default: 2)")
+    add("--interval", metavar="SECONDS", type=seconds, default=2.0, help="between two scrapes")
     add("--once", action="store_true", help="scrape twice, print and exit, as also without a terminal")
     add("--json", action="store_true", help="the same, as JSON")
 

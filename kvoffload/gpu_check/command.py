@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import kvoffload
+from kvoffload.checks.options import positive, size
 from kvoffload.cli.exits import CommandError, Exit, say
-from kvoffload.cli.parser import positive
 from kvoffload.cli.partial_file import STDOUT, written
 from kvoffload.telemetry.provenance import describe_machine
 
@@ -59,22 +59,15 @@ def parts() -> dict[str, Part]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to the parser."""
-    parser.add_argument("--device", default="cuda:0", help="the GPU, as torch names it")
-    parser.add_argument("--mib", type=positive, default=256, help="MiB of one large copy")
-    parser.add_argument("--repeats", type=positive, default=7, help="repeats of each measurement")
-    parser.add_argument("--host-gib", type=positive, default=64, help="host memory of an engine, in GiB")
-    parser.add_argument(
-        "--only", nargs="+", metavar="PART", help="run these parts only; docs/gpu.md names them"
-    )
-    parser.add_argument("--json", action="store_true", help="print each line as a JSON object")
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        type=Path,
-        default=Path("gpu-check.json"),
-        help="keeps all lines; what the parts print goes beside it, into a file that ends in .log",
-    )
+    add = parser.add_argument
+    add("--device", default="cuda:0", help="the GPU, as torch names it")
+    add("--copy-bytes", metavar="BYTES", type=size, default="256MiB", help="a large copy, in whole MiB")
+    add("--repeats", metavar="N", type=positive, default=7, help="repeats of each measurement")
+    add("--host-bytes", metavar="BYTES", type=size, default="64GiB", help="host memory of an engine")
+    add("--only", nargs="+", metavar="PART", help="run these parts only; docs/gpu.md names them")
+    add("--json", action="store_true", help="print each line as a JSON object")
+    words = "keeps all lines; what the parts print goes beside it, into a file that ends in .log"
+    add("-o", "--output", metavar="FILE", type=Path, default=Path("gpu-check.json"), help=words)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.output == STDOUT:
         raise CommandError("--output takes a file; --json prints every line as JSON")
-    options = Options(args.device, args.mib, args.repeats, args.host_gib)
+    options = Options(args.device, max(args.copy_bytes >> 20, 1) << 20, args.repeats, args.host_bytes)
     chosen = _chosen(args.only)
     log = args.output.with_suffix(".log")
     with written(log):

@@ -45,7 +45,7 @@ _PIECE_ACROSS = 24 << 20
 
 def captures(options: Options) -> Iterator[Line]:
     """Make driver calls on another thread while this thread captures a graph in "global" mode, one call per capture."""
-    rig = Rig(replace(options, mib=min(options.mib, 16)))
+    rig = Rig(replace(options, size=min(options.size, 16 << 20)))
     driver = rig.driver
     other = driver.stream(urgent=True)
     memory = rig.host_memory(1 << 20)
@@ -101,7 +101,7 @@ def depth(options: Options) -> Iterator[Line]:
 
 
 def _depth(options: Options, batch_copies: str, copies: int, what: str) -> Iterator[Line]:
-    rig = Rig(replace(options, mib=min(options.mib, 64)), batch_copies=batch_copies)
+    rig = Rig(replace(options, size=min(options.size, 64 << 20)), batch_copies=batch_copies)
     driver = rig.driver
     busy = driver.stream(urgent=False)
     runs = rig.runs(Direction.STORE, 8192, copies)
@@ -139,15 +139,15 @@ def pause(driver: NvidiaDriver, stream: int, seconds: float) -> None:
 def exits(options: Options) -> Iterator[Line]:
     """Yield the exit codes of processes that end with memory pinned, threads alive and copies in flight."""
     for how in ("closes", "only ends"):
-        code = f"from kvoffload.gpu_check.hazards import leave; leave({options.device!r}, {options.mib}, {how == 'closes'})"
+        code = f"from kvoffload.gpu_check.hazards import leave; leave({options.device!r}, {options.size}, {how == 'closes'})"
         ended = subprocess.run([sys.executable, "-c", code], timeout=_EXIT_S, check=False)
         what = f"exit code of a worker that {how} with copies under way"
         yield in_words(what, str(ended.returncode), "0")
 
 
-def leave(device: str, mib: int, closes: bool) -> None:
+def leave(device: str, size: int, closes: bool) -> None:
     """Store behind a busy stream and return while the copies are in flight; with `closes`, close the worker first."""
-    rig = Rig(Options(device, mib, 1, 1))
+    rig = Rig(Options(device, size, 1, 1))
     portal = Portal("kvoffload-gpu-check")
     page = rig.size // _STORED
     layout = DeviceLayout.of([DeviceRegion(rig.memory, page, page, _STORED, device)])

@@ -35,20 +35,15 @@ class Options:
 
     Args:
         device: the GPU, as torch names it.
-        mib: the size of one large copy, in MiB; host and device get twice as much memory each.
+        size: the bytes of one large copy, whole MiB; host and device get twice as much memory each.
         repeats: how often each measurement is repeated.
-        host_gib: the host memory that an engine offloads to, in GiB.
+        host_bytes: the host memory that an engine offloads to, in bytes.
     """
 
     device: str
-    mib: int
+    size: int
     repeats: int
-    host_gib: int
-
-    @property
-    def size(self) -> int:
-        """The size of one large copy, in bytes."""
-        return self.mib << 20
+    host_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvoffload.gpu_check.parts import Line, NotHere, measured, ratios
+from kvoffload.model.config import size_text
 from kvoffload.transfer.host_memory import available_bytes, read_file
 from kvoffload_vllm.vllm_args import transfer_config
 
@@ -57,19 +58,19 @@ _SHAPE: Mapping[str, Any] = {
 
 
 def lines(options: Options) -> Iterator[Line]:
-    """Compare two vLLM engines, one of them with `options.host_gib` of host memory, and yield the lines.
+    """Compare two vLLM engines, one of them with `options.host_bytes` of host memory, and yield the lines.
 
     Raises:
         NotHere: vLLM is not installed, the machine has too little memory, or torch sees no GPU.
     """
     check_machine(options)
     os.environ.update(ENVIRONMENT)
-    host_bytes = options.host_gib << 30
-    yield from measure(f"vLLM with host_bytes {options.host_gib}GiB", host_bytes, _SHAPE, ON_GPU)
+    host_bytes = options.host_bytes
+    yield from measure(f"vLLM with host_bytes {size_text(host_bytes)}", host_bytes, _SHAPE, ON_GPU)
 
 
 def check_machine(options: Options) -> None:
-    """Check that vLLM can run on a GPU here, with `options.host_gib` of host memory.
+    """Check that vLLM can run on a GPU here, with `options.host_bytes` of host memory.
 
     Raises:
         NotHere: vLLM is not installed, the machine has too little memory, or torch sees no GPU.
@@ -77,9 +78,9 @@ def check_machine(options: Options) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise NotHere("vLLM is not installed")
     available = available_bytes(read_file)
-    if available is not None and available < (options.host_gib << 30) + _SPARE_BYTES:
+    if available is not None and available < options.host_bytes + _SPARE_BYTES:
         raise NotHere(
-            f"vLLM needs {options.host_gib} GiB and more, and the machine has {available / 2**30:.3g} GiB left"
+            f"vLLM needs {size_text(options.host_bytes)} and more, and the machine has {size_text(available)} left"
         )
     import torch
 

@@ -87,7 +87,7 @@ def lines(options: Options) -> Iterator[Line]:
     few = {"host_bytes": _FEW_BYTES}
     with_graphs: dict[str, dict[str, Any]] = {
         # Pinning this much takes so long that it overlaps with the capture of graphs.
-        "": {"host_bytes": options.host_gib << 30},
+        "": {"host_bytes": options.host_bytes},
         ', layout "blocks"': {**few, "layout": "blocks"},
         ', batch_copies "off"': {**few, "batch_copies": "off"},
     }

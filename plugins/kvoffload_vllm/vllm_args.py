@@ -7,7 +7,7 @@ import json
 import shlex
 from collections.abc import Mapping
 
-from kvoffload.checks.json_option import read_settings
+from kvoffload.checks.options import read_settings
 from kvoffload.model.config import parse_config
 from kvoffload_vllm.doctor import RECOMPUTE
 from kvoffload_vllm.register import NAME

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from kvoffload.cli.parser import positive
+from kvoffload.checks.options import positive
 from kvoffload.model.wire import Direction
 from tests.bench import copy_lanes
 from tests.bench.copy_rig import Rig

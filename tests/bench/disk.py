@@ -23,8 +23,8 @@ from threading import Event
 from types import SimpleNamespace
 from typing import cast
 
+from kvoffload.checks.options import positive
 from kvoffload.cli.exits import CommandError
-from kvoffload.cli.parser import positive
 from kvoffload.disk.open_folder import open_folder
 from kvoffload.disk.slot_file import SlotFile, SlotShape, open_slot_file
 from kvoffload.model.causes import CopyOutcome

@@ -15,11 +15,11 @@ import random
 from collections.abc import Iterator
 from functools import partial
 
+from kvoffload.checks.options import positive
 from kvoffload.cli.demo.engines import audit_offloading, kv_blocks, open_engines
 from kvoffload.cli.demo.options import DemoOptions
 from kvoffload.cli.demo.play import Player, idle, make_conversations, warm_up
 from kvoffload.cli.exits import CommandError
-from kvoffload.cli.parser import positive
 from kvoffload.engine import Engine, SamplingParams
 from tests.bench.lines import Line, line, ratios
 from tests.bench.results import add_output_arguments, give_out

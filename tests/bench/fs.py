@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from kvoffload.cli.parser import positive
+from kvoffload.checks.options import positive
 from tests.bench.lines import Line, line, ratios
 from tests.bench.results import add_output_arguments, give_out
 from tests.bench.vllm_engines import kv_transfer, require_vllm

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvoffload.cli.parser import positive
+from kvoffload.checks.options import positive
 from tests.bench.lines import Line, line, ratios
 from tests.bench.results import add_output_arguments, give_out
 from tests.bench.vllm_engines import (

@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+from kvoffload.checks.options import positive
 from kvoffload.cli.demo.command import local_store
 from kvoffload.cli.demo.options import LOCAL_STORES
-from kvoffload.cli.parser import positive
 from kvoffload.remote.local import LocalBucket, LocalMooncake
 from tests.bench.copy_rig import Rig
 from tests.bench.lines import Line, line, ratios

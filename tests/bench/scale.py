@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterator
 from functools import partial
 
-from kvoffload.cli.parser import positive
+from kvoffload.checks.options import positive
 from tests.bench import lookups, memory
 from tests.bench.lines import Line
 from tests.bench.results import add_output_arguments, give_out

@@ -19,8 +19,8 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from kvoffload.checks.options import positive
 from kvoffload.cli.exits import CommandError
-from kvoffload.cli.parser import positive
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.state import Policy
 from kvoffload.model import facts

@@ -12,7 +12,7 @@ import argparse
 import time
 from collections.abc import Iterator
 
-from kvoffload.cli.parser import positive
+from kvoffload.checks.options import positive
 from kvoffload.model.wire import Direction
 from kvoffload.transfer.factory import make_checksums
 from tests.bench.copy_rig import Rig

@@ -15,7 +15,7 @@ from kvoffload.gpu_check.parts import Line, Options, Part, lines_of
 if TYPE_CHECKING:
     import pytest
 
-OPTIONS = Options("cuda:0", 1, 1, 1)
+OPTIONS = Options("cuda:0", 1 << 20, 1, 1 << 30)
 HERE = "tests.gpu_check.parts"
 
 

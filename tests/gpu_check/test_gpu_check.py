@@ -28,8 +28,8 @@ from tests.cuda_emulator.page_kernel import install
 
 pytestmark = pytest.mark.timeout(300)
 
-OPTIONS = Options("cuda:0", 1, 1, 1)
-SMALL = ["gpu-check", "--mib", "1", "--repeats", "1"]
+OPTIONS = Options("cuda:0", 1 << 20, 1, 1 << 30)
+SMALL = ["gpu-check", "--copy-bytes", "1MiB", "--repeats", "1"]
 HERE = "tests.gpu_check.parts"
 NO_KERNEL = "not asked: no page kernel, ModuleNotFoundError: "
 

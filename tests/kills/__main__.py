@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvoffload.cli.parser import positive
+from kvoffload.checks.options import positive
 from tests.kills.killing import COMMANDS, Killer, draw
 
 

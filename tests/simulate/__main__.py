@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvoffload.cli.parser import positive
+from kvoffload.checks.options import positive
 from tests.simulate.campaign import Result, keep_journal, play_all
 from tests.simulate.scenario import draw
 

@@ -120,7 +120,7 @@ def load_many(emulator: Emulator) -> None:
 
 def check_gpu() -> None:
     """Run the kernel like `kvoffload gpu-check`, which also writes its profile."""
-    options = Options("cuda:1", mib=1, repeats=1, host_gib=1)
+    options = Options("cuda:1", size=1 << 20, repeats=1, host_bytes=1 << 30)
     found = {line.what: line for part in (copies.compared, copies.speeds) for line in part(options)}
     for way in ("loads", "stores"):
         for size in ("4,096", "33,808"):

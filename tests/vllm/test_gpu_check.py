@@ -33,10 +33,10 @@ def test_both_engines_decode_and_what_was_stored_is_found(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("host_gib", "reason"), [(1, "torch sees no GPU"), (1 << 20, "GiB and more, and the machine has")]
+    ("host_bytes", "reason"), [(1 << 30, "torch sees no GPU"), (1 << 50, "TiB and more, and the machine has")]
 )
-def test_where_it_cannot_run_it_says_why(host_gib: int, reason: str) -> None:
+def test_where_it_cannot_run_it_says_why(host_bytes: int, reason: str) -> None:
     from kvoffload_vllm import gpu_check
 
     with pytest.raises(NotHere, match=reason):
-        list(gpu_check.lines(Options("cuda:0", 1, 1, host_gib)))
+        list(gpu_check.lines(Options("cuda:0", 1 << 20, 1, host_bytes)))

@@ -23,7 +23,7 @@ EAGER: dict[str, Any] = {
     "compilation_config": {"custom_ops": ["none"]},
 }
 HOST = {"host_bytes": 1 << 28}
-OPTIONS = Options("cuda:0", 1, 1, 1)
+OPTIONS = Options("cuda:0", 1 << 20, 1, 1 << 30)
 ROUNDS = "while blocks are stored", "from the host"
 
 

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
-from kvoffload.checks.json_option import read_settings
+from kvoffload.checks.options import positive, read_settings, seconds
 from kvoffload.cli.exits import CommandError
-from kvoffload.cli.parser import positive, seconds
 from kvoffload.model.config import parse_config
 from kvoffload.model.errors import ConfigError
 from kvoffload.remote.address import parse_address as parse_store

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvoffload.gpu_check.parts import Line
     from kvoffload_vllm.gpu_tokens import Answer
 
-OPTIONS = Options("cuda:0", 1, 1, 1)
+OPTIONS = Options("cuda:0", 1 << 20, 1, 1 << 30)
 RIGHT: Answer = [(0, [-0.5, -2.0]), (1, [-3.0, -0.1])]
 WRONG: Answer = [(0, [-0.9, -2.0]), (1, [-3.0, -0.1])]
 

@@ -1,16 +1,43 @@
-"""Reads options that contain settings: a JSON object, a file with a JSON object, or KEY=VALUE."""
+"""Reads the values of options: numbers, sizes, times, and settings as a JSON object, a file that holds one, or KEY=VALUE."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
+from argparse import ArgumentTypeError
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
+from kvoffload.model.config import parse_bytes
 from kvoffload.model.errors import ConfigError
 
 _LARGEST = 1 << 20
 _PAIR = re.compile(r"(\w+)=(.*)", re.DOTALL)
+
+
+def positive(text: str) -> int:
+    """Parse a whole number of at least 1, for `type=`."""
+    with suppress(ValueError):
+        if (number := int(text)) >= 1:
+            return number
+    raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+
+
+def seconds(text: str) -> float:
+    """Parse a number of seconds, 0 or more, for `type=`."""
+    with suppress(ValueError):
+        if 0 <= (number := float(text)) < math.inf:
+            return number
+    raise ArgumentTypeError(f"{text!r} is not a number of seconds")
+
+
+def size(text: str) -> int:
+    """Parse a number of bytes, with or without a unit, for `type=`."""
+    with suppress(ValueError):
+        return parse_bytes(int(text) if text.isdecimal() else text)
+    raise ArgumentTypeError(f"{text!r} is not a size such as 80GiB")
 
 
 def read_object(text: str, option: str) -> dict[str, Any]:
