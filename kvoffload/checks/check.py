@@ -12,13 +12,15 @@ from kvoffload.model.config import OffloadConfig
 class Verdict(StrEnum):
     """The result of a check, from best to worst."""
 
-    GO = "go"
-    UNKNOWN = "not known"  # the result cannot be determined here, or a needed value was not given
+    OK = "ok"
+    UNKNOWN = "unknown"  # the result cannot be determined here, or a needed value was not given
     WARNING = "warning"  # the engine starts, but something costs more or gains less than it could
-    NO_GO = "no-go"  # the engine would not start or would fail requests, or offloading would be useless
+    ERROR = "error"  # the engine would not start or would fail requests, or offloading would be useless
 
 
-FAILING = frozenset([Verdict.WARNING, Verdict.NO_GO])
+GIVE = "give the engine's own command line: kvoffload doctor -- vllm serve MODEL ..."
+"""The remedy of checks that lack what is in that command line."""
+FAILING = frozenset([Verdict.WARNING, Verdict.ERROR])
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +32,14 @@ class Sizes:
         block_bytes: bytes of one block on one rank, in all tensors together.
         page_bytes: bytes of one block on one rank, in each tensor of the KV cache.
         device_blocks: the number of blocks in the device's KV cache.
+        engines: the number of such engines on this machine.
     """
 
     ranks: int = 1
     block_bytes: int | None = None
     page_bytes: tuple[int, ...] = ()
     device_blocks: int | None = None
+    engines: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +107,9 @@ def run_checks(checks: Iterable[Check], setup: Setup) -> list[Finding]:
     return [replace(_find(check, setup), check=check.name) for check in checks]
 
 
-def go(text: str) -> Finding:
+def ok(text: str) -> Finding:
     """Return a finding that says the check passed."""
-    return Finding(Verdict.GO, text)
+    return Finding(Verdict.OK, text)
 
 
 def warn(text: str, remedy: str) -> Finding:
@@ -113,12 +117,12 @@ def warn(text: str, remedy: str) -> Finding:
     return Finding(Verdict.WARNING, text, remedy)
 
 
-def no_go(text: str, remedy: str) -> Finding:
+def fail(text: str, remedy: str) -> Finding:
     """Return the finding of a problem that must be solved before the start."""
-    return Finding(Verdict.NO_GO, text, remedy)
+    return Finding(Verdict.ERROR, text, remedy)
 
 
-def not_known(text: str, remedy: str = "") -> Finding:
+def unknown(text: str, remedy: str = "") -> Finding:
     """Return the finding of a check that lacks input; the remedy names that input."""
     return Finding(Verdict.UNKNOWN, text, remedy)
 

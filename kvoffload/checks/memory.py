@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 
-from kvoffload.checks.check import Check, Finding, Setup, go, no_go, not_known, warn
+from kvoffload.checks.check import Check, Finding, Setup, fail, ok, unknown, warn
 from kvoffload.checks.gpus import find_gpus
 from kvoffload.model.config import size_text
 from kvoffload.transfer.host_memory import exceeded, memory_limits, read_file
@@ -15,6 +15,7 @@ _SPARE = 10  # a tenth of the memory should stay free
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _LESS = "lower host_bytes, or free memory"
 _GOOD_PAGE = 64 * 2**10
+_WORTH = 1.5  # times the device's blocks; below that, "eager" has less than 0.8 of the hits of "lazy"
 _BATCHED = 12080  # since this CUDA version, one driver call copies many blocks
 
 SPEEDS = ((2 * 2**20, 0.85), (64 * 2**10, 0.8), (4 * 2**10, 0.5))
@@ -25,35 +26,35 @@ The measurements are in `tests/bench/README.md`.
 
 
 def needed_bytes(setup: Setup) -> int:
-    """Return how many bytes of host memory all local ranks need, in whole blocks if a block's size is known."""
+    """Return how many bytes of host memory all local engines need, in whole blocks if a block's size is known."""
     sizes = setup.sizes
     share = setup.config.host_bytes // sizes.ranks
     if sizes.block_bytes is not None:
         share -= share % sizes.block_bytes
-    return sizes.ranks * share
+    return sizes.engines * sizes.ranks * share
 
 
 def _host_memory(setup: Setup) -> Finding:
     needed = needed_bytes(setup)
     limits = memory_limits(read_file)
     if not limits:
-        return not_known("the available memory: /proc/meminfo cannot be read")
+        return unknown("the available memory: /proc/meminfo cannot be read")
     if (limit := exceeded(needed, limits)) is not None:
-        return no_go(f"{size_text(needed)} are more than {limit}", _LESS)
+        return fail(f"{size_text(needed)} are more than {limit}", _LESS)
     limit = min(limits, key=lambda one: one.left)
     if needed > limit.left - limit.left // _SPARE:
         return warn(
             f"{size_text(needed)} leave less than a tenth of {limit}; the engine itself needs some too", _LESS
         )
-    return go(f"{size_text(needed)} fit {limit}")
+    return ok(f"{size_text(needed)} fit {limit}")
 
 
 def _locked_memory(setup: Setup) -> Finding:
     if not setup.pins:
-        return go("without a CUDA device nothing is pinned, so the limit on locked memory does not matter")
+        return ok("without a CUDA device nothing is pinned, so the limit on locked memory does not matter")
     limit, needed = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], needed_bytes(setup)
     if limit < 0 or limit >= needed:
-        return go("the limit on locked memory is above what will be pinned")
+        return ok("the limit on locked memory is above what will be pinned")
     return warn(
         f"at most {size_text(limit)} may be locked, and {size_text(needed)} will be pinned; whether the driver's pinning "
         "counts against the limit is not known here",
@@ -64,7 +65,7 @@ def _locked_memory(setup: Setup) -> Finding:
 def _swap(setup: Setup) -> Finding:
     areas = [line.split()[0] for line in (read_file("/proc/swaps") or "").splitlines()[1:] if line.split()]
     if not areas:
-        return go("no swap is on")
+        return ok("no swap is on")
     what = "the engine's own memory" if setup.pins else "host blocks, which are not pinned,"
     return warn(
         f"swap is on ({', '.join(areas)}): {what} may be swapped out", "swapoff -a, or vm.swappiness=0"
@@ -79,28 +80,26 @@ def _expandable_segments(_: Setup) -> Finding:
                 "which is not proven to work in batches",
                 f"leave expandable_segments out of {name}",
             )
-    return go("torch is not asked for expandable segments")
+    return ok("torch is not asked for expandable segments")
 
 
 def _host_pool(setup: Setup) -> Finding:
     block, device = setup.sizes.block_bytes, setup.sizes.device_blocks
     if not block or not device:
-        return not_known(
-            "whether the host holds more blocks than the device",
-            "give --model and --kv-cache-memory-bytes, or --block-bytes and --device-blocks",
-        )
+        lacking = "give --kv-cache-memory-bytes or --device-blocks" if block else "needs the model sizes"
+        return unknown("whether the host holds more blocks than the device", lacking)
     ranks = setup.sizes.ranks
     slots = setup.config.host_bytes // ranks // block
     ratio = f"{slots:,} blocks on the host, {device:,} on the device"
     if slots == 0:
-        return no_go(f"{ratio}: one block takes {size_text(block)} on each rank", "raise host_bytes")
-    if slots <= device and setup.config.store_policy != "lazy":
+        return fail(f"{ratio}: one block takes {size_text(block)} on each rank", "raise host_bytes")
+    if slots < _WORTH * device and setup.config.store_policy != "lazy":
         return warn(
             f"{ratio}: the host holds little that the device does not hold too",
             f"raise host_bytes to several times the device's {size_text(block * device * ranks)}, or set store_policy to lazy, "
             "which stores only what the device evicts",
         )
-    return go(f"{ratio}, {slots / device:.1f} times as many")
+    return ok(f"{ratio}, {slots / device:.1f} times as many")
 
 
 def _copy_speed(setup: Setup) -> Finding:
@@ -111,7 +110,7 @@ def _copy_speed(setup: Setup) -> Finding:
     reach = f"about {share} of" if share is not None else "less than 0.5 of"
     text = f"pages of {size_text(page)}: scattered blocks are copied at {reach} one large copy's speed (measured on a host)"
     if page >= _GOOD_PAGE:
-        return go(text)
+        return ok(text)
     return warn(
         text, "larger blocks (the engine's block size), or layout 'blocks', where a block is one piece"
     )
@@ -120,11 +119,11 @@ def _copy_speed(setup: Setup) -> Finding:
 def _gpu(_: Setup) -> Finding:
     gpus = find_gpus()
     if not gpus.names:
-        return go("no NVIDIA GPU is visible here: copies are between two places in host memory")
+        return ok("no NVIDIA GPU is visible here: copies are between two places in host memory")
     counted = ", ".join(f"{gpus.names.count(name)} {name}" for name in dict.fromkeys(gpus.names))
     text = f"{counted}; a driver for CUDA {gpus.cuda // 1000}.{gpus.cuda % 1000 // 10}"
     if not gpus.can_register:
-        return no_go(
+        return fail(
             f"{text}: its driver registers no host memory, as under confidential computing, so nothing could be cached",
             "run without confidential computing, or without kvoffload",
         )
@@ -133,7 +132,7 @@ def _gpu(_: Setup) -> Finding:
             f"{text}: every block will need its own call of the driver",
             "install a driver for CUDA 12.8 or newer",
         )
-    return go(text)
+    return ok(text)
 
 
 CHECKS = (

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvoffload.checks.check import Check, Finding, Setup, go, no_go, warn
+from kvoffload.checks.check import Check, Finding, Setup, fail, ok, warn
 from kvoffload.model.config import size_text
 from kvoffload.model.errors import ConfigError, RemoteError
 from kvoffload.remote.address import BucketAddress, MooncakeAddress, RemoteAddress, parse_address
@@ -24,15 +24,15 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 def _disk_space(setup: Setup) -> Finding:
     path = setup.config.disk_path
     if path is None:
-        return go(_NO_DISK)
-    needed = setup.config.disk_bytes
+        return ok(_NO_DISK)
+    needed = setup.sizes.engines * setup.config.disk_bytes
     free, ours = shutil.disk_usage(_existing(path)).free, _bytes_below(path)
     if needed > free + ours:
         return warn(
             f"{size_text(needed)} are more than the {size_text(free)} that {path} has free: the engine would serve without the disk",
             "lower disk_bytes, or free space",
         )
-    return go(f"{size_text(needed)} fit {size_text(free)} free and {size_text(ours)} of earlier engines")
+    return ok(f"{size_text(needed)} fit {size_text(free)} free and {size_text(ours)} of earlier engines")
 
 
 def _disk_folder(setup: Setup) -> Finding:
@@ -40,7 +40,7 @@ def _disk_folder(setup: Setup) -> Finding:
 
     path = setup.config.disk_path
     if path is None:
-        return go(_NO_DISK)
+        return ok(_NO_DISK)
     local = "name a folder on a local disk in disk_path"
     kind = _kind_of(_existing(path))
     if kind in _IN_MEMORY:
@@ -59,7 +59,7 @@ def _disk_folder(setup: Setup) -> Finding:
         return warn(
             f"reads and writes would go through the page cache ({reason})", f"{local}, on ext4 or XFS"
         )
-    return go(f"it is on {kind or 'a file system that the kernel does not name'}, and direct I/O works")
+    return ok(f"it is on {kind or 'a file system that the kernel does not name'}, and direct I/O works")
 
 
 def _try_folder(folder: Path) -> str | None:
@@ -101,17 +101,17 @@ def _journal(setup: Setup) -> Finding:
 
     path = setup.config.journal_path
     if path is None:
-        return go("no file: the last 256 events are kept in memory")
+        return ok("no file: the last 256 events are kept in memory")
     mode = path.stat().st_mode if path.exists() else None
     try:
         JournalFile(path).close()
     except ConfigError as error:
-        return no_go(str(error), "name a file in an existing folder of the engine's user")
+        return fail(str(error), "name a file in an existing folder of the engine's user")
     if mode is None:
         path.unlink()
     else:
         os.chmod(path, mode & 0o7777)
-    return go(str(path))
+    return ok(str(path))
 
 
 def _collector(setup: Setup) -> Finding:
@@ -119,11 +119,11 @@ def _collector(setup: Setup) -> Finding:
 
     endpoint = endpoint_of(setup.config)
     if endpoint is None:
-        return go("none: no spans are sent")
+        return ok("none: no spans are sent")
     try:
         check_exporter(setup.config)
     except ConfigError as error:
-        return no_go(str(error), "correct what is named")
+        return fail(str(error), "correct what is named")
     url = urlsplit(endpoint if "//" in endpoint else f"//{endpoint}")  # a gRPC endpoint needs no scheme
     port = url.port or (443 if url.scheme == "https" else 80)
     try:
@@ -133,7 +133,7 @@ def _collector(setup: Setup) -> Finding:
             f"nothing answers at {url.hostname}:{port} now ({error.strerror or error}): spans would be lost",
             "start the collector, or change otlp_endpoint",
         )
-    return go(f"{url.hostname}:{port} answers")
+    return ok(f"{url.hostname}:{port} answers")
 
 
 def unreachable(address: RemoteAddress) -> Finding | None:
@@ -148,16 +148,16 @@ def unreachable(address: RemoteAddress) -> Finding | None:
 def _remote(setup: Setup) -> Finding:
     url = setup.config.remote_url
     if url is None:
-        return go("none: this engine shares no blocks")
+        return ok("none: this engine shares no blocks")
     try:
         address = parse_address(url)
     except ConfigError as error:
-        return no_go(str(error), "correct remote_url")
+        return fail(str(error), "correct remote_url")
     if (problem := unreachable(address)) is not None:
         return problem
     if address.caution:
         return warn(address.caution, "keep it in a network of engines and remote tiers only, or use TLS (S3)")
-    return go(f"{address} answers")
+    return ok(f"{address} answers")
 
 
 def _no_mooncake(address: MooncakeAddress) -> Finding | None:
@@ -167,7 +167,7 @@ def _no_mooncake(address: MooncakeAddress) -> Finding | None:
 
         load_client()
     except (ImportError, RemoteError) as error:
-        return no_go(
+        return fail(
             f"the Mooncake client cannot be loaded: {error.__cause__ or error}",
             "pip install 'kvoffload[mooncake]' (on a GPU the client's wheel for its CUDA), and install libibverbs1",
         )
@@ -185,7 +185,7 @@ def _no_bucket(address: BucketAddress) -> Finding | None:
         BucketStore(address, _TIMEOUT_S).read("kvo1/probe")
     except RemoteError as error:
         if isinstance(error.__cause__, ImportError):
-            return no_go(str(error), "pip install 'kvoffload[s3]'")
+            return fail(str(error), "pip install 'kvoffload[s3]'")
         return warn(f"{error}: nothing would be shared", "check AWS_ENDPOINT, AWS_REGION and the credentials")
     return None
 

@@ -18,7 +18,7 @@ log = get_logger("doctor")
 
 
 def examine(checks: Iterable[Check], setup: Setup) -> list[Finding]:
-    """Run checks, and return the findings that are warnings or no-gos."""
+    """Run checks, and return the findings that are warnings or errors."""
     return [one for one in run_checks(checks, setup) if one.verdict in FAILING]
 
 

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,8 +24,8 @@ from kvoffload.checks.check import (
     Setup,
     Sizes,
     Verdict,
-    go,
-    no_go,
+    fail,
+    ok,
     run_checks,
 )
 from kvoffload.cli.exits import CommandError, Exit, printable
@@ -30,13 +33,13 @@ from kvoffload.disk.tier_key import read_tier_key
 from kvoffload.model.config import OffloadConfig, parse_config
 from kvoffload.model.errors import ConfigError
 
-HELP = "check a machine and settings before an engine starts: go, warning or no-go, with the remedy"
+HELP = "check a machine and settings before an engine starts: ok, warning or error, with the remedy"
 
 ENTRY_POINT_GROUP = "kvoffload.doctors"
 """Entry points of adapters; each names a module that implements `Doctor`. Only adapters may name an engine."""
 
-_WIDTH = 80
 _WORST_FIRST = tuple(reversed(Verdict))
+_COLOURS = {Verdict.ERROR: "31", Verdict.WARNING: "33", Verdict.UNKNOWN: "2"}  # red, yellow, dim
 
 
 class Doctor(Protocol):
@@ -63,20 +66,15 @@ def find_doctors() -> tuple[list[Doctor], list[Check]]:
         try:
             doctors.append(cast("Doctor", point.load()))
         except (ImportError, AttributeError) as error:
-            finding = no_go(f"the adapter's checks cannot be imported: {error}", "install kvoffload again")
+            finding = fail(f"the adapter's checks cannot be imported: {error}", "install kvoffload again")
             lost.append(Check(point.name, lambda *_, finding=finding: finding))
     return doctors, lost
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options, and those of the adapters."""
-    parser.add_argument(
-        "--config",
-        metavar="SETTINGS",
-        action="append",
-        default=[],
-        help="kvoffload's settings: a JSON object, a file that holds one, or KEY=VALUE; may be repeated",
-    )
+    words = "kvoffload's settings: a JSON object, a file that holds one, or KEY=VALUE; may be repeated"
+    parser.add_argument("--config", metavar="SETTINGS", action="append", default=[], help=words)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--strict", action="store_true", help="exit with 1 also if something is not known")
     parser.add_argument("--verbose", action="store_true", help="print every check, also those that passed")
@@ -85,24 +83,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the checks and print the findings. Return 1 for a no-go, and with --strict also for an unknown result.
+    """Run the checks and print the findings. Return 1 for an error, and with --strict also for an unknown result.
 
     Raises:
         KVOffloadError: an option's value cannot be read.
     """
     findings = _findings(args)
-    if args.json:
-        print(as_json(findings))
-    else:
-        print(as_text(findings, verbose=args.verbose, strict=args.strict))
-    failing = {Verdict.NO_GO, Verdict.UNKNOWN} if args.strict else {Verdict.NO_GO}
+    print(as_json(findings) if args.json else as_text(findings, verbose=args.verbose, strict=args.strict))
+    failing = {Verdict.ERROR, Verdict.UNKNOWN} if args.strict else {Verdict.ERROR}
     return Exit.FAILED if failing & {one.verdict for one in findings} else Exit.OK
 
 
 def _findings(args: argparse.Namespace) -> list[Finding]:
     from kvoffload.checks import memory, outputs
     from kvoffload.checks.gpus import find_gpus
-    from kvoffload.checks.json_option import read_settings
+    from kvoffload.checks.options import read_settings
 
     doctors, lost = find_doctors()
     given = [doctor.read_arguments(args) for doctor in doctors]
@@ -115,9 +110,9 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
         config = parse_config(settings[0], sizes.ranks) if settings else OffloadConfig()
         read_tier_key(config.tier_key_file)
     except ConfigError as error:  # without usable settings, the other checks would have to guess
-        return [replace(no_go(str(error), "correct what is named"), check="settings")]
+        return [replace(fail(str(error), "correct what is named"), check="settings")]
     words = ", ".join(f"{name} {value}" for name, value in settings[0].items()) if settings else ""
-    used = go(words or "none given: the defaults are checked")
+    used = ok(words or "none given: the defaults are checked")
     checks = (
         Check("settings", lambda *_: used),
         *memory.CHECKS,
@@ -158,10 +153,10 @@ def as_text(findings: Sequence[Finding], *, verbose: bool = False, strict: bool 
     shown = set(Verdict) if verbose else {*FAILING, Verdict.UNKNOWN} if strict else FAILING
     lines = [line for verdict in by_verdict if verdict in shown for line in _paragraphs(by_verdict[verdict])]
     if by_verdict[Verdict.UNKNOWN] and Verdict.UNKNOWN not in shown:
-        lines.append(_wrapped("not known ", _by_remedy(by_verdict[Verdict.UNKNOWN])))
-    if by_verdict[Verdict.GO] and not verbose:
-        lines += ["", f"{len(by_verdict[Verdict.GO])} checks passed (--verbose lists them)"]
-    return "\n".join([f"{worst(findings)}: {counted}", "", *lines])
+        lines.append(_wrapped(Verdict.UNKNOWN, _by_remedy(by_verdict[Verdict.UNKNOWN])))
+    if by_verdict[Verdict.OK] and not verbose:
+        lines += ["", f"{len(by_verdict[Verdict.OK])} checks passed (--verbose lists them)"]
+    return "\n".join([f"{_coloured(worst(findings))}: {counted}", "", *lines])
 
 
 def _by_remedy(findings: Sequence[Finding]) -> str:
@@ -172,19 +167,26 @@ def _by_remedy(findings: Sequence[Finding]) -> str:
 
 
 def _paragraphs(findings: Sequence[Finding]) -> Iterator[str]:
-    width = max(map(len, Verdict))
     for finding in findings:
-        yield _wrapped(f"{finding.verdict:<{width}} ", f"{finding.check}: {finding.text}")
+        yield _wrapped(finding.verdict, f"{finding.check}: {finding.text}")
         if finding.remedy:
-            yield _wrapped(" " * (width + 1), f"remedy: {finding.remedy}")
+            yield _wrapped("", f"remedy: {finding.remedy}")
 
 
 def _wrapped(head: str, text: str) -> str:
-    return textwrap.fill(
+    indent = " " * (max(map(len, Verdict)) + 2)
+    text = textwrap.fill(
         printable(" ".join(text.split())),
-        _WIDTH,
-        initial_indent=head,
-        subsequent_indent=" " * len(head),
+        shutil.get_terminal_size().columns,
+        initial_indent=indent,
+        subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return _coloured(head) + text[len(head) :]
+
+
+def _coloured(word: str) -> str:
+    if word not in _COLOURS or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return word
+    return f"\x1b[{_COLOURS[Verdict(word)]}m{word}\x1b[0m"

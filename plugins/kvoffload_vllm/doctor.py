@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-from kvoffload.checks.check import Check, Finding, Given, Setup, Sizes, go, no_go, not_known, warn
-from kvoffload.checks.json_option import read_object
-from kvoffload.model.config import parse_bytes
-from kvoffload_vllm.model_sizes import CACHE_DTYPES, Options, SizesNotKnown, kv_sizes, read_config
+from kvoffload.checks.check import GIVE, Check, Finding, Given, Setup, Sizes, fail, ok, unknown, warn
+from kvoffload.checks.options import positive, read_object, size
+from kvoffload_vllm.command_line import CHANGE_SIZES, CHOOSE_BLOCKS, number, read_command_line
+from kvoffload_vllm.model_sizes import Options, SizesNotKnown, kv_sizes, read_config
 from kvoffload_vllm.register import NAME
-from kvoffload_vllm.support import NEWEST_RUN, VERSIONS, role_problems
+from kvoffload_vllm.support import NEWEST_RUN, VERSIONS, option_problems, role_problems
 
 HELP = "vLLM"
 
@@ -29,37 +31,46 @@ _BY_HAND = "--block-bytes and --device-blocks"
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add options that have vLLM's own names, and options for the sizes that vLLM logs at its start."""
-    add, default = group.add_argument, Options()
-    add(_OPTION, metavar="JSON", help="as vLLM will get it: a JSON object, or a file that holds one")
-    add("--model", metavar="DIR", type=Path, help="the model's folder; its config.json gives the sizes")
-    add("--tensor-parallel-size", "-tp", metavar="N", type=_positive, default=default.tensor_parallel_size,
-        help="ranks that share the model")  # fmt: skip
-    add(
-        "--block-size", metavar="TOKENS", type=_positive, default=default.block_size, help="tokens of a block"
-    )
-    add("--kv-cache-dtype", choices=CACHE_DTYPES, metavar="DTYPE", default=default.kv_cache_dtype,
-        help=f"dtype of the KV cache: {', '.join(CACHE_DTYPES)}")  # fmt: skip
-    add("--kv-cache-memory-bytes", metavar="BYTES", type=_size,
-        help="memory of one GPU's KV cache, as vLLM's start logs it")  # fmt: skip
-    add("--block-bytes", metavar="BYTES", type=_size,
-        help="one rank's bytes of one block in all layers, where --model does not give them")  # fmt: skip
-    add(
-        "--device-blocks",
-        metavar="N",
-        type=_positive,
-        help="blocks of the device's KV cache, instead of an estimate",
-    )
+    """Add vLLM's command line, options that have vLLM's own names, and options for the sizes that vLLM logs."""
+    add = group.add_argument
+    words = "vLLM's own command line, after --: kvoffload doctor -- vllm serve MODEL ...; the options below override it"
+    add("command_line", metavar="COMMAND", nargs="*", help=words)
+    _add_options(add)
+    add("--block-bytes", metavar="BYTES", type=size, help="a block's bytes on one rank, in all layers")
+
+
+def _add_options(add: Callable[..., object]) -> None:
+    add(_OPTION, metavar="JSON", help="a JSON object, or a file that holds one")
+    add("--model", help="folder, or id in the Hugging Face cache; its config.json gives the sizes")
+    add("--revision", help="revision of an id (default: main)")
+    add("--kv-cache-dtype", metavar="DTYPE", help="dtype of the KV cache (default: auto)")
+    add("--dtype", help="dtype of the model (default: auto)")
+    add("--kv-cache-memory-bytes", metavar="BYTES", type=number, help="one GPU's, as vLLM's start logs it")
+    add("--max-model-len", metavar="N", type=number, help="tokens of the longest request")
+    add = partial(add, metavar="N", type=positive)
+    add("--tensor-parallel-size", "-tp", help="ranks that share a layer (default: 1)")
+    add("--pipeline-parallel-size", "-pp", help="ranks that share the layers (default: 1)")
+    add("--data-parallel-size", "-dp", help="engines (default: 1)")
+    add("--data-parallel-size-local", "-dpl", help="engines on this machine (default: all)")
+    add("--block-size", help="tokens of a block (default: vLLM's usual size)")
+    add("--device-blocks", "--num-gpu-blocks-override", help="blocks of the device's KV cache")
 
 
 def read_arguments(args: argparse.Namespace) -> Given:
-    """Return the settings, sizes and checks that the command line's options give for vLLM.
+    """Return the settings, sizes and checks that the options and vLLM's command line give.
 
     Raises:
-        ConfigError: the connector's configuration or the model's `config.json` cannot be read or is invalid.
+        ConfigError: an option, the connector's configuration or the model's `config.json` cannot be read or is invalid.
     """
+    checks: tuple[Check, ...] = ()
+    if args.command_line:
+        line = read_command_line(args.command_line, _add_options)
+        own = vars(args)
+        args = argparse.Namespace(**own | {k: v for k, v in vars(line).items() if own.get(k) is None})
+        checks = (_options(line), block_hashes(line.prefix_caching_hash_algo or _HASHES[0]))
+    is_whole = bool(args.command_line) and getattr(args, "--config") is None
     transfer = None if args.kv_transfer_config is None else read_object(args.kv_transfer_config, _OPTION)
-    connector, sizes, about = _transfer(transfer), *_sizes(args)
+    connector, sizes, about = _transfer(transfer, is_whole=is_whole), *_sizes(args)
     policy = None if transfer is None else transfer.get("kv_load_failure_policy") or "fail"
     checks = (
         Check("vllm version", _version),
@@ -67,8 +78,17 @@ def read_arguments(args: argparse.Namespace) -> Given:
         Check("vllm connector", lambda *_: connector),
         load_failures(policy),
         Check("model sizes", lambda *_: about),
+        *checks,
     )
     return Given(None if transfer is None else _settings(transfer), sizes, checks)
+
+
+def _options(line: argparse.Namespace) -> Check:
+    """Return the check of the options with which the connector refuses to start."""
+    line.world_size = (line.tensor_parallel_size or 1) * (line.pipeline_parallel_size or 1)
+    problems = "; ".join(option_problems(line.enable_prefix_caching is not False, line, line))
+    finding = fail(problems, "correct what is named") if problems else ok("the connector works with them")
+    return Check("vllm options", lambda *_: finding)
 
 
 def recurrent_states(block_tokens: int, interval: int | None) -> Check:
@@ -80,7 +100,7 @@ def recurrent_states(block_tokens: int, interval: int | None) -> Check:
             None keeps the states at all block boundaries.
     """
     text = f"hits of this model end at multiples of {block_tokens} tokens; shorter prefixes are never found"
-    finding = go(text)
+    finding = ok(text)
     if interval == 0:
         finding = warn(
             f"{text}, and vLLM keeps only the state at the last of them in a prompt",
@@ -91,15 +111,19 @@ def recurrent_states(block_tokens: int, interval: int | None) -> Check:
 
 
 def block_hashes(algorithm: str) -> Check:
-    """Return the check of vLLM's `prefix_caching_hash_algo`. It is needed only with a tier below the host."""
-    finding = go(f"blocks are found by {algorithm}")
-    if algorithm not in _HASHES:
-        finding = warn(
+    """Return the check of vLLM's `prefix_caching_hash_algo`. It matters only with a tier below the host."""
+
+    def find(setup: Setup) -> Finding:
+        has_tiers = setup.config.disk_path is not None or setup.config.remote_url is not None
+        if algorithm in _HASHES or not has_tiers:
+            return ok(f"blocks are found by {algorithm}")
+        return warn(
             f"blocks below the host are found by {algorithm}, for which prompts with equal hashes can be searched: a tenant "
             "who finds some can have KV of one served for the other, also by other engines and after a restart",
             f"start vLLM with --prefix-caching-hash-algo {_HASHES[0]}",
         )
-    return Check("block hashes", lambda *_: finding)
+
+    return Check("block hashes", find)
 
 
 def load_failures(policy: object) -> Check:
@@ -107,12 +131,12 @@ def load_failures(policy: object) -> Check:
 
     def find(setup: Setup) -> Finding:
         if policy is None:
-            return not_known("what vLLM does when a load fails", f"give {_OPTION}")
+            return unknown("what vLLM does when a load fails", GIVE)
         if policy == RECOMPUTE:
-            return go("vLLM recomputes what fails to load")
+            return ok("vLLM recomputes what fails to load")
         verify = setup.config.verify
         refused = f"; with verify {verify!r} the connector refuses to start" if verify != "off" else ""
-        return no_go(
+        return fail(
             f"kv_load_failure_policy is {str(policy)[:40]!r}: vLLM fails every request whose load fails{refused}",
             f'set "kv_load_failure_policy":"{RECOMPUTE}" at the top level of {_OPTION}; vLLM does not read it in an entry '
             "of a MultiConnector",
@@ -125,39 +149,41 @@ def _version(_: Setup) -> Finding:
     try:
         version = metadata.version("vllm")
     except metadata.PackageNotFoundError:
-        return not_known("vLLM is not installed in this environment", "run the doctor where vLLM is")
+        return unknown("vLLM is not installed in this environment", "run the doctor where vLLM is")
     if tuple(map(int, re.findall(r"\d+", version)[:2])) > NEWEST_RUN:
         return warn(f"vLLM {version} is newer than any that was run", f"try it first: {VERSIONS}")
-    return go(f"vLLM {version}; the connector works with {VERSIONS}")
+    return ok(f"vLLM {version}; the connector works with {VERSIONS}")
 
 
 def _registration(_: Setup) -> Finding:
     if not metadata.entry_points(group=_GROUP, name=_ENTRY):
-        return no_go(
+        return fail(
             f"the entry point {_ENTRY!r} of {_GROUP} is not registered in this environment",
             "install kvoffload in the environment of vLLM",
         )
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and _ENTRY not in allowed.split(","):
-        return no_go(
+        return fail(
             f"VLLM_PLUGINS is {allowed!r}, so vLLM does not load {_ENTRY!r}",
             f"add {_ENTRY} to it, or unset it",
         )
-    return go(f"vLLM will find the connector by the entry point {_ENTRY!r} of {_GROUP}")
+    return ok(f"vLLM will find the connector by the entry point {_ENTRY!r} of {_GROUP}")
 
 
-def _transfer(transfer: dict[str, Any] | None) -> Finding:
+def _transfer(transfer: dict[str, Any] | None, *, is_whole: bool) -> Finding:
+    if transfer is None and is_whole:
+        return fail(f"the command line has no {_OPTION}", "add what `kvoffload vllm-args` prints")
     if transfer is None:
-        return not_known("the connector that vLLM will use", f"give {_OPTION}")
+        return unknown("the connector that vLLM will use", GIVE)
     ours = _connector(transfer)
     if ours is None:
-        return no_go(
+        return fail(
             f"kv_connector is {str(transfer.get('kv_connector'))[:80]!r}, not {NAME}",
             f'set "kv_connector":"{NAME}"',
         )
     if problems := list(role_problems(ours.get("kv_role"))):
-        return no_go(problems[0], 'set "kv_role":"kv_both"')
-    return go(f"vLLM will use {NAME}")
+        return fail(problems[0], 'set "kv_role":"kv_both"')
+    return ok(f"vLLM will use {NAME}")
 
 
 def _connector(transfer: dict[str, Any]) -> dict[str, Any] | None:
@@ -175,35 +201,39 @@ def _settings(transfer: dict[str, Any]) -> Mapping[str, object]:
 
 def _sizes(args: argparse.Namespace) -> tuple[Sizes, Finding]:
     """Return the sizes and the finding about them. Sizes given as options override those computed from the model."""
-    ranks = args.tensor_parallel_size
-    sizes = Sizes(ranks, args.block_bytes, (), args.device_blocks)
-    by_hand = go("given as vLLM's start logs them") if sizes.block_bytes and sizes.device_blocks else None
-    unknown = "the sizes of the model's blocks"
+    stages = args.pipeline_parallel_size or 1
+    ranks = (args.tensor_parallel_size or 1) * stages
+    engines = args.data_parallel_size_local or args.data_parallel_size or 1
+    sizes = Sizes(ranks, args.block_bytes, (), args.device_blocks, engines)
+    if sizes.block_bytes and sizes.device_blocks:
+        return sizes, ok("given as vLLM's start logs them")
+    what = "the sizes of the model's blocks"
     if args.model is None:
-        remedy = f"give --model and --kv-cache-memory-bytes, or {_BY_HAND}"
-        return sizes, by_hand or not_known(unknown, remedy)
+        return sizes, unknown(what, "put MODEL directly after serve" if args.command_line else GIVE)
     try:
-        found = kv_sizes(read_config(args.model), Options(ranks, args.block_size, args.kv_cache_dtype))
+        dtypes = args.kv_cache_dtype or "auto", args.dtype or "auto"
+        options = Options(ranks // stages, stages, args.block_size, *dtypes)
+        _check_computable(args)
+        found = kv_sizes(read_config(args.model, args.revision or "main"), options)
     except SizesNotKnown as error:
-        return sizes, by_hand or not_known(unknown, f"{error}; give {_BY_HAND}, which vLLM's start logs")
-    if by_hand is not None:
-        return sizes, by_hand
-    pages = (found.page_bytes,) * found.pages if sizes.block_bytes is None else ()
-    block_bytes = sizes.block_bytes or found.block_bytes
-    memory: int | None = args.kv_cache_memory_bytes
-    fitting = None if memory is None else memory // block_bytes
-    about = found.about if fitting is None else f"{found.about}; {fitting:,} blocks fit the KV cache"
-    return Sizes(ranks, block_bytes, pages, sizes.device_blocks or fitting), go(about)
+        return sizes, unknown(what, f"{error}; or give {_BY_HAND}, which vLLM's start logs")
+    if sizes.block_bytes is None:
+        sizes = replace(sizes, block_bytes=found.block_bytes, page_bytes=(found.page_bytes,) * found.pages)
+    if sizes.device_blocks is None and args.kv_cache_memory_bytes:
+        sizes = replace(sizes, device_blocks=args.kv_cache_memory_bytes // sizes.block_bytes)
+    if sizes.device_blocks is None:
+        return sizes, ok(found.about)
+    longest = math.ceil((args.max_model_len or 1) / found.tokens)
+    if longest > sizes.device_blocks:
+        return sizes, fail(
+            f"one request of --max-model-len needs {longest:,} blocks, and {sizes.device_blocks:,} fit the KV cache",
+            "raise --kv-cache-memory-bytes, or lower --max-model-len: vLLM would refuse to start",
+        )
+    return sizes, ok(f"{found.about}; {sizes.device_blocks:,} blocks fit the KV cache")
 
 
-def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
-    return number
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(int(text) if text.isdecimal() else text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 80GiB") from None
+def _check_computable(args: argparse.Namespace) -> None:
+    """Raise an error if vLLM's command line has options with which the sizes do not follow from `config.json`."""
+    names = CHANGE_SIZES if args.block_size else CHANGE_SIZES + CHOOSE_BLOCKS
+    if given := [name for name in names if getattr(args, name, None) is not None]:
+        raise SizesNotKnown(f"sizes with {', '.join(given)} are not computed")

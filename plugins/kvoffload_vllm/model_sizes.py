@@ -4,11 +4,14 @@ A model type is supported only if a test compares its sizes with those of a stoc
 than none. The supported types are models whose layers all have full attention and pages of one size, and DeepSeek's
 models with multi-head latent attention. A block has one page in each layer.
 
-A `config.json` may come from anywhere, so each value that is read has a type and bounds.
+A `config.json` may come from anywhere, so each value that is read has a type and bounds. It is in the model's folder, or
+in the Hugging Face cache, which is read without a network.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +22,12 @@ import msgspec
 from kvoffload.model.config import size_text
 from kvoffload.model.errors import ConfigError, KVOffloadError
 
-CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
-
-_DTYPES = ("float32", "float16", "half", "bfloat16")
+_CACHE_DTYPES = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+_DTYPES = {"auto": 2, "half": 2, "float16": 2, "bfloat16": 2, "float": 4, "float32": 4}
 
 _MLA = "deepseek_v2"
-MODEL_TYPES = (_MLA, "llama", "qwen3")
-"""The supported model types. A test compares the sizes of each with those of a stock vLLM."""
+MODEL_TYPES = {_MLA: "DeepseekV2ForCausalLM", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""The supported model types, and vLLM's class of each. A test compares the sizes of each with those of a stock vLLM."""
 
 _DEFAULTS: Mapping[str, Mapping[str, int]] = {"qwen3": {"head_dim": 128, "num_key_value_heads": 32}}
 """Values that the model classes assume when a published `config.json` lacks them."""
@@ -33,6 +35,9 @@ _DEFAULTS: Mapping[str, Mapping[str, int]] = {"qwen3": {"head_dim": 128, "num_ke
 _FULL = "full_attention"
 _LARGEST_CONFIG = 1 << 20  # bytes
 _SHOWN = 40  # how many characters of a text in the file an error quotes
+_BLOCK_TOKENS = 16  # vLLM's usual block
+_LARGEST_HEAD = 192  # for larger heads vLLM may choose larger blocks
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 _Layers = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -54,10 +59,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_lora_rank: _Count | None = None
     qk_rope_head_dim: _Count | None = None
     use_sliding_window: bool | None = None
+    sliding_window: int | None = None
+    is_causal: bool | None = None
+    architectures: list[str] | None = None
     layer_types: list[str] | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
     quantization_config: dict[str, object] | None = None
+    compression_config: dict[str, object] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +74,10 @@ class Options:
     """vLLM's options that the sizes depend on, under vLLM's names."""
 
     tensor_parallel_size: int = 1
-    block_size: int = 16
+    pipeline_parallel_size: int = 1
+    block_size: int | None = None
     kv_cache_dtype: str = "auto"
+    dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +86,14 @@ class ModelSizes:
 
     Args:
         page_bytes: bytes of one block in one layer.
-        pages: pages in one block, one for each layer.
+        pages: pages in one block, one for each layer of a rank.
+        tokens: tokens in one block.
         about: describes the calculation, for people.
     """
 
     page_bytes: int
     pages: int
+    tokens: int
     about: str
 
     @property
@@ -89,24 +102,53 @@ class ModelSizes:
         return self.page_bytes * self.pages
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """Read the `config.json` of a model's folder.
+def read_config(model: str, revision: str = "main") -> ModelConfig:
+    """Read the `config.json` of a model.
+
+    Args:
+        model: the model's folder, its `config.json`, or an id of which the Hugging Face cache has a snapshot.
+        revision: the snapshot's revision.
 
     Raises:
         ConfigError: the file does not exist, cannot be read or is invalid.
-        SizesNotKnown: this type of model is not supported.
+        SizesNotKnown: this type of model is not supported, or the id is not in the cache.
     """
-    path = folder / "config.json" if folder.is_dir() else folder
+    path = Path(model)
     try:
-        if not path.is_file():  # Reading a pipe or a device might never end.
-            raise _wrong(f"{path} is not a regular file")
-        with path.open("rb") as file:
-            raw = msgspec.json.decode(file.read(_LARGEST_CONFIG), type=dict[str, object])
+        if not path.exists():
+            path = _snapshot(model, revision)
+        path = path / "config.json" if path.is_dir() else path
+        raw = _read_json(path)
+        quantization = path.with_name("hf_quant_config.json")
+        if not raw.get("quantization_config") and quantization.exists():
+            raw["quantization_config"] = _read_json(quantization)
     except OSError as error:
         raise _wrong(f"{path} cannot be read: {error.strerror}") from error
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise _wrong(f"{path} cannot be used: {error}") from error
     return model_of(raw)
+
+
+def _snapshot(model: str, revision: str) -> Path:
+    """Return the folder in the Hugging Face cache that holds a model's snapshot."""
+    if not _HUB_ID.fullmatch(model) or ".." in model:
+        raise _wrong(f"{model} does not exist, and is not an id such as Qwen/Qwen3-8B")
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    hub = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
+    repository = hub / f"models--{model.replace('/', '--')}"
+    reference = repository / "refs" / revision
+    commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision
+    snapshot = repository / "snapshots" / commit
+    if not (snapshot / "config.json").exists():
+        raise SizesNotKnown(f"{model} is neither a folder nor, with revision {revision}, in {hub}")
+    return snapshot
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    if not path.is_file():  # Reading a pipe or a device might never end.
+        raise _wrong(f"{path} is missing, or not a regular file")
+    with path.open("rb") as file:
+        return msgspec.json.decode(file.read(_LARGEST_CONFIG), type=dict[str, object])
 
 
 def model_of(raw: Mapping[str, object]) -> ModelConfig:
@@ -131,30 +173,38 @@ def kv_sizes(model: ModelConfig, options: Options) -> ModelSizes:
 
     Raises:
         ConfigError: a value that the sizes depend on is missing or cannot be used.
-        SizesNotKnown: the model has layers of an unsupported kind.
+        SizesNotKnown: the sizes do not follow from these values.
     """
-    page_bytes, calculation = _page(model, _item_bytes(model, options), options)
-    pages = _layers(model)
-    block = size_text(page_bytes * pages)
-    about = f"pages of {size_text(page_bytes)} ({calculation}), {pages} of them in a block: {block} a block and rank"
-    return ModelSizes(page_bytes, pages, about)
+    tokens = options.block_size or _BLOCK_TOKENS
+    token_bytes, calculation = _token(model, _item_bytes(model, options), options)
+    pages, page_bytes = _layers(model, options), tokens * token_bytes
+    sizes = f"pages of {size_text(page_bytes)}, {pages} of them in a block: {size_text(page_bytes * pages)} a block and rank"
+    usual = "" if options.block_size else ", unless vLLM's start logs another block size"
+    return ModelSizes(page_bytes, pages, tokens, f"{sizes} ({calculation} x {tokens} tokens{usual})")
 
 
-def _page(model: ModelConfig, item: int, options: Options) -> tuple[int, str]:
-    """Return how many bytes a block takes in one layer, and a text that describes the calculation."""
-    tokens = options.block_size
+def _token(model: ModelConfig, item: int, options: Options) -> tuple[int, str]:
+    """Return how many bytes a token takes in one layer, and a text that describes the calculation."""
     if model.model_type == _MLA:
         width = _needed(model, "kv_lora_rank") + _needed(model, "qk_rope_head_dim")
-        return tokens * width * item, f"{tokens} tokens x {width} (latent and rope) x {item} bytes"
+        _check_block(options, is_usual=False)
+        return width * item, f"{width} (latent and rope) x {item} bytes"
     kv_heads = model.num_key_value_heads or _needed(model, "num_attention_heads")
-    heads = max(1, kv_heads // options.tensor_parallel_size)
+    ranks = options.tensor_parallel_size
+    if kv_heads % ranks and ranks % kv_heads:
+        raise _wrong(f"config.json has {kv_heads} KV heads, which {ranks} ranks cannot share")
+    heads = max(1, kv_heads // ranks)
     dim = model.head_dim or _needed(model, "hidden_size") // _needed(model, "num_attention_heads")
     if not dim:
         raise _wrong("config.json has more num_attention_heads than hidden_size")
-    return (
-        2 * tokens * heads * dim * item,
-        f"2 (K and V) x {tokens} tokens x {heads} KV heads x {dim} x {item} bytes",
-    )
+    _check_block(options, is_usual=dim <= _LARGEST_HEAD)
+    return 2 * heads * dim * item, f"2 (K and V) x {heads} KV heads x {dim} x {item} bytes"
+
+
+def _check_block(options: Options, *, is_usual: bool) -> None:
+    """Raise an error if the block size is not given and vLLM may choose another than the usual one."""
+    if options.block_size is None and not is_usual:
+        raise SizesNotKnown("vLLM chooses the block size by the GPU: give --block-size, which its start logs")
 
 
 def _needed(model: ModelConfig, name: str) -> int:
@@ -164,32 +214,40 @@ def _needed(model: ModelConfig, name: str) -> int:
     return value
 
 
-def _layers(model: ModelConfig) -> int:
-    """Return the number of layers; raise an error unless all have full attention."""
-    layers = model.num_hidden_layers
+def _layers(model: ModelConfig, options: Options) -> int:
+    """Return the number of a rank's layers; raise an error unless all have full attention."""
+    layers, kind, stages = model.num_hidden_layers, model.model_type, options.pipeline_parallel_size
     if model.layer_types is not None and len(model.layer_types) != layers:
         raise _wrong(f"config.json has {layers} num_hidden_layers and {len(model.layer_types)} layer_types")
     if other := set(model.layer_types or ()) - {_FULL}:
-        raise SizesNotKnown(
-            f"sizes of layers of {min(other)[:_SHOWN]!r} are not computed in a model of type {model.model_type}"
-        )
-    if model.use_sliding_window:
-        raise SizesNotKnown(
-            f"sizes of sliding windows are not computed in a model of type {model.model_type}"
-        )
-    return layers
+        raise SizesNotKnown(f"sizes of {min(other)[:_SHOWN]!r} in a model of type {kind} are not computed")
+    if model.use_sliding_window or (model.sliding_window and model.use_sliding_window is None):
+        raise SizesNotKnown(f"sizes of sliding windows are not computed in a model of type {kind}")
+    if model.architectures not in (None, [MODEL_TYPES[kind]]) or model.is_causal is False:
+        raise SizesNotKnown(f"sizes of a model of type {kind} are computed only for {MODEL_TYPES[kind]}")
+    if layers % stages or os.environ.get("VLLM_PP_LAYER_PARTITION"):
+        raise SizesNotKnown(f"the {stages} pipeline stages have different numbers of the {layers} layers")
+    return layers // stages
 
 
 def _item_bytes(model: ModelConfig, options: Options) -> int:
+    if options.kv_cache_dtype in _CACHE_DTYPES:
+        return _CACHE_DTYPES[options.kv_cache_dtype]
     if options.kv_cache_dtype != "auto":
-        return 1 if options.kv_cache_dtype.startswith("fp8") else 2
-    quantized = model.quantization_config or {}
-    if quantized.get("kv_cache_scheme") or quantized.get("kv_cache_quant_algo"):
-        raise _wrong("its quantization chooses the KV cache's dtype: give --kv-cache-dtype")
-    name = (model.dtype or model.torch_dtype or "float32").removeprefix("torch.")
-    if name not in _DTYPES:
-        raise _wrong(f"config.json has the dtype {name[:_SHOWN]!r}; known are {', '.join(_DTYPES)}")
-    return 2  # on a GPU, vLLM converts float32 to a type of 2 bytes
+        raise SizesNotKnown(f"sizes of KV of dtype {options.kv_cache_dtype[:_SHOWN]!r} are not computed")
+    if _chooses_dtype(model.quantization_config) or _chooses_dtype(model.compression_config):
+        raise SizesNotKnown("the model's quantization chooses the KV cache's dtype: give --kv-cache-dtype")
+    for name in (options.dtype, (model.dtype or model.torch_dtype or "auto").removeprefix("torch.")):
+        if name not in _DTYPES:
+            raise _wrong(f"the dtype {name[:_SHOWN]!r} is not known; known are {', '.join(_DTYPES)}")
+    return _DTYPES[options.dtype]  # with "auto", vLLM converts float32 to a type of 2 bytes
+
+
+def _chooses_dtype(quantization: object) -> bool:
+    """Whether a quantization configuration has a value for the KV cache, at any depth."""
+    return isinstance(quantization, dict) and any(
+        ("kv_cache" in name and value) or _chooses_dtype(value) for name, value in quantization.items()
+    )
 
 
 def _wrong(text: str) -> ConfigError:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvoffload.model.groups import AttentionKind
 
 if TYPE_CHECKING:
-    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 KINDS = {
@@ -111,25 +111,29 @@ def role_problems(role: object) -> Iterator[str]:
 
 def _check_settings(vllm_config: VllmConfig) -> Iterator[str]:
     yield from role_problems(vllm_config.kv_transfer_config.kv_role)
-    if not vllm_config.cache_config.enable_prefix_caching:
+    caches, model = vllm_config.cache_config.enable_prefix_caching, getattr(vllm_config, "model_config", None)
+    yield from option_problems(caches, model, vllm_config.parallel_config)
+
+
+def option_problems(caches_prefixes: bool, model: object, parallel: object) -> Iterator[str]:
+    """Yield the problems with vLLM's options, given as in its configuration. The doctor calls this before vLLM starts."""
+    if not caches_prefixes:
         yield "prefix caching is off, and blocks are found by their prefix; start with --enable-prefix-caching"
-    if getattr(getattr(vllm_config, "model_config", None), "enable_sleep_mode", False):
+    if getattr(model, "enable_sleep_mode", False):
         yield (
             "sleep mode is on, and it takes away the device memory that copies read and write; start without "
             "--enable-sleep-mode"
         )
-    yield from _check_ranks(vllm_config.parallel_config)
+    yield from _check_ranks(parallel)
 
 
-def _check_ranks(parallel_config: ParallelConfig) -> Iterator[str]:
+def _check_ranks(parallel_config: object) -> Iterator[str]:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel_config, name, 1)
         if size > 1:
             yield f"{name} is {size}; it must be 1, tensor and pipeline parallelism may be any"
-    launcher, ranks = (
-        getattr(parallel_config, "distributed_executor_backend", None),
-        parallel_config.world_size,
-    )
+    launcher = getattr(parallel_config, "distributed_executor_backend", None)
+    ranks = getattr(parallel_config, "world_size", 1)
     if launcher == "external_launcher" and ranks > 1:
         # Each scheduler gets only the reports of its own worker, and copies take a different time on each rank.
         yield (

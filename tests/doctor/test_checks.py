@@ -75,7 +75,7 @@ def test_what_is_needed(sizes: Sizes, needed: int) -> None:
     st.lists(st.integers(1, 70000), min_size=1, max_size=3), st.integers(0, 2**28), st.integers(1, 4),
     st.integers(-9, 9),
 )  # fmt: skip
-def test_property_a_start_is_refused_where_the_check_says_no_go(
+def test_property_a_start_is_refused_where_the_check_says_error(
     pages: list[int], share: int, ranks: int, above: int
 ) -> None:
     """Tested a few KiB above and below the available memory, which is the error of rounding."""
@@ -90,20 +90,20 @@ def test_property_a_start_is_refused_where_the_check_says_no_go(
         slots_for(share, layout, ranks=ranks, read=read)
     except ConfigError:
         is_granted = False
-    assert is_granted is (answer.verdict != "no-go"), answer
+    assert is_granted is (answer.verdict != "error"), answer
 
 
 @pytest.mark.parametrize(
     ("files", "host_gib", "verdict", "text"),
     [
-        ({}, 80, "go", "80.0 GiB fit the 100.0 GiB that the machine has left now"),
+        ({}, 80, "ok", "80.0 GiB fit the 100.0 GiB that the machine has left now"),
         ({}, 95, "warning", "95.0 GiB leave less than a tenth of the 100.0 GiB that the machine has left"),
-        ({}, 101, "no-go", "101.0 GiB are more than the 100.0 GiB that the machine has left"),
-        ({"proc/meminfo": "MemAvailable: lots kB\n"}, 8, "not known", "/proc/meminfo cannot be read"),
+        ({}, 101, "error", "101.0 GiB are more than the 100.0 GiB that the machine has left"),
+        ({"proc/meminfo": "MemAvailable: lots kB\n"}, 8, "unknown", "/proc/meminfo cannot be read"),
         (
             {"sys/fs/cgroup/engine/memory.max": f"{16 * GIB}\n"},
             8,
-            "go",
+            "ok",
             "8.0 GiB fit the 16.0 GiB that the cgroup /sys/fs/cgroup/engine has left now",
         ),
         (
@@ -117,7 +117,7 @@ def test_property_a_start_is_refused_where_the_check_says_no_go(
                 "sys/fs/cgroup/pod/memory.stat": f"anon 5\ninactive_file {GIB}\n",
             },
             8,
-            "no-go",
+            "error",
             "8.0 GiB are more than the 5.0 GiB that the cgroup /sys/fs/cgroup/pod has left",
         ),
         (
@@ -128,18 +128,18 @@ def test_property_a_start_is_refused_where_the_check_says_no_go(
                 "sys/fs/cgroup/memory/pod/memory.stat": f"total_inactive_file {GIB}\n",
             },
             8,
-            "no-go",
+            "error",
             "7.0 GiB that the cgroup /sys/fs/cgroup/memory/pod has left",
         ),
         (
             {**IN_V1, "sys/fs/cgroup/memory/pod/memory.limit_in_bytes": "9223372036854771712\n"},
             8,
-            "go",
+            "ok",
             "the machine",
         ),
         # Values that cannot be read count as no limit, as at the engine's start.
-        ({"sys/fs/cgroup/engine/memory.max": "x\n"}, 8, "go", "the machine"),
-        ({"proc/self/cgroup": "nonsense\n0:\n\n::::\n"}, 8, "go", "the machine"),
+        ({"sys/fs/cgroup/engine/memory.max": "x\n"}, 8, "ok", "the machine"),
+        ({"proc/self/cgroup": "nonsense\n0:\n\n::::\n"}, 8, "ok", "the machine"),
     ],
 )
 def test_host_memory(
@@ -152,7 +152,7 @@ def test_host_memory(
 
 @pytest.mark.parametrize(
     ("limit", "pins", "verdict"),
-    [(-1, True, "go"), (9 * GIB, True, "go"), (65536, True, "warning"), (65536, False, "go")],
+    [(-1, True, "ok"), (9 * GIB, True, "ok"), (65536, True, "warning"), (65536, False, "ok")],
 )
 def test_locked_memory(tmp_path: Path, limit: int, pins: bool, verdict: str) -> None:
     where = machine(tmp_path, getrlimit=lambda _: (limit, limit))
@@ -161,7 +161,7 @@ def test_locked_memory(tmp_path: Path, limit: int, pins: bool, verdict: str) -> 
 
 def test_swap(tmp_path: Path) -> None:
     on = {"proc/swaps": "Filename Type Size Used Priority\n/dev/sda2 partition 8 0 -2\n/swap file 8 0 -3\n"}
-    assert ask(memory.CHECKS, "swap", setup(), machine(tmp_path))[0] == "go"
+    assert ask(memory.CHECKS, "swap", setup(), machine(tmp_path))[0] == "ok"
     verdict, text = ask(memory.CHECKS, "swap", setup(), machine(tmp_path, on))
     assert verdict == "warning"
     assert "(/dev/sda2, /swap): host blocks, which are not pinned" in text
@@ -171,8 +171,8 @@ def test_swap(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("environ", "verdict"),
     [
-        ({}, "go"),
-        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, "go"),
+        ({}, "ok"),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, "ok"),
         ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: True"}, "warning"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "warning"),
     ],
@@ -182,18 +182,18 @@ def test_expandable_segments_are_found_under_both_of_torchs_names(
 ) -> None:
     found = ask(memory.CHECKS, "expandable segments", setup(), machine(tmp_path, environ=environ))
     assert found[0] == verdict
-    assert verdict == "go" or next(iter(environ)) in found[1]
+    assert verdict == "ok" or next(iter(environ)) in found[1]
 
 
 @pytest.mark.parametrize(
     ("block", "device", "policy", "verdict", "text"),
     [
-        (GIB, None, "eager", "not known", "whether the host holds more"),
-        (None, 4, "eager", "not known", "whether the host holds more"),
+        (GIB, None, "eager", "unknown", "whether the host holds more"),
+        (None, 4, "eager", "unknown", "whether the host holds more"),
         (GIB, 4, "eager", "warning", "4 blocks on the host, 4 on the device: "),
-        (GIB, 4, "lazy", "go", "4 blocks on the host, 4 on the device, 1.0 times as many"),
-        (GIB, 2, "eager", "go", "2.0 times as many"),
-        (5 * GIB, 2, "lazy", "no-go", "one block takes 5.0 GiB"),
+        (GIB, 4, "lazy", "ok", "4 blocks on the host, 4 on the device, 1.0 times as many"),
+        (GIB, 2, "eager", "ok", "2.0 times as many"),
+        (5 * GIB, 2, "lazy", "error", "one block takes 5.0 GiB"),
     ],
 )
 def test_host_pool(
@@ -208,8 +208,8 @@ def test_host_pool(
 @pytest.mark.parametrize(
     ("pages", "verdict", "text"),
     [
-        ((2048 * KIB,), "go", "about 0.85 of"),
-        ((64 * KIB,) * 8, "go", "pages of 64.0 KiB: scattered blocks are copied at about 0.8 of"),
+        ((2048 * KIB,), "ok", "about 0.85 of"),
+        ((64 * KIB,) * 8, "ok", "pages of 64.0 KiB: scattered blocks are copied at about 0.8 of"),
         ((64 * KIB - 1,), "warning", "about 0.5 of"),
         ((4 * KIB - 1,), "warning", "less than 0.5 of"),
         ((4 * KIB, 4 * KIB, 2048 * KIB), "warning", "pages of 4.0 KiB"),
@@ -231,11 +231,11 @@ def test_speeds_are_those_that_were_measured() -> None:
 @pytest.mark.parametrize(
     ("found", "verdict", "text"),
     [
-        (H200, "go", "1 H200; a driver for CUDA 12.8"),
-        (Gpus(("A", "B", "A"), 13000), "go", "2 A, 1 B; a driver for CUDA 13.0"),
+        (H200, "ok", "1 H200; a driver for CUDA 12.8"),
+        (Gpus(("A", "B", "A"), 13000), "ok", "2 A, 1 B; a driver for CUDA 13.0"),
         (Gpus(("H200",), 12040), "warning", "for CUDA 12.4: every block"),
-        (Gpus(), "go", "no NVIDIA GPU is visible here"),
-        (replace(H200, can_register=False), "no-go", "its driver registers no host memory"),
+        (Gpus(), "ok", "no NVIDIA GPU is visible here"),
+        (replace(H200, can_register=False), "error", "its driver registers no host memory"),
     ],
 )
 def test_gpu(tmp_path: Path, found: Gpus, verdict: str, text: str) -> None:
@@ -279,11 +279,11 @@ def of_disk(name: str, where: Machine, path: Path | None) -> tuple[str, str]:
 
 @pytest.mark.parametrize("name", ["disk space", "disk folder"])
 def test_without_a_disk_there_is_nothing_to_check(tmp_path: Path, name: str) -> None:
-    assert of_disk(name, machine(tmp_path), None) == ("go", "none: no disk_path is set")
+    assert of_disk(name, machine(tmp_path), None) == ("ok", "none: no disk_path is set")
 
 
 @pytest.mark.parametrize(
-    ("free", "left", "verdict"), [(0, 0, "go"), (2**20, 0, "warning"), (2**20, 2**20, "go")]
+    ("free", "left", "verdict"), [(0, 0, "ok"), (2**20, 0, "warning"), (2**20, 2**20, "ok")]
 )
 def test_disk_bytes_must_be_free_or_an_earlier_engines(
     tmp_path: Path, free: int, left: int, verdict: str
@@ -319,7 +319,7 @@ def test_the_disks_folder_is_tried_and_nothing_is_left(tmp_path: Path) -> None:
     is_direct = "it is on ext4, and direct I/O works" in text
     # This depends on the test's file system.
     assert is_direct or "through the page cache (direct I/O: " in text
-    assert verdict == ("go" if is_direct else "warning")
+    assert verdict == ("ok" if is_direct else "warning")
     assert [one.name for one in tmp_path.iterdir()] == ["machine"]
 
 
@@ -345,20 +345,20 @@ def of_journal(path: Path, tmp_path: Path) -> tuple[str, str]:
 
 def test_a_journal_is_tried_and_stays_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    assert of_journal(path, tmp_path) == ("go", str(path))
+    assert of_journal(path, tmp_path) == ("ok", str(path))
     assert not path.exists()
     path.write_text("a line\n")
     path.chmod(0o640)
-    assert of_journal(path, tmp_path)[0] == "go"
+    assert of_journal(path, tmp_path)[0] == "ok"
     assert (path.read_text(), path.stat().st_mode & 0o777) == ("a line\n", 0o640)
 
 
-def test_a_journal_that_a_start_would_refuse_is_a_no_go(tmp_path: Path) -> None:
+def test_a_journal_that_a_start_would_refuse_is_an_error(tmp_path: Path) -> None:
     open_one = JournalFile(tmp_path / "open")
     try:
         for name, reason in (("none/journal", "No such file"), ("open", "another process writes it")):
             verdict, text = of_journal(tmp_path / name, tmp_path)
-            assert verdict == "no-go"
+            assert verdict == "error"
             assert reason in text
     finally:
         open_one.close()
@@ -369,7 +369,7 @@ def test_a_collector_that_answers_and_one_that_does_not(tmp_path: Path) -> None:
         port = server.getsockname()[1]
         known = setup(otlp_endpoint=f"http://127.0.0.1:{port}/v1/traces")
         found = ask(outputs.CHECKS, "span collector", known, machine(tmp_path))
-        assert found == ("go", f"127.0.0.1:{port} answers")
+        assert found == ("ok", f"127.0.0.1:{port} answers")
     verdict, text = ask(outputs.CHECKS, "span collector", known, machine(tmp_path))
     assert verdict == "warning"
     assert "nothing answers" in text
@@ -380,20 +380,20 @@ def test_a_collector_that_the_environment_names(tmp_path: Path, monkeypatch: pyt
         address = f"127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", address)
         assert ask(outputs.CHECKS, "span collector", setup(), machine(tmp_path)) == (
-            "go",
+            "ok",
             f"{address} answers",
         )
 
 
-def test_spans_without_their_packages_are_a_no_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_without_their_packages_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise ModuleNotFoundError(name="opentelemetry")
 
     monkeypatch.setattr("kvoffload.telemetry.spans.import_module", missing)
     known = setup(otlp_endpoint="http://localhost:4318/v1/traces")
-    assert ask(outputs.CHECKS, "span collector", known, machine(tmp_path))[0] == "no-go"
+    assert ask(outputs.CHECKS, "span collector", known, machine(tmp_path))[0] == "error"
 
 
 def test_no_collector_and_no_journal_are_fine(tmp_path: Path) -> None:
     for name in ("span collector", "journal"):
-        assert ask(outputs.CHECKS, name, Setup(OffloadConfig()), machine(tmp_path))[0] == "go"
+        assert ask(outputs.CHECKS, name, Setup(OffloadConfig()), machine(tmp_path))[0] == "ok"

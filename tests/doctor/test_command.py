@@ -35,9 +35,9 @@ def doctor(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[st
 def test_every_check_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     _, found = doctor(capsys, "--config", '{"host_bytes": "1MiB"}')
     assert set(found) == {"", *MACHINE, *VLLM, *OTHERS}
-    assert found["vllm plugin"]["verdict"] == "go"
+    assert found["vllm plugin"]["verdict"] == "ok"
     for name in ("vllm connector", "load failures", "host pool", "model sizes"):
-        assert found[name]["verdict"] == "not known"
+        assert found[name]["verdict"] == "unknown"
 
 
 def test_lines_for_people_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,15 +49,14 @@ def test_lines_for_people_say_the_same(capsys: pytest.CaptureFixture[str]) -> No
     for name, one in found.items():
         if name:
             assert f"{one['verdict']} {name}: {one['finding']}" in flat
-    assert said.startswith("no-go: ")
-    assert max(map(len, said.splitlines())) <= 80
+    assert said.startswith("error: ")
 
 
 def test_findings_are_shown_as_text() -> None:
-    finding = Finding(Verdict.NO_GO, "a\x1b[2J\nb\udcff", "c\x07", "x")
+    finding = Finding(Verdict.ERROR, "a\x1b[2J\nb\udcff", "c\x07", "x")
     assert as_text([finding]).splitlines()[2:] == [
-        "no-go     x: a?[2J b?",
-        "          remedy: c?",
+        "error    x: a?[2J b?",
+        "         remedy: c?",
     ]
 
 
@@ -67,33 +66,58 @@ def test_problems_come_first_then_a_line_for_what_was_not_given_and_what_passed_
 
     answers = [
         answer("one", Verdict.UNKNOWN, "give --a"),
-        answer("two", Verdict.GO),
+        answer("two", Verdict.OK),
         answer("three", Verdict.WARNING, "do"),
         answer("four", Verdict.UNKNOWN),
         answer("five", Verdict.UNKNOWN, "give --a"),
-        answer("six", Verdict.NO_GO, "do"),
+        answer("six", Verdict.ERROR, "do"),
     ]
     lines = as_text(answers).splitlines()
     assert lines == [
-        "no-go: 1 no-go, 1 warning, 3 not known, 1 go",
+        "error: 1 error, 1 warning, 3 unknown, 1 ok",
         "",
-        "no-go     six: text",
-        "          remedy: do",
-        "warning   three: text",
-        "          remedy: do",
-        "not known one, five: give --a; four",
+        "error    six: text",
+        "         remedy: do",
+        "warning  three: text",
+        "         remedy: do",
+        "unknown  one, five: give --a; four",
         "",
         "1 checks passed (--verbose lists them)",
     ]
-    assert "not known one: text" in as_text(answers, strict=True)  # A failed check has a paragraph.
-    assert worst(answers) is Verdict.NO_GO
+    assert "unknown  one: text" in as_text(answers, strict=True)  # A failed check has a paragraph.
+    assert worst(answers) is Verdict.ERROR
     assert worst(answers[:3]) is Verdict.WARNING
     assert worst(answers[:2]) is Verdict.UNKNOWN
 
 
+LONG = Finding(Verdict.WARNING, "word " * 30, f"/a/path{'/that/is/long' * 8} stays whole", "host pool")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_lines_are_as_wide_as_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    *lines, path, stays = as_text([LONG]).splitlines()
+    assert columns - 5 < max(map(len, lines)) <= columns
+    assert (path.strip(), stays.strip()) == (LONG.remedy.split()[0], "stays whole")
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "no_colour", "word"),
+    [(True, "", "\x1b[33mwarning\x1b[0m"), (True, "1", "warning"), (False, "", "warning")],
+)
+def test_the_verdict_has_a_colour_on_a_terminal(
+    is_terminal: bool, no_colour: str, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    monkeypatch.setenv("NO_COLOR", no_colour)
+    first, _, paragraph, *_ = as_text([LONG]).splitlines()
+    assert first == f"{word}: 1 warning"
+    assert paragraph.startswith(f"{word}  host pool: word")
+
+
 def test_strict_wants_everything_known(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--config", "host_bytes=1MiB"]) == 0
-    assert "not known " in capsys.readouterr().out
+    assert "unknown  " in capsys.readouterr().out
     assert main(["doctor", "--strict", "--config", "host_bytes=1MiB"]) == 1
 
 
@@ -103,16 +127,16 @@ def test_bad_settings_are_listed_all_at_once_and_nothing_is_guessed_from_them(
     path = tmp_path / "settings.json"
     path.write_text('{"host_bytse": 1, "transfer_timeout_s": "soon"}')
     code, found = doctor(capsys, "--config", str(path))
-    assert (code, found[""], set(found)) == (1, "no-go", {"", "settings"})
+    assert (code, found[""], set(found)) == (1, "error", {"", "settings"})
     assert "did you mean host_bytes?" in found["settings"]["finding"]
     assert "transfer_timeout_s" in found["settings"]["finding"]
 
 
-def test_a_key_file_that_a_start_refuses_is_a_no_go(
+def test_a_key_file_that_a_start_refuses_is_an_error(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     code, found = doctor(capsys, "--config", f"tier_key_file={tmp_path / 'key'}")
-    assert (code, found["settings"]["verdict"]) == (1, "no-go")
+    assert (code, found["settings"]["verdict"]) == (1, "error")
     assert found["settings"]["finding"].startswith(f"tier_key_file: {tmp_path / 'key'} is not used")
 
 
@@ -124,14 +148,14 @@ def test_bytes_of_each_rank_are_multiplied_by_the_ranks(capsys: pytest.CaptureFi
 
 def test_more_than_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = doctor(capsys, "--config", '{"host_bytes": "1000TiB"}')
-    assert (code, found["host memory"]["verdict"]) == (1, "no-go")
+    assert (code, found["host memory"]["verdict"]) == (1, "error")
 
 
 def test_sizes_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--tensor-parallel-size", "2", "--block-bytes", "1MiB", "--device-blocks", "2000"]
     code, found = doctor(capsys, *sizes, "--config", '{"host_bytes": "1GiB"}')
     assert code == 0
-    assert found["model sizes"]["verdict"] == "go"
+    assert found["model sizes"]["verdict"] == "ok"
     assert found["host pool"]["verdict"] == "warning"
     assert "512 blocks on the host, 2,000 on the device" in found["host pool"]["finding"]
 
@@ -161,7 +185,7 @@ def test_what_cannot_be_read_is_one_line(
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--device-blocks", "0"], "0 is not at least 1"),
+        (["--device-blocks", "0"], "'0' is not a whole number of at least 1"),
         (["--block-bytes", "many"], "'many' is not a size such as 80GiB"),
         (["--rank", "1"], "unknown option --rank"),
     ],
@@ -177,7 +201,7 @@ def test_an_adapter_that_cannot_be_imported_is_a_no_go_and_harms_no_other_comman
     lost = EntryPoint("lost", "a_module_that_is_not_there", command.ENTRY_POINT_GROUP)
     monkeypatch.setattr(command, "entry_points", lambda group: EntryPoints([lost]).select(group=group))
     code, found = doctor(capsys)
-    assert (code, found["lost"]["verdict"]) == (1, "no-go")
+    assert (code, found["lost"]["verdict"]) == (1, "error")
     assert main(["demo", "--help"]) == 0
 
 

@@ -17,13 +17,13 @@ def found(url: str | None, tmp_path: Path) -> tuple[str, str]:
 
 
 def test_none_is_fine(tmp_path: Path) -> None:
-    assert found(None, tmp_path)[0] == "go"
+    assert found(None, tmp_path)[0] == "ok"
 
 
 @pytest.mark.parametrize("url", ["mooncake://host", "mooncake://host:1?protocol=udp", "s3://bucket?x=1"])
-def test_a_url_of_another_form_is_a_no_go(url: str, tmp_path: Path) -> None:
+def test_a_url_of_another_form_is_an_error(url: str, tmp_path: Path) -> None:
     verdict, text = found(url, tmp_path)
-    assert verdict == "no-go"
+    assert verdict == "error"
     assert text.startswith("remote_url")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvoffload.checks import memory
-from kvoffload.checks.check import Check, Finding, Setup, no_go
+from kvoffload.checks.check import Check, Finding, Setup, fail
 from kvoffload.checks.startup import examine, examine_rank, log_warnings
 from kvoffload.model.config import OffloadConfig
 from kvoffload.testing import FakeDevice
@@ -60,10 +60,10 @@ def test_a_check_that_raises_is_a_warning_and_the_others_go_on(tmp_path: Path) -
     def broken(_: Setup) -> Finding:
         raise OSError("the file is odd")
 
-    checks = [Check("broken", broken), Check("bad", lambda *_: no_go("a", "b"))]
+    checks = [Check("broken", broken), Check("bad", lambda *_: fail("a", "b"))]
     with capture_logs() as lines, machine(tmp_path):
         log_warnings(examine(checks, setup()))
-    assert [(line["check"], line["verdict"]) for line in lines] == [("broken", "warning"), ("bad", "no-go")]
+    assert [(line["check"], line["verdict"]) for line in lines] == [("broken", "warning"), ("bad", "error")]
     assert "the file is odd" in lines[0]["finding"]
 
 

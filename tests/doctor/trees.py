@@ -88,5 +88,5 @@ def ask(checks: tuple[Check, ...], name: str, known: Setup, where: Machine) -> t
     """Return the verdict and the text of one check. A problem must have a remedy."""
     with where:
         (finding,) = run_checks([one for one in checks if one.name == name], known)
-    assert bool(finding.remedy) or finding.verdict in ("go", "not known"), finding
+    assert bool(finding.remedy) or finding.verdict in ("ok", "unknown"), finding
     return str(finding.verdict), finding.text

@@ -169,7 +169,7 @@ def test_start_and_doctor_read_the_policy_that_vllm_acts_by(
     recomputes = both.outer["kv_load_failure_policy"] == "recompute"
     assert both.rig.scheduler.recompute_kv_load_failures == recomputes
     doctor = found(capsys, both.outer)["load failures"]
-    assert doctor["verdict"] == ("go" if recomputes else "no-go")
+    assert doctor["verdict"] == ("ok" if recomputes else "error")
     warned = [one for one in both.lines if one["event"] == "doctor_warning"]
     about = [(one["finding"], one["remedy"]) for one in warned if one["check"] == "load failures"]
     assert about == ([] if recomputes else [(doctor["finding"], doctor["remedy"])])

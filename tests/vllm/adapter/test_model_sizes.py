@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvoffload_vllm.model_sizes import (
     SizesNotKnown,
     kv_sizes,
     model_of,
+    read_config,
 )
 
 QWEN3_8B: dict[str, Any] = {
@@ -95,7 +97,10 @@ def test_only_model_types_that_are_compared_below_are_computed() -> None:
         (QWEN3_8B, Options(tensor_parallel_size=16), 2 * 16 * 1 * 128 * 2, 36),
         (QWEN3_8B, Options(kv_cache_dtype="fp8"), 2 * 16 * 8 * 128, 36),
         (LLAMA_8B, Options(), 2 * 16 * 8 * 128 * 2, 32),
-        (DEEPSEEK_V2_LITE, Options(tensor_parallel_size=8), 16 * 576 * 2, 27),
+        (QWEN3_8B, Options(pipeline_parallel_size=4), 2 * 16 * 8 * 128 * 2, 9),
+        (QWEN3_8B, Options(dtype="float32"), 2 * 16 * 8 * 128 * 4, 36),
+        (QWEN3_8B, Options(dtype="float32", kv_cache_dtype="bfloat16"), 2 * 16 * 8 * 128 * 2, 36),
+        (DEEPSEEK_V2_LITE, Options(tensor_parallel_size=8, block_size=64), 64 * 576 * 2, 27),
         ({**QWEN3_8B, "torch_dtype": "float32"}, Options(), 2 * 16 * 8 * 128 * 2, 36),
     ],
 )
@@ -104,13 +109,31 @@ def test_the_arithmetic(config: dict[str, Any], options: Options, page: int, pag
     assert (found.page_bytes, found.pages, found.block_bytes) == (page, pages, page * pages)
 
 
+QUANTIZED = {"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}}
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        {"model_type": "qwen3_next"},
+        {"model_type": "qwen3_next", "full_attention_interval": 4},
         {"model_type": "gemma2"},
         {"model_type": "gemma3_text"},
+        {"model_type": "kimi_linear", "kv_lora_rank": 512, "linear_attn_config": {"head_dim": 128}},
+        {"model_type": "minimax_text_01", "attn_type_list": [0, 0, 0, 1] * 9},
+        {"model_type": "glm4_moe_lite", "kv_lora_rank": 512, "qk_rope_head_dim": 64},
         {"model_type": ["qwen3"]},
+        {"architectures": ["Qwen3ForSequenceClassification"]},
+        {"is_causal": False},
+        {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "use_sliding_window": None,
+            "sliding_window": 4096,
+        },
+        {"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}},
+        {"quantization_config": QUANTIZED},
+        {"compression_config": {"kv_cache_scheme": {"num_bits": 8}}},
+        {"head_dim": 256},
         {"model_type": None, "text_config": QWEN3_8B},
         {"layer_types": ["linear_attention"] * 36},
         {"layer_types": ["sliding_attention"] * 36},
@@ -126,13 +149,36 @@ def test_what_is_not_compared_with_a_stock_vllm_is_not_computed(change: dict[str
     ("change", "said"),
     [
         ({"num_hidden_layers": None}, "num_hidden_layers"),
-        ({"torch_dtype": "float8_e4m3fn"}, "the dtype 'float8_e4m3fn'"),
-        ({"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, "give --kv-cache-dtype"),
+        ({"torch_dtype": "float8_e4m3fn"}, "the dtype 'float8_e4m3fn' is not known"),
     ],
 )
 def test_what_does_not_follow_from_the_configuration_is_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         sizes({**QWEN3_8B, **change}, Options())
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (QWEN3_8B, Options(kv_cache_dtype="nvfp4")),
+        (QWEN3_8B, Options(pipeline_parallel_size=5)),
+        (DEEPSEEK_V2_LITE, Options()),  # its block size is chosen by the GPU
+    ],
+)
+def test_options_from_which_no_size_follows(config: dict[str, Any], options: Options) -> None:
+    with pytest.raises(SizesNotKnown):
+        sizes(config, options)
+
+
+def test_stages_that_were_divided_by_hand_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "20,16")
+    with pytest.raises(SizesNotKnown):
+        sizes(QWEN3_8B, Options(pipeline_parallel_size=2))
+
+
+def test_ranks_that_cannot_share_the_heads_are_refused() -> None:
+    with pytest.raises(ConfigError, match="8 KV heads, which 3 ranks cannot share"):
+        sizes(QWEN3_8B, Options(tensor_parallel_size=3))
 
 
 def save(folder: Path, config: dict[str, Any]) -> Path:
@@ -149,14 +195,86 @@ def test_the_doctor_uses_the_models_sizes(tmp_path: Path, capsys: pytest.Capture
     assert "pages of 64.0 KiB" in found["copy speed"]["finding"]
 
 
-def test_a_folder_without_a_configuration_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_quantization_in_a_file_of_its_own_is_read(tmp_path: Path) -> None:
+    config = read_config(str(save(tmp_path, QWEN3_8B)))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(QUANTIZED))
+    with pytest.raises(SizesNotKnown, match="give --kv-cache-dtype"):
+        kv_sizes(read_config(str(tmp_path)), Options())
+    given = Options(kv_cache_dtype="fp8")
+    assert kv_sizes(read_config(str(tmp_path)), given) == kv_sizes(config, given)
+
+
+# -- models in the Hugging Face cache ----------------------------------------------------------------------------------
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache with two revisions of one model; a snapshot's files are links, as in a real one."""
+    repository = tmp_path / "hub" / "models--Qwen--Qwen3-8B"
+    for commit, layers in ((COMMIT, 36), ("f" * 40, 9)):
+        snapshot = repository / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (repository / "blobs").mkdir(exist_ok=True)
+        (repository / "blobs" / commit).write_text(json.dumps({**QWEN3_8B, "num_hidden_layers": layers}))
+        (snapshot / "config.json").symlink_to(f"../../blobs/{commit}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    (repository / "refs" / "small").write_text("f" * 40)
+    for name in ("HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(repository.parent))
+    return repository.parent
+
+
+@pytest.mark.parametrize(("revision", "layers"), [("main", 36), ("small", 9), (COMMIT, 36), ("f" * 40, 9)])
+def test_an_id_is_found_in_the_cache(hub: Path, revision: str, layers: int) -> None:
+    assert read_config("Qwen/Qwen3-8B", revision).num_hidden_layers == layers
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("HF_HUB_CACHE", "hub"), ("HF_HOME", "."), ("XDG_CACHE_HOME", ".."), ("HOME", "../..")],
+)
+def test_the_cache_is_where_hugging_face_has_it(
+    name: str, value: str, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["doctor", "--model", str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    home = tmp_path / "home" / ".cache" / "huggingface"
+    home.mkdir(parents=True)
+    hub.rename(home / "hub")
+    monkeypatch.delenv("HF_HUB_CACHE")
+    monkeypatch.setenv(name, str((home / value).resolve()))
+    assert read_config("Qwen/Qwen3-8B").num_hidden_layers == 36
 
 
-HOSTILE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+@pytest.mark.parametrize(
+    ("model", "revision"),
+    [("Qwen/Qwen3-9B", "main"), ("Qwen/Qwen3-8B", "other"), ("Qwen3-8B", "main"), ("Qwen/Qwen3-8B", "")],
+)
+def test_an_id_that_is_not_in_the_cache_is_not_known(hub: Path, model: str, revision: str) -> None:
+    with pytest.raises(SizesNotKnown, match=f"is neither a folder nor, with revision {revision}, in {hub}"):
+        read_config(model, revision)
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("revision", ["main", "small", COMMIT, "other"])
+def test_hugging_face_finds_the_same(hub: Path, revision: str) -> None:
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        ours = read_config("Qwen/Qwen3-8B", revision)
+    except SizesNotKnown:
+        ours = None
+    found = try_to_load_from_cache("Qwen/Qwen3-8B", "config.json", cache_dir=hub, revision=revision)
+    assert ours == (read_config(found) if isinstance(found, str) else None)
+
+
+# -- models from anywhere ----------------------------------------------------------------------------------------------
+
+WHOLE = json.dumps(QWEN3_8B).encode()
+FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "layers 0": (QWEN3_8B, {"num_hidden_layers": 0}),
     "layers -5": (QWEN3_8B, {"num_hidden_layers": -5}),
     "layers 10^18": (QWEN3_8B, {"num_hidden_layers": 10**18}),
@@ -164,62 +282,91 @@ HOSTILE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "layers true": (QWEN3_8B, {"num_hidden_layers": True}),
     "layers 36.5": (QWEN3_8B, {"num_hidden_layers": 36.5}),
     "layers a text": (QWEN3_8B, {"num_hidden_layers": "36"}),
+    "layers not a number": (QWEN3_8B, {"num_hidden_layers": float("nan")}),
+    "no layers": (QWEN3_8B, {"num_hidden_layers": None}),
     "heads 0": (LLAMA_8B, {"num_attention_heads": 0}),
     "KV heads -8": (LLAMA_8B, {"num_key_value_heads": -8}),
     "KV heads a list": (LLAMA_8B, {"num_key_value_heads": [8, 4]}),
     "no heads": (LLAMA_8B, {"num_attention_heads": None}),
+    "width infinite": (LLAMA_8B, {"hidden_size": float("inf")}),
     "more heads than width": (LLAMA_8B, {"hidden_size": 8}),
     "head_dim a text": (QWEN3_8B, {"head_dim": "128"}),
     "head_dim a list": (QWEN3_8B, {"head_dim": [128]}),
+    "architectures a text": (QWEN3_8B, {"architectures": "Qwen3ForCausalLM"}),
     "layer_types a number": (QWEN3_8B, {"layer_types": 36}),
     "layer_types of numbers": (QWEN3_8B, {"layer_types": [1] * 36}),
     "too few layer_types": (QWEN3_8B, {"layer_types": ["full_attention"]}),
     "quantization_config a text": (QWEN3_8B, {"quantization_config": "fp8"}),
     "quantization_config a list": (QWEN3_8B, {"quantization_config": ["fp8"]}),
+    "dtype a number": (QWEN3_8B, {"dtype": 16}),
     "dtype an escape": (QWEN3_8B, {"torch_dtype": "\x1b]0;title\x07"}),
     "dtype of a million letters": (QWEN3_8B, {"torch_dtype": "f" * 1_000_000}),
     "MLA without rope": (DEEPSEEK_V2_LITE, {"qk_rope_head_dim": None}),
     "MLA without latent": (DEEPSEEK_V2_LITE, {"kv_lora_rank": None}),
     "use_sliding_window a text": (QWEN3_8B, {"use_sliding_window": "no"}),
 }
-FILES: dict[str, bytes] = {
+CONTENTS: dict[str, bytes] = {
     "empty": b"",
     "a list": b"[]",
+    "a number": b"8",
+    "words": b"this is not JSON",
+    "cut off": WHOLE[:-20],
+    "two objects": WHOLE + WHOLE,
     "not UTF-8": b'{"model_type": "\xff"}',
+    "UTF-16": WHOLE.decode().encode("utf-16"),
+    "zeros": bytes(4096),
     "nested": b'{"a":' * 100_000,
-    "huge": b" " * (2 << 20) + b"{}",
+    "huge": b" " * (2 << 20) + WHOLE,
 }
 
 
-def change(folder: Path, kind: str, name: str) -> None:
-    """Make one hostile file."""
-    path = folder / "config.json"
-    if kind == "config":
-        config, fields = HOSTILE[name]
-        save(folder, {**config, **fields})
-    elif kind == "file":
-        path.write_bytes(FILES[name])
-    elif name == "pipe":
-        os.mkfifo(path)
-    elif name == "folder":
-        path.mkdir()
-    else:
-        path.symlink_to("/dev/zero")
+def _link(path: Path) -> None:
+    path.symlink_to(path)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        *(("config", name) for name in HOSTILE),
-        *(("file", name) for name in FILES),
-        *(("special", name) for name in ("pipe", "folder", "endless")),
-    ],
-)
-def test_a_hostile_model_is_one_line(
-    kind: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    change(tmp_path, kind, name)
+def _link_folder(path: Path) -> None:
+    path.parent.rmdir()
+    _link(path.parent)
+
+
+def _make_pipe_beside(path: Path) -> None:
+    path.write_bytes(WHOLE)
+    os.mkfifo(path.with_name("hf_quant_config.json"))
+
+
+SPECIAL: dict[str, Callable[[Path], object]] = {
+    "a pipe": os.mkfifo,
+    "a folder": Path.mkdir,
+    "an endless device": lambda path: path.symlink_to("/dev/zero"),
+    "a link to itself": _link,
+    "a link to nowhere": lambda path: path.symlink_to("nowhere"),
+    "unreadable, by root too": lambda path: path.symlink_to("/proc/self/mem"),
+    "missing": lambda path: None,
+    "no folder": lambda path: path.parent.rmdir(),
+    "a folder that is a link to itself": _link_folder,
+    "a pipe beside it": _make_pipe_beside,
+}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read any file")
+def test_a_model_of_another_user_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (save(tmp_path, QWEN3_8B) / "config.json").chmod(0)
     assert main(["doctor", "--model", str(tmp_path)]) == 2
+    assert "config.json cannot be read: Permission denied" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [*FIELDS, *CONTENTS, *SPECIAL])
+def test_a_hostile_model_is_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    if name in FIELDS:
+        config, fields = FIELDS[name]
+        save(folder, {**config, **fields})
+    elif name in CONTENTS:
+        (folder / "config.json").write_bytes(CONTENTS[name])
+    else:
+        SPECIAL[name](folder / "config.json")
+    assert main(["doctor", "--block-size", "16", "--model", str(folder)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("kvoffload: error: --model")
@@ -240,7 +387,7 @@ def test_a_model_whose_sizes_are_not_computed_is_not_known(
     assert "give --block-bytes and --device-blocks" in " ".join(out.split())
     assert "\x1b" not in out
     main([*argv, "--verbose", "--block-bytes", "1MiB", "--device-blocks", "1000"])
-    assert "go model sizes: given as vLLM's start logs them" in " ".join(capsys.readouterr().out.split())
+    assert "ok model sizes: given as vLLM's start logs them" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.vllm
@@ -267,7 +414,7 @@ def test_ranks_share_heads_as_those_of_a_stock_vllm(model: str, tmp_path: Path) 
     from tests.vllm.adapter.stock_sizes import stock_kv_heads
 
     folder = save(tmp_path, MODELS[model])
-    whole = sizes(MODELS[model], Options()).page_bytes
+    whole = sizes(MODELS[model], Options(block_size=16)).page_bytes
     for ranks in (1, 2, 8, 32):
-        share = sizes(MODELS[model], Options(tensor_parallel_size=ranks)).page_bytes
+        share = sizes(MODELS[model], Options(tensor_parallel_size=ranks, block_size=16)).page_bytes
         assert share * stock_kv_heads(folder, 1) == whole * stock_kv_heads(folder, ranks)

@@ -1,0 +1,266 @@
+"""vLLM's own command line, as the doctor reads it and as a stock vLLM does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.cli.main import main
+from kvoffload.model.errors import ConfigError
+from kvoffload_vllm import doctor
+from kvoffload_vllm.command_line import CHANGE_SIZES, CHOOSE_BLOCKS, read_command_line
+from tests.vllm.adapter.test_doctor import GOOD
+from tests.vllm.adapter.test_model_sizes import QWEN3_8B, save
+from tests.vllm.stock import engines  # noqa: F401  # sets vLLM's environment before it is imported
+
+TRANSFER = json.dumps(GOOD)
+ROOMY = json.dumps({**GOOD, "kv_connector_extra_config": {"host_bytes": "9MiB"}})
+OURS = (
+    "model",
+    "revision",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "data_parallel_size_local",
+    "block_size",
+    "kv_cache_dtype",
+    "dtype",
+    "max_model_len",
+    "kv_cache_memory_bytes",
+    "kv_transfer_config",
+    "enable_prefix_caching",
+    "enable_sleep_mode",
+    "decode_context_parallel_size",
+    "prefill_context_parallel_size",
+    "distributed_executor_backend",
+    "prefix_caching_hash_algo",
+)
+LINES: dict[str, dict[str, Any]] = {
+    "M": {},
+    "--model M --tensor-parallel-size 2": {"tensor_parallel_size": 2},
+    "M -tp 2 -pp=4": {"tensor_parallel_size": 2, "pipeline_parallel_size": 4},
+    "M --tensor_parallel_size=2 --pipeline_parallel_size 4": {
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 4,
+    },
+    "M --tensor-par 2": {"tensor_parallel_size": 2},
+    "M -dp 4 -dpl 2": {"data_parallel_size": 4, "data_parallel_size_local": 2},
+    "M --block-size 32 --kv-cache-dtype fp8 --dtype half": {
+        "block_size": 32,
+        "kv_cache_dtype": "fp8",
+        "dtype": "half",
+    },
+    "M --max-model-len 32k --kv-cache-memory-bytes 50G": {
+        "max_model_len": 32_000,
+        "kv_cache_memory_bytes": 50 << 30,
+    },
+    "M --max-model-len 32K --kv-cache-memory-bytes 1.5g": {
+        "max_model_len": 32_768,
+        "kv_cache_memory_bytes": 1_500_000_000,
+    },
+    "M --kv-cache-memory-bytes 1000000": {"kv_cache_memory_bytes": 1_000_000},
+    "M --block-size 16 --block-size 32": {"block_size": 32},
+    "M --max-num-seqs 16 --port 8000 --served-model-name a b --enforce-eager -O3 --quantization fp8": {},
+    "M --no-enable-prefix-caching --enable-sleep-mode": {
+        "enable_prefix_caching": False,
+        "enable_sleep_mode": True,
+    },
+    "M -dcp 2 --prefill-context-parallel-size 3": {
+        "decode_context_parallel_size": 2,
+        "prefill_context_parallel_size": 3,
+    },
+    "M --distributed-executor-backend ray --prefix-caching-hash-algo xxhash": {
+        "distributed_executor_backend": "ray",
+        "prefix_caching_hash_algo": "xxhash",
+    },
+    f"M --kv-transfer-config '{TRANSFER}' --seed 1": {"kv_transfer_config": GOOD},
+    f"M --kv_transfer_config='{TRANSFER}'": {"kv_transfer_config": GOOD},
+    "M --kv-transfer-config.kv_connector KVOffloadConnector --kv-transfer-config.kv_role=kv_both "
+    "--kv_transfer_config.kv_load_failure_policy recompute "
+    "--kv-transfer-config.kv_connector_extra_config.host_bytes 1MiB": {"kv_transfer_config": GOOD},
+    f"M --kv-transfer-config '{TRANSFER}' --kv-transfer-config.kv_role kv_both --kv-transfer-config.kv_connector "
+    "KVOffloadConnector --kv-transfer-config.kv_load_failure_policy=recompute "
+    "--kv-transfer-config.kv_connector_extra_config.host_bytes 64G": {
+        "kv_transfer_config": {**GOOD, "kv_connector_extra_config": {"host_bytes": 64 << 30}}
+    },
+    "M --revision abc": {"revision": "abc"},
+}
+
+
+def read(line: str) -> argparse.Namespace:
+    return read_command_line(shlex.split(line), doctor._add_options)
+
+
+def values(found: argparse.Namespace) -> dict[str, Any]:
+    """The options that the doctor uses, apart from those that are not given."""
+    given = {name: getattr(found, name, None) for name in OURS}
+    transfer = given["kv_transfer_config"]
+    if transfer is not None:
+        read = json.loads(transfer) if isinstance(transfer, str) else transfer
+        given["kv_transfer_config"] = read if isinstance(read, dict) else {k: getattr(read, k) for k in GOOD}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+DEFAULTS = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_what_is_read(line: str) -> None:
+    assert values(read(f"vllm serve {line}")) == DEFAULTS | {"model": "M"} | LINES[line]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "/opt/vllm/bin/vllm serve M --block-size 32",
+        "VLLM_PLUGINS=x python3 -m vllm.entrypoints.openai.api_server --model M --block-size 32",
+        "python -m vllm.entrypoints.cli.main serve M --block-size 32",
+    ],
+)
+def test_how_a_server_is_started(line: str) -> None:
+    assert values(read(line)) == DEFAULTS | {"model": "M", "block_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("vllm bench throughput", "such as: -- vllm serve MODEL"),
+        ("vllm serve M -tp two", "argument --tensor-parallel-size/-tp: 'two' is not a whole number"),
+        ("vllm serve M --block-size", "argument --block-size: expected one argument"),
+        ("vllm serve M --kv-cache-memory-bytes lots", "'lots' is not a size"),
+        ("vllm serve M --max-model-len -2", "'-2' is not a size"),
+        ("vllm serve M --enable-prefix-caching=no", "ignored explicit argument"),
+    ],
+)
+def test_what_vllm_would_refuse_is_one_line(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read(line)
+    assert main(["doctor", "--", *shlex.split(line)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("line", ["M --zz.b 1 --zz.b.c 2", "M --zz.b", "M --.=", "M --", "M - -- x", ""])
+def test_odd_words_are_ignored(line: str) -> None:
+    assert read(f"vllm serve {line}").block_size is None
+
+
+def findings(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    main(["doctor", "--json", *argv])
+    return {one["check"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
+
+
+SIZED = ["-tp", "2", "-dp", "2", "--kv-cache-dtype", "fp8", "--kv-cache-memory-bytes", "100MiB"]
+ALL = [*SIZED, "--block-size", "32", "--max-model-len", "2000", "--kv-transfer-config", ROOMY]
+
+
+def test_the_pasted_line_and_the_doctors_own_options_give_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(save(tmp_path, QWEN3_8B))
+    pasted = findings(capsys, "--", "vllm", "serve", model, "--max-num-seqs", "9", *ALL)
+    options = findings(capsys, "--model", model, *ALL)
+    memory, _ = (
+        pasted.pop("host memory"),
+        options.pop("host memory"),
+    )  # what is left changes from call to call
+    assert pasted == options | {name: pasted[name] for name in ("vllm options", "block hashes")}
+    assert "88 blocks fit the KV cache" in " ".join(pasted["model sizes"]["finding"].split())
+    assert memory["finding"].startswith("18.0 MiB ")  # 9 MiB for each of two engines
+
+
+def test_an_option_before_the_line_overrides_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["--", "vllm", "serve", str(save(tmp_path, QWEN3_8B)), *ALL]
+    found = findings(capsys, "--kv-cache-memory-bytes", "200MiB", *line)
+    assert "177 blocks" in found["model sizes"]["finding"]
+
+
+@pytest.mark.parametrize(
+    ("more", "check", "verdict", "said"),
+    [
+        ("--max-model-len 3k", "model sizes", "error", "--max-model-len needs 94 blocks, and 88 fit"),
+        ("--max-model-len auto", "model sizes", "ok", "88 blocks fit the KV cache"),
+        (
+            "--speculative-config.method eagle",
+            "model sizes",
+            "unknown",
+            "sizes with --speculative-config are",
+        ),
+        ("-sc {}", "model sizes", "unknown", "sizes with -sc are not computed"),
+        (
+            "--hf-overrides {} --config x.yaml",
+            "model sizes",
+            "unknown",
+            "with --config, --hf-overrides are not",
+        ),
+        ("--attention-backend FLASHINFER", "model sizes", "ok", "88 blocks"),  # the block size is given
+        ("--num-gpu-blocks-override 80", "model sizes", "ok", "80 blocks"),
+        ("--no-enable-prefix-caching", "vllm options", "error", "start with --enable-prefix-caching"),
+        ("--enable-sleep-mode", "vllm options", "error", "start without --enable-sleep-mode"),
+        ("-dcp 2", "vllm options", "error", "decode_context_parallel_size is 2"),
+        ("--distributed-executor-backend external_launcher", "vllm options", "error", "with 2 ranks"),
+        ("--seed 1", "vllm options", "ok", "the connector works with them"),
+        ("--prefix-caching-hash-algo xxhash", "block hashes", "ok", "xxhash"),
+    ],
+)
+def test_what_the_doctor_finds(
+    more: str, check: str, verdict: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(save(tmp_path, QWEN3_8B))
+    found = findings(capsys, "--", "vllm", "serve", model, *ALL, *shlex.split(more))[check]
+    assert (found["verdict"], said in found["finding"] + found["remedy"]) == (verdict, True), found
+
+
+@pytest.mark.parametrize(
+    ("line", "check", "verdict", "said"),
+    [
+        ("M", "vllm connector", "error", "no --kv-transfer-config"),
+        ("M --config x.yaml", "vllm connector", "unknown", "the connector that vLLM will use"),
+        ("--port 8000 M", "model sizes", "unknown", "put MODEL directly after serve"),
+        ("no-one/nothing", "model sizes", "unknown", "no-one/nothing is neither a folder nor"),
+    ],
+)
+def test_what_a_line_lacks(
+    line: str, check: str, verdict: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = findings(capsys, "--", "vllm", "serve", *line.split())[check]
+    assert (found["verdict"], said in found["finding"] + found["remedy"]) == (verdict, True), found
+
+
+def stock_parser() -> Any:
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return ServeSubcommand().subparser_init(FlexibleArgumentParser().add_subparsers())
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")
+def test_a_stock_vllm_reads_the_same() -> None:
+    parser = stock_parser()
+    defaults = values(parser.parse_args(["M"]))
+    for line, wanted in LINES.items():
+        found = parser.parse_args(shlex.split(line))
+        found.model = found.model_tag or found.model
+        assert values(found) == defaults | {"model": "M"} | wanted, line
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")
+def test_the_names_are_those_of_a_stock_vllm() -> None:
+    """Words that a stock vLLM takes for another option are no abbreviation of one of ours."""
+    ours = argparse.ArgumentParser(add_help=False)
+    doctor._add_options(ours.add_argument)
+    named = {name for action in ours._actions for name in action.option_strings} - {"--device-blocks"}
+    named |= {*CHANGE_SIZES, *CHOOSE_BLOCKS, "--quantization"}
+    stock = {name for action in stock_parser()._actions for name in action.option_strings}
+    assert named - stock == set()
+    assert {name for name in stock - named if any(one.startswith(name) for one in named)} == set()
