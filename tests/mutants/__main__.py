@@ -18,7 +18,7 @@ import msgspec
 from tests.mutants.covering import Tests, record
 from tests.mutants.generate import Mutant, sample
 from tests.mutants.hunt import PYTEST, FromMemory, Trial, hunt, in_fork, prepare
-from tests.mutants.table import Result, summary, written
+from tests.mutants.table import Result, read, summary, written
 
 _PACKAGES = ("core", "runtime", "transfer", "disk", "remote")
 _RULES = Path("tests/mutants/rules.py")
@@ -46,7 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     option(
         "--all", action="store_true", help="run all tests of a mutant, not only up to the first that fails"
     )
-    option("--table", type=Path, metavar="FILE", help="write all results to this file")
+    option(
+        "--table", type=Path, metavar="FILE", help="go on from the results in this file, and write all to it"
+    )
     option("--rules", action="store_true", help="instead of mutants, leave out one rule at a time")
     folders = [Path("kvoffload", name) for name in _PACKAGES]
     option("--sources", type=Path, nargs="+", default=folders, metavar="DIR", help="what is changed")
@@ -93,23 +95,32 @@ def _digest(folders: Iterable[Path]) -> str:
 def _try_sample(options: argparse.Namespace, paths: Iterable[Path], tests: Tests) -> int:
     chosen = sample(paths, options.seed, options.number)
     kept = options.keep / ("all-tests.jsonl" if options.all else "first-test.jsonl")
-    lines = kept.read_bytes().splitlines() if kept.exists() else []
-    results = {
-        (result.key, result.digest): result
-        for result in (msgspec.json.decode(line, type=Result) for line in lines)
-    }
+    results = {(result.key, result.digest): result for result in _known(options.table, kept, tests)}
     left = [mutant for mutant in chosen if (mutant.key, mutant.digest) not in results]
-    with kept.open("ab", buffering=0) as file:
-        for result in _results(left, tests, options):
-            results[result.key, result.digest] = result
-            file.write(msgspec.json.encode(result) + b"\n")
-            if result.outcome in ("survived", "not run"):
-                print(result.outcome, result.place, result.change, sep="  ", flush=True)
-    found = [results[mutant.key, mutant.digest] for mutant in chosen]
+    try:
+        with kept.open("ab", buffering=0) as file:
+            for result in _results(left, tests, options):
+                results[result.key, result.digest] = result
+                file.write(msgspec.json.encode(result) + b"\n")
+                if result.outcome in ("survived", "not run"):
+                    print(result.outcome, result.place, result.change, sep="  ", flush=True)
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on")
+    found = [results[name] for mutant in chosen if (name := (mutant.key, mutant.digest)) in results]
     print(*summary(found, tests.chosen, options.all), sep="\n")
     if options.table:
-        options.table.write_text(written(found, f"{date.today()}, seed {options.seed}"))
+        title = f"{date.today()}, seed {options.seed}, {len(found)} of {len(chosen)} tried"
+        options.table.write_text(written(found, title))
     return 0
+
+
+def _known(table: Path | None, kept: Path, tests: Tests) -> Iterator[Result]:
+    """Read earlier results, without those whose every noticing test is gone."""
+    names = {*tests.seconds, *tests.left_out}
+    found = list(read(table.read_text())) if table and table.exists() else []
+    if kept.exists():
+        found += [msgspec.json.decode(line, type=Result) for line in kept.read_bytes().splitlines()]
+    return (result for result in found if not result.by or names & {*result.by})
 
 
 def _results(mutants: Iterable[Mutant], tests: Tests, options: argparse.Namespace) -> Iterator[Result]:

@@ -35,7 +35,7 @@ class Mutant:
 
     Args:
         path: the source file, from the working directory.
-        digest: a digest of the source file.
+        digest: a digest of the changed statement.
         key: a unique name, which does not depend on the line number.
         lines: the lines of the changed statement, without its nested statements.
         place, new: the position in `tree`, and the node to put there.
@@ -102,8 +102,8 @@ def mutants(path: str, source: str, defaults: Mapping[str, set[str]] | None = No
         defaults: for each function, the parameters with defaults.
     """
     tree = ast.parse(source)
-    unmarked = {number for number, line in enumerate(source.splitlines(), 1) if _MARK not in line}
-    digest = hashlib.sha256(source.encode()).hexdigest()[:12]
+    lines = source.splitlines()
+    unmarked = {number for number, line in enumerate(lines, 1) if _MARK not in line}
     seen = Counter[str]()
     for site in _sites(tree, _Site(tree, _Place(tree, "", None))):
         if getattr(site.node, "lineno", 0) not in unmarked or site.statement is None:
@@ -118,7 +118,10 @@ def mutants(path: str, source: str, defaults: Mapping[str, set[str]] | None = No
             seen[name] += 1
             key = name if seen[name] == 1 else f"{name} ({seen[name]})"
             ast.fix_missing_locations(ast.copy_location(new, site.node))
-            yield Mutant(path, digest, key, _own_lines(site.statement), site.place, new, tree)
+            own = _own_lines(site.statement)
+            written = " ".join(" ".join(lines[own[0] - 1 : own[-1]]).split())
+            digest = hashlib.sha256(written.encode()).hexdigest()[:8]
+            yield Mutant(path, digest, key, own, site.place, new, tree)
 
 
 def parameters_with_defaults(sources: Iterable[str]) -> dict[str, set[str]]:
@@ -299,7 +302,6 @@ _KINDS: dict[str, Callable[[_Site], Iterator[ast.AST]]] = {
     "condition forced": _condition,
     "early exit removed": _no_early_exit,
 }
-KINDS = (*_KINDS, "argument dropped")
 
 
 def _with(node: ast.AST, **fields: object) -> ast.AST:

@@ -55,7 +55,7 @@ def summary(results: Sequence[Result], tests: Iterable[str], has_all: bool) -> I
 
 
 def written(results: Sequence[Result], title: str) -> str:
-    """Return a table with a line for each mutant and the numbers of the tests that noticed it, and then the tests."""
+    """Return a table: for each mutant a line with its digest and the numbers of the tests that noticed it, then the tests."""
     tests = sorted({test for result in results for test in result.by})
     number = {test: index for index, test in enumerate(tests)}
     outcomes = Counter(result.outcome for result in results)
@@ -63,9 +63,20 @@ def written(results: Sequence[Result], title: str) -> str:
     lines += [f"# {outcome}: {count}" for outcome, count in sorted(outcomes.items())]
     for result in sorted(results, key=lambda result: (result.key.split(" ", 1)[0], result.line, result.key)):
         noticed = _ranges(sorted(number[test] for test in result.by))
-        lines.append(f"{result.place}\t{result.change}\t{result.outcome}\t{noticed}")
+        lines.append(f"{result.place}\t{result.change}\t{result.outcome}\t{noticed}\t{result.digest}")
     lines += [f"{index}\t{test}" for index, test in enumerate(tests)]
     return "\n".join(lines) + "\n"
+
+
+def read(text: str) -> Iterator[Result]:
+    """Read the results of a table."""
+    rows = [line.split("\t") for line in text.splitlines()]
+    tests = [row[1] for row in rows if len(row) == 2]
+    for place, change, outcome, noticed, digest in (row for row in rows if len(row) == 5):
+        path, line = place.rsplit(":", 1)
+        ends = ([*map(int, part.split("-"))] for part in noticed.split())
+        by = [tests[number] for end in ends for number in range(end[0], end[-1] + 1)]
+        yield Result(f"{path} {change}", digest, int(line), outcome, by)
 
 
 def _ranges(numbers: Iterable[int]) -> str:
