@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import cast
 
+import pytest
+
 from kvoffload.core.jobs import Jobs, Owner, Spill
 from kvoffload.core.machine import SlotState
 from kvoffload.core.tiers import LowerTier
@@ -157,6 +159,25 @@ def test_what_the_disk_adds_is_computed_where_it_is_shorter_than_the_break_even(
     assert fetches(world) == []
     world.least_from[Tier.DISK] = 12
     assert world.lookup(world.add("next", TEXT)) is None
+
+
+@pytest.mark.parametrize(("least", "count"), [(12, 1), (13, 0)])
+def test_at_an_arrival_no_hit_is_fetched_that_the_settings_have_computed(least: int, count: int) -> None:
+    world = DiskWorld(host=32, least=least)
+    world.only_on_disk(TEXT)
+    world.add("late", TEXT)
+    assert len(fetches(world)) == count
+
+
+@pytest.mark.parametrize(("least", "answer"), [(12, None), (13, 0)])
+def test_a_lookup_fetches_no_hit_that_measurements_have_computed(least: int, answer: int | None) -> None:
+    world = DiskWorld(host=32)
+    world.only_on_disk(TEXT)
+    world.least_from[Tier.DISK] = 13  # so that nothing is fetched at the arrival
+    world.lookup(world.add("first", "unknown"))
+    request = world.add("late", TEXT)
+    world.least_from[Tier.DISK] = 0
+    assert world.lookup(request, least=least) is answer
 
 
 # -- before any request -----------------------------------------------------------------------------------------
