@@ -94,7 +94,7 @@ class Side:
         self._has_remote = remote is not None
         self.steps = 0
         self._blocks = 0
-        self._slots = slots
+        self._slots, self._ranks = slots, ranks
         for rank in range(ranks):
             self.report(rank=rank)
 
@@ -154,7 +154,8 @@ class Side:
         for position, block in enumerate(self.last_table):
             self.pool.names[block] = BlockKey(f"{prefix}{position}".encode())
         plan = self.step((name, blocks * BLOCK))
-        self.done(plan)
+        for rank in range(self._ranks):
+            self.done(plan, rank=rank)
         self.ended(name)
         self.step()
 

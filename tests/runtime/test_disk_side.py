@@ -8,19 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.core import tier_copies
 from kvoffload.disk.folder import lock_folder, make_folder
 from kvoffload.disk.index import IndexHeader, encode_header, load_index
 from kvoffload.disk.open_folder import LOCK_PAUSE_S, LOCK_TRIES, open_folder
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import AUTO, OffloadConfig
-from kvoffload.model.ids import RequestId
+from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.model.wire import Direction, JobReport, TransferPlan
 from kvoffload.runtime import disk_catalog
 from tests.captured_logs import capture_logs
-from tests.operations import calls
 from tests.runtime.parts import BLOCK, IDENTITY, RELOAD, TIMEOUT_S, Side, loading
-from tests.runtime.test_hook_calls import counted
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 
@@ -155,53 +152,42 @@ def test_a_strike_is_written_at_once(side: Side) -> None:
     side.portal.index.release()
 
 
-def test_an_idle_tier_adds_few_calls_to_the_hooks(tmp_path: Path) -> None:
-    """The sum over all hooks, each of which is called about once per request."""
-    counted(portal=True)
-    off, on = counted(portal=True), counted(portal=True, disk=tmp_path)
-    assert sum(on.values()) <= 1.05 * sum(off.values()), {what: (off[what], on[what]) for what in on}
+def test_without_requests_an_engine_steps_for_its_host_and_as_long_as_the_drain_for_its_disk(
+    tmp_path: Path,
+) -> None:
+    side = Side(
+        portal=True, disk=tmp_path, config=OffloadConfig(transfer_timeout_s=TIMEOUT_S, disk_drain_s=5.0)
+    )
+    open_disk(side)
+    side.clock.jump(10.0)
+    assert not side.side.has_work
+    side.stored("a")
+    side.side.lookup(side.seen("again", "a"), 0)
+    side.allocated("again", RELOAD)
+    side.done(side.step())
+    side.step(("again", RELOAD))
+    side.ended("again")
+    assert side.side.has_work
+    assert side.step().disk
+    side.clock.jump(4.9)
+    assert side.side.has_work
+    side.clock.jump(0.1)
+    assert not side.side.has_work
 
-
-def found_again(side: Side, prefix: str) -> int:
-    """Return the calls during a request that loads its prefix, including spills."""
-    name, plans = f"again-{prefix}", list[TransferPlan]()
-
-    def life() -> None:
-        side.side.lookup(side.seen(name, prefix), 0)
-        side.allocated(name, RELOAD)
-        side.done(side.step())
-        for tokens in range(RELOAD, RELOAD + 30):
-            side.step((name, tokens), decode=1)
-        side.ended(name)
-        plans.append(side.step())
-        end_disk_jobs(side, plans[0])
-        side.step()
-
-    side.stored(prefix)
-    count = calls(life)
-    assert bool(plans[0].disk) == (side.side.core.state.disk is not None)
-    return count
-
-
-def test_a_tier_at_work_adds_few_calls_to_the_hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request is looked up, loads, decodes thirty tokens and ends, beside another request.
-
-    Then its blocks are spilled.
-    """
-    monkeypatch.setattr(tier_copies, "MOST_STEPS", 0)  # one spill per request
-    found = []
-    for disk in (None, tmp_path):
-        side = Side(portal=True, disk=disk)
-        if disk is not None:
-            open_disk(side)
-            side.portal.index.hold()  # The index's work runs on a separate thread.
-        side.seen("runs on", "runs on")
-        side.allocated("runs on")
-        found_again(side, "first")  # The first run of the process makes more calls.
-        found.append(found_again(side, "second"))
-        side.portal.index.release()
-        side.close()
-    assert found[1] <= 1.15 * found[0], found
+    side.seen("runs", "b")
+    assert side.side.has_work, "a step of any request ends the copy on the disk"
+    side.allocated("runs")
+    side.pool.names.update(
+        {block: BlockKey(f"b{place}".encode()) for place, block in enumerate(side.last_table)}
+    )
+    plan = side.step(("runs", RELOAD))
+    assert plan.stores
+    side.ended("runs")
+    side.clock.jump(6.0)
+    assert side.side.has_work
+    side.done(plan)
+    assert not side.side.has_work
+    side.close()
 
 
 def test_a_folder_in_use_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

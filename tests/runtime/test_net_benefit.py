@@ -142,6 +142,21 @@ def test_waiting_for_anothers_load_is_waiting_too(end: str) -> None:
     assert (waited(side), waited(side, "others_load")) == (1.0, 1.0)
 
 
+def test_the_time_of_a_copy_is_the_mean_of_its_ranks() -> None:
+    side = Side(ranks=2)
+    measure_prefill(side)
+    plan = loading(side)
+    side.clock.jump(1.0)
+    (job,) = plan.loads
+    for rank, copy_s in enumerate((0.02, 0.06)):
+        side.report(JobReport(job.id, job.direction, CopyOutcome.DONE, 64, 0.0, copy_s), rank=rank)
+    side.clock.jump(1.0)
+    side.step()
+    per_token_s = 0.04 / RELOAD
+    expected = (1.0 - 0.04) / (PER_TOKEN_S - per_token_s)
+    assert value(side.side, "break_even_tokens") == pytest.approx(expected, abs=1)
+
+
 # -- interference -------------------------------------------------------------------------------------------------------
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import pytest
 
 from kvoffload.bus.feed import Feed
 from kvoffload.model import facts
 from kvoffload.model.config import OffloadConfig
 from kvoffload.telemetry.logging import LogObserver
 from kvoffload.telemetry.records import read_journal
+from tests.operations import calls
 from tests.runtime.parts import TIMEOUT_S, Side
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def test_the_log_observer_writes_what_deserves_a_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -114,3 +113,22 @@ def test_an_observer_that_never_ends_is_waited_for_a_moment(monkeypatch: pytest.
     before = clock.monotonic()
     side.close()
     assert 5 <= clock.monotonic() - before < 6
+
+
+@pytest.mark.slow
+def test_an_observer_that_stands_still_costs_no_more_calls_than_one_that_keeps_up(tmp_path: Path) -> None:
+    config = OffloadConfig(transfer_timeout_s=TIMEOUT_S, journal_path=tmp_path / "journal")
+    side = Side(portal=True, config=config)
+    side.seen("d")
+
+    def steps() -> None:
+        for _ in range(20):
+            side.step(decode=20)
+
+    for _ in range(5):  # what the journal first does for many at a time
+        steps()
+    early = calls(steps)
+    while not side.side.bus.feeds["journal"].dropped:
+        steps()
+    assert calls(steps) <= early
+    side.close()
