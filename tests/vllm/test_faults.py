@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
-import json
 import os
 import random
 import sys
@@ -19,7 +17,6 @@ from typing import Any
 import pytest
 
 from kvoffload.core.machine import SlotState
-from tests.captured_logs import capture_logs
 from tests.core.audit import audit_side
 from tests.vllm.engine_rig import (
     MARKS,
@@ -28,7 +25,6 @@ from tests.vllm.engine_rig import (
     Held,
     Reported,
     Rig,
-    check_same,
     offloading,
     same,
 )
@@ -83,23 +79,6 @@ def test_an_error_that_comes_after_its_load_was_abandoned(hands: Hands) -> None:
     assert engines.held_blocks(rig.llm) == 0
     assert rig.slots(SlotState.QUARANTINED) == quarantined > 0
     assert same(rig.reported["a"], expected)
-
-
-def test_a_clock_that_jumps_ahead(hands: Hands) -> None:
-    rig, held = hands
-    asked = {name: Asked(prompt(10 + number), 6) for number, name in enumerate("abc")}
-    expected = {name: truth(rig, one) for name, one in asked.items()}
-    start_loading(hands, asked["a"])
-    for name in "bc":
-        rig.ask(name, asked[name])
-    rig.until(lambda: held.stores)
-    held.copier._held = False
-    held.clock.jump(1e7)
-    rig.until(lambda: all(map(rig.is_done, asked)))
-    check_same({name: rig.reported[name] for name in asked}, expected)
-    held.copier.release()
-    rig.finish()
-    assert engines.held_blocks(rig.llm) == 0
 
 
 def test_vllms_own_reference_counts_are_compared(hands: Hands) -> None:
@@ -161,54 +140,6 @@ def test_after_a_reset_new_weights_are_served_from(hands: Hands, in_flight: str)
         rig.finish()
         rig.llm.apply_model(partial(retrain, factor=0.5))
         rig.forget()
-
-
-def test_a_counter_that_raises_is_removed_and_the_engine_goes_on(hands: Hands) -> None:
-    from kvoffload.model.events import StoreEnded
-
-    rig, _ = hands
-    asked = Asked(prompt(40), 6)
-    expected = truth(rig, asked)
-
-    def boom(event: object) -> None:
-        raise ValueError("no disk")
-
-    rig.side.bus.count(StoreEnded, boom)
-    before = rig.counts
-    rig.put_on_host_only(asked.prompt)
-    assert same(rig.run({"a": asked})["a"], expected)
-    assert rig.counts.minus(before).total("kvoffload_bus_removed_total") == 1
-    assert rig.reported["a"].cached > 0
-
-
-def test_a_full_disk_ends_the_journals_file_and_nothing_else(hands: Hands) -> None:
-    """The file's descriptor is replaced by a device that is always full, so the error comes from the system."""
-    rig, _ = hands
-    asked = Asked(prompt(43), 6)
-    expected = truth(rig, asked)
-    journal = rig.side.observation.journal
-    assert journal._file is not None
-    full = os.open("/dev/full", os.O_WRONLY)
-    before = rig.counts
-    with capture_logs() as logs:
-        # Within the batch: the writer may have a batch, and logs only once that it stops.
-        os.dup2(full, journal._file._file.fileno())
-        os.close(full)
-        rig.put_on_host_only(asked.prompt)
-        reported = rig.run({"a": asked})["a"]
-        while not any(line["event"] == "journal_stopped" for line in logs):
-            assert same(truth(rig, asked, salt=str(len(logs))), expected)
-    (line,) = (line for line in logs if line["event"] == "journal_stopped")
-    assert line["log_level"] == "error"
-    assert os.strerror(errno.ENOSPC) in line["error"]
-    assert same(reported, expected)
-    assert reported.cached > 0
-    assert rig.counts.minus(before).total("kvoffload_journal_write_errors_total") == 1
-    kept = journal._file.path.read_text().splitlines()
-    assert kept
-    assert all(json.loads(one) for one in kept)
-    assert any("RequestEnded" in one for one in journal.tail(50))  # The ring continues.
-    assert rig.side.core.state.degraded is None
 
 
 def test_loaded_again_imported_twice_and_forked_amid_a_load(

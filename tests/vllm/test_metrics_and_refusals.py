@@ -1,18 +1,16 @@
-"""Engines with other setups: tiny pools, offloading switched off, other connectors, and refused settings."""
+"""What a stock vLLM's metrics and events say of offloading, and which settings it refuses at its start."""
 
 from __future__ import annotations
 
-import ctypes
 import random
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from kvoffload.core.machine import SlotState
 from kvoffload.model.errors import ConfigError
 from tests.vllm.engine_rig import (
     MARKS,
@@ -20,9 +18,7 @@ from tests.vllm.engine_rig import (
     Asked,
     Held,
     Reported,
-    Reports,
     Rig,
-    check_same,
     check_threads_gone,
     offloading,
     same,
@@ -54,149 +50,10 @@ def truth(rig: Rig, asked: Mapping[str, Asked]) -> dict[str, Reported]:
 # -- pools that are too small -------------------------------------------------------------------------------------------
 
 
-def test_r1_the_host_turns_over_between_lookup_and_allocation(folder: Path) -> None:
-    """A request waits for device blocks, while a running one displaces all blocks on the host that are not pinned."""
-    with offloading("qwen3", folder, 12, long_prefill_token_threshold=64) as rig:
-        asked = {"big": Asked(prompt(1, 930), 40), "small": Asked(prompt(2))}
-        expected = truth(rig, asked)
-        rig.forget()
-        rig.put_on_host_only(asked["small"].prompt)
-        for name, one in asked.items():
-            rig.ask(name, one)
-        before = rig.counts
-        with without_blocks_for(rig, "small"):
-            rig.until(lambda: rig.is_done("big"))
-        gained = rig.counts.minus(before)
-        assert gained.count("kvoffload_pin_dropped_blocks_total", "looked_up_again") > 300
-        assert gained.count("kvoffload_store_blocks_total", "host_full") > 0
-        assert rig.slots(SlotState.PINNED) == 8
-        rig.finish()
-        check_same({name: rig.reported[name] for name in asked}, expected)
-        gained = rig.counts.minus(before)
-        assert gained.count("kvoffload_load_blocks_total", "loaded") == 8
-        assert gained.total("kvoffload_contract_violations_total") == 0
-        rig.check_clean()
-
-
-def without_blocks_for(rig: Rig, name: str) -> Any:
-    """Let vLLM find no room for one request."""
-    manager, waiting = rig.scheduler.kv_cache_manager, rig.request(name)
-    allocate = manager.allocate_slots
-
-    def maybe(request: Any, *args: Any, **fields: Any) -> Any:
-        return None if request is waiting else allocate(request, *args, **fields)
-
-    return patch.object(manager, "allocate_slots", side_effect=maybe)
-
-
 # -- offloading goes off ------------------------------------------------------------------------------------------------
 
 
-def test_r12_the_engine_goes_on_without_it(folder: Path) -> None:
-    """A handler raises in an allocation while another request is loading. Both are computed, and all later requests."""
-    held = Held()
-    with offloading("gemma3", folder, held=held) as rig:
-        asked = {name: Asked(prompt(number), 10) for number, name in enumerate("abcd")}
-        expected = truth(rig, asked)
-        rig.forget()
-        rig.put_on_host_only(*(one.prompt for one in asked.values()))
-        held.copier.hold()
-        rig.ask("a", asked["a"])
-        rig.until(lambda: held.loads)
-        rig.ask("c", asked["c"])
-        rig.step()
-        (first, second) = held.loads
-        rig.ask("b", asked["b"])
-        with Reports(rig) as reports:
-            with patch.object(rig.side.core.state.leases, "take", side_effect=ZeroDivisionError):
-                rig.step()
-            assert rig.side.core.state.degraded is not None
-            assert held.loads == [first, second]
-            rig.until(lambda: len(reports.failed) == 3)
-            first.finish()  # The copy is too late to be trusted, and its blocks were not allocated to others.
-            second.tear()
-            rig.ask("d", asked["d"])
-            held.copier.release()
-            rig.finish()
-        assert sorted(reports.received) == sorted(reports.failed) == ["a", "b", "c"]
-        check_same({name: rig.reported[name] for name in asked}, expected)
-        assert rig.reported["d"].cached == 0
-        assert not rig.scheduler.connector.has_pending_push_work()
-        assert engines.held_blocks(rig.llm) == 0
-        assert not rig.scheduler.requests
-        assert not any(rig.side.gauges()["kvoffload_open_jobs"].values())
-
-
 # -- beside another connector -------------------------------------------------------------------------------------------
-
-
-def fill_shelf(rig: Rig, shelf: Any, asked: Asked) -> None:
-    """Put a prompt's blocks from the device on the shelf."""
-    core, regions = rig.side.core.state, rig.pump._arena.layout.regions
-    rig.ask("shelf", asked)
-    for block_hash in rig.request("shelf").block_hashes:
-        block = core.device.block_of(block_hash + bytes(4))
-        if block is not None:
-            shelf.content[block_hash] = [
-                ctypes.string_at(region.address + block * region.block_stride, region.page_bytes)
-                for region in regions
-            ]
-    rig.abort("shelf")
-
-
-@pytest.mark.parametrize("order", [("Shelf", "ours"), ("ours", "Shelf")], ids=" ".join)
-def test_beside_another_connector(order: Sequence[str], folder: Path) -> None:
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    from tests.vllm.shelf_connector import Shelf as shelf
-
-    shelf.content.clear()
-    shelf.reported.clear()
-    shelf.loaded = 0
-    parts = {"Shelf": {"kv_connector": "Shelf", "kv_role": "kv_both"}, "ours": transfer_config(256)}
-    both = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [parts[name] for name in order]},
-    }
-    with (
-        patch.dict(KVConnectorFactory._registry, {"Shelf": lambda: shelf}),
-        offloading("qwen3", folder, kv_transfer_config=both) as rig,
-    ):
-        asked = {name: Asked(prompt(number), 10) for number, name in enumerate("ab")}
-        expected = truth(rig, asked)
-
-        rig.run({"warm": Asked(asked["a"].prompt, 1)})
-        fill_shelf(rig, shelf, asked["a"])
-        rig.finish()
-        rig.forget()
-        # Only the other connector has it. Ours gets real blocks with no tokens, and stores what the other has loaded.
-        check_same(rig.run({"a": asked["a"]}), expected)
-        assert shelf.loaded == 8
-        assert rig.counts.total("kvoffload_contract_violations_total") == 0
-        assert rig.slots(SlotState.READY) >= 8
-
-        # Only our connector has it.
-        shelf.content.clear()
-        assert rig.scheduler.reset_prefix_cache()
-        before = rig.counts
-        reported = rig.run({"a": asked["a"]})
-        check_same(reported, expected)
-        assert reported["a"].cached == 256
-        assert rig.counts.minus(before).count("kvoffload_load_blocks_total", "loaded") == 8
-        assert shelf.reported[-1][1] == 0
-
-        # Both have it, and the first one loads.
-        fill_shelf(rig, shelf, asked["a"])
-        rig.finish()
-        assert rig.scheduler.reset_prefix_cache()
-        before, shelf.loaded = rig.counts, 0
-        check_same(rig.run({"a": asked["a"]}), expected)
-        ours = rig.counts.minus(before).count("kvoffload_load_blocks_total", "loaded")
-        assert (shelf.loaded, ours) == ((8, 0) if order[0] == "Shelf" else (0, 8))
-        check_same(rig.run({"b": asked["b"]}), expected)
-        rig.check_clean()
 
 
 # -- vLLM's own metrics and events --------------------------------------------------------------------------------------
