@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvoffload.engine import PluginError, PoolExhausted, SamplingParams
 from kvoffload.engine.plugin import LoadResults
 from tests.engine.copying_plugin import engine_with_plugin, returning
 from tests.engine.tiny import (
-    KINDS,
-    alone,
     assert_idle,
     assert_same,
     drain,
@@ -88,18 +84,6 @@ def test_new_blocks_are_reported_once_each_and_confirmed_tokens_lag_a_step() -> 
     assert reported == [[], [4], [5], [], [], [], [6]]
 
 
-def test_leased_blocks_are_not_handed_out_and_admission_waits_for_them() -> None:
-    engine, plugin = engine_with_plugin(num_blocks=9, step_tokens=64)
-    plugin.scheduler.withhold(2, steps=3)
-    stream = engine.submit(tokens(29), SamplingParams(4))
-    assert [engine.step() for _ in range(3)] == [False, False, False]
-    assert engine.statistics().waiting == 1
-    assert engine.step()
-    drain(engine)
-    assert len(taken(stream)) == 4
-    assert_idle(engine)
-
-
 def test_a_running_request_waits_for_leased_blocks_and_keeps_its_own() -> None:
     engine, plugin = engine_with_plugin(num_blocks=9)
     stream = engine.submit(tokens(29), SamplingParams(4))
@@ -150,35 +134,3 @@ def test_naming_a_load_that_is_not_open_is_the_plugins_error() -> None:
     engine.submit(tokens(4))
     with pytest.raises(PluginError, match="'nobody' that is not open"):
         engine.step()
-
-
-TURNS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 8), st.integers(0, 2)), min_size=2, max_size=8)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=settings().max_examples // 2)  # for each kind of attention
-@given(turns=TURNS, num_blocks=st.integers(34, 60), data=st.data())
-def test_random_traffic_with_the_plugin_drains_clean_and_equals_traffic_without(
-    kind: str, turns: list[tuple[int, int, int]], num_blocks: int, data: st.DataObject
-) -> None:
-    engine, plugin = engine_with_plugin(kind, num_blocks=num_blocks, max_model_len=64)
-    streams = []
-    for length, new_tokens, seed in turns:
-        stream = engine.submit(tokens(length, seed), SamplingParams(new_tokens))
-        streams.append(stream)
-        if data.draw(st.booleans()):
-            plugin.scheduler.fails.add(stream.request_id)
-        plugin.scheduler.hold_loads = data.draw(st.booleans())
-        for _ in range(data.draw(st.integers(0, 8))):
-            engine.step()
-            assert engine.audit() == []
-        act = data.draw(st.sampled_from(["nothing", "abort", "preempt"]))
-        if act != "nothing":
-            getattr(engine, act)(data.draw(st.sampled_from(streams)).request_id)
-    plugin.scheduler.hold_loads = False
-    drain(engine)
-    assert plugin.scheduler.is_drained
-    assert_idle(engine)
-    for stream, (length, new_tokens, seed) in zip(streams, turns, strict=True):
-        found = taken(stream)  # fewer tokens if it was aborted
-        assert_same(found, alone(kind, length, seed, new_tokens)[: len(found)])

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvoffload.engine import SamplingParams
-from tests.engine.copying_plugin import engine_with_plugin, returning
+from tests.engine.copying_plugin import returning
 from tests.engine.tiny import (
     KINDS,
     assert_idle,
     assert_same,
     drain,
-    run,
     taken,
     tokens,
 )
@@ -30,24 +29,6 @@ def test_what_the_device_lost_is_loaded_instead_of_computed(kind: str, ranks: in
     assert all(len(outputs) == ranks for outputs in scheduler.outputs)
     assert scheduler.is_drained
     assert_idle(engine)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_load_continues_where_the_devices_own_hit_ends(kind: str) -> None:
-    engine, _, _ = returning(kind)
-    run(engine, tokens(40)[:18])
-    stream = engine.submit(tokens(40), SamplingParams(6))
-    drain(engine)
-    assert (stream.stats.device_hit_tokens, stream.stats.external_tokens) == (16, 20)
-
-
-def test_a_wrong_byte_in_the_plugins_memory_shows() -> None:
-    engine, plugin = engine_with_plugin()
-    first = run(engine, tokens(40))
-    engine.pool.reset_prefix_cache()
-    next(iter(plugin.workers[0].host.values()))[0].add_(1.0)
-    second = run(engine, tokens(40))
-    assert max(abs(a.logprob - b.logprob) for a, b in zip(first, second, strict=True)) > 1e-2
 
 
 def test_blocks_under_a_load_cannot_be_found_and_others_go_on() -> None:
@@ -70,19 +51,6 @@ def test_blocks_under_a_load_cannot_be_found_and_others_go_on() -> None:
     assert all(engine.pool.cached_block(key) is not None for key in keys)
     drain(engine)
     assert_same(taken(stream), first)
-
-
-def test_a_failed_load_is_computed_instead() -> None:
-    engine, scheduler, first = returning()
-    scheduler.fails.add("unlucky")
-    stream = engine.submit(tokens(40), SamplingParams(6), request_id="unlucky")
-    engine.step()
-    assert engine.statistics()[1:5] == (1, 0, 0, engine.pool.usable_blocks)
-    drain(engine)
-    assert_same(taken(stream), first)
-    assert stream.stats.external_tokens == 0
-    assert stream.stats.computed_tokens == 40 + 6 - 1
-    assert_idle(engine)
 
 
 def test_failed_loads_go_back_to_the_queues_head_in_their_order() -> None:

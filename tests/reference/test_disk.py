@@ -17,7 +17,7 @@ from kvoffload.disk.index import load_index, start_index
 from kvoffload.disk.open_folder import open_folder
 from kvoffload.disk.slot_file import SlotFile, SlotFileInUse, open_slot_file
 from kvoffload.disk.tier_key import TierKey
-from kvoffload.model.causes import EvictionCause, MissCause, TierOutcome
+from kvoffload.model.causes import MissCause, TierOutcome
 from kvoffload.model.events import Event, TierCopyEnded
 from kvoffload.model.wire import Direction
 from kvoffload.transfer import disk
@@ -95,29 +95,6 @@ def test_what_only_the_disk_has_is_fetched_and_the_tokens_are_the_same(
     made.assert_clean()
 
 
-@pytest.mark.parametrize("verify", ["sample", "full"])
-def test_what_was_fetched_passes_the_checks_of_its_load(start: StartEngine, verify: str) -> None:
-    made = start(extra={"verify": verify})
-    leave_on_disk(made)
-    made.run(PROMPT)
-    assert copied(made, Direction.LOAD) > 0
-    assert made.count("load_blocks", "loaded") > 0
-    assert made.count("load_blocks", "corrupt") == 0
-
-
-def test_r17_a_bit_that_flipped_in_host_memory_is_not_written_to_the_disk(start: StartEngine) -> None:
-    made = start(extra={"verify": "full"})
-    made.run(PROMPT)
-    made.step()
-    for slot in made.offload.core.state.pool.index.values():
-        made.workers[0].pump._arena.pages(slot)[0][-1] ^= 1
-    made.run(PROMPT)  # found on the device
-    settle(made)
-    assert copied(made, Direction.STORE, TierOutcome.CORRUPT) > 0
-    assert copied(made, Direction.STORE) == 0
-    assert made.count("evicted_blocks", "host", EvictionCause.CORRUPT.value) > 0
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_r18_the_next_engine_finds_what_was_put(start: StartEngine, kind: str, ranks: int) -> None:
@@ -129,14 +106,6 @@ def test_r18_the_next_engine_finds_what_was_put(start: StartEngine, kind: str, r
         assert copied(made, Direction.LOAD) > 0
         assert made.count("load_blocks", "loaded") > 0
         made.assert_clean()
-
-
-def test_r18_an_engine_with_other_weights_finds_nothing(start: StartEngine) -> None:
-    made = start("full")
-    leave_on_disk(made)
-    made = start("sliding_window")
-    made.run(PROMPT)
-    assert copied(made, Direction.LOAD) == 0
 
 
 def key_file(path: Path) -> dict[str, object]:
@@ -322,20 +291,6 @@ def test_with_less_room_the_blocks_of_the_slots_that_are_left_are_found(
     made.assert_clean()
 
 
-def test_a_folder_in_use_leaves_the_second_engine_without_a_disk(
-    start: StartEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(disk, "LOCK_PAUSE_S", 0.0)
-    made = start()
-    leave_on_disk(made)
-    extra = {"disk_path": tmp_path / "disk", "disk_bytes": 2**20}
-    with rig("full", host_blocks=48, extra=extra, starts_ready=False) as second:
-        second.run(PROMPT)
-        second.run(PROMPT)
-        second.assert_clean()
-    assert "in use" in caplog.text
-
-
 def test_a_slot_file_that_workers_of_a_killed_engine_still_hold_is_tried_again(
     start: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,24 +332,6 @@ def test_a_place_without_room_leaves_the_engine_without_a_disk(
         made.run(text(99, 10 * BLOCK))
         assert made.count("miss_blocks", MissCause.TIER_OPENING.value) == before
     assert "no room" in caplog.text
-
-
-def test_r16_a_rank_that_never_reports_a_job_on_the_disk_costs_its_places_and_nothing_else(
-    start: StartEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = start()
-    made.run(PROMPT)
-    disk = made.workers[0]._disk
-    assert disk is not None
-    monkeypatch.setattr(disk, "take", lambda: None)
-    made.run(PROMPT)
-    made.step()
-    made.clock.jump(10 * made.offload.copies.timeout_s)
-    made.run(text(99, 10 * BLOCK))
-    assert copied(made, Direction.STORE, TierOutcome.ABANDONED) > 0
-    monkeypatch.undo()
-    settle(made)
-    made.assert_clean()
 
 
 # -- without requests -------------------------------------------------------------------------------------------
@@ -443,37 +380,3 @@ def test_copies_that_ended_while_no_step_was_made_are_not_abandoned(start: Start
     assert copied(made, Direction.STORE) > 0
     assert copied(made, Direction.STORE, TierOutcome.ABANDONED) == 0
     made.assert_clean()
-
-
-def test_after_a_restart_blocks_are_on_the_host_before_a_request_asks(start: StartEngine) -> None:
-    made = start()
-    leave_on_disk(made)
-    made = start()
-    fetched = copied(made, Direction.LOAD)
-    assert 0 < fetched <= 48 // 4
-    made.run(PROMPT)
-    assert copied(made, Direction.LOAD) == fetched
-    assert made.count("load_blocks", "loaded") > 0
-    made.assert_clean()
-
-
-def test_requests_that_go_before_they_are_admitted_leave_nothing_behind(start: StartEngine) -> None:
-    made = start()
-    leave_on_disk(made)
-    made.portal.disks[0].hold()
-    for _ in range(3):
-        gone = made.submit(PROMPT)
-        made.step()
-        made.engine.abort(gone.request_id)
-        made.step()
-    assert copied(made, Direction.LOAD, TierOutcome.CANCELLED) > 0
-    made.portal.disks[0].release()
-    made.run(PROMPT)
-    made.assert_clean()
-
-
-def test_off_by_default(start: StartEngine) -> None:
-    with rig("full", host_blocks=8) as made:
-        made.run(PROMPT)
-        assert made.offload.core.state.disk is None
-        assert made.count("evicted_blocks", "host", EvictionCause.SPILL_BEHIND.value) == 0

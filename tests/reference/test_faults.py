@@ -15,122 +15,19 @@ import anyio
 import pytest
 
 from kvoffload.engine import Engine
-from kvoffload.model import facts
-from kvoffload.model.causes import DegradeCause
 from kvoffload.model.engine import Promises
 from kvoffload.model.errors import ConfigError
 from kvoffload.telemetry.logging import LogObserver
 from kvoffload_reference.plugin import ReferencePlugin
-from tests.operations import replace_handler
-from tests.reference.rig import KINDS, STEP_S, TIMEOUT_S, Options, Rig, config_of, rig, slot_bytes, text
+from tests.reference.rig import KINDS, Options, Rig, config_of, rig, slot_bytes, text
 
 PATIENCE_S = 30
 
 # -- R12: our own code raises -----------------------------------------------------------------------------------
 
-HANDLED = (
-    facts.RequestSeen,
-    facts.BlocksAllocated,
-    facts.StepScheduled,
-    facts.RequestEnded,
-    facts.TransferReported,
-    facts.JobOverdue,
-    facts.CacheReset,
-)
-PARTS = (  # In the middle of a handler, after other state has changed.
-    "_hits.drop",
-    "_loads.allocated",
-    "_loads.reported",
-    "_loads.failed",
-    "_planner.allocated",
-    "_planner.step",
-    "_planner.ending",
-    "_planner.preempted",
-    "stores.reported",
-    "stores.settle_waiting",
-    "stores.stop",
-)
-QUESTIONS = ("lookup", "plan", "take_results")
-
 
 def boom(*_: object, **__: object) -> Any:  # noqa: ANN401  # stands in for anything
     raise RuntimeError("boom")
-
-
-def break_core(made: Rig, what: str | type[facts.Fact]) -> None:
-    """Make this part of the core raise at every call from now on."""
-    if isinstance(what, type):
-        replace_handler(made.offload.bus, what, boom)
-        return
-    if what in QUESTIONS:
-        setattr(made.offload.core, what, boom)
-        return
-    owner, method = what.split(".")
-    part = getattr(made.offload.core, owner)
-    assert callable(getattr(part, method))
-    setattr(part, method, boom)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", [*HANDLED, *PARTS, *QUESTIONS])
-def test_the_engine_goes_on_when_the_core_raises(
-    what: str | type[facts.Fact], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Stores and loads are open, and one request waits for a load. Then a part of the core raises at every call."""
-    with rig(num_blocks=200, step_tokens=8) as made:
-        made.run(text(1, 25), 6)
-        made.run(text(2, 25), 6)
-        made.forget_device()
-        made.hold()
-        streams = [made.submit(text(1, 25), 4), made.submit(text(3, 20), 6)]
-        made.step()
-        break_core(made, what)
-        streams += [made.submit(text(2, 25), 4), made.submit(text(2, 25), 3), made.submit(text(4, 9), 3)]
-        for turn in range(6):
-            tick(made)
-            if turn == 3:
-                made.engine.preempt(streams[1].request_id)
-                made.engine.reset_prefix_cache()
-        if what not in (facts.JobOverdue, "_loads.failed"):
-            made.release()
-        for _ in range(60):
-            tick(made, TIMEOUT_S / 10)
-        assert [stream.stats.finished_s is not None for stream in streams] == [True] * len(streams)
-        made.assert_outputs()
-        assert not made.engine.has_work
-        assert made.offload.core.state.degraded is DegradeCause.HANDLER_RAISED
-        assert made.engine.audit() == []
-        reported = [record.getMessage().split()[0] for record in caplog.records]
-        assert reported.count("core_raised") == reported.count("offloading_off") == 1
-        made.run_plain(text(5, 12))
-
-
-def tick(made: Rig, seconds: float = STEP_S) -> None:
-    """Like `step`, without checking our invariants, which are broken here."""
-    made.engine.step()
-    made.pass_time(seconds)
-    assert made.engine.audit() == []
-
-
-def test_a_broken_invariant_switches_offloading_off_and_open_copies_drain() -> None:
-    with rig() as made:
-        made.run(text(1, 25), 6)
-        made.forget_device()
-        made.hold()
-        made.submit(text(1, 25), 3)
-        made.submit(text(2, 20), 4)
-        for _ in range(4):
-            tick(made)
-        made.offload.core.state.pool._counts[0] += 1
-        assert made.offload.audit()
-        assert made.offload.core.state.degraded is DegradeCause.INVARIANT_BROKEN
-        made.offload.core.state.pool._counts[0] -= 1
-        made.release()
-        made.drain()
-        stored = made.count("store_blocks", "stored")
-        made.run(text(1, 25), 3)
-        assert made.count("store_blocks", "stored") == stored
-        made.assert_clean()
 
 
 # -- observers --------------------------------------------------------------------------------------------------

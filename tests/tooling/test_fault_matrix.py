@@ -34,46 +34,6 @@ def test_a_row_is_whole_and_its_tests_exist(row: list[str]) -> None:
     assert [name for path, name in named if name not in names_in(path)] == []
 
 
-def test_every_fault_that_is_promised_has_a_row() -> None:
-    reported = " ".join(row[0] for row in ROWS).lower()
-    for word in (
-        *("refused at start", "raises", "hangs", "after all", "one rank", "corrupt", "never reads", "blocks"),
-        *(
-            "thread dies",
-            "journal's disk",
-            "sigterm",
-            "sigkill",
-            "fork",
-            "imports",
-            "monotonic clock",
-            "wall clock",
-        ),
-        *("disk is full", "too little room", "eio", "on it hangs", "torn", "bit flips", "index loses bytes"),
-        *(
-            "killed, or stops",
-            "comes back empty",
-            "is cut",
-            "another writer",
-            "store is full",
-            "lease",
-            "credentials",
-            "certificate",
-        ),
-        *("missing", "swapped", "another model", "parallel shape", "power fails", "32 writers", "is removed"),
-    ):
-        assert word in reported, word
-
-
-def test_every_test_of_a_fault_is_in_the_table() -> None:
-    named = set(re.findall(r"::(\w+)`", PAGE))
-    remote = ROOT / "tests" / "remote" / "test_faults.py"
-    for file in [*sorted((ROOT / "tests" / "faults").glob("test_*.py")), remote]:
-        if file.name == "test_resets.py":  # described below the table
-            continue
-        tests = {name for name in names_in(str(file.relative_to(ROOT))) if name.startswith("test_")}
-        assert tests <= named, file.name
-
-
 def test_what_the_operator_sees_is_said_somewhere() -> None:
     """Log events must be literals in the sources, and metrics must be in the catalogue."""
     from kvoffload.model.config import OffloadConfig

@@ -69,22 +69,6 @@ def test_an_engine_imports_nothing_of_the_command_and_of_the_gpu_check() -> None
     assert run(SERVE) == "\n"
 
 
-COLLECT = """
-import pytest
-sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "tests/core", "tests/bus", "tests/model"]))
-"""
-
-
-@pytest.mark.slow
-def test_the_tests_of_make_quick_need_no_more_than_it_installs() -> None:
-    blocked = {"numpy", "opentelemetry", "prometheus_client", "structlog", "torch", "vllm", "xxhash"}
-    program = WITHOUT.format(module="kvoffload", blocked=blocked) + COLLECT
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout
-
-
 def test_a_scheduler_without_spans_needs_no_opentelemetry() -> None:
     assert import_without("kvoffload.runtime.scheduler_side", "opentelemetry", "vllm") == ""
     assert "blocked: opentelemetry" in import_without("kvoffload.telemetry.otel", "opentelemetry")

@@ -12,23 +12,12 @@ def make(*arguments: str) -> str:
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
-def test_make_alone_is_help() -> None:
-    assert make() == make("help")
-
-
 def test_help_has_a_line_for_every_target_in_80_columns() -> None:
     lines = make("help").splitlines()
     shown = dict(line.split(maxsplit=2)[1:] for line in lines if line.startswith("  make "))
     assert set(shown) == TARGETS - {"help"}
     assert all(len(sentence.split()) > 1 for sentence in shown.values())
     assert max(map(len, lines)) <= 80
-
-
-def test_help_begins_with_six_everyday_targets() -> None:
-    everyday = make("help").split("\n\n")[0].strip().splitlines()
-    assert everyday[0] == "Every day"
-    assert len(everyday) == 1 + 6
-    assert [line.split()[1] for line in everyday[1:4]] == ["demo", "test", "check"]
 
 
 def test_no_target_is_mistaken_for_a_file() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tooling.pages import PAGES, blocks
+from tests.tooling.pages import PAGES
 from tests.tooling.scripts import ROOT
 
 
@@ -24,10 +24,6 @@ def test_every_setting_is_documented() -> None:
     text = (ROOT / "docs/configure.md").read_text(encoding="utf-8")
     missing = [name for name in (*OffloadConfig.__slots__, *ALIASES) if f"`{name}`" not in text]
     assert not missing
-
-
-def test_the_readme_begins_with_a_demo_and_the_tests() -> None:
-    assert [block.text for block in blocks(ROOT / "README.md")[:2]] == ["make demo\n", "make test\n"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -26,12 +26,6 @@ def test_the_top_level_holds_nothing_unexpected(files: list[str]) -> None:
     assert {name.partition("/")[0] for name in files} - TOP_LEVEL == set()
 
 
-def test_the_output_of_nohup_is_no_part_of_it(files: list[str]) -> None:
-    """`nohup make test &` writes it at the top level during this test."""
-    done = subprocess.run(["git", "check-ignore", "--quiet", "nohup.out"], cwd=ROOT, check=False)
-    assert done.returncode == 0
-
-
 def test_no_file_is_large(files: list[str]) -> None:
     assert [name for name in files if (ROOT / name).stat().st_size > 1_000_000] == []
 

@@ -56,20 +56,3 @@ def test_every_page_fits_its_window(site: Path) -> None:
         browser.close()
     assert len(pages) > 20
     assert not too_wide
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("link", ["nowhere.md", "docs/install.md#nowhere"])
-def test_a_link_that_leads_nowhere_ends_the_build(link: str, tmp_path: Path) -> None:
-    """Build two pages with the site's own settings."""
-    source, out = tmp_path / "source", tmp_path / "out"
-    (source / "docs").mkdir(parents=True)
-    (source / "README.md").write_text(f"# One\n\n[two]({link})\n", encoding="utf-8")
-    (source / "docs" / "install.md").write_text("# Two\n", encoding="utf-8")
-    index = "# Index\n\n```{toctree}\n../README\ninstall\n```\n"
-    (source / "docs" / "index.md").write_text(index, encoding="utf-8")
-    command = [*BUILD, "-c", str(ROOT / "docs"), str(source), str(out)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "nowhere" in done.stderr
