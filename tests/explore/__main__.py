@@ -16,12 +16,12 @@ STATES = 50_000
 
 
 def main() -> int:
-    """Explore all worlds; return 1 if a rule is broken."""
+    """Explore all worlds; return 1 if one of them breaks a rule."""
     options = _options()
     began = time.monotonic()
     found: dict[str, Found] = {}
     names = options.worlds or list(WORLDS)
-    # One process per world, because a world's states take some hundred megabytes.
+    # One process per world, because the states of a world take some hundred megabytes.
     with multiprocessing.Pool(min(options.processes, len(names)), maxtasksperchild=1) as pool:
         tasks = [(name, options.states) for name in names]
         for name, seen in pool.imap_unordered(_explore, tasks, chunksize=1):

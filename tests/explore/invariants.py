@@ -1,7 +1,8 @@
-"""Invariants of every state beyond those of `World.check`, and invariants of the end.
+"""Checks of every state in addition to those of `World.check`, and checks at the end of an exploration.
 
-`World.check` runs the audit (R4, R5, R11), and checks the bytes and ages of all blocks that can hit (R4, R7, R10),
-leases (R5), and the contents of every block that is read (R9). R6 concerns the engine, R13 the pump.
+`World.check` runs the audit (R4, R5, R11), and checks the bytes and ages of all blocks that can hit (R4, R7,
+R10), the leases (R5), and the contents of every block that is read (R9). R6 concerns the engine, and R13 the
+pump; neither is checked here.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from tests.explore.scene import Scene
 
 _MOST_FETCHES = 3
-"""the most fetches that a request waits for, including those of its first lookups"""
+"""the largest number of fetches that a request waits for, including those of its first lookups"""
 _OPEN_LOAD = (JobState.PLANNED, JobState.SUBMITTED)
 
 
@@ -58,7 +59,6 @@ class Before:
 
 
 def check(scene: Scene, before: Before) -> None:
-    """Check the last action."""
     scene.world.check()
     _check_pins(scene, before)
     _check_blocks_in_flight(scene)
@@ -73,7 +73,7 @@ def check(scene: Scene, before: Before) -> None:
 
 
 def _check_pins(scene: Scene, before: Before) -> None:
-    """R1, R5: a slot that is still pinned has the same contents, or can never hit again."""
+    """R1, R5: check that a slot that is still pinned has the same contents, or can never hit again."""
     pool = scene.world.core.state.pool
     for slot, key in before.pinned.items():
         if slot in pool.pins and pool.state(slot) in (SlotState.READY, SlotState.PINNED):
@@ -82,7 +82,7 @@ def _check_pins(scene: Scene, before: Before) -> None:
 
 
 def _check_blocks_in_flight(scene: Scene) -> None:
-    """R3: no two open stores read one block. No two store the same key, unless the first has failed."""
+    """R3: check that no two open stores read the same block, and that no two store the same key, unless one has failed."""
     stores = [job for job in scene.world.core.state.jobs.open.values() if isinstance(job, Store)]
     blocks = Counter(block for job in stores for block in job.targets)
     assert max(blocks.values(), default=1) == 1, f"R3: a block is being stored twice: {blocks}"
@@ -91,7 +91,7 @@ def _check_blocks_in_flight(scene: Scene) -> None:
 
 
 def _check_tables(scene: Scene) -> None:
-    """R7: a running request's blocks have the contents that the core assumes, or no request has these blocks."""
+    """R7: check that the blocks of a running request have the contents that the core assumes."""
     world = scene.world
     for request in world.running():
         record = world.core.state.requests.live.get(request.name)
@@ -106,7 +106,7 @@ def _check_tables(scene: Scene) -> None:
 
 
 def _check_eviction_order(scene: Scene, before: Before) -> None:
-    """R15: in a full group, a prefix's head is evicted last, unless its bytes were corrupt."""
+    """R15: check that a prefix's head is evicted last in a full group, unless the head's bytes were corrupt."""
     if scene.world.resets != before.resets:
         return
     pool = scene.world.core.state.pool
@@ -124,7 +124,7 @@ def _check_eviction_order(scene: Scene, before: Before) -> None:
 
 
 def _check_abandoned(scene: Scene) -> None:
-    """R16: memory under an abandoned copy is never allocated again."""
+    """R16: check that memory under an abandoned copy is never allocated again."""
     pool = scene.world.core.state.pool
     for slot in scene.abandoned:
         assert pool.state(slot) is SlotState.QUARANTINED, f"R16: slot {slot} is {pool.state(slot).name} again"
@@ -144,7 +144,6 @@ def _answers(scene: Scene, tier: LowerTier) -> bool:
 
 
 def _check_tiers(scene: Scene, before: Before) -> None:
-    """R14, R17: invariants of all lower tiers."""
     state = scene.world.core.state
     jobs = [job for job in state.jobs.open.values() if isinstance(job, TierJob) and not job.settled]
     ways = Counter(
@@ -167,7 +166,6 @@ def _check_tiers(scene: Scene, before: Before) -> None:
 
 
 def _check_store(world: RemoteWorld) -> None:
-    """R17, R18: invariants of the store and the jobs on it."""
     state, remote = world.core.state, world.remote
     for job in state.jobs.open.values():
         is_there = job.tier is not Tier.REMOTE or job.settled or job.extra == remote.namespace != ""
@@ -177,7 +175,6 @@ def _check_store(world: RemoteWorld) -> None:
 
 
 def _check_disk(scene: Scene, world: DiskWorld) -> None:
-    """R4, R16: invariants of the disk, its index and the jobs on it."""
     state, disk = world.core.state, world.disk
     jobs = [job for job in state.jobs.open.values() if isinstance(job, Spill) and job.tier is Tier.DISK]
     written = {place for job in jobs for place in job.tier_slots}
@@ -190,7 +187,6 @@ def _check_disk(scene: Scene, world: DiskWorld) -> None:
 
 
 def check_lookup(scene: Scene, name: str, answer: int | None, *, is_patient: bool) -> None:
-    """R9, R12, R14: the answer of a lookup."""
     state = scene.world.core.state
     record = state.requests.live.get(scene.world.requests[name].name)
     assert record is not None, f"{name} is unknown"
@@ -214,7 +210,6 @@ def check_lookup(scene: Scene, name: str, answer: int | None, *, is_patient: boo
 
 
 def check_reset(scene: Scene) -> None:
-    """R10: the index is empty at once."""
     state = scene.world.core.state
     assert not state.pool.index, "R10: something can hit right after a reset"
     for tier in state.tiers:
@@ -222,7 +217,7 @@ def check_reset(scene: Scene) -> None:
 
 
 def check_repeated(scene: Scene, rank: Rank) -> None:
-    """R4: a duplicate report changes nothing and causes no event."""
+    """R4: check that a duplicate report changes nothing and causes no event."""
     world = scene.world
     events = len(world.log)
     world.tell(facts.TransferReported(world.last_reports[rank]))
@@ -230,7 +225,6 @@ def check_repeated(scene: Scene, rank: Rank) -> None:
 
 
 def note_plan(scene: Scene, plan: TransferPlan, known: set[JobId]) -> None:
-    """R8, R12: the plan of a step."""
     state = scene.world.core.state
     assert plan == NOTHING or state.degraded is None, "R12: a plan while offloading is off"
     for job in state.jobs.open.values():
@@ -251,10 +245,10 @@ def _note_store(scene: Scene, entry: tuple[RequestId, int, BlockKey]) -> None:
 
 
 def check_end(scene: Scene) -> None:
-    """End all copies, and check that no request waits forever and nothing is left. The scene cannot be used afterwards.
+    """End all copies, and check that no request waits forever and nothing is left. This ends the scene's use.
 
-    R9, R14: without open copies, every lookup has an answer, and no request is loading. R16: abandoned copies are not
-    counted as work. R11: after the last copy has ended, everything is released.
+    R9, R14: without open copies, every lookup has an answer, and no request is loading. R16: abandoned copies
+    do not count as pending work. R11: after the last copy has ended, everything is released.
     """
     world, core = scene.world, scene.world.core
     if scene.remote_world is not None:
@@ -277,7 +271,7 @@ def check_end(scene: Scene) -> None:
             world.end(request)
     world.drain()
     assert not core.state.jobs.pending
-    world.finish(*world.copies)  # including abandoned copies
+    world.finish(*world.copies)  # includes abandoned copies
     assert not world.requests, f"R9: the load of {list(world.requests)} was never answered"
     assert not world.device.held, f"R5: blocks {dict(world.device.held)} are held"
     assert not world.device.leased, f"R5: blocks {dict(world.device.leased)} are leased"

@@ -1,6 +1,6 @@
 """The actions that are possible in a scene, and how they are run.
 
-An action is a tuple of words, a program a list of actions.
+An action is a tuple of words. A program is a list of actions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ _OUTCOMES = {"done": DONE, "fail": FAILED, "corrupt": CORRUPT, "hang": FAILED}
 
 
 def actions(scene: Scene) -> Iterator[Action]:
-    """Yield all possible next actions."""
     for name in scene.unseen:
         yield ("add", name)
     if scene.left.get("again"):
@@ -81,7 +80,6 @@ def _of_copies(scene: Scene) -> Iterator[Action]:
 
 
 def _ends(scene: Scene, copy: Copy) -> Iterator[str]:
-    """Yield the ways in which a rank's copy can end."""
     is_store = copy.job.direction is Direction.STORE
     yield "done"
     if scene.left.get("fail"):
@@ -132,11 +130,7 @@ def _of_store(scene: Scene, world: RemoteWorld) -> Iterator[Action]:
 
 
 def act(scene: Scene, action: Action) -> None:
-    """Run one action, check every invariant, and tidy up.
-
-    Raises:
-        Exception: a rule is broken.
-    """
+    """Run one action, check every invariant, and tidy up; raise an exception if a rule is broken."""
     kind, *words = action
     before = invariants.Before.of(scene)
     _ACTS[str(kind)](scene, *words)
@@ -145,7 +139,6 @@ def act(scene: Scene, action: Action) -> None:
 
 
 def replay(scene: Scene, program: Sequence[Action]) -> Scene:
-    """Run a whole program; return the resulting scene."""
     for action in program:
         act(scene, action)
     return scene
@@ -157,7 +150,6 @@ def _add(scene: Scene, name: str) -> None:
 
 
 def _again(scene: Scene, name: str) -> None:
-    """Add a request with the name of one that has ended."""
     scene.spend("again")
     for entry in [entry for entry in scene.stored if entry[0] == name]:
         del scene.stored[entry]
@@ -180,11 +172,12 @@ def _allocate(scene: Scene, name: str, how_much: str) -> None:
     less = answer - scene.world.shape.alignment
     external = {"all": answer, "less": less, "nothing": 0}[how_much]
     if scene.world.allocate(scene.world.requests[name], external):
-        del scene.found[name]  # Otherwise the engine has no room, and may look up again or try later.
+        # After a failed allocation, the engine may look up again or allocate later.
+        del scene.found[name]
 
 
 def _violation(scene: Scene, name: str) -> None:
-    """Let the engine expect tokens that were not promised, with or without a lookup (R2)."""
+    """Let the engine expect tokens that the core did not promise, with or without a lookup (R2)."""
     scene.spend("violation")
     scene.found.pop(name, None)
     request = scene.world.requests[name]
@@ -223,7 +216,7 @@ def _report(scene: Scene, rank: int, job: int, outcome: str) -> None:
 
 
 def _hang(scene: Scene, rank: int, job: JobId) -> None:
-    """Let a call on a rank's file hang. The disk slot or host slot that it fills may still change."""
+    """Let a call on a rank's file hang. The call may still change the disk slot or host slot that it fills."""
     assert isinstance(scene.world, DiskWorld)
     world, copy = scene.world, scene.world.copies[job].job
     assert copy.tier is Tier.DISK
@@ -242,7 +235,7 @@ def _late(scene: Scene, job: int) -> None:
     is_store = copy.direction is Direction.STORE
     if copy.tier is Tier.DISK and is_store:
         scene.places_abandoned.update(copy.targets)
-    if (copy.tier is Tier.HOST) is is_store:  # a copy to a host slot
+    if (copy.tier is Tier.HOST) is is_store:
         scene.abandoned.update(copy.slots)
 
 
@@ -296,14 +289,14 @@ def _answer(scene: Scene, number: int, how: str) -> None:
 
 
 def _reach(scene: Scene) -> None:
-    """Report to the scheduler and the ranks that the store answers."""
+    """Report to the scheduler and to all ranks that the store answers."""
     assert isinstance(scene.world, RemoteWorld)
     scene.world.reach()
     scene.world.fails(works=True)
 
 
 def _lose(scene: Scene, *ranks: int) -> None:
-    """Report to the scheduler or a rank that the store does not answer."""
+    """Report to the scheduler, or to these ranks, that the store does not answer."""
     scene.spend("lose")
     assert isinstance(scene.world, RemoteWorld)
     if ranks:
@@ -319,21 +312,21 @@ def _evict(scene: Scene, number: int) -> None:
 
 
 def _overwrite(scene: Scene, number: int) -> None:
-    """Let another writer overwrite one of our names."""
+    """Let another writer overwrite one of this engine's values in the store."""
     scene.spend("overwrite")
     assert isinstance(scene.world, RemoteWorld)
     scene.world.store[sorted(scene.world.store)[number]] = Value(GARBAGE, 0)
 
 
 def _empty(scene: Scene) -> None:
-    """Restart the store with no contents."""
+    """Remove all contents of the store, as a restart does."""
     scene.spend("empty")
     assert isinstance(scene.world, RemoteWorld)
     scene.world.store.clear()
 
 
 def _rename(scene: Scene) -> None:
-    """Give the shared store another generation, which this engine has not read yet."""
+    """Give the shared store a new generation, which this engine has not read yet."""
     scene.spend("rename")
     assert isinstance(scene.world, RemoteWorld)
     scene.world.namespace += " renamed"

@@ -1,4 +1,4 @@
-"""Prints a violation as the shortest program that shows it, in the form of a test."""
+"""Prints a violation as a test that runs the shortest program breaking the rule."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from tests.explore.search import Violation
 
 
 def as_test(world: str, violation: Violation) -> str:
-    """Return the source of a test that fails as long as the rule is broken."""
     steps = "".join(f"        {action!r},\n" for action in violation.program)
     program = f"[\n{steps}    ]" if steps else "[]"
     replayed = f"replay(Scene.first(WORLDS[{world!r}]), program)"

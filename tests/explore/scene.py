@@ -57,23 +57,21 @@ class Scene:
     def first(cls, kind: SmallWorld) -> Scene:
         """Return the scene before any action."""
         scene = cls(kind, kind.build(), list(kind.texts), dict(kind.often))
-        # Checked after each action instead, which may dispatch several facts.
+        # `act` runs the checks after each action instead, because an action may dispatch several facts.
         scene.world.checks_each_fact = False
         scene.tidy()
         return scene
 
     @property
     def disk_world(self) -> DiskWorld | None:
-        """The world if it has a disk, else None."""
         return self.world if isinstance(self.world, DiskWorld) else None
 
     @property
     def remote_world(self) -> RemoteWorld | None:
-        """The world if it has a remote tier, else None."""
         return self.world if isinstance(self.world, RemoteWorld) else None
 
     def restart(self, *, loses_tail: bool) -> None:
-        """Kill the engine and its requests, which arrive again."""
+        """Kill the engine with its requests, and start the next engine. All requests arrive again."""
         self.world = self.kind.restarted(self.world, loses_tail=loses_tail)
         self.world.checks_each_fact = False
         self.unseen = list(self.kind.texts)
@@ -86,10 +84,10 @@ class Scene:
         self.left[trouble] -= 1
 
     def tidy(self) -> None:
-        """Drop state that no later action can observe, so that states which only differ in it become equal.
+        """Drop state that no later action can observe, so that states that differ only there become equal.
 
-        That is past events, the number of steps, the numbers of jobs except their order, and bytes that may not be
-        read.
+        The dropped state is past events, the number of steps, the numbers of jobs except their order, and
+        bytes that no engine may read.
         """
         world = self.world
         world.log.clear()
@@ -105,15 +103,14 @@ class Scene:
             _forget_values(self.remote_world)
 
     def digest(self) -> bytes:
-        """Return 16 bytes that are equal for equal scenes."""
-        # Only lazy makes decisions that depend on why a key is missing.
+        # Only the lazy policy decides by the reason why a key is missing.
         constant = _CONSTANT if self.kind.policy == "lazy" else _CONSTANT | {MissMemory}
         picture = fingerprint(self, constant=constant)
         return blake2b(marshal.dumps(picture, 2), digest_size=16).digest()  # type: ignore[arg-type]  # atoms, tuples
 
 
 def _saved(index: KeyIndex) -> tuple[Any, ...]:
-    """Save a dict that is used for many first bytes only once. Otherwise it would be most of a saved scene."""
+    """Save a dict that serves many first bytes only once. Otherwise it would be most of a saved scene."""
     runs = [list(same) for _, same in groupby(index.parts, id)]
     return _restored, ([(len(run), run[0]) for run in runs], index._changes)
 
@@ -132,7 +129,7 @@ copyreg.pickle(KeyIndex, _saved)
 
 
 def _forget_steps(world: World) -> None:
-    """Only the time since the last spill can be observed, and only while another spill may follow."""
+    """Keep only the number of steps since the last spill, and only while another spill may follow."""
     state, lower_tiers = world.core.state, world.core.lower_tiers
     if state.tiers:
         lower_tiers._spilled_at = lower_tiers._spilled_at - state.steps if state.degraded is None else 0
@@ -174,7 +171,7 @@ def _forget_bytes(world: World) -> None:
 
 
 def _forget_places(world: DiskWorld) -> None:
-    """If neither the pool nor the next process's index finds a slot, its bytes cannot be read."""
+    """Drop the bytes of disk slots that neither the pool nor the next process's index can find."""
     jobs = [copy.job for copy in world.copies.values() if copy.job.tier is Tier.DISK]
     copied = {place for job in jobs for place in job.targets}
     found = {*world.index, *world.synced, *copied}
@@ -187,7 +184,7 @@ def _forget_places(world: DiskWorld) -> None:
 
 
 def _forget_values(world: RemoteWorld) -> None:
-    """No engine looks up names of earlier generations."""
+    """Drop names of earlier generations, which no engine looks up."""
     jobs = [copy.job.extra for copy in world.copies.values() if copy.job.tier is Tier.REMOTE]
     asked = [ask.namespace for ask in world.asked]
     used = {world.namespace, world.remote.namespace, f"print/{world.resets}", *jobs, *asked}

@@ -12,7 +12,7 @@ from tests.explore.scene import Scene
 from tests.explore.worlds import SmallWorld
 
 _END_CHECKED = 8
-"""How many states there are for each state from which all work is run to its end.
+"""From one state in this many, all work is run to its end.
 
 States from which only an empty step is possible are always run to the end.
 """
@@ -20,7 +20,7 @@ States from which only an empty step is possible are always run to the end.
 
 @dataclass(frozen=True)
 class Violation:
-    """A shortest program that breaks a rule, and the error. `at_end`: the error only shows after all work has ended."""
+    """A shortest program that breaks a rule, and the error. `at_end`: it shows only after all work has ended."""
 
     program: tuple[Action, ...]
     problem: str
@@ -49,10 +49,10 @@ class Found:
 
 
 def explore(kind: SmallWorld, *, states: int) -> Found:
-    """Explore a world until this many states are known, there are no more, or a rule is broken."""
+    """Explore a world until this many states are known, no state is left, or a rule is broken."""
     try:
         first = Scene.first(kind)
-    except Exception as problem:  # Serving the first texts has already broken a rule.
+    except Exception as problem:  # building the scene serves texts, and may already break a rule
         return Found(violation=Violation((), _said(problem), False))
     return _Search(first).run(states)
 

@@ -1,5 +1,3 @@
-"""A limited exploration of every small world, and checks that an exploration can fail."""
-
 from __future__ import annotations
 
 import pickle

@@ -1,4 +1,4 @@
-"""Regression tests: programs that broke a rule, as the exploration printed them."""
+"""Regression tests: programs that once broke a rule, as the exploration printed them."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tests.core.remote_world import RemoteWorld, Store, TieredWorld
 from tests.core.world import World, full, recurrent, window
 
 LONG, SHORT, OTHER = "abcdefghi", "abcde", "xyzuvwrst"
-"""Two texts with a common prefix, and one without. A block has four characters."""
+"""Two texts with a common prefix, and a text without this prefix. A block has four characters."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,6 @@ class SmallWorld:
     after_hits: int = 1
 
     def build(self) -> World:
-        """Return the world before any action of the exploration."""
         world = self._after(self._first_life(), self._other_engine())
         for number, text in enumerate(self.served):
             world.serve(f"before {number}", text)
@@ -57,7 +56,7 @@ class SmallWorld:
         return world
 
     def restarted(self, before: World, *, loses_tail: bool) -> World:
-        """Return the world after the engine was killed and another one has begun to read its index."""
+        """Return the world after the engine was killed and the next engine has begun to read the index."""
         disk, store = None, None
         if isinstance(before, DiskWorld):
             before.die(loses_tail=loses_tail)
@@ -107,7 +106,8 @@ class SmallWorld:
             "host": 1 if "grow" in self.often else self.host,
             "policy": self.policy,
             "report_every": self.report_every,
-            "step_tokens": 4 if self.report_every == 1 else 1,  # only steps of one token are reported late
+            # Reports can be late only with steps of one token.
+            "step_tokens": 4 if self.report_every == 1 else 1,
         }
 
 
@@ -155,7 +155,7 @@ WORLDS: Mapping[str, SmallWorld] = {
     ),
     "sharing a state's load": SmallWorld(_STATES, served=(LONG,), often={"fail": 1}, device=14, host=4),
     "lazy load": SmallWorld(policy="lazy", served=(LONG,), often={"reset": 1, "corrupt": 1}, device=18),
-    # Spills, fetches, and the next process. A host of 8 slots has room for fetches of 2.
+    # Spills, fetches, and the next process. With 8 host slots, up to 2 blocks are fetched.
     "spills": SmallWorld(
         texts=_ONE,
         often=dict.fromkeys(("fail", "late", "reset", "hang", "corrupt"), 1),
@@ -210,7 +210,8 @@ WORLDS: Mapping[str, SmallWorld] = {
         disk=3,
         after_hits=0,
     ),
-    # A store that engines share. It is queried when a request arrives, and its answer may be wrong or late.
+    # A store that several engines share. The core queries it when a request arrives, and the answer may be
+    # wrong or late.
     "puts": SmallWorld(
         texts=_ONE,
         often=dict.fromkeys(("fail", "late", "reset", "full", "corrupt"), 1),

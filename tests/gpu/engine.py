@@ -58,11 +58,11 @@ class TorchEngine:
 
     @property
     def wrong(self) -> int:
-        """Return how many reads have found wrong bytes. Waits for the device."""
+        """Return how many reads have found wrong bytes, after waiting for the device."""
         return int(self._wrong.item())
 
     def enter(self) -> None:
-        """Make the engine's stream current, and enqueue work, so that copies without a fence would come too early."""
+        """Make the engine's stream current, and enqueue work: a copy without a fence would run too early."""
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
         self.compute()
@@ -78,7 +78,7 @@ class TorchEngine:
             self._matrix = (self._matrix @ self._matrix).clamp(-1, 1)
 
     def capture(self) -> None:
-        """Capture a graph in the mode in which no thread may make an unsafe call."""
+        """Capture a graph in the mode that forbids unsafe CUDA calls in every thread."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="global"):
             self.compute()
@@ -88,5 +88,4 @@ class TorchEngine:
             torch.cuda.synchronize(self._device)
 
     def on_stream(self) -> AbstractContextManager[object]:
-        """Restore the calling thread's current stream at the end."""
         return torch.cuda.stream(torch.cuda.current_stream(self._device)) if self.on_gpu else nullcontext()

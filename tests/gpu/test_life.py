@@ -1,7 +1,7 @@
-"""Runs thousands of overlapping jobs beside torch's kernels, streams and graphs, and checks every byte.
+"""Runs thousands of copies while torch's kernels, streams and graphs run, and checks every byte.
 
-Run it with `pytest -m gpu tests/gpu`. Without a GPU the same code runs on the CPU, which only tests the simulated
-engine.
+Run this file with `pytest -m gpu tests/gpu`. Without a GPU the same code runs on the CPU, which tests only
+the simulated engine.
 """
 
 from __future__ import annotations
@@ -28,12 +28,10 @@ GPU = os.environ.get("KVOFFLOAD_GPU", "cuda:0")
 DEVICES = ["cpu", pytest.param(GPU, marks=pytest.mark.gpu)]
 BLOCKS = {"cpu": 64, "cuda": 512}
 STEPS = {"cpu": 60, "cuda": 2000}
-LONG_GIB = 16  # so much host memory that pinning it takes longer than a start may take
+LONG_GIB = 16  # pinning this much host memory takes longer than a start may take
 
 
 class Life(Steps):
-    """One rank on a real device."""
-
     def let_all_run(self) -> None:
         os.sched_yield()
 
@@ -59,7 +57,7 @@ def rank(
             side.register(engine.layout)
             steps = Life(engine, side, seed=1, blocks=blocks, slots=2 * blocks, most=blocks // 16)
             side.begin_step(TransferPlan())
-            while side.pump._arena.ready_slots < steps.slots:  # More slots may follow.
+            while side.pump._arena.ready_slots < steps.slots:
                 os.sched_yield()
             yield engine, steps
         finally:
@@ -114,7 +112,7 @@ def test_graphs_are_captured_while_memory_is_pinned() -> None:
 
 @pytest.mark.gpu
 def test_without_fences_bytes_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A control for the test above."""
+    """Check that the tests above can detect a missing fence."""
     monkeypatch.setattr(NvidiaDriver, "wait", lambda *_: None)
     with rank(GPU) as (engine, steps):
         play(engine, steps, GPU)
@@ -122,7 +120,6 @@ def test_without_fences_bytes_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_wrong_byte_is_noticed() -> None:
-    """A control on the CPU: the engine's reads detect a wrong byte."""
     with rank("cpu") as (engine, _):
         engine.write(3, 7)
         engine.read(3, 7)

@@ -1,4 +1,4 @@
-"""Parts for the tests of `gpu-check`: parts that end in every way, and the shipped parts with small numbers."""
+"""Parts for the tests of `gpu-check`: each ends in a different way, or is a shipped part with small numbers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ def is_not_here(options: Options) -> Iterator[Line]:
 
 
 def small(options: Options, where: str, *arguments: int) -> Iterator[Line]:
-    """Run a shipped part with small numbers."""
     latencies._SECONDS = 0.02
     module, _, name = where.partition(":")
     yield from getattr(importlib.import_module(module), name)(options, *arguments)

@@ -66,7 +66,7 @@ def test_a_part_that_hangs_is_killed_with_what_it_found(
 
 
 def test_killed_at_any_moment_the_file_holds_what_was_found(tmp_path: Path) -> None:
-    """The part ends with the command."""
+    """The part's process ends with the command."""
     code = (
         "import sys; from kvoffload.cli.main import main; from kvoffload.gpu_check import command\n"
         "from kvoffload.gpu_check.parts import Part\n"
@@ -77,7 +77,7 @@ def test_killed_at_any_moment_the_file_holds_what_was_found(tmp_path: Path) -> N
         [sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        printed = [process.stdout.readline() for _ in range(3)]  # the first three of four lines
+        printed = [process.stdout.readline() for _ in range(3)]
         process.kill()
         process.wait()
     kept = json.loads((tmp_path / "gpu-check.json").read_text())["lines"]

@@ -57,7 +57,7 @@ def test_it_runs_whole_and_keeps_every_line(
     assert len(printed) == len(lines)
     assert lines["GPU"]["words"].startswith("emulated device 1, CUDA 13.0")
     wrong = [one for what, one in lines.items() if what.startswith("wrong bytes")]
-    assert sum(one.get("is_met", False) for one in wrong) == 2 * 2  # two directions, two sizes
+    assert sum(one.get("is_met", False) for one in wrong) == 2 * 2  # in two directions and of two sizes
     figures = [one for one in lines.values() if one.get("unit")]
     assert all(one["what"].endswith("(emulated)") and "is_met" not in one for one in figures)
     goals = {"at least 0.9x", "at least 0.95x", "at most 5 ms"}
@@ -143,7 +143,7 @@ def test_lines_have_verdicts_and_all_together_a_code() -> None:
 
 
 def test_no_copy_meets_the_allocation_of_its_memory(emulator: Emulator) -> None:
-    """The allocation is ordered on one stream only, and the copier has other streams."""
+    """The driver allocates the memory in the order of one stream, and the copier uses other streams."""
     emulator.reset(delay_us=200)
     lines = [*copies.compared(OPTIONS), *copies.speeds(OPTIONS)]
     assert (emulator.races, emulator.faults) == (0, 0), emulator.report
@@ -175,7 +175,7 @@ def test_where_there_is_no_batched_copy_the_line_has_the_reason(emulator: Emulat
 def test_the_page_kernel_is_compared_both_ways(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     verdicts = {line.what: line.verdict for line in copies.compared(OPTIONS)}
-    assert emulator.calls("cuLaunchKernel") == 2 * 2  # in each direction, and of each size
+    assert emulator.calls("cuLaunchKernel") == 2 * 2
     for way in ("loads", "stores"):
         assert verdicts[f"wrong bytes, {way} by the page kernel, pieces of 33,808 bytes"] == "pass"
     assert emulator.faults == 0
@@ -217,7 +217,7 @@ def test_a_capture_is_judged_by_the_calls_that_the_workers_threads_make(
 @pytest.mark.slow
 def test_the_depth_of_a_stream_is_found(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hazards, "_GATE_S", 2.0)
-    monkeypatch.setattr(hazards, "_WAITED_S", 0.5)  # longer than pauses of this machine
+    monkeypatch.setattr(hazards, "_WAITED_S", 0.5)  # longer than the pauses of a busy machine
     emulator.set_depth(1200)
     first, stood_still = hazards._depth(OPTIONS, "off", 1, "copies one by one")
     assert first.words == "the call that made them 1,200"
@@ -236,7 +236,7 @@ def test_calls_are_timed_alone_and_beside_pinning(
     ]
     longest = [line for what, line in lines.items() if "64 MiB are pinned, the longest of" in what]
     assert [line.target for line in longest] == ["at most 5 ms"] * 2
-    assert emulator.registrations == 1  # the rig's own registration
+    assert emulator.registrations == 1  # the registration of the rig's own memory
 
 
 @pytest.mark.slow
@@ -255,7 +255,7 @@ def test_a_process_that_crashes_at_its_end_is_a_miss(
 def test_copies_across_an_expandable_segment_are_compared(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a fake torch, because only a real device has expandable segments."""
+    """torch is a mock, because only a real device has expandable segments."""
     rig = Rig(OPTIONS)
     torch = MagicMock()
     torch.zeros.return_value.data_ptr.return_value = rig.memory
@@ -286,14 +286,14 @@ def test_the_profile_is_written_and_an_engine_reads_it(
     assert lines[-1].words == str(path)
     assert path.name == "emulated-device-0-cuda-13-0.json"
     found = read_profile("emulated device 0", "13.0")
-    assert found.programs == 4  # all settings are equally fast
-    assert not found.stores  # as the operator has set it
+    assert found.programs == 4  # chosen because all settings are equally fast
+    assert not found.stores  # the value in the operator's file
     path.write_text('{"programs": 7, "fewest": 3}')
     monkeypatch.setattr(crossover.Trial, "limit", lambda *_: 4096)
     copier = made_copier(emulator, monkeypatch)
     assert copier.profile == GpuProfile(7, 3, stores=True)
     assert min(copier.kernel_below.values()) > 0
-    assert kernel.programs[-2:] == [7, 7]  # for loads and for stores
+    assert kernel.programs[-2:] == [7, 7]
     path.write_text('{"stores": false}')
     assert made_copier(emulator, monkeypatch).kernel_below[Direction.STORE] == 0
 

@@ -1,5 +1,6 @@
 """Behaviour that a restructuring must not change. `make same` compares it with the files in golden/.
 
-parts.py     the compared behaviour, a function for each file __main__.py  comparing and writing the files journeys.py
-`make journeys`: the functions that a store and a load run through, to compare two commits
+* parts.py: the compared behaviour, one function per file
+* __main__.py: compares and writes the files
+* journeys.py: `make journeys` lists the functions that a store and a load run through, to compare two commits
 """

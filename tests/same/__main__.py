@@ -14,11 +14,11 @@ from tests.same import parts
 
 GOLDEN = Path(__file__).parent / "golden"
 STATES = (250, 2000)
-"""the numbers of states per world for which there is a golden file"""
+"""Each number of states per world has a golden file."""
 
 
 def main() -> int:
-    """Show the differences to the golden files; return 1 if there are any. With --write, replace the files."""
+    """Print the differences to the golden files; return 1 if there are any. With --write, replace the files."""
     options = _options()
     tables: dict[str, Callable[[], parts.Rows]] = {
         "hooks": parts.hooks,

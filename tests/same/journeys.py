@@ -1,9 +1,10 @@
-"""`make journeys`: lists the functions that a store, a load, a miss and a whole request enter on running engines.
+"""`make journeys`: lists the functions that a store, a load, a miss and a whole request enter.
 
-It prints tables in Markdown. The engines are the reference engine and, where .venv/vllm exists, a stock vLLM on the
-CPU. Only functions of kvoffload and its adapters count; comprehensions do not, and neither does the reference engine.
-Each journey is made several times. A function is in its way if every one of them entered it: what is done once for many
-messages, such as the journal's lines, is not. Only the hooks are named here, so that commits can be compared.
+It prints tables in Markdown, for the reference engine and, where .venv/vllm exists, for a stock vLLM on the
+CPU. Only functions of kvoffload and its adapters count, except comprehensions and the reference engine. Each
+journey is made several times, and its table lists the functions that every repetition entered. Work done once
+for many messages, such as writing the journal's lines, is therefore left out. The code names only hooks, so
+that two commits can be compared.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
     from tests.vllm.engine_rig import Rig
 
 BLOCKS = 8
-"""Whole blocks of each prompt; one more token follows them."""
+"""The number of whole blocks in each prompt. One more token follows these blocks."""
 RUNS = 8
 QUIET_S = 0.03
-"""After this long without a call, background threads have finished what a step gave them."""
+"""If no function is called for this long, the background threads have finished the work of the last step."""
 PATIENCE_S = 120.0
 ROOT = Path(__file__).resolve().parent.parent.parent
 VLLM = ROOT / ".venv/vllm/bin/python"
@@ -49,15 +50,15 @@ class Function(NamedTuple):
 
 @dataclass
 class Journey:
-    """Calls, by the hook or background thread that made them."""
+    """The function calls of a journey, by the hook or background thread that made them."""
 
     calls: dict[str, Counter[Function]] = field(default_factory=dict)
     clock: dict[str, list[int]] = field(default_factory=dict)
-    """The clock readings of each call of a hook."""
+    """How often each call of a hook read the clock."""
     threads: set[str] = field(default_factory=set)
 
     def of(self, hooks: Sequence[str], *, background: bool = False) -> Journey:
-        """Return the part made by these hooks, and optionally by background threads."""
+        """Return the calls made in these hooks, and optionally those of background threads."""
         threads = self.threads if background else set()
         kept = {place: calls for place, calls in self.calls.items() if place in hooks or place in threads}
         return Journey(kept, {hook: self.clock[hook] for hook in hooks if hook in self.clock}, threads)
@@ -68,7 +69,7 @@ class Journey:
 
 
 def in_the_way(journeys: Sequence[Journey], place: str | None = None) -> set[Function]:
-    """Return the functions that all of these journeys entered, in one hook or thread or in total."""
+    """Return the functions that all of these journeys entered, in one hook or thread (`place`) or anywhere."""
     found = [
         {
             function
@@ -81,7 +82,7 @@ def in_the_way(journeys: Sequence[Journey], place: str | None = None) -> set[Fun
 
 
 class Tracer:
-    """Traces the engine's thread while recording, and all threads started after the tracer was made."""
+    """Traces the engine's thread while recording, and every thread started after the tracer was made."""
 
     def __init__(self) -> None:
         self._journey: Journey | None = None
@@ -91,12 +92,12 @@ class Tracer:
         threading.setprofile(self._seen)
 
     def close(self) -> None:
-        """Stop tracing threads that start from now on."""
+        """Stop tracing new threads."""
         threading.setprofile(None)
 
     @contextmanager
     def record(self, journey: Journey | None = None) -> Iterator[Journey]:
-        """Record into a journey, by default a new one."""
+        """Record into a journey, by default into a new one."""
         self._journey = journey = journey or Journey()
         sys.setprofile(self._seen)
         try:
@@ -106,7 +107,6 @@ class Tracer:
             self._journey = None
 
     def wait_for_background(self) -> None:
-        """Wait until background threads make no more calls."""
         before, deadline = -1, time.monotonic() + PATIENCE_S
         while self._background_calls != before and time.monotonic() < deadline:
             before = self._background_calls
@@ -162,14 +162,14 @@ Journeys = Mapping[str, Sequence[Journey]]
 
 
 class Engine(Protocol):
-    """An engine that is stepped on this thread."""
+    """An engine that the calling thread steps."""
 
     STORE: tuple[str, ...]
     LOAD: tuple[str, ...]
     LOOKUP: tuple[str, ...]
     """The hooks of a store, a load and a lookup."""
     SCHEDULER: tuple[str, ...]
-    """The scheduler's hooks in a request's life, without vLLM's statistics, which depend on time."""
+    """The scheduler's hooks in a request's life, except vLLM's statistics, which depend on time."""
 
     def ask(self, seed: int, tokens: int) -> None: ...
 
@@ -179,13 +179,11 @@ class Engine(Protocol):
 
     def forget_device(self) -> None: ...
 
-    def blocks(self, metric: str, label: str) -> int:
-        """Return a counter of blocks."""
-        ...
+    def blocks(self, metric: str, label: str) -> int: ...
 
 
 class Reference:
-    """The reference engine with its plugin, host copies and real threads."""
+    """The reference engine with its plugin, real host copies and real threads."""
 
     STORE: tuple[str, ...] = ("plan", "start_stores", "take_output", "update")
     LOOKUP: tuple[str, ...] = ("lookup",)
@@ -289,7 +287,6 @@ class Vllm:
 
 
 def reference() -> Journeys:
-    """Trace the reference engine."""
     tracer = Tracer()
     engine = Reference()
     try:
@@ -300,7 +297,7 @@ def reference() -> Journeys:
 
 
 def vllm() -> Journeys:
-    """Trace a stock vLLM; needs its environment."""
+    """Trace a stock vLLM. This needs vLLM's environment."""
     from tests.vllm.engine_rig import offloading
 
     tracer = Tracer()
@@ -315,16 +312,14 @@ def vllm() -> Journeys:
 
 
 def travel(engine: Engine, tracer: Tracer, runs: int = RUNS) -> Journeys:
-    """Make each journey `runs` times and return them by name, once all have happened."""
+    """Make each journey `runs` times, and return the journeys by name."""
     _life(engine, tracer, 1)  # the first use in a process makes more calls
     engine.forget_device()
     _life(engine, tracer, 1)
     fresh, returning, stores, loads = ([] for _ in range(4))
     for number, seed in enumerate(range(2, 2 + 2 * runs, 2)):
         for _ in range(number % 3):
-            _life(
-                engine, tracer, 1
-            )  # work done for many messages at a time should not always fall into the same hook
+            _life(engine, tracer, 1)  # so that work for many messages falls into different hooks
         fresh.append(_life(engine, tracer, seed))
         engine.forget_device()
         returning.append(_life(engine, tracer, seed))
@@ -341,7 +336,7 @@ def travel(engine: Engine, tracer: Tracer, runs: int = RUNS) -> Journeys:
 
 
 def _life(engine: Engine, tracer: Tracer, seed: int) -> Journey:
-    """Serve a request of two tokens until its copies have ended and the idle engine was audited."""
+    """Record a request of two tokens, until all its copies have ended and the idle engine was audited."""
     with tracer.record() as journey:
         engine.ask(seed, 2)
         _step_while(engine, tracer, engine.is_busy)
@@ -349,7 +344,7 @@ def _life(engine: Engine, tracer: Tracer, seed: int) -> Journey:
 
 
 def _store(engine: Engine, tracer: Tracer, seed: int) -> Journey:
-    """Record from the step after a prompt was computed until its blocks can hit."""
+    """Record from the step after a prompt was computed until the prompt's blocks can hit."""
     engine.ask(seed, 4)
     engine.step()
     journey = _until_counted(engine, tracer, "kvoffload_store_blocks_total", "stored")
@@ -358,7 +353,7 @@ def _store(engine: Engine, tracer: Tracer, seed: int) -> Journey:
 
 
 def _load(engine: Engine, tracer: Tracer, seed: int) -> Journey:
-    """Record from a request's lookup until its load was reported to the engine."""
+    """Record from a request's lookup until its load is reported to the engine."""
     engine.ask(seed, 4)
     journey = _until_counted(engine, tracer, "kvoffload_load_blocks_total", "loaded")
     _step_while(engine, tracer, engine.is_busy)
@@ -366,7 +361,7 @@ def _load(engine: Engine, tracer: Tracer, seed: int) -> Journey:
 
 
 def _until_counted(engine: Engine, tracer: Tracer, metric: str, outcome: str) -> Journey:
-    """Record steps until all blocks of a prompt have an outcome; raise TimeoutError if this takes too long."""
+    """Record steps until all blocks of a prompt have this outcome; raise TimeoutError if this takes too long."""
     wanted = engine.blocks(metric, outcome) + BLOCKS
     whole = Journey()
     deadline = time.monotonic() + PATIENCE_S
@@ -392,7 +387,7 @@ def _step_while(engine: Engine, tracer: Tracer, condition: Callable[[], bool]) -
 
 
 def tables(engine: str, journeys: Journeys) -> str:
-    """Return two tables in Markdown: each journey, and each journey by hook and thread. Calls are means."""
+    """Return two Markdown tables: the calls of each journey, and the same by hook and thread. Calls are means."""
     lines = [
         f"## {engine}",
         "",

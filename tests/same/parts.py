@@ -1,4 +1,4 @@
-"""Behaviour as rows of text, the same on every machine and in every run."""
+"""Behaviour as rows of text that are the same on every machine and in every run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TIERS = (
 
 def explored(states: int) -> Rows:
     """Explore each world until `states` states are known; count its states, transitions and depth."""
-    # A process ends with its world, which frees the memory of the world's states.
+    # One process per world, because the memory of the world's states is freed when the process ends.
     with multiprocessing.Pool(maxtasksperchild=1) as pool:
         found = pool.map(partial(_explored, states), WORLDS, chunksize=1)
     return dict(zip(WORLDS, found, strict=True))
@@ -79,7 +79,7 @@ def trace() -> Rows:
 
 
 def _conversations() -> list[Prompt]:
-    """Draw prompts of 12 conversations, which all begin with the same block."""
+    """Draw prompts of 12 conversations, all of which begin with the same block."""
     draws, prompts = random.Random(1), list[Prompt]()
     talks = [[0] for _ in range(12)]
     for number in range(1, 301):
@@ -94,7 +94,7 @@ def _conversations() -> list[Prompt]:
 
 
 def simulated() -> Rows:
-    """Play seeds of the simulation; list what each did, then the counters of all last engines together."""
+    """Play seeds of the simulation; list the actions of each, then the summed counters of the last engines."""
     rows, totals = dict[str, object](), Counter[str]()
     for seed in SEEDS:
         world = simulate(seed)

@@ -1,1 +1,1 @@
-"""Hours of mixed traffic, and a check that nothing grows."""
+"""Hours of mixed traffic, and a check that neither memory nor any other resource grows."""

@@ -1,7 +1,7 @@
 """`make soak`: an hour of simulated time on the reference engine, then minutes of real time on a stock vLLM.
 
-The vLLM half runs in the environment with vLLM. Each half runs in a separate process, so that its memory does not count
-in the other half.
+The vLLM half needs the environment with vLLM. Each half runs in its own process, so that its memory does not
+count in the other half.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.soak.growth import Growth, Reading, growth_of, table
 
-_WARM_UP = 0.25  # share of the time in which pools, rings and memories of a fixed size fill up
+_WARM_UP = 0.25  # the share of the time in which pools, rings and memories of a fixed size fill up
 _READINGS = 60
 _PYTHON_WITH_VLLM = Path(__file__).parents[2] / ".venv" / "vllm" / "bin" / "python"
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--half", choices=("reference", "vllm"), help=argparse.SUPPRESS)
     asked = parser.parse_args(argv)
     if asked.half is not None:
-        logging.disable(logging.ERROR)  # Copies fail on purpose.
+        logging.disable(logging.ERROR)  # copies fail on purpose
         minutes = asked.reference_minutes if asked.half == "reference" else asked.vllm_minutes
         return run(_reference if asked.half == "reference" else _vllm, minutes)
     halves = [("reference", sys.executable, asked.reference_minutes)]
@@ -54,7 +54,6 @@ def run(half: Half, minutes: float) -> int:
 
 
 def summary(found: Sequence[Growth]) -> str:
-    """Return a text about what grew."""
     grown = [f"{one.name} {one.share:.2%}" for one in found if not one.passed]
     if grown:
         return f"FAILED: {', '.join(grown)}"

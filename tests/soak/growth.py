@@ -1,8 +1,8 @@
-"""Reads what a process holds, and computes the growth after the warm-up.
+"""Reads the resources that a process holds, and computes the growth after the warm-up.
 
-Readings are taken when no request and no copy is open, so that everything left is either permanent or leaked. Single
-readings are noisy, because an allocator releases memory at any time. So the median of the first quarter of the readings
-after the warm-up is compared with the median of the last quarter.
+Readings are taken when no request and no copy is open, so that everything left is either permanent or leaked.
+Single readings are noisy, because an allocator may release memory at any time. So the median of the first
+quarter of the readings after the warm-up is compared with the median of the last quarter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvoffload.telemetry.catalogue import Series
 
-MOST = 0.01  # the largest growth that passes
+MOST = 0.01  # the largest relative growth that passes
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _OWN_MATTER = frozenset(
     # Estimates of the machine's speed, which hold no memory.
@@ -27,7 +27,7 @@ Reading = Mapping[str, float]
 
 
 def read(gauges: Mapping[str, Series]) -> Reading:
-    """Return what the process holds now."""
+    """Return the process's descriptors, objects and memory, and the gauges."""
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
     return {
@@ -39,7 +39,7 @@ def read(gauges: Mapping[str, Series]) -> Reading:
 
 
 def _of_gauges(gauges: Mapping[str, Series]) -> dict[str, float]:
-    """Return every gauge except the numbers of usable slots, of which more or fewer are full since the last reset."""
+    """Return every gauge. Empty and ready slots are summed, because a reset moves slots between these states."""
     slots = gauges["kvoffload_slots"]
     found: dict[str, float] = {"slots empty or ready": slots["host", "empty"] + slots["host", "ready"]}
     for name, series in gauges.items():
@@ -53,7 +53,7 @@ def _of_gauges(gauges: Mapping[str, Series]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Growth:
-    """One number after the warm-up, and at the end."""
+    """One number after the warm-up and at the end."""
 
     name: str
     start: float
@@ -61,7 +61,7 @@ class Growth:
 
     @property
     def share(self) -> float:
-        """Return the relative growth; infinite if the number was 0."""
+        """Return the relative growth, or infinity if the number was 0."""
         if self.end <= self.start:
             return 0.0
         return (self.end - self.start) / self.start if self.start else float("inf")

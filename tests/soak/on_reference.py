@@ -1,7 +1,7 @@
 """Conversations on the reference engine in simulated time, with aborts, preemptions, resets, and bad copies.
 
-The clock is the test's, so an hour passes as fast as the machine computes it. Copies that never end are not among the
-faults: what they take is quarantined for good, which is what the engine promises, and would be growth.
+The test controls the clock, so an hour passes as fast as the machine computes it. Every copy ends: a copy
+that never ends keeps its memory quarantined forever, as designed, and this would count as growth.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ STEP_S = 0.25
 _PEOPLE = 12
 _THINK_S = 8.0
 _LONGEST = 100  # tokens after which a conversation begins again
-_CHECKED = 25  # compare every 25th answer with that of an engine without offloading
-_MISSES = 2000  # so few remembered misses that their memory is full after the warm-up
+_CHECKED = 25  # compare every 25th answer with the answer of an engine without offloading
+_MISSES = 2000  # few enough remembered misses that their memory is full after the warm-up
 
 
 class SlowTicket:
-    """A copy that is made at a given time."""
+    """A copy that ends at a given time."""
 
     def __init__(self, runs: CopyRuns, clock: FakeClock, seconds: float, *, fails: bool) -> None:
         self._runs: CopyRuns | None = runs
@@ -54,12 +54,12 @@ class SlowTicket:
 
 
 class SlowCopier:
-    """Real copies, of which one in fifty fails, and one in fifty takes half of the timeout."""
+    """Makes real copies. One in fifty fails, and one in fifty takes half of the timeout."""
 
     def __init__(self, clock: FakeClock, choose: random.Random) -> None:
         self._clock = clock
         self._choose = choose
-        self.open_tickets: Sequence[Any] = ()  # for the rig, which checks held copies
+        self.open_tickets: Sequence[Any] = ()  # the rig checks held copies, and this copier holds none
 
     def fence(self) -> Fence:
         return None
@@ -70,14 +70,14 @@ class SlowCopier:
         return SlowTicket(runs, self._clock, seconds, fails=fate < 0.02)
 
     def release(self) -> None:
-        """Do nothing: no copy is held."""
+        pass
 
     def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+        pass
 
 
 class SoakRig(rig.Rig):
-    """A rig with these copiers, which does not keep served requests."""
+    """A rig with slow copiers that does not keep served requests."""
 
     def _make_copier(self, rank: Rank) -> Any:  # noqa: ANN401  # stands in for the rig's own
         copier: Any = SlowCopier(self.clock, random.Random(rank))
@@ -113,7 +113,7 @@ class Soak:
     checked: int = 0
 
     def pass_time(self, until_s: float) -> None:
-        """Serve until this time, and then until nothing is open."""
+        """Serve until this time, and then until no request and no copy is open."""
         clock = self.made.clock
         while clock.monotonic() < until_s:
             self._talk(clock.monotonic())

@@ -1,4 +1,4 @@
-"""The same soak on a stock vLLM in this process, in real time, with some failing copies."""
+"""Mixed traffic on a stock vLLM in this process, in real time, with some failing copies."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Talk:
         self.answers = self.aborts = self.resets = 0
 
     def serve(self, seconds: float) -> None:
-        """Serve for this many seconds, and then until nothing is open."""
+        """Serve for this many seconds, and then until no request and no copy is open."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self._round()
@@ -49,7 +49,6 @@ class Talk:
         self._made.finish()
 
     def _round(self) -> None:
-        """Continue all conversations; abort some of them."""
         names = {}
         for number, history in enumerate(self._histories):
             if not history or len(history) > _LONGEST:

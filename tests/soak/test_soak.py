@@ -1,5 +1,3 @@
-"""A short soak, and checks that a soak detects growth."""
-
 from __future__ import annotations
 
 import pytest
@@ -54,10 +52,7 @@ def test_a_reading_has_the_process_and_every_gauge() -> None:
 @pytest.mark.full
 @pytest.mark.slow
 def test_a_short_soak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks descriptors, objects and gauges.
-
-    Resident memory is meaningless after seconds in a process full of other tests.
-    """
+    # Resident memory is not checked: after seconds in a process full of other tests its growth means nothing.
     monkeypatch.setattr("tests.soak.on_reference._CHECKED", 10)
     readings, words = soak(40, 4, lambda _: None)
     assert len(readings) >= 8
