@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 BLOCK = 4
 KINDS = ("full", "sliding_window", "chunked_local", "recurrent")
-# Two layers per group, so that two ranks have one each.
+# Two layers per group, so that each of two ranks has one layer of every group.
 LAYERS = {
     "full": 2,
     "sliding_window": 6,
@@ -40,12 +40,10 @@ LAYERS = {
 PLENTY = 2000  # enough host slots for all blocks
 TIMEOUT_S = 5.0
 TOLERANCE = 1e-3
-STEP_S = 0.02  # fake seconds per step, longer than any pause of the pump
+STEP_S = 0.02  # in fake seconds; longer than any pause of the pump
 
 
 class Options(TypedDict, total=False):
-    """Options that differ from the defaults."""
-
     num_blocks: int | None
     max_model_len: int
     step_tokens: int
@@ -56,12 +54,11 @@ class Options(TypedDict, total=False):
     timeout_s: float
     plugin: str
     extra: dict[str, object]  # further keys of the plugin's configuration
-    promises: Promises  # the engine's promises
+    promises: Promises
     starts_ready: bool  # whether host memory is ready before the first request
 
 
 def config_of(kind: str, **options: Unpack[Options]) -> EngineConfig:
-    """Return the configuration of a tiny engine. The caller passes the plugin in."""
     model = {"layers": LAYERS[kind]}
     ranks = options.get("ranks", 1)
     plugin_config: dict[str, object] = {
@@ -79,15 +76,15 @@ def config_of(kind: str, **options: Unpack[Options]) -> EngineConfig:
 
 
 def slot_bytes(kind: str, ranks: int = 1) -> int:
-    """Return the bytes of one block on each rank: keys and values in each of the rank's tensors, 4 bytes per number."""
+    """Return the bytes of a block on each rank, with keys and values of 4 bytes per number in each tensor."""
     model = tiny_model(kind, {"layers": LAYERS[kind]})
     return 2 * BLOCK * model.kv_heads * model.head_dim * 4 * model.layers_per_group // ranks
 
 
 class Rig:
-    """An engine with the plugin. The test steps it, and controls time and copies.
+    """An engine with the plugin. The test steps the engine, and controls time and copies.
 
-    The copies are real, and end when they are submitted, unless the test holds them with `rig.copiers[0].hold()`.
+    The copies are real. A copy ends when it is submitted, unless the test holds copies with `hold()`.
     """
 
     def __init__(self, kind: str = "full", **options: Unpack[Options]) -> None:
@@ -106,8 +103,8 @@ class Rig:
         self.engine = Engine(config_of(kind, **options), self.plugin, clock=now)
         self.streams: list[tuple[tuple[int, ...], int, TokenStream]] = []
         if options.get("starts_ready", True):
-            self.portal.advance()  # Host memory is ready now.
-            self.engine.step()  # This reports it to the scheduler's side.
+            self.portal.advance()  # prepares the host memory
+            self.engine.step()  # reports the ready memory to the scheduler's side
 
     def _make_copier(self, rank: Rank) -> GatedCopier:
         assert rank == len(self.copiers)
@@ -135,7 +132,7 @@ class Rig:
         self.check()
 
     def pass_time(self, seconds: float = STEP_S) -> None:
-        """Let fake time pass. Released copies end, and all tasks wait when this returns."""
+        """Advance the fake clock. Released copies end, and all tasks are waiting when this returns."""
         self.portal.advance(seconds)
 
     def drain(self, limit: int = 3000) -> None:
@@ -166,7 +163,7 @@ class Rig:
         return found
 
     def run_plain(self, prompt: Sequence[int], new_tokens: int = 4) -> None:
-        """Like `run`, for an engine whose offloading is broken."""
+        """Like `run`, but check nothing except the tokens, because offloading is broken."""
         stream = self.submit(prompt, new_tokens)
         for _ in range(100):
             if stream.request_id in self.engine._open:
@@ -183,18 +180,16 @@ class Rig:
             copier.release()
 
     def forget_device(self) -> None:
-        """Reset the device's own prefix cache."""
         assert self.engine.pool.reset_prefix_cache()
 
     def leased_without_owner(self) -> int:
-        """Return how many leased blocks no request holds. An allocation could lack these."""
+        """Return the number of leased blocks that no request holds."""
         pool = self.engine.pool
         return sum(leased > 0 and not held for leased, held in zip(pool._leased, pool._held, strict=True))
 
     # -- what must hold -----------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Check the invariants that hold between two steps."""
         assert self.engine.audit() == []
         assert audit(self.offload.core) == []
         assert conservation(self.counts()) == []
@@ -209,7 +204,7 @@ class Rig:
         return self.counts().count(f"kvoffload_{name}_total", *labels)
 
     def assert_clean(self, *, lost_blocks: int = 0) -> None:
-        """Check that nothing is open, and that at most `lost_blocks` device blocks are lost to hanging copies."""
+        """Check that nothing is open, and that hanging copies keep `lost_blocks` device blocks."""
         self.check()
         numbers = self.engine.statistics()
         assert (numbers.waiting, numbers.loading, numbers.running) == (0, 0, 0)
@@ -226,7 +221,7 @@ class Rig:
         assert slots["host", "filling"] == slots["host", "pinned"] == 0 or lost_blocks
 
     def assert_outputs(self) -> None:
-        """Check that every request's tokens are those of the engine without the plugin, up to an abort."""
+        """Check that each request's tokens are those of an engine without the plugin, up to an abort."""
         for prompt, new_tokens, stream in self.streams:
             found = taken(stream)
             assert_same(found, plain(self.kind, prompt, new_tokens)[: len(found)], TOLERANCE)
@@ -249,7 +244,6 @@ def assert_exclusive(tickets: Sequence[GatedTicket]) -> None:
 
 @contextmanager
 def rig(kind: str = "full", **options: Unpack[Options]) -> Iterator[Rig]:
-    """Yield a rig, and close it even if the test fails."""
     made = Rig(kind, **options)
     try:
         yield made
@@ -267,7 +261,6 @@ def _plain_engine(kind: str) -> Engine:
 
 @cache
 def plain(kind: str, prompt: tuple[int, ...], new_tokens: int) -> list[Token]:
-    """Return the engine's answer without the plugin."""
     engine = _plain_engine(kind)
     engine.reset_prefix_cache()
     stream = engine.submit(prompt, SamplingParams(new_tokens))
@@ -277,14 +270,14 @@ def plain(kind: str, prompt: tuple[int, ...], new_tokens: int) -> list[Token]:
 
 
 def text(seed: int, tokens: int) -> tuple[int, ...]:
-    """Return a prompt. With the same seed, a longer prompt continues a shorter one."""
+    """Return a prompt. Prompts of the same seed are prefixes of each other."""
     return tuple(random.Random(seed).choices(range(64), k=tokens))
 
 
 def on_host_only(made: Rig, *prompts: tuple[int, ...]) -> None:
-    """Leave these prompts on the host and not on the device."""
+    """Store these prompts on the host, and remove them from the device."""
     for prompt in prompts:
-        made.run(prompt, 6)  # Long enough to store all its blocks under the lease limit.
+        made.run(prompt, 6)  # long enough to store all blocks of the prompt under the lease limit
     made.forget_device()
 
 

@@ -16,7 +16,7 @@ from tests.reference.rig import KINDS, Rig, rig, text
 
 
 def received(made: Rig, *classes: type[facts.Fact]) -> list[Any]:
-    """Return a list of facts of these classes from now on."""
+    """Return a list that receives all later facts of these classes."""
     found: list[Any] = []
     for cls in classes:
         made.offload.bus.count(cls, found.append)
@@ -34,7 +34,7 @@ def test_the_shape_is_the_engines(kind: str) -> None:
 
 
 def test_blocks_that_were_leased_are_evicted_from_the_prefixs_tail() -> None:
-    """The engine does the same: if the head were evicted first, the rest could not be found."""
+    """The engine does the same: if the head were evicted first, no later block could be found."""
     with rig(num_blocks=41) as made:
         made.hold()
         stream = made.engine.submit(text(1, 20), SamplingParams(6))
@@ -65,12 +65,12 @@ def test_every_key_and_block_is_reported_once_and_only_when_it_is_new() -> None:
         end = next(fact for fact in reported if isinstance(fact, facts.RequestEnded))
         keys = [*seen.keys[0], *(key for each in changes for key in each.new_keys[0]), *end.new_keys[0]]
         assert keys == list(request.keys(0))
-        assert len(changes) <= 2 + 2 * (len(keys) - len(seen.keys[0]) + 1)  # of 12 steps with a new token
+        assert len(changes) <= 2 + 2 * (len(keys) - len(seen.keys[0]) + 1)
         assert (end.confirmed_tokens, end.holds_blocks) == (21, True)
 
 
 def test_a_preempted_request_is_looked_up_with_what_it_has_generated() -> None:
-    """Blocks that it computed and stored before the preemption are loaded from the host."""
+    """Blocks that the request computed and stored before the preemption are loaded from the host."""
     with rig(num_blocks=60) as made:
         stream = made.submit(text(1, 10), 16)
         while stream.stats.generated_tokens < 12 or made.engine.pool.leased_blocks:
@@ -79,7 +79,7 @@ def test_a_preempted_request_is_looked_up_with_what_it_has_generated() -> None:
         made.pass_time()
         made.forget_device()
         made.drain()
-        assert stream.stats.resumed_tokens == 20  # two blocks of its prompt and three generated blocks
+        assert stream.stats.resumed_tokens == 20  # two blocks of the prompt and three generated blocks
         assert made.count("load_blocks", "loaded") == 5
         made.assert_outputs()
         made.assert_clean()

@@ -32,7 +32,7 @@ StartEngine = Callable[..., Rig]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[StartEngine]:
-    """Return a function that starts an engine on the folder and ends the previous one."""
+    """Return a function that ends the previous engine and starts another one on the folder."""
     with ExitStack() as running:
 
         def begin(kind: str = "full", folder: str = "disk", **options: Unpack[Options]) -> Rig:
@@ -47,7 +47,7 @@ def start(tmp_path: Path) -> Iterator[StartEngine]:
             made = running.enter_context(rig(kind, **options))
             made.events = []  # type: ignore[attr-defined]
             made.offload.bus.count(TierCopyEnded, made.events.append)  # type: ignore[attr-defined]
-            made.drain()  # The index is read and passed to the core.
+            made.drain()  # reads the index and passes it to the core
             return made
 
         yield begin
@@ -63,7 +63,7 @@ def copied(made: Rig, direction: Direction, outcome: TierOutcome = TierOutcome.D
 
 
 def leave_on_disk(made: Rig) -> None:
-    """Find the prompt again, let it spill, and remove it from device and host."""
+    """Serve the prompt twice, let its blocks spill, and remove them from device and host."""
     made.run(PROMPT)
     made.run(PROMPT)
     settle(made)
@@ -109,7 +109,7 @@ def test_r18_the_next_engine_finds_what_was_put(start: StartEngine, kind: str, r
 
 
 def key_file(path: Path) -> dict[str, object]:
-    """Return the setting of a key whose bytes are the file's name."""
+    """Write a key file whose bytes are the file's name; return the setting for it."""
     path.touch(mode=0o600)
     path.write_text(path.name * 32)
     return {"tier_key_file": str(path)}
@@ -150,11 +150,11 @@ def test_r17_blocks_that_were_forged_with_their_checksums_are_not_served_if_ther
 ) -> None:
     key, extra = TierKey(b"a" * 32) if has_key else None, key_file(tmp_path / "a") if has_key else {}
     leave_on_disk(start(extra={**extra}))
-    start(folder="another")  # This ends the first engine.
+    start(folder="another")  # ends the first engine
     [folder] = tmp_path.glob("disk/*/replica0")
     forge(folder, None if key is None else key.of(folder.parent.name))
     made = start(extra={**extra})
-    with nullcontext() if has_key else pytest.raises(AssertionError):  # The tokens differ.
+    with nullcontext() if has_key else pytest.raises(AssertionError):  # the tokens differ
         made.run(PROMPT)
     assert (copied(made, Direction.LOAD) > 0) is not has_key
 
@@ -162,7 +162,7 @@ def test_r17_blocks_that_were_forged_with_their_checksums_are_not_served_if_ther
 def test_the_key_is_in_no_file_and_no_log_line(start: StartEngine, tmp_path: Path) -> None:
     with capture_logs() as lines:
         leave_on_disk(start(extra={**key_file(tmp_path / "a"), "journal_path": str(tmp_path / "journal")}))
-        start(folder="another")  # This ends the first engine.
+        start(folder="another")  # ends the first engine
     texts = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert texts.pop("a") == b"a" * 32
     assert {"journal", "identity.json", "index", "slots0"} <= set(texts)
@@ -179,7 +179,7 @@ def test_r18_files_of_other_weights_under_this_ones_name_are_not_served_if_there
     key = key_file(tmp_path / "a") if has_key else {}
     leave_on_disk(start(extra={**key, "weights_id": "one"}))
     start(extra={**key, "weights_id": "two"})
-    start(folder="another")  # This ends both engines.
+    start(folder="another")  # ends the second engine
     one, two = sorted(tmp_path.glob("disk/*/replica0"), key=lambda path: path.parent.stat().st_ctime_ns)
     shutil.rmtree(two)
     one.rename(two)
@@ -200,7 +200,7 @@ def test_r18_nothing_of_before_a_reset_is_found_now_or_after_a_restart(start: St
 
 
 def test_r18_what_is_put_after_a_reset_is_for_this_process_alone(start: StartEngine) -> None:
-    """A reset may follow an update of the weights in memory, but the next process loads those on disk."""
+    """A reset may follow an update of the weights in memory, but the next process loads the weights on disk."""
     made = start()
     assert made.offload.reset()
     leave_on_disk(made)
@@ -338,7 +338,7 @@ def test_a_place_without_room_leaves_the_engine_without_a_disk(
 
 
 def idle_s(made: Rig) -> float:
-    """Step as long as the engine has work; return the seconds."""
+    """Step as long as the engine has work; return the fake seconds this took."""
     began = made.clock.monotonic()
     made.drain()
     return made.clock.monotonic() - began

@@ -1,9 +1,8 @@
 """Ends engines by SIGKILL or SIGTERM at random moments.
 
-The next engine finds each block on their disk, and its answers are right.
-
-With `counting`, a model that only counts replaces the transformer, so that almost all time is spent in the scheduler's
-and workers' sides. `make disk-kills` runs 200 such kills and 20 with the real model.
+The next engine must find each block on the disk, and its answers must be right. With `counting`, a model that
+only counts replaces the transformer, so that almost all time is spent in the scheduler's and workers' sides.
+`make disk-kills` runs 200 kills with the counting model and 20 with the real model.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class Served:
 
 
 def serve(folder: Path, seed: int, to_test: Connection, records: Connection, counting: bool) -> None:
-    """Serve until killed or stopped. Report the contents of the index, each record, and each answer."""
+    """Serve until killed or stopped. Send the index, each record, and after each answer the fetched blocks."""
     stops = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stops.set())
     say_records(records)
@@ -102,7 +101,7 @@ def serve(folder: Path, seed: int, to_test: Connection, records: Connection, cou
 
 
 def say_records(to_test: Connection) -> None:
-    """Report each invalidation before it is written, and each put after."""
+    """Send each invalidation before it is written, and each put after it is written."""
     real = IndexLog.append
 
     def append(self: IndexLog, records: Sequence[DiskRecord]) -> None:
@@ -121,8 +120,8 @@ class Lives:
     """Processes that use one folder, one after the other.
 
     Attributes:
-        held: for each slot, the key of its last put, unless it was invalidated since.
-        fetched: blocks that came from the disk.
+        held: for each slot, the key of its last put, unless the slot was invalidated since.
+        fetched: the number of blocks that came from the disk.
     """
 
     def __init__(self, folder: Path, context: ForkServerContext, *, counting: bool) -> None:
@@ -131,7 +130,7 @@ class Lives:
         self.fetched = self.restored = 0
 
     def live(self, seed: int) -> None:
-        """Run one process: check what it finds, let it serve for a while, and end it."""
+        """Run one process: check the blocks that it finds, let it serve for a while, and end it."""
         random = Random(f"life {seed}")
         from_engine, to_test = self._context.Pipe(duplex=False)
         from_index, records = self._context.Pipe(duplex=False)
@@ -149,7 +148,7 @@ class Lives:
         assert not lost, f"{len(lost)} blocks were put, not invalidated, and are not found"
         self.restored += len(found)
         answers = [from_engine.recv() for _ in range(random.choice([0, 1, random.randrange(_MOST_ANSWERS)]))]
-        while not (found or noted):  # The first process must leave something to be found.
+        while not (found or noted):  # the first process must leave a block for the next process
             answers.append(from_engine.recv())
         self._end(process, random.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
         _collect(from_engine, answers)
@@ -169,7 +168,7 @@ class Lives:
 
 
 def _collect(source: Connection, into: list[Any]) -> None:
-    """Take all messages until the other end is closed."""
+    """Receive all messages until the other end is closed."""
     try:
         while True:
             into.append(source.recv())

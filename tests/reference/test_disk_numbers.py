@@ -1,5 +1,3 @@
-"""The disk's metrics for operators: each has a tier label, and each tier's sums are right."""
-
 from __future__ import annotations
 
 import pytest

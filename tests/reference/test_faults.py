@@ -87,7 +87,7 @@ def test_a_counter_that_raises_is_removed_and_counted(caplog: pytest.LogCaptureF
 def test_the_engine_goes_on_when_the_portals_thread_is_gone(
     kind: str,
 ) -> None:
-    """The engine's own thread starts loads, which still work. Stores fail, and no request waits for them."""
+    """The engine's own thread starts loads, so loads still work. Stores fail, and no request waits for a store."""
     with rig(kind) as made:
         made.run(text(1, 25), 6)
         made.forget_device()
@@ -135,13 +135,13 @@ def test_bad_settings_end_the_start_with_one_error_and_nothing_half_started(
     with pytest.raises(ConfigError, match=problem):
         Engine(config_of("full", **options), plugin, clock=lambda: 0.0)
     assert_no_threads_but(before)
-    gc.collect()  # A task that was left behind would be reported here.
+    gc.collect()  # reports a task that was left behind
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def assert_no_threads_but(before: set[threading.Thread]) -> None:
     for thread in set(threading.enumerate()) - before:
-        thread.join(PATIENCE_S)  # It was asked to end, which takes some time.
+        thread.join(PATIENCE_S)  # the thread was asked to end, which takes some time
         assert not thread.is_alive(), thread
 
 
@@ -173,7 +173,7 @@ def test_a_journal_is_written_and_released(tmp_path: Path) -> None:
     from kvoffload.telemetry.records import read_journal
 
     path = tmp_path / "journal"
-    for _ in range(2):  # The second engine could not lock a file that the first one still holds.
+    for _ in range(2):  # the second engine could not lock a file that the first engine still holds
         engine = Engine(
             config_of("full", extra={"journal_path": str(path)}), ReferencePlugin(), clock=lambda: 0.0
         )

@@ -1,4 +1,4 @@
-"""`verify`: corrupt host memory is computed again and never served, on any rank."""
+"""`verify`: a corrupt block in host memory is computed again and never served, on any rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROMPT = text(1, 30)
 
 
 def reload(made: Rig, new_tokens: int = 4) -> list[int]:
-    """Run the prompt, which is not on the device, and compare its tokens; return the slots of the load."""
+    """Serve the prompt from the host, and compare its tokens; return the slots of the load."""
     slots: list[int] = []
     made.offload.bus.count(LoadScheduled, lambda event: slots.extend(event.slots))
     made.forget_device()
@@ -27,7 +27,6 @@ def flip(made: Rig, slot: int, rank: int = 0, *, bit: int = 3, page: int = 0) ->
 
 
 def spoil(made: Rig, slots: Sequence[int], rank: int = 0) -> None:
-    """Overwrite every page of these slots."""
     arena = made.workers[rank].pump._arena
     for slot in slots:
         for region in range(len(arena.layout.regions)):
@@ -69,7 +68,7 @@ def test_a_sample_finds_what_was_written_over(kind: str, verify: str) -> None:
 
 
 def test_off_finds_nothing() -> None:
-    """A control: without checksums, the same corruption is served."""
+    """A control: without checksums, the engine serves the same corrupt blocks."""
     with rig() as made:
         on_host_only(made, PROMPT)
         spoil(made, reload(made))
@@ -103,7 +102,7 @@ def test_the_engine_closes_while_a_load_is_being_checked() -> None:
     made.submit(PROMPT, 3)
     made.step()
     arena = made.workers[0].pump._arena
-    made.close()  # It waits for the timeout, and does not free the memory, which copies may still read.
+    made.close()  # waits for the timeout, and keeps the memory, which copies may still read
     assert arena.ready_slots > 0
 
 

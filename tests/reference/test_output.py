@@ -1,4 +1,4 @@
-"""The output with offloading equals the output without, whatever happens to requests."""
+"""The output with offloading equals the output without offloading, whatever happens to requests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TIGHT = {
     "sliding_window": 22,
     "chunked_local": 20,
     "recurrent": 12,
-}  # two long requests preempt each other
+}  # so few blocks that two long requests preempt each other
 TURNS = 3
 
 
@@ -67,7 +67,7 @@ class Talk:
         self.rig.drain()
 
     def say(self) -> None:
-        """Continue a conversation. The same prompt may already be open."""
+        """Continue a conversation, whose previous prompt may still be open."""
         conversation, length = self.random.randrange(4), self.random.randrange(3, 26)
         self.open.append(self.rig.submit(text(conversation, length), self.random.randrange(1, 6)))
         self.turns += 1
@@ -135,7 +135,7 @@ def test_numbers_agree_with_the_engines_own(kind: str, policy: str) -> None:
 
 
 async def _answer(engine: Engine, prompt: Sequence[int]) -> list[Token]:
-    """Return the answer, after the plugin's remaining work has ended."""
+    """Return the answer after the plugin's remaining work has ended."""
     tokens = [token async for token in engine.submit(prompt, SamplingParams(4))]
     while engine.has_work:  # noqa: ASYNC110  # the engine's own task sets no event for this
         await asyncio.sleep(0)
@@ -157,11 +157,11 @@ async def test_the_plugin_is_found_or_made(
     config = config_of(kind, num_blocks=TIGHT[kind] + 1, step_tokens=8)
     async with Engine(config, plugin) as engine:
         offload = engine._plugin._offload  # type: ignore[attr-defined]  # it is ours
-        while offload.core.state.pool.capacity == 0:  # Host memory is prepared in the background.
+        while offload.core.state.pool.capacity == 0:  # a background thread prepares host memory
             await _answer(engine, text(9, 3))
         answers = [await _answer(engine, prompt) for prompt in prompts]
-        # On a busy machine, copies fall behind steps, and with so few blocks the state that a hit needs is declined.
-        # Try again.
+        # On a busy machine copies are slower than steps. Then the few blocks have no room for the state that
+        # a hit needs, so the prompts are served again.
         while not (hits := _hits(offload)) and len(answers) < 10 * len(prompts):
             answers += [await _answer(engine, prompt) for prompt in prompts]
         assert hits
@@ -190,7 +190,7 @@ class _Flips(GatedCopier):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_corrupted_block_is_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A control: these tests detect a wrong byte."""
+    """A control: a wrong byte in a load changes the tokens."""
     monkeypatch.setattr("tests.reference.rig.GatedCopier", _Flips)
     with rig(kind) as made:
         made.run(text(1, 30), 6)

@@ -17,12 +17,12 @@ PROMPT = text(1, 8 * BLOCK + 1)
 
 
 def sharers(count: int) -> list[tuple[int, ...]]:
-    """Return prompts with a common beginning and different tails."""
+    """Return prompts with the same prefix and different tails."""
     return [(*text(0, PREFIX), *text(100 + number, 2 * BLOCK + 1)) for number in range(count)]
 
 
 def found_one_by_one(made: Rig, prompts: Sequence[tuple[int, ...]]) -> list[int]:
-    """Return how many tokens each prompt finds on the host. The device's cache is reset between them."""
+    """Serve the prompts one by one with an empty device cache; return how many tokens each finds on the host."""
     found = []
     for prompt in prompts:
         made.forget_device()
@@ -33,7 +33,7 @@ def found_one_by_one(made: Rig, prompts: Sequence[tuple[int, ...]]) -> list[int]
 
 @pytest.mark.parametrize(("are_on", "found"), [(True, PREFIX), (False, 0)])
 def test_a_shared_prefix_is_found_from_the_third_request_on(are_on: bool, found: int) -> None:
-    """The first request stores the attention blocks, but only the engine can make the state at the prefix's end."""
+    """The first request stores the attention blocks, but only the engine can compute the state at the prefix's end."""
     with rig("recurrent", step_tokens=64, extra={"recurrent_prefix_boundaries": are_on}) as made:
         assert found_one_by_one(made, sharers(6)) == [0, 0, *[found] * 4]
         assert made.counts().total("kvoffload_prefix_boundaries_asked_total") == int(are_on)
@@ -43,7 +43,7 @@ def test_a_shared_prefix_is_found_from_the_third_request_on(are_on: bool, found:
 
 
 def steps_with_tokens(made: Rig, prompt: tuple[int, ...]) -> int:
-    """Return in how many steps a prompt is computed."""
+    """Return the number of steps in which the engine computes a prompt."""
     with mock.patch.object(made.engine.runner, "launch", wraps=made.engine.runner.launch) as launch:
         made.forget_device()
         made.run(prompt, 1)
@@ -56,7 +56,7 @@ def test_a_boundary_costs_one_step_once_and_nothing_where_no_prefix_is_shared() 
     for are_on in (False, True):
         with rig("recurrent", step_tokens=64, extra={"recurrent_prefix_boundaries": are_on}) as made:
             costs[are_on] = [steps_with_tokens(made, prompt) for prompt in prompts]
-    assert costs[False] == [2] * 8  # one step up to the last whole block, and one for the rest
+    assert costs[False] == [2] * 8  # one step to the last whole block, and one step for the rest
     assert costs[True] == [2, 3, *[2] * 6]
 
 
@@ -88,7 +88,7 @@ def test_states_of_zeros_are_noticed() -> None:
 
 
 def test_a_state_that_is_stored_before_the_forward_pass_is_noticed() -> None:
-    """The block already has its key, but not its bytes."""
+    """At this time the block already has its key, but not its bytes."""
     start_loads, start_stores = ReferenceWorker.start_loads, ReferenceWorker.start_stores
 
     with rig("recurrent") as made:
@@ -96,7 +96,7 @@ def test_a_state_that_is_stored_before_the_forward_pass_is_noticed() -> None:
         def load_and_store(worker: ReferenceWorker, plan: object) -> None:
             start_loads(worker, plan)
             start_stores(worker, plan)
-            made.pass_time()  # the coroutine copies
+            made.pass_time()  # runs the coroutine that copies
 
         with (
             mock.patch.object(ReferenceWorker, "start_loads", load_and_store),

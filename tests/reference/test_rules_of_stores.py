@@ -1,4 +1,4 @@
-"""Stores in tight pools, with a whole engine in the loop: requests wait for leased blocks, and for nothing else."""
+"""Stores in tight pools, in a whole engine: requests wait for leased blocks, and for nothing else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_longest_request_passes_through_the_least_pool(kind: str, policy: str) -> None:
-    """While stores are open, their leases take a part of the pool. The request waits only for these."""
+    """Open stores lease a part of the pool. The request waits only for these leases."""
     tokens = 100
     with rig(kind, num_blocks=200) as big:
         need = big.engine._capacity.request_blocks(tokens + 3)
@@ -57,7 +57,7 @@ def test_a_request_that_needs_the_blocks_lost_to_such_a_store_gets_an_error() ->
 def test_a_request_that_came_before_host_memory_was_ready_is_stored_when_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first chunk of six slots is ready before the others."""
+    """The first chunk of six slots is ready before the other chunks."""
     monkeypatch.setattr(arena.Arena.__init__, "__kwdefaults__", {"chunk_bytes": 6 * slot_bytes("full")})
     with rig(starts_ready=False) as made:
         stream = made.submit(text(1, 60), 40)

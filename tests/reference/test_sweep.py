@@ -1,4 +1,4 @@
-"""Each call inside the core raises once while an engine runs. The output stays the same, and no block stays leased."""
+"""Makes each call inside the core raise once. The output stays the same, and no block stays leased."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENGINES: dict[str, tuple[str, Options]] = {
     "window, two ranks": ("sliding_window", {"num_blocks": 120, "step_tokens": 16, "ranks": 2}),
 }
 
-LATE_S = 2.0  # longer, because abandoned copies are queried rarely
+LATE_S = 2.0  # longer than `STEP_S`, because abandoned copies are queried rarely
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def no_logs() -> Iterator[None]:
 
 
 def live(made: Rig) -> None:
-    """Run requests that are stored, loaded, shared, preempted and aborted, a reset, and copies that end late."""
+    """Store, load, share, preempt and abort requests, reset the caches, and let copies end late."""
     made.submit(text(1, 25), 3)
     turns(made, 12)
     made.engine.pool.reset_prefix_cache()
@@ -61,7 +61,7 @@ def turns(made: Rig, count: int) -> None:
 
 
 def problems_at_end(made: Rig) -> list[str]:
-    """Step until the engine has nothing left to do, in less time than any timeout; return the remaining problems."""
+    """Step until the engine has no work, for less time than any timeout; return the remaining problems."""
     for _ in range(60):
         if not made.engine.has_work:
             break
