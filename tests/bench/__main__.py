@@ -24,7 +24,7 @@ BENCHES = (
     "trace",
     "verify",
 )
-"""modules of this folder with `add_arguments(parser)` and `run(options)`"""
+"""Each is a module of this folder with `add_arguments(parser)` and `run(options)`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

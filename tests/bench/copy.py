@@ -1,8 +1,9 @@
 """Compares copies of scattered blocks by the host copier with one large copy of the same bytes.
 
-Each repeat copies other blocks of a pool four times as large, scattered on both sides, and then as many bytes in one
-piece (one `memmove` a thread), so that other load on the machine affects both. Merging and submitting count as copying.
-Every byte of both sides is compared before the measurement. `kvoffload gpu-check` is the equivalent for a GPU.
+Each repeat copies a new choice of blocks, scattered over a pool four times as large on both sides. Then it
+copies as many bytes in one piece (one `memmove` per thread). Other load on the machine thus affects both
+copies. The time of a scattered copy includes merging and submitting. Every byte of both sides is compared
+before the measurement. `kvoffload gpu-check` is the equivalent for a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tests.bench.lines import Line, line
 from tests.bench.results import add_output_arguments, give_out
 
 _GOALS = {4: 0.6, 64: 0.9, 256: 0.9, 2048: 0.9}
-"""for each page size in KiB: the speed relative to one large copy"""
+"""for each page size in KiB, the target for the speed relative to one large copy"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,11 +61,7 @@ def _measure(args: argparse.Namespace) -> Iterator[Line]:
 
 
 def _measure_case(rig: Rig, page_kib: int, way: Direction, repeats: int, threads: int) -> Iterator[Line]:
-    """Check the copies, then time them and one large copy.
-
-    Raises:
-        WrongBytes: a copy has copied wrong bytes.
-    """
+    """Check the copies, then time them and one large copy; raise WrongBytes if a byte differs."""
     rig.check(way)
     speeds, ratios = [], []
     for repeat in range(repeats + 1):

@@ -1,7 +1,7 @@
 """Measures loads while stores are queued.
 
-It calls the worker's side like an engine's hooks. A load's time is from its submission to the poll that reports it.
-Polls are as far apart as the steps of a fast engine.
+The bench calls the worker's side as an engine's hooks would, with pauses between polls as short as the steps
+of a fast engine. A load's time is from its submission to the poll that reports it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ REGIONS = 8
 PAGE = 64 * 2**10
 STORES = 4  # the bytes of stores queued before a load, as a multiple of the load's bytes
 _POLL_S = 0.0002
-_HEAD_START_S = 0.005  # the time for the first stores to begin
+_HEAD_START_S = 0.005  # the time in which the first stores begin
 
 
 class Lanes:
-    """One rank's worker side with random bytes. A load has `blocks` blocks, and the device six times as many."""
+    """One rank's worker side with random bytes. A load has `blocks` blocks. The device has six times as many."""
 
     def __init__(self, blocks: int, portal: Portal) -> None:
         self._count = blocks
@@ -74,11 +74,7 @@ class Lanes:
         return seconds
 
     def check(self) -> None:
-        """Store blocks, load them into other blocks, and compare.
-
-        Raises:
-            WrongBytes: the bytes differ.
-        """
+        """Store blocks, load them into other blocks, and compare; raise WrongBytes if a byte differs."""
         order = self._draw.permutation(self._blocks)
         slots, source, target = (
             order[: self._count],
@@ -99,7 +95,7 @@ class Lanes:
             self._take(left)
 
     def _take(self, left: set[JobId]) -> None:
-        """Take a report and remove its jobs from `left`. Without a report, pause briefly."""
+        """Take a report and remove its jobs from `left`. If there is no report, sleep briefly."""
         report = self.side.take_report()
         if report is None:
             time.sleep(_POLL_S)
@@ -124,7 +120,7 @@ class Lanes:
 
 
 def measure_loads(size: int, repeats: int) -> Iterator[Line]:
-    """Time pairs of loads of `size` bytes, with and without stores queued before them, in alternating order."""
+    """Time loads of `size` bytes in pairs: with and without stores queued before the load, in alternating order."""
     seconds: dict[bool, list[float]] = {False: [], True: []}
     portal = Portal("kvoffload-bench")
     lanes = Lanes(max(size // (PAGE * REGIONS), 1), portal)

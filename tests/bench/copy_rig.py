@@ -1,7 +1,7 @@
 """Host memory in place of a device, an arena, and the real copier between them.
 
-The device's memory is one allocation, as engines make it, cut into regions. Each copy uses other blocks and slots of a
-pool several times as large, so that nothing is in a processor's cache.
+As in an engine, the device's memory is one allocation that is cut into regions. Each copy uses other blocks
+and slots of a pool several times as large, so that the bytes are in no processor cache.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ if TYPE_CHECKING:
 
     from kvoffload.transfer.runs import Numbers
 
-    Pages = NDArray[np.uint8]  # [regions, blocks or slots, page]
+    Pages = NDArray[np.uint8]  # has the shape [regions, blocks or slots, page]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 REGIONS = 8
 POOL = 4  # the pool's size, as a multiple of one copy
-_ALIGNMENT = 4096  # alignment of a large copy
+_ALIGNMENT = 4096  # the alignment of a large copy
 
 
 class WrongBytes(KVOffloadError):
-    """Raised when a copy has copied wrong bytes, so that its time is meaningless."""
+    """Raised when a copy has copied wrong bytes. The time of such a copy means nothing."""
 
 
 class WatchedExecutor(Executor):
-    """Threads with a way to wait for their work without slowing them down."""
+    """Threads whose work can be awaited without slowing it down."""
 
     def __init__(self, threads: int) -> None:
         self._inside = DaemonExecutor("bench-copy", threads)
@@ -60,7 +60,6 @@ class WatchedExecutor(Executor):
         return future
 
     def wait(self) -> None:
-        """Return when all work has ended."""
         done, self._futures = self._futures, []
         wait(done)
 
@@ -94,7 +93,7 @@ class Rig:
             self.layout,
             self.blocks,
             make_allocator(self.layout, executor=at_once),
-            chunk_bytes=max(CHUNK_BYTES, POOL * self.size),  # one chunk, so that a large copy fits
+            chunk_bytes=max(CHUNK_BYTES, POOL * self.size),  # one chunk has room for a large copy
         )
         asyncio.run(self.arena.prepare())
         bases = [int(base) for base in self.arena.geometry.host_base[0]]
@@ -105,7 +104,6 @@ class Rig:
 
     @property
     def host_memory(self) -> memoryview:
-        """The arena's memory."""
         return self._host.data
 
     def __enter__(self) -> Rig:
@@ -141,7 +139,7 @@ class Rig:
         host, device = (int(self._draw.integers(places)) * _ALIGNMENT for _ in range(2))
         addresses = [self._host.ctypes.data + host, self._device.data_ptr() + device]
         target, source = addresses if way is Direction.STORE else reversed(addresses)
-        threads = 1 if way is Direction.STORE else self._threads  # One thread copies stores.
+        threads = 1 if way is Direction.STORE else self._threads  # one thread copies stores
         part = self.size // threads
         begun = time.perf_counter()
         for start in range(0, part * threads, part):
@@ -150,11 +148,7 @@ class Rig:
         return time.perf_counter() - begun
 
     def check(self, way: Direction) -> None:
-        """Copy once, and compare every byte of both sides with the expected one.
-
-        Raises:
-            WrongBytes: a byte differs.
-        """
+        """Copy once, and compare every byte of both sides; raise WrongBytes if a byte differs."""
         self._fill()
         slots, blocks = self.draw()
         host, device = self._host_pages(), self._device_pages()
@@ -171,7 +165,6 @@ class Rig:
                 )
 
     def _fill(self) -> None:
-        """Fill both sides with random bytes."""
         seed = int(self._draw.integers(2**31))
         _randomize(self._device, seed)
         _randomize(torch.from_numpy(self._host), seed + 1)

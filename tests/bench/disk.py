@@ -1,8 +1,9 @@
 """Compares the disk tier's copies with the disk's own speed, and measures an engine that restarts after a SIGKILL.
 
-Each repeat reads and writes a file in order, with direct I/O on one thread, from and to the blocks' host memory. Then
-it spills and fetches as many bytes with the real `RankDisk` and slot file, between scattered host slots and disk slots,
-with checksums. So other load on the machine affects both. Every fetched byte is compared before the measurement.
+Each repeat reads and writes a file in order, with direct I/O on one thread, from and to the blocks' host
+memory. Then it spills and fetches as many bytes with the real `RankDisk` and slot file, between scattered
+host slots and disk slots, with checksums. Other load on the machine thus affects both. Every fetched byte is
+compared before the measurement.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from tests.bench.tier_hooks import HOST, NEVER, OUTGROWS, hook_seconds, moved, s
 _GOAL, _GOAL_FROM_KIB = 0.8, 1024
 _PIECE = 2**20
 _POOL = 4  # the number of disk slots, as a multiple of one pass
-_REGIONS = 8  # pages of a block
+_REGIONS = 8  # the number of pages in a block
 _PLAYS = 3
 
 
@@ -117,7 +118,7 @@ def _lines(tier: _Tier, what: str, repeats: int, has_goal: bool) -> Iterator[Lin
         tier.shuffle()
         for way, (plain_pass, copy) in works.items():
             took = _timed(plain_pass), _timed(copy)
-            if repeat:  # The first repeat is a warm-up, and compares every byte.
+            if repeat:  # The first repeat is a warm-up.
                 plain[way].append(tier.size / took[0] / 1e9)
                 through[way].append(tier.size / took[1] / 1e9)
         if not repeat:
@@ -154,11 +155,10 @@ class _Tier:
         self._slots: list[int] = []
         self._places: list[int] = []
         self._sums: tuple[tuple[int, ...], ...] = ()
-        self._pass_over(os.pwritev, _POOL * self.size)  # File systems allocate space at the first write.
+        self._pass_over(os.pwritev, _POOL * self.size)  # file systems allocate space at the first write
         self._file.sync()
 
     def shuffle(self) -> None:
-        """Choose other host slots and disk slots for the next copies."""
         self._slots = self._draw.sample(range(self._rig.blocks), self._rig.count)
         self._places = self._draw.sample(range(self._file.slots), self._rig.count)
 
@@ -168,16 +168,15 @@ class _Tier:
         self._file.sync()
 
     def fetch(self) -> None:
-        """Read the disk slots into their host slots."""
         self._job(is_spill=False)
 
     def pass_writing(self) -> None:
-        """Write as many bytes in order, and sync."""
+        """Write as many bytes as a spill, in order, and sync."""
         self._pass_over(os.pwritev, self.size)
         self._file.sync()
 
     def pass_reading(self) -> None:
-        """Read as many bytes in order."""
+        """Read as many bytes as a fetch, in order."""
         self._pass_over(os.preadv, self.size)
 
     def _pass_over(self, call: Callable[[int, list[memoryview], int], int], size: int) -> None:
@@ -187,11 +186,7 @@ class _Tier:
             call(descriptor, [memory[start : start + min(_PIECE, size - offset)]], offset + 4096)
 
     def check(self) -> None:
-        """Fetch into cleared slots, and compare every byte with the spilled one.
-
-        Raises:
-            CommandError: a byte differs.
-        """
+        """Spill, fetch into cleared slots, and compare; raise CommandError if a byte differs."""
         self.spill()
         pages = [page for slot in self._slots for page in self._rig.arena.pages(slot)]
         before = [page.tobytes() for page in pages]

@@ -1,10 +1,10 @@
 """Measures the cost and the benefit of offloading in the reference engine.
 
-* Throughput on prompts that never repeat, with offloading relative to without. Both engines serve the same prompts, one
-  right after the other, and which one goes first alternates. An engine's time ends when it has nothing left to do,
+* Throughput on prompts that never repeat, with offloading relative to without. Both engines serve the same
+  prompts, one after the other, in alternating order. An engine's time ends when it has no work left,
   including copies.
-* Time to first token of returning turns of conversations whose KV the device has evicted: the working set is four times
-  the device's cache. Both engines play every round, one after the other, with the same prompts.
+* Time to first token of returning turns of conversations whose KV the device has evicted: the working set is
+  four times the device's cache. Both engines play every round with the same prompts, one after the other.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ async def _never_repeating(options: DemoOptions, pairs: int) -> Line:
 
 
 async def _serve(engine: Engine, prompts: list[list[int]]) -> float:
-    """Return the seconds until all prompts are answered and nothing is left to do."""
+    """Return the seconds until all prompts are answered and no work is left."""
 
     async def ask(prompt: list[int]) -> None:
         async with engine.submit(prompt, SamplingParams(_ANSWER_TOKENS)) as stream:

@@ -30,10 +30,10 @@ class CountedBlocks:
         self._free = deque(map(DeviceBlockId, range(1, blocks + 1)))
         self._references = [0] * (blocks + 1)
         self.keys: dict[DeviceBlockId, BlockKey] = {}
-        """the contents of each block, if it was computed"""
+        """the key of each block that was computed"""
 
     def take(self, count: int) -> tuple[DeviceBlockId, ...]:
-        """Allocate blocks, whose contents are lost."""
+        """Allocate blocks. Their contents are lost."""
         blocks = tuple([self._free.popleft() for _ in range(count)])
         for block in blocks:
             self.keys.pop(block, None)
@@ -64,7 +64,7 @@ class CountedBlocks:
 
 
 class Engineless:
-    """One scheduler side, whose `slots` host slots are all ready from the start."""
+    """One scheduler side. All of its `slots` host slots are ready from the start."""
 
     def __init__(self, slots: int) -> None:
         full = GroupSpec(_GROUP, AttentionKind.FULL, BLOCK_TOKENS)
@@ -79,11 +79,10 @@ class Engineless:
         return request
 
     def ended(self, request: RequestId) -> None:
-        """End a request that was never computed."""
         self.side.ended(facts.RequestEnded(request, 0, ((),)))
 
     def fill(self, draw: random.Random, count: int) -> float:
-        """Store `count` new blocks on the host, replacing the oldest; return the longest processor time for 64."""
+        """Store `count` new blocks on the host in place of the oldest; return the longest processor time of 64."""
         longest = 0.0
         for placed in range(0, count, _AT_ONCE):
             keys = fresh_keys(draw, min(_AT_ONCE, count - placed))
@@ -99,5 +98,5 @@ class Engineless:
 
 
 def fresh_keys(draw: random.Random, count: int) -> list[BlockKey]:
-    """Return keys of the usual length that are on no host yet."""
+    """Return random keys of the usual length."""
     return [block_key(draw.randbytes(_HASH_BYTES), _GROUP) for _ in range(count)]

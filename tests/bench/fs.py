@@ -1,8 +1,8 @@
-"""Compares prompts that return after a restart: from kvoffload's disk, from vLLM's `fs` tier, and computed.
+"""Compares prompts that return after a restart: read from kvoffload's disk, read by vLLM's `fs` tier, or computed.
 
-Every engine is a stock vLLM with the same model and the same host memory, which is too small for all prompts. The first
-engine on a folder serves each returning prompt twice, after a prompt that does not return. In each turn, another engine
-on this folder, whose files are not in the page cache, serves the returning prompts.
+Every engine is a stock vLLM with the same model and the same host memory, which is too small for all prompts.
+The first engine on a folder serves prompts that do not return, and each returning prompt twice. Then in each
+turn another engine on this folder serves the returning prompts; its files are not in the page cache.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Size:
     def transfer(self, name: str, folder: Path) -> dict[str, Any]:
         """Return the engine's option for a connector.
 
-        A quarter of our host, which fetches may fill, has room for a prompt.
+        A prompt fits into a quarter of our host, the share that fetches may fill.
         """
         from tests.vllm.stock import fs_peer
 
@@ -84,7 +84,7 @@ class Size:
 
 @dataclass
 class Side:
-    """A connector, or none, with its folder and its results."""
+    """A connector, or no connector, with its folder and its results."""
 
     name: str
     folder: Path
@@ -95,10 +95,9 @@ class Side:
     read: list[int] = field(default_factory=list)
     written: int = 0
     not_read: int = 0
-    """timed prompts that were not read from the disk"""
+    """the number of timed prompts for which the process read too few bytes from the disk"""
 
     def fill(self, prompts: Sequence[Prompt], others: Sequence[Prompt]) -> None:
-        """Run the first engine."""
         with self._living() as llm:
             for prompt, other in zip(prompts, others, strict=True):
                 for each in (other, prompt, prompt):
@@ -107,7 +106,7 @@ class Side:
     def return_to(self, prompts: Sequence[Prompt]) -> None:
         """Run an engine that finds the prompts on the disk.
 
-        The most recently used prompt is served first, without timing.
+        The engine first serves the most recently used prompt, without timing.
 
         Raises:
             RuntimeError: a prompt was computed.
@@ -129,12 +128,12 @@ class Side:
         self.read.append(moved("read_bytes") - began)
 
     def left(self) -> int:
-        """Return the bytes of its files."""
+        """Return the bytes of the connector's files."""
         return sum(path.stat().st_blocks * 512 for path in files_in(self.folder))
 
     @contextmanager
     def _living(self) -> Iterator[Any]:
-        """Yield a running engine whose disk, if it is ours, is open."""
+        """Yield a running engine. With our connector, its disk is open."""
         room = (self.size.blocks + 2) * engines.BLOCK
         options = {
             "num_gpu_blocks_override": 3 * self.size.blocks,
@@ -147,7 +146,7 @@ class Side:
         with (
             patch(
                 "kvoffload_vllm.kv_identity._process_began_ns", time.time_ns
-            ),  # the weights are older than the engine
+            ),  # the weights must be older than the engine
             engines.in_process(self.checkpoint, **options) as llm,
         ):
             serve(llm, [1, 2, 3])
@@ -159,9 +158,10 @@ class Side:
 
 
 def serve(llm: Any, prompt: Prompt) -> tuple[float, tuple[int, ...], int]:
-    """Serve a prompt until all copies have ended. Return seconds to the first token, all tokens, and found tokens.
+    """Serve a prompt until all copies have ended; return seconds to first token, tokens, and found tokens.
 
-    After a step without a forward pass it pauses for 1 ms, as in vLLM's own loop, which a single process does not use.
+    After a step without a forward pass, pause for 1 ms, as vLLM's own loop does. A single process does not
+    use that loop.
     """
     from vllm import SamplingParams
 
@@ -179,7 +179,7 @@ def serve(llm: Any, prompt: Prompt) -> tuple[float, tuple[int, ...], int]:
 
 
 def moved(which: str) -> int:
-    """Return the bytes that this process has read from disks, or written to them."""
+    """Return the bytes that this process has read from disks or written to them."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(dict(each.split(": ") for each in lines)[which])
 
@@ -202,7 +202,7 @@ def draw_prompts(size: Size, count: int, seed: int = 0) -> list[list[int]]:
 
 
 def play(root: Path, size: Size, turns: int, count: int) -> list[Side]:
-    """Fill both disks, then run engines in turns, each time in another order."""
+    """Fill both disks, then run the engines one after the other in each turn, in a different order each turn."""
     checkpoint = checkpoints.make("qwen3", root / "model", **size.shape)
     sides = [Side(name, root / name, checkpoint, size) for name in (NONE, OURS, FS)]
     prompts = draw_prompts(size, count)
@@ -216,7 +216,6 @@ def play(root: Path, size: Size, turns: int, count: int) -> list[Side]:
 
 
 def lines(sides: Sequence[Side]) -> Iterator[Line]:
-    """Yield the results."""
     none, ours, fs = sides
     yield line(f"first token sooner than computed, {OURS}", ratios(none.first_s, ours.first_s))
     yield line(f"first token sooner than computed, {FS}", ratios(none.first_s, fs.first_s))
@@ -234,5 +233,4 @@ def lines(sides: Sequence[Side]) -> Iterator[Line]:
 
 
 def differing(one: Side, other: Side) -> int:
-    """Return how many answers differ."""
     return sum(mine != its for mine, its in zip(one.answers, other.answers, strict=True))

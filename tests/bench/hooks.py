@@ -1,9 +1,10 @@
 """Compares the time in the scheduler's hooks per step with vLLM's own `SimpleCPUOffloadConnector`.
 
-Two equal engines in this process serve the same prompts, each with one connector, in turns step by step, so that other
-work on the machine affects both. A connector that plans copies only in every n-th step would look too good in the
-median step. So steps are averaged over windows of `WINDOW_STEPS`, and the median window counts. Prompts differ in
-length, so that blocks are completed in every step, not in all requests at the same time.
+Two equal engines in this process, each with one connector, serve the same prompts and alternate step by step,
+so that other load on the machine affects both. A connector that plans copies only in every n-th step would
+look too good in the median step. So steps are averaged over windows of `WINDOW_STEPS`, and the median window
+counts. Prompts differ in length, so that blocks are completed in every step and not in all requests at the
+same time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ PHASES = {
 }
 WINDOW_STEPS = 16
 TARGET = 0.3
-"""as a share of the peer's time, with many running requests"""
+"""the largest share of the peer's time, with many running requests"""
 _MANY = 128
 
 
@@ -112,7 +113,8 @@ def _measure_case(
         for name, steps in _ride(riders, draw_prompts(draw, running), tokens).items():
             decode = [step.hook_ns / 1e3 for step in steps if step.requests == step.tokens == running]
             prefill = [step.hook_ns / 1e3 for step in steps if step.tokens > step.requests]
-            # All time in hooks, including steps that only wait for copies, divided by the steps that compute.
+            # Divide all time in hooks, including steps that only wait for copies, by the number of steps that
+            # compute.
             whole = sum(step.hook_ns for step in steps) / 1e3 / sum(step.tokens > 0 for step in steps)
             gathered["all"].setdefault(name, []).append(whole)
             for phase, times in (("decode", decode), ("prefill", prefill)):
@@ -130,7 +132,7 @@ def _median_window(steps_us: Sequence[float]) -> float:
 
 
 def _ride(riders: Sequence[Rider], prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, list[Step]]:
-    """Serve the same prompts on every engine, one step each in turns, in alternating order."""
+    """Serve the same prompts on every engine. The engines step alternately, in alternating order."""
     steps: dict[str, list[Step]] = {rider.name: [] for rider in riders}
     for rider in riders:
         rider.ask(prompts, tokens)

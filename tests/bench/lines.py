@@ -1,7 +1,8 @@
-"""The results of benches as lines: what was measured, a median with its interval, the target, and whether it is met.
+"""The results of benches as lines.
 
-A bench prints its lines as a table or JSON, and saves them if requested. README.md shows the headlines of saved
-results.
+A line says what was measured, and has a median with its interval, the target, and whether the median meets
+it. A bench prints its lines as a table or JSON, and saves them if requested. README.md shows the headlines of
+saved results.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ class Line:
     Args:
         what: what was measured.
         median: the median of the samples.
-        low, high: the ends of its confidence interval; None with too few samples.
-        unit: the unit of these three.
+        low, high: the ends of the median's confidence interval; None with too few samples.
+        unit: the unit of `median`, `low` and `high`.
         target: the target in words; empty if there is none.
         is_met: whether the median meets the target; None without a target.
     """
@@ -36,7 +37,7 @@ class Line:
 
     @property
     def found(self) -> str:
-        """Return the numbers as a table shows them."""
+        """Return the median and its interval as a table shows them."""
         shown = f"{_digits(self.median)}{self.unit}"
         if self.low is None or self.high is None:
             return shown
@@ -44,7 +45,6 @@ class Line:
 
     @property
     def verdict(self) -> str:
-        """Return whether the target is met, in a word."""
         return {None: "", True: "met", False: "missed"}[self.is_met]
 
     def to_plain(self) -> dict[str, object]:
@@ -74,16 +74,17 @@ def line(
 
 
 def ratios(mine: Iterable[float], others: Iterable[float]) -> list[float]:
-    """Return each of `mine` divided by the one of `others` at the same index."""
+    """Return each of `mine` divided by the number in `others` at the same index."""
     return [one / other for one, other in zip(mine, others, strict=True)]
 
 
 def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Return two of the samples between which the median lies with at least this confidence.
+    """Return the two samples that enclose the median with at least this confidence.
 
-    The number of samples below the median has the distribution of heads in as many coin tosses. So the k-th of n
-    ordered samples from either end enclose the median unless there are fewer than k heads or fewer than k tails. The
-    narrowest such pair is returned. With too few samples (fewer than 6 for 95 %), the interval is infinite.
+    The number of samples below the median has the distribution of heads in as many coin tosses. So the k-th
+    of n ordered samples from either end enclose the median, unless there are fewer than k heads or fewer than
+    k tails. The narrowest such pair is returned. With too few samples (fewer than 6 for 95 %), the interval
+    is infinite.
     """
     ordered = sorted(samples)
     count = len(ordered)
@@ -97,7 +98,6 @@ def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple
 
 
 def table(lines: Sequence[Line]) -> Iterator[str]:
-    """Yield the lines for a terminal."""
     width, room = (max(len(getattr(one, name)) for one in lines) for name in ("what", "found"))
     for one in lines:
         yield f"{one.what:<{width}}  {one.found:>{room}}  {one.target:<14}  {one.verdict}".rstrip()
@@ -146,7 +146,7 @@ HEADLINES: Mapping[str, Sequence[str]] = {
         "a slot's memory, every block replaced twice, 1,000,000 slots",
     ),
 }
-"""the lines that README.md shows, for each bench"""
+"""the lines of each bench that README.md shows"""
 
 
 def markdown(results: Sequence[Mapping[str, Any]]) -> str:

@@ -1,10 +1,9 @@
 """Measures the Python memory of host slots, and the start-up time with many slots.
 
-Each number of slots runs in a separate process.
-
-The process's resident memory is compared before the side is made, when its slots are full, and after every block was
-replaced twice, because dicts with deletions need more memory than those without, and are sometimes rebuilt. A block's
-key is counted, because nothing else refers to it after the request's end.
+Each number of slots runs in a separate process. The process's resident memory is read before the scheduler's
+side is made, when its slots are full, and after every block was replaced twice: dicts with deletions need
+more memory than dicts without, and are sometimes rebuilt. The memory includes the blocks' keys, because
+nothing else refers to a key after the request's end.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from kvoffload.cli.exits import CommandError
 from tests.bench.engineless import Engineless
 from tests.bench.lines import Line, line
 
-_TARGETS_AT = 1_000_000  # in slots
-_REPLACED = 2  # times; the first replacement grows the dicts, the second rebuilds them
-_ROOT = Path(__file__).resolve().parents[2]  # the checkout
+_TARGETS_AT = 1_000_000  # the number of slots to which the targets apply
+_REPLACED = 2  # rounds; the first round grows the dicts, the second round rebuilds them
+_ROOT = Path(__file__).resolve().parents[2]
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -34,8 +33,9 @@ class Memory(NamedTuple):
     """The result for one number of slots.
 
     Args:
-        start_s: seconds until the side has all its slots.
-        full, churned: resident bytes per slot: when full, and after each block was replaced twice.
+        start_s: seconds until the scheduler's side has all its slots.
+        full, churned: resident bytes per slot, when all slots are full and after each block was replaced
+        twice.
         longest_put_s: the longest processor time for storing 64 blocks.
     """
 
@@ -64,16 +64,15 @@ def measure(slots: Sequence[int]) -> Iterator[Line]:
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE
 
 
 def fill(slots: int) -> Memory:
-    """Measure in this process, which must be new: reused memory would hide growth."""
+    """Measure in this process. The process must be new, because reused memory would hide growth."""
     draw = random.Random(0)
-    Engineless(16).put([])  # Import everything, and create what is created once.
+    Engineless(16).put([])  # imports everything, and creates objects that exist once
     gc.collect()
-    gc.disable()  # as in an idle engine
+    gc.disable()  # disabled, as in an idle engine
     before = resident_bytes()
     begun = time.perf_counter()
     rig = Engineless(slots)

@@ -1,9 +1,9 @@
-"""Measures what waiting requests add to each step, compared with vLLM's `OffloadingConnector`.
+"""Measures the time that waiting requests add to each step, compared with vLLM's `OffloadingConnector`.
 
-Some requests decode while many wait. Our connector runs in its own engine. Without a GPU, only the peer's scheduler
-side can run: it follows an engine without a connector, gets each request and makes a plan in each step, and its stores
-end at once. The model has sliding windows, so both connectors must notice blocks that left a window and were allocated
-again. The peer searches all of its requests for them.
+Some requests decode while many wait. Our connector runs in its own engine. Without a GPU only the peer's
+scheduler side can run. It follows an engine without a connector, receives each request, and makes a plan in
+each step; its stores end at once. The model has sliding windows, so both connectors must notice blocks that
+left a window and were allocated again. The peer searches all of its requests for such blocks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.bench.vllm_engines import (
 
 RUNNING = 16
 FEW = 10
-_STEPS = 64  # steps in which each running request completes two blocks
+_STEPS = 64  # in this many steps each running request completes two blocks
 _WAITING_TOKENS = 64
 _PEER = "OffloadingConnector"
 _PEER_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(waiting: Sequence[int], pairs: int) -> Iterator[Line]:
-    """Measure both connectors for each number of waiting requests; the peer only if this vLLM has it."""
+    """Measure each number of waiting requests with our connector and, if this vLLM has it, with the peer."""
     import torch
 
     prepare_process(torch.cuda.is_available())
@@ -99,7 +99,7 @@ def _measure_case(riders: Sequence[Rider], waiting: int, pairs: int, draw: rando
 
 
 def _steps_us(rider: Rider, waiting: int, draw: random.Random) -> float:
-    """Return the mean microseconds in hooks per step, while all running requests decode and `waiting` others wait."""
+    """Return the mean microseconds in hooks per step, while all running requests decode and `waiting` requests wait."""
     names = rider.ask(draw_prompts(draw, RUNNING), 2 * _STEPS)
     took: list[float] = []
     names += rider.ask([draw.choices(range(2, VOCABULARY), k=_WAITING_TOKENS) for _ in range(waiting)], 1)

@@ -1,9 +1,9 @@
 """Compares the remote tier with the store's own client, and measures engines that share a store, also while it hangs.
 
-The stores are started from their wheels on this machine: a Mooncake master with one node, and SeaweedFS as an S3
-server. Each repeat moves the same bytes each way by the store's own client and then through the tier, so that other
-load on the machine affects both (`remote_rig.py`). Every byte is compared before the measurement. `remote_engines.py`
-measures the engines.
+The stores run on this machine from their wheels: a Mooncake master with one node, and SeaweedFS as an S3
+server. Each repeat moves the same bytes in both directions, first by the store's own client and then through
+the tier, so that other load on the machine affects both (`remote_rig.py`). Every byte is compared before the
+measurement. `remote_engines.py` measures the engines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.bench.remote_rig import REGIONS, BucketClient, MooncakeClient, TierWa
 from tests.bench.results import add_output_arguments, give_out
 
 _GOAL, _GOAL_FROM_KIB = 0.7, 1024
-# Memory of a Mooncake node: this multiple of a repeat's bytes, and at least this many bytes.
+# The memory of a Mooncake node, as a multiple of a repeat's bytes, and its least size in bytes.
 _SPACE, _LEAST_SPACE = 4, 2**28
 
 

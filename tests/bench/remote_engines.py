@@ -1,11 +1,12 @@
 """Engines that share a store: the second engine's gain, the cost in hooks, and the cost while the store hangs.
 
-* A second engine serves prompts whose blocks another engine has written to the store, in turns with an engine that
-  computes them.
-* Four engines serve conversations larger than the host in turns: without a store, with an empty one to which nothing is
-  written, with a working one, and with a dead one.
-* An engine serves a ring of prompts that fits neither its device nor its host, so that each comes from the store. Its
-  tokens per second are counted before, while and after the process with the values is stopped.
+* A second engine serves prompts whose blocks another engine has written to the store. It alternates with an
+  engine that computes the same prompts.
+* Four engines take turns in serving conversations larger than the host: without a store, with an empty store
+  that is never written, with a working store, and with a dead store.
+* An engine serves a ring of prompts that fits neither its device nor its host, so that each prompt is fetched
+  from the store. The bench counts tokens per second before, while and after the process with the values is
+  stopped.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ LocalStore: TypeAlias = LocalMooncake | LocalBucket
 _NODE_BYTES = 2**29
 _ANSWER = 4
 _RING, _RING_TOKENS, _CLIENTS = 32, 320, 2
-_HOST_SHARE = 3  # share of the ring; fetches may fill a quarter of the host, which is a prompt of each client
-_FLOAT_BYTES = 4  # bytes of a number in the engine's KV
+_HOST_SHARE = 3  # a third of the ring; a quarter of this host has room for a prompt of each client
+_FLOAT_BYTES = 4  # the bytes of a number in the engine's KV
 
 
 def measure_engines(args: argparse.Namespace) -> Iterator[Line]:
@@ -69,7 +70,7 @@ def measure_engines(args: argparse.Namespace) -> Iterator[Line]:
 
 
 async def _second_engine(name: str, server: LocalStore, args: argparse.Namespace) -> list[Line]:
-    """Let one engine write prompts to the store, and measure another that starts with them."""
+    """Let one engine write prompts to the store, and measure another engine that starts with these prompts."""
     tokens = 1280 if args.model == "small" else 512
     options = DemoOptions(
         conversations=args.conversations,
@@ -110,10 +111,10 @@ async def _second_engine(name: str, server: LocalStore, args: argparse.Namespace
 
 
 async def _hooks(kind: str) -> list[Line]:
-    """Measure hooks without a store, with an idle one, with a working one, and with a dead one."""
+    """Measure hooks without a store, with an idle store, with a working store, and with a dead store."""
     async with AsyncExitStack() as opened:
-        # Started first, because an engine reads a bucket's endpoint from the environment, where the working store then
-        # replaces it.
+        # The dead store starts first. An engine reads a bucket's endpoint from the environment, and the
+        # working store later replaces the endpoint there.
         dies = opened.enter_context(local_store(kind, _NODE_BYTES))
         dead = await opened.enter_async_context(served(OUTGROWS, {**HOST, "remote_url": dies.url}))
         dies.close()
@@ -141,7 +142,6 @@ async def _hooks(kind: str) -> list[Line]:
 
 
 async def _without_a_store(args: argparse.Namespace) -> float:
-    """Return the tokens per second without a store."""
     options = _ring_options(args)
     async with served(options, {"host_bytes": _ring_host(options)}) as (engine, _), _ring(engine) as tokens:
         await _rate(tokens, args.seconds)  # a warm-up
@@ -152,7 +152,8 @@ async def _hanging(server: LocalStore, args: argparse.Namespace) -> tuple[float,
     """Stop the process with the values for a while.
 
     Returns:
-        The tokens per second of an engine that uses the store: before, while it is stopped, and afterwards.
+        The tokens per second of an engine that uses the store, before the stop, during the stop, and
+        afterwards.
     """
     process = server.node if isinstance(server, LocalMooncake) else server.server
     options = _ring_options(args)
@@ -163,7 +164,7 @@ async def _hanging(server: LocalStore, args: argparse.Namespace) -> tuple[float,
             "half the ring to be fetched",
             lambda: moved(side, "remote", "load") >= _RING * _RING_TOKENS // 16 // 2,
         )
-        await _rate(tokens, 1)  # until a second begins
+        await _rate(tokens, 1)  # waits for the beginning of a second
         before = await _rate(tokens, args.seconds)
         suspend(process)
         meanwhile = await _rate(tokens, args.seconds)
@@ -186,7 +187,7 @@ def _ring_host(options: DemoOptions) -> int:
 
 @asynccontextmanager
 async def _ring(engine: Engine) -> AsyncIterator[list[int]]:
-    """Let clients serve a ring of prompts. The list gets the tokens of each second; the last second is incomplete."""
+    """Let clients serve a ring of prompts. The yielded list receives the tokens of each second."""
     prompts, tokens, now = (
         itertools.cycle(_prompts(_RING, _RING_TOKENS)),
         [0],
@@ -217,11 +218,7 @@ async def _ring(engine: Engine) -> AsyncIterator[list[int]]:
 
 
 async def _rate(tokens: list[int], seconds: int) -> float:
-    """Return the tokens per second of this second and the next ones.
-
-    Raises:
-        CommandError: no token was computed.
-    """
+    """Return the tokens per second, counted from the current second on; raise CommandError if no token was computed."""
     first = len(tokens) - 1
     while len(tokens) <= first + seconds:  # noqa: ASYNC110  # a list has no event for it
         await asyncio.sleep(0.01)
@@ -246,5 +243,5 @@ async def _first_token_s(engine: Engine, prompt: list[int]) -> float:
 
 
 def _prompts(count: int, tokens: int) -> list[list[int]]:
-    draw = random.Random(1)  # another seed than the warm-up's, whose first prompt would be the same
+    draw = random.Random(1)  # not the warm-up's seed, which gives the same first prompt
     return [draw.choices(range(256), k=tokens) for _ in range(count)]

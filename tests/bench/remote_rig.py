@@ -1,7 +1,8 @@
 """Two ways to transfer the same bytes: through the remote tier, and with the store's own client.
 
-The tier uses `BlockingCalls` and `RemoteMover` between scattered host slots and the store, with checksums. The client
-is called from as many threads, with the same sizes of values and batches, on memory that it has registered.
+The tier uses `BlockingCalls` and `RemoteMover` between scattered host slots and the store, with checksums.
+The store's own client copies memory that it has registered. Both use the same number of threads and the same
+sizes of values and batches.
 """
 
 from __future__ import annotations
@@ -38,23 +39,23 @@ if TYPE_CHECKING:
     from kvoffload.remote.local import LocalBucket
     from tests.bench.copy_rig import Rig
 
-TIMEOUT_S = 60.0  # time limit of a call, long enough to measure a slow one
+TIMEOUT_S = 60.0  # the time limit of a call, long enough to measure a slow call
 _KEY_BYTES = 33
 _POLL_S = 1e-3  # shorter pauses take processor time from the threads
-REGIONS = 8  # pages of a block
+REGIONS = 8  # the number of pages in a block
 
 
 class Way(Protocol):
-    """One way to transfer the bytes of a repeat."""
+    """A way to transfer the bytes of a repeat."""
 
     def put(self) -> None:
-        """Write them."""
+        """Write the bytes."""
 
     def get(self) -> None:
-        """Read the bytes that were written last."""
+        """Read the bytes of the last `put`."""
 
     def close(self) -> None:
-        """Close connections."""
+        pass
 
 
 class TierWay:
@@ -94,11 +95,7 @@ class TierWay:
         self._job(Direction.LOAD)
 
     def check(self) -> None:
-        """Put, clear the slots, get, and compare every byte.
-
-        Raises:
-            CommandError: a byte differs.
-        """
+        """Put, clear the slots, get, and compare; raise CommandError if a byte differs."""
         self.put()
         pages = [page for slot in self._slots for page in self._rig.arena.pages(slot)]
         before = [page.tobytes() for page in pages]
@@ -125,7 +122,7 @@ class TierWay:
 
 
 class ClientWay(ABC):
-    """The store's own client, called in batches from as many threads as the tier has.
+    """The store's own client. As many threads as the tier has call it in batches.
 
     Args:
         rig: determines the size and number of blocks.
@@ -151,7 +148,7 @@ class ClientWay(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Remove everything from the store."""
+        pass
 
     def _each(self, call: Callable[[int, Sequence[memoryview]], None]) -> None:
         starts = range(0, self._blocks, self._batch)
@@ -169,7 +166,7 @@ class ClientWay(ABC):
         call(start, [buffer[at * self._value_bytes :][: self._value_bytes] for at in range(count)])
 
     def _register(self, buffer: memoryview) -> None:  # noqa: B027  # not every client needs it
-        """Register the memory that puts and gets use."""
+        pass
 
     @abstractmethod
     def _put(self, start: int, values: Sequence[memoryview]) -> None: ...
@@ -179,7 +176,7 @@ class ClientWay(ABC):
 
 
 class MooncakeClient(ClientWay):
-    """Uses a separate connection. `clear` removes everything, so the store must have no other user."""
+    """Uses a connection of its own. `clear` empties the whole store, so the store must have no other user."""
 
     def __init__(self, server: LocalMooncake, rig: Rig) -> None:
         super().__init__(rig)
@@ -215,7 +212,7 @@ class MooncakeClient(ClientWay):
 
 
 class BucketClient(ClientWay):
-    """Uses a separate connection. A batch is one object, and a get reads ranges of it, as the tier does."""
+    """Uses a connection of its own. As in the tier, a batch is one object, and a get reads ranges of it."""
 
     def __init__(self, server: LocalBucket, rig: Rig) -> None:
         import obstore

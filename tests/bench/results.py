@@ -61,13 +61,14 @@ def give_out(
     else:
         about_text = ", ".join(f"{key} {value}" for key, value in about.items())
         print("\n".join([about_text, method, "", *table(lines)]))
-    if args.save is not None:  # Last, so that the results are on the screen if the file cannot be written.
+    # Saved last, so that the results are on the screen even if the file cannot be written.
+    if args.save is not None:
         say(f"written: {_save(name, result, args.save)}")
     return Exit.OK
 
 
 def _options(args: argparse.Namespace) -> dict[str, object]:
-    """Return the bench's options without paths, which only depend on the machine."""
+    """Return the bench's options without paths, which depend only on the machine."""
     hidden = ("json", "save")
     return {
         name: value
@@ -98,8 +99,7 @@ def _save(name: str, result: Mapping[str, object], folder: Path) -> Path:
         folder: created if it is missing.
 
     Raises:
-        CommandError: the file cannot be written, or is larger than 30 kB, because a bench saves sums instead of
-            samples.
+        CommandError: the file cannot be written, or is larger than 30 kB. A bench saves sums and no samples.
     """
     about = result["machine"]
     assert isinstance(about, Mapping)
@@ -119,6 +119,6 @@ def _save(name: str, result: Mapping[str, object], folder: Path) -> Path:
 
 
 def _slug(about: Mapping[str, object]) -> str:
-    """Return a machine's processor and cores as part of a file's name."""
+    """Return a machine's processor and cores as a part of a file name."""
     plain = re.sub(r"\((r|tm)\)|processor|cpu|@", " ", f"{about['cpu']} {about['cores']} cores".lower())
     return _NOT_IN_NAMES.sub("-", plain).strip("-")

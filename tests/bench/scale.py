@@ -1,7 +1,4 @@
-"""Measures lookups and the memory of slots on the scheduler's side, without an engine.
-
-The `SchedulerSide` is the real one. There is no engine, and copies are simulated.
-"""
+"""Measures lookups and the memory of slots in the real `SchedulerSide`, without an engine and without copies."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
 """Measures offloading's cost and benefit in a stock vLLM, compared with vLLM's `SimpleCPUOffloadConnector`.
 
-Engines without a connector, with this one and with the peer's take turns in one process, each on the same prompts, so
-that whatever else the machine does meets all alike.
+Engines without a connector, with our connector and with the peer run in one process. They take turns, each on
+the same prompts, so that other load on the machine affects all of them.
 
-* Prompts that never repeat: throughput over that without a connector, until nothing is left to do, open copies
-  included.
-* Turns that come back: conversations need four times the device's cache, so the device has forgotten each one by its
-  next turn. Time from the request to its first token, over recomputing and over the peer.
+* Prompts that never repeat: throughput, relative to an engine without a connector. An engine's time ends when
+  it has no work left, including copies.
+* Returning turns: conversations need four times the device's cache, so the device has evicted each
+  conversation before its next turn. The bench compares the time to first token with recomputing and with the
+  peer.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ PROMPT_TOKENS = 1024
 TURN_TOKENS = 64
 TURNS = 3
 _CACHE_SHARE = 4
-_SHAPE: Mapping[str, Any] = {  # so large that computing a prompt takes longer than scheduling it
+_SHAPE: Mapping[str, Any] = {  # so large that computing a prompt takes longer than scheduling the prompt
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_attention_heads": 4,
@@ -72,7 +73,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(connectors: Mapping[str, Mapping[str, Any]], pairs: int, conversations: int) -> Iterator[Line]:
-    """Measure an engine with each connector and one without."""
     longest = PROMPT_TOKENS + TURNS * TURN_TOKENS
     needed = conversations * (longest // BLOCK)
     blocks = max(needed // _CACHE_SHARE, AT_ONCE * (longest // BLOCK + 1)) + 1  # the null block is never used
@@ -87,7 +87,7 @@ def _measure(connectors: Mapping[str, Mapping[str, Any]], pairs: int, conversati
 
 
 def _throughput(rates: Mapping[str, Sequence[float]], vllm: str) -> Iterator[Line]:
-    """Yield the results for prompts that never repeat, from the rates by connector."""
+    """Yield the results for prompts that never repeat, from the tokens per second of each connector."""
     what = f"throughput on prompts that never repeat, {vllm}"
     for name, found in rates.items():
         if name != PLAIN:
@@ -97,7 +97,7 @@ def _throughput(rates: Mapping[str, Sequence[float]], vllm: str) -> Iterator[Lin
 
 
 def _first_tokens(first_ms: Mapping[str, Sequence[float]], working_set: str) -> Iterator[Line]:
-    """Yield the results for returning turns, from milliseconds by connector."""
+    """Yield the results for returning turns, from the milliseconds of each connector."""
     first = f"first token of returning turns, {working_set}"
     for name, found in first_ms.items():
         if name != PLAIN:

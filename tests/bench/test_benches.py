@@ -1,4 +1,4 @@
-"""Each bench runs with its smallest settings and prints its lines. The benches on vLLM are tested in tests/vllm."""
+"""Runs each bench with its smallest settings and checks its lines. tests/vllm has the tests of benches on vLLM."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_bench_measures_and_prints_its_lines(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # its disk is measured
+    monkeypatch.chdir(tmp_path)  # the bench measures the disk of the current folder
     assert main([*command.split(), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert [line["median"] > 0 for line in printed["lines"]] == [True] * lines
@@ -79,7 +79,7 @@ def last_byte(runs: CopyRuns) -> None:
 
 
 def byte_behind(runs: CopyRuns) -> None:
-    """Flip a byte of an unwritten page after a written one."""
+    """Flip a byte behind a written page, in a page that the copy does not write."""
     flip(int(np.setdiff1d(runs.target + PAGE, runs.target)[0]))
 
 

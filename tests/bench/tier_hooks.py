@@ -24,10 +24,10 @@ Served: TypeAlias = "tuple[Engine, SchedulerSide]"
 OUTGROWS = DemoOptions(
     conversations=12, turns=10, first_tokens=384, turn_tokens=96, answer_tokens=24, model="tiny"
 )
-"""conversations that are larger than a host of `HOST`"""
+"""conversations larger than a host of the size `HOST`"""
 HOST: Mapping[str, object] = {"host_bytes": "18MiB"}
 NEVER = 2**30
-"""so many hits before a block is written that the tier has nothing to do"""
+"""so many hits before a block is written that the tier never writes"""
 _PATIENCE_S = 120.0
 
 
@@ -58,7 +58,7 @@ async def until(engine: Engine | None, what: str, holds: Callable[[], bool]) -> 
     """Wait for a condition, and step an engine that has no requests.
 
     Raises:
-        CommandError: it takes too long; the message contains `what`.
+        CommandError: the wait takes too long; the message contains `what`.
     """
     now = asyncio.get_running_loop().time
     end = now() + _PATIENCE_S
@@ -71,12 +71,12 @@ async def until(engine: Engine | None, what: str, holds: Callable[[], bool]) -> 
 
 
 def moved(side: SchedulerSide, tier: str, way: str) -> float:
-    """Return how many blocks were copied to (`way` "store") or from ("load") a tier."""
+    """Return the number of blocks copied to a tier (`way` "store") or from it ("load")."""
     return side.counters.snapshot().count("kvoffload_tier_blocks_total", tier, way, "done")
 
 
 async def hook_seconds(engines: Mapping[str, Served]) -> dict[str, list[float]]:
-    """Run the rounds of `OUTGROWS` on the engines in turns; return the seconds in each engine's hooks, by round."""
+    """Play the rounds of `OUTGROWS` on one engine after the other; return each engine's seconds in hooks, by round."""
     conversations = make_conversations(OUTGROWS)
     players: dict[str, Player] = {}
     for name, (engine, _) in engines.items():

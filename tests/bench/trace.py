@@ -1,11 +1,11 @@
-"""Counts what each tier finds of a production trace's prompts, with a simple model and with the real core.
+"""Counts the prompt tokens of a production trace that each tier finds, with a simple model and the real core.
 
-A trace is a file of JSON lines with `timestamp` (milliseconds), `input_length` (tokens) and `hash_ids`, one for each
-512 tokens of the prompt: equal ids stand for equal prefixes. Such traces are published with Mooncake.
+A trace is a file of JSON lines with `timestamp` (milliseconds), `input_length` (tokens) and `hash_ids`, one
+hash for each 512 tokens of the prompt. Equal hashes mean equal prefixes. Mooncake publishes such traces.
 
-In the simple model, a tier is a table of keys in the order of use. The real core decides about the same requests with
-the same capacities; its copies end at once and copy nothing. The answers' keys are only known when later prompts
-contain them.
+In the simple model, a tier is a table of keys in the order of use. The real core receives the same requests
+with the same capacities; its copies end at once and copy nothing. The trace shows an answer's keys only when
+a later prompt contains them.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from tests.bench.results import add_output_arguments, give_out
 from tests.keys import block_key
 
 BLOCK_TOKENS = 512
-_BATCH = 64  # the number of keys for which one call gets values
+_BATCH = 64  # the number of keys that one call to the store reads or writes
 _GROUP = GroupSpec(GroupId(0), AttentionKind.FULL, BLOCK_TOKENS)
 _DEVICE_BLOCKS = 4096
-# Only a part of the trace, because the core decides about each block.
+# The core serves only a part of the trace, because it decides about each block.
 _CORE_ENGINES, _CORE_REQUESTS = 64, 4000
 _MANY = 1000
 _GBIT = 1e9 / 8
@@ -54,14 +54,14 @@ class Prompt(NamedTuple):
 
     @property
     def most_blocks(self) -> int:
-        """Return how many blocks a hit can have, because one token must be computed."""
+        """Return the largest number of blocks of a hit. One token must be computed."""
         return (self.tokens - 1) // BLOCK_TOKENS
 
 
 class Tiers(NamedTuple):
     """The capacities of the tiers in blocks.
 
-    A block goes to the remote tier after `share_after` hits; None without a remote tier.
+    A block is written to the remote tier after `share_after` hits. None means no remote tier.
     """
 
     name: str
@@ -123,7 +123,6 @@ def read_trace(path: Path) -> Iterator[Prompt]:
 
 
 def route(prompts: Sequence[Prompt], engines: int, *, is_sticky: bool) -> list[int]:
-    """Return each request's engine."""
     places: dict[BlockKey, int] = {}
     return [
         places.setdefault(prompt.keys[1], number % engines)
@@ -202,7 +201,7 @@ class PaperEngine:
 
 
 class CoreEngine:
-    """The real core, with one request after the other. Copies end at once.
+    """The real core, which serves one request after the other. Copies end at once.
 
     Args:
         tiers: the capacities.
@@ -341,7 +340,7 @@ def _hit(what: str, count: Counter[str]) -> Line:
 def _network(
     what: str, args: argparse.Namespace, prompts: Sequence[Prompt], engines: int, count: Counter[str]
 ) -> Iterator[Line]:
-    """Yield the load of the store and its network, also for a thousand engines with the same traffic."""
+    """Yield the load on the store and its network, also for a thousand engines with the same traffic."""
     seconds = max(prompts[-1].at_s - prompts[0].at_s, 1.0)
     block = args.kv_bytes * BLOCK_TOKENS
     keys = count["asked"] + count["fetched"] + count["put"]

@@ -1,9 +1,9 @@
 """Measures the time that checksums (`verify`) add to copies within host memory.
 
-Every repeat copies the same blocks to slots and back, once with each setting, in an order that changes from repeat to
-repeat, so that other load on the machine affects all of them. Copies and checksums run one after the other on one
-thread, and each repeat chooses other blocks of memory that is larger than a cache. A setting's time is compared with
-that of "off" in the same repeat.
+Every repeat copies the same blocks to slots and back once with each setting, in rotating order, so that other
+load on the machine affects all settings. Copies and checksums run one after the other on one thread. Each
+repeat chooses other blocks of memory that is larger than a cache. A setting's time is compared with the time
+of "off" in the same repeat.
 """
 
 from __future__ import annotations

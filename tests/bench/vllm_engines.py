@@ -1,6 +1,7 @@
-"""Engines in one process that step in turns, with timed scheduler hooks.
+"""Engines in one process that take turns in steps, with timed scheduler hooks.
 
-vLLM keeps the worker's connector in a global variable, so each engine puts its own connector there before a step.
+vLLM keeps the worker's connector in a global variable, so each engine puts its own connector there before a
+step.
 """
 
 from __future__ import annotations
@@ -101,18 +102,17 @@ class Rider:
         self._worker_connector = self._place._KV_CONNECTOR_AGENT
         self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self._spent_ns = self._requests = self._tokens = 0
-        self.outputs: Sequence[Any] = ()  # the outputs of the last step
+        self.outputs: Sequence[Any] = ()
         if self._scheduler.connector is not None:
             self._watch(self._scheduler.connector)
 
     @property
     def connector(self) -> Any:
-        """The scheduler's side of its connector."""
         return self._scheduler.connector
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is left to do, including open copies."""
+        """Whether the engine has work left, including open copies."""
         return bool(self._scheduler.has_requests())
 
     def ask(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[str]:
@@ -126,7 +126,7 @@ class Rider:
         return names
 
     def step(self) -> Step:
-        """Run one step. If it only waited for copies, pause afterwards, as vLLM's server does."""
+        """Run one step. If the step only waited for copies, pause afterwards, as vLLM's server does."""
         self._place._KV_CONNECTOR_AGENT = self._worker_connector
         self._requests = self._tokens = 0
         self.outputs = self.llm.llm_engine.step()
@@ -137,7 +137,7 @@ class Rider:
         return step
 
     def serve(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[list[float], float]:
-        """Serve all prompts at the same time. Return each one's seconds to its first token, and the total seconds."""
+        """Serve all prompts concurrently; return each prompt's seconds to first token, and the total seconds."""
         begun = time.perf_counter()
         names = self.ask(prompts, tokens)
         first: dict[str, float] = {}
@@ -149,16 +149,17 @@ class Rider:
         return [first[name] for name in names], time.perf_counter() - begun
 
     def abort(self, names: Sequence[str]) -> None:
-        """Abort these requests. Those that have ended are ignored."""
+        """Abort these requests, except requests that have ended."""
         self.llm.llm_engine.abort_request(list(names))
 
     def follow(self, make: Callable[[Any, Any], Any], ended: Callable[[Any], Any]) -> None:
         """Time the scheduler side of a connector that follows this engine, which has no connector.
 
-        It gets each request and plans in each step, but its hits and plans are not executed.
+        The connector's scheduler side receives each request and plans in each step, but its hits and plans
+        are not executed.
 
         Args:
-            make: makes the connector from vLLM's configuration and the KV cache's.
+            make: makes the connector from the configurations of vLLM and of its KV cache.
             ended: makes the workers' report that all copies of a plan have ended.
         """
         scheduler = self._scheduler
@@ -180,7 +181,6 @@ class Rider:
         scheduler.add_request, scheduler.schedule = added, scheduled
 
     def close(self) -> None:
-        """End the engine."""
         self._place._KV_CONNECTOR_AGENT = self._worker_connector
         self.llm.llm_engine.engine_core.shutdown()
         self._place._KV_CONNECTOR_AGENT = None
@@ -213,11 +213,7 @@ class Rider:
 
 
 def require_vllm() -> None:
-    """Check that vLLM is installed.
-
-    Raises:
-        CommandError: vLLM is not installed.
-    """
+    """Raise CommandError if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise CommandError("this bench runs on vLLM, which is not installed in this environment")
 
@@ -226,9 +222,9 @@ OURS, PEER = "kvoffload", "peer"
 
 
 def find_connectors() -> tuple[dict[str, dict[str, Any]], str]:
-    """Return the settings of both connectors by name, and a sentence about the peer. Prepares the process for vLLM.
+    """Prepare the process for vLLM; return both connectors' settings by name, and a sentence about the peer.
 
-    Without a GPU, the peer's copies are replaced by copies within host memory.
+    Without a GPU, copies within host memory replace the peer's copies.
     """
     import torch
 
@@ -270,7 +266,6 @@ def open_riders(
 
 
 def draw_prompts(draw: random.Random, count: int) -> list[list[int]]:
-    """Return `count` prompts of 64 to 127 tokens."""
     return [draw.choices(range(2, VOCABULARY), k=draw.randrange(64, 128)) for _ in range(count)]
 
 
@@ -293,7 +288,7 @@ def prepare_process(on_gpu: bool) -> None:
 
 
 def _write_checkpoint(kind: str, folder: Path, shape: Mapping[str, Any]) -> Path:
-    """Write the configuration of a tiny model without weights, which vLLM draws; return its folder."""
+    """Write the configuration of a tiny model, whose weights vLLM draws at random; return its folder."""
     import transformers
 
     config: Any
