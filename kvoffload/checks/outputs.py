@@ -169,7 +169,7 @@ def _no_mooncake(address: MooncakeAddress) -> Finding | None:
     except (ImportError, RemoteError) as error:
         return fail(
             f"the Mooncake client cannot be loaded: {error.__cause__ or error}",
-            "pip install 'kvoffload[mooncake]' (on a GPU the client's wheel for its CUDA), and install libibverbs1",
+            "install kvoffload[mooncake] (on a GPU the client's wheel for its CUDA), and install libibverbs1",
         )
     try:
         own_address(address, _TIMEOUT_S)
@@ -185,7 +185,7 @@ def _no_bucket(address: BucketAddress) -> Finding | None:
         BucketStore(address, _TIMEOUT_S).read("kvo1/probe")
     except RemoteError as error:
         if isinstance(error.__cause__, ImportError):
-            return fail(str(error), "pip install 'kvoffload[s3]'")
+            return fail(str(error), "install kvoffload[s3]")
         return warn(f"{error}: nothing would be shared", "check AWS_ENDPOINT, AWS_REGION and the credentials")
     return None
 

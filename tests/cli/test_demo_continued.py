@@ -249,7 +249,7 @@ def test_a_bucket_that_is_not_reached_is_one_error_without_credentials(
     ("kind", "missing", "remedy"),
     [
         ("mooncake", "mooncake.store", "install kvoffload[mooncake]"),
-        ("s3", "obstore", "pip install 'kvoffload[s3]'"),
+        ("s3", "obstore", "install kvoffload[s3]"),
     ],
 )
 def test_a_missing_client_is_named_with_its_extra(

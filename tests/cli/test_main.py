@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +15,7 @@ import pytest
 import kvoffload
 from kvoffload.cli import main as command
 from kvoffload.cli.exits import CommandError, Exit
-from kvoffload.cli.main import main
+from kvoffload.cli.main import main, make_parser
 from tests.tooling.scripts import ROOT
 
 
@@ -46,6 +48,48 @@ def test_help_names_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_documents_name_every_exit_code() -> None:
     table = (ROOT / "docs/commands.md").read_text(encoding="utf-8").split("## Exit codes")[1]
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", table, flags=re.MULTILINE)} == set(Exit)
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    """The parser of each command."""
+    (found,) = [one for one in make_parser()._actions if isinstance(one, argparse._SubParsersAction)]
+    return dict(found.choices)
+
+
+def options_with_types() -> list[tuple[str, str]]:
+    """Every option whose value is not any text, by its command."""
+    return [
+        (command, action.option_strings[0])
+        for command, parser in commands().items()
+        for action in parser._actions
+        if action.option_strings and (action.type not in (None, Path) or action.choices is not None)
+    ]
+
+
+@pytest.mark.parametrize(("command", "option"), options_with_types())
+def test_a_bad_value_is_answered_with_what_is_allowed(
+    command: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = error_of(capsys, command, option, "!bad")
+    reason = said.removeprefix(f"kvoffload: error: argument {option}").partition(" (see kvoffload")[0]
+    assert "'!bad'" in reason or option == "--remote"  # a URL may have credentials
+    assert any(word in reason for word in ("is not a", "is not HOST:PORT", "choose from", "it must be"))
+    assert "_" not in reason
+    assert not re.search("invalid (?!choice)", reason)
+
+
+@pytest.mark.parametrize("command", commands())
+def test_help_has_each_default_once_and_fits_80_columns(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([command, "--help"]) == Exit.OK
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    for action in commands()[command]._actions:
+        assert (commands()[command]._get_formatter()._expand_help(action) if action.help else "").count(
+            "default"
+        ) <= 1
 
 
 @pytest.mark.slow

@@ -149,7 +149,8 @@ def _store(text: str) -> str:
         if text not in LOCAL_STORES:
             parse_store(text)
     except ConfigError as error:
-        raise argparse.ArgumentTypeError(f'{error}; "mooncake" or "s3" starts a local server') from error
+        reason = str(error).replace("remote_url", "it")
+        raise argparse.ArgumentTypeError(f'{reason}; "mooncake" or "s3" starts a local server') from error
     return text
 
 
