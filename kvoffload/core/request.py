@@ -72,7 +72,7 @@ class RequestRecord(Struct, eq=False):
         boundary: after how many tokens the engine is asked for a recurrent state, because the last lookup could not use
             a longer prefix without this state; 0 for never. `PendingHits` writes it.
         fetched_blocks: how many blocks were fetched from lower tiers for it.
-        fetched_from: the tier of the last of these fetches.
+        fetched_from: the tier of the last of these fetches; None before one.
         asks_tiers: False after one of its fetches has failed; no other fetch is planned for it.
         awaits_answer: the remote tier was asked for its blocks and has not answered.
         awaits_fetch: the fetch that its lookups wait for, and how many tokens the prefix will have with the fetched
@@ -108,7 +108,7 @@ class RequestRecord(Struct, eq=False):
     least_tokens: int = 0
     boundary: int = 0
     fetched_blocks: int = 0
-    fetched_from: Tier = Tier.DISK
+    fetched_from: Tier | None = None
     asks_tiers: bool = True
     awaits_answer: bool = False
     awaits_fetch: tuple[JobId, int] | None = None

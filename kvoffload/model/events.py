@@ -71,7 +71,7 @@ class LookupAnswered(Event, frozen=True):
         cause: why the first missing position missed; None when nothing missed.
         fetched_tokens: tokens of the hit that were fetched from a lower tier for this request; computed from the share
             of the hit's blocks that were fetched.
-        fetched_from: the tier of `fetched_tokens`; if there were several, the last of them.
+        fetched_from: the tier of `fetched_tokens`, the last of several; None if no tier brought any.
     """
 
     request: RequestId
@@ -82,7 +82,7 @@ class LookupAnswered(Event, frozen=True):
     miss_tokens: int
     cause: MissCause | None
     fetched_tokens: int = 0
-    fetched_from: Tier = Tier.DISK
+    fetched_from: Tier | None = None
 
 
 class BoundaryAsked(Event, frozen=True):

@@ -208,7 +208,8 @@ class FirstTokens:
     def _settled(self, event: LookupAnswered) -> None:
         if event.request in self.waiting:
             found = Found.DEVICE if event.device_tokens else Found.NOTHING
-            host = _FOUND[event.fetched_from] if event.fetched_tokens else Found.HOST
+            tier = event.fetched_from if event.fetched_tokens else None
+            host = Found.HOST if tier is None else _FOUND[tier]
             self.admitted[event.request] = host if event.hit_tokens else found
 
     def _arrived(self, request: RequestId) -> FirstTokenReached:

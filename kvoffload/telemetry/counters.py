@@ -240,7 +240,7 @@ class Counters:
             if event.cause is not None:
                 self._misses[_LABELS[event.cause]] += 1
                 self._misses[_BEHIND] += misses - 1
-        if event.fetched_tokens:
+        if event.fetched_tokens and event.fetched_from is not None:
             fetched = self._counts["kvoffload_fetched_tokens_total"]
             fetched[_LABELS[event.fetched_from]] += event.fetched_tokens
 
