@@ -1,4 +1,4 @@
-"""Writes the generated tables of the documents: the metrics from the catalogue, and the headlines of the benches.
+"""Writes the generated tables of the documents: settings, metrics, and the headlines of the benches.
 
 Usage: python .ci/readme.py [--check]
 """
@@ -10,9 +10,22 @@ import re
 import sys
 from pathlib import Path
 
+from kvoffload.model.config import ADVANCED, SETTINGS, Setting
 from kvoffload.telemetry.catalogue import CATALOGUE, Metric
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = {
+    "host_bytes": "#how-much-host-memory",
+    "verify": "#checksums",
+    "disk_path": "disk.md",
+    "remote_url": "store.md#two-kinds-of-store",
+    "weights_id": "disk.md#which-engines-find-each-others-blocks",
+    "tier_key_file": "store.md#a-key-for-disk-and-store",
+    "journal_path": "watch.md#the-journal",
+    "otlp_endpoint": "watch.md#spans",
+    "recurrent_prefix_boundaries": "#models-with-recurrent-layers",
+}
+"""Where docs/configure.md sends readers of a key."""
 BENCHES = ROOT / "tests" / "bench"
 sys.path.append(str(ROOT))
 
@@ -30,6 +43,24 @@ def filled(text: str, name: str, content: str) -> str:
     if count != 1:
         raise ValueError(f"there are {count} places for {name!r}; there must be one")
     return text
+
+
+def settings_tables() -> str:
+    """Return the two tables of docs/configure.md."""
+    common = [item for item in SETTINGS.items() if item[0] not in ADVANCED]
+    advanced = [item for item in SETTINGS.items() if item[0] in ADVANCED]
+    about = "**Advanced:** leave these as they are unless you work around a problem."
+    return f"{_settings_table(common)}\n\n{about}\n\n{_settings_table(advanced)}"
+
+
+def _settings_table(settings: list[tuple[str, Setting]]) -> str:
+    rows = [f"| {_linked(name)} | {one.default} | {one.meaning} | {one.allowed} |" for name, one in settings]
+    return "\n".join(["| key | default | meaning | values |", "|---|---|---|---|", *rows])
+
+
+def _linked(name: str) -> str:
+    page = PAGES.get(name)
+    return f"[`{name}`]({page})" if page else f"`{name}`"
 
 
 def metrics_table() -> str:
@@ -52,6 +83,7 @@ def main() -> int:
         json.loads(path.read_text(encoding="utf-8")) for path in sorted((BENCHES / "results").glob("*.json"))
     ]
     for path, name, content in (
+        (ROOT / "docs" / "configure.md", "settings", settings_tables()),
         (ROOT / "dashboards" / "metrics.md", "metrics", metrics_table()),
         (BENCHES / "README.md", "benches", markdown(results)),
     ):

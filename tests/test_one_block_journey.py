@@ -14,7 +14,6 @@ import pytest_asyncio
 
 from kvoffload.core.machine import SlotState
 from kvoffload.engine.block_pool import BlockPool
-from kvoffload.model.config import OffloadConfig
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.facts import BlocksAllocated, Progress, RequestEnded, RequestSeen, StepScheduled
 from kvoffload.model.groups import AttentionKind, GroupSpec
@@ -29,6 +28,7 @@ from kvoffload_reference.scheduler import PoolDevice
 from tests.core.audit import audit_side
 from tests.gates import ManualExecutor
 from tests.keys import block_key
+from tests.settings import make_config
 
 BLOCK_TOKENS = 16
 KEY = block_key(b"hash of the first sixteen tokens", GroupId(0))
@@ -41,7 +41,7 @@ class Story:
         self.pool = BlockPool(5)
         groups = (GroupSpec(GroupId(0), AttentionKind.FULL, BLOCK_TOKENS),)
         shape = EngineShape(groups, ranks=1, device_blocks=4, step_tokens=32)
-        self.scheduler = SchedulerSide(shape, OffloadConfig(), PoolDevice(self.pool))
+        self.scheduler = SchedulerSide(shape, make_config(), PoolDevice(self.pool))
         self.copier = GatedCopier()
         self.executor = ManualExecutor()
         self.arena = Arena(self.memory.layout, 2, MmapAllocator(self.executor))

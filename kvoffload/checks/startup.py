@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from kvoffload.checks import memory
 from kvoffload.checks.check import FAILING, Check, Finding, Setup, Sizes, run_checks

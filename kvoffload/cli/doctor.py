@@ -98,6 +98,7 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
     from kvoffload.checks import memory, outputs
     from kvoffload.checks.gpus import find_gpus
     from kvoffload.checks.options import read_settings
+    from kvoffload.transfer.host_memory import advise_host_bytes
 
     doctors, lost = find_doctors()
     given = [doctor.read_arguments(args) for doctor in doctors]
@@ -107,12 +108,15 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
         raise CommandError("settings are given twice: in --config and in the engine's own configuration")
     sizes = next((one.sizes for one in given), Sizes())
     try:
-        config = parse_config(settings[0], sizes.ranks) if settings else OffloadConfig()
+        device_bytes = sizes.ranks * (sizes.block_bytes or 0) * (sizes.device_blocks or 0)
+        advice = advise_host_bytes(sizes.ranks, device_bytes or None)
+        config = parse_config(settings[0] if settings else {}, sizes.ranks, advice)
         read_tier_key(config.tier_key_file)
-    except ConfigError as error:  # without usable settings, the other checks would have to guess
-        return [replace(fail(str(error), "correct what is named"), check="settings")]
-    words = ", ".join(f"{name} {value}" for name, value in settings[0].items()) if settings else ""
-    used = ok(words or "none given: the defaults are checked")
+    except ConfigError as error:  # without usable settings, only the engine's own checks need not guess
+        unusable = replace(fail(str(error), "correct what is named"), check="settings")
+        theirs = [*(check for one in given for check in one.checks), *lost]
+        return [unusable, *run_checks(theirs, Setup(OffloadConfig(host_bytes=1), sizes))]
+    used = ok(", ".join(f"{name} {value}" for name, value in settings[0].items()))
     checks = (
         Check("settings", lambda *_: used),
         *memory.CHECKS,

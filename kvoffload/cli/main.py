@@ -26,6 +26,7 @@ COMMANDS = {
     "doctor": "kvoffload.cli.doctor",
     "gpu-check": "kvoffload.gpu_check.command",
     "report": "kvoffload.cli.report",
+    "settings": "kvoffload.cli.settings",
     "timeline": "kvoffload.cli.timeline",
     "top": "kvoffload.cli.top",
 }

@@ -5,10 +5,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -26,6 +25,9 @@ _LONGEST_SHOWN = 200  # characters of a name, or of a bad value in an error mess
 
 AUTO: Final = "auto"
 """`min_load_tokens`: use the measured break-even length."""
+
+ADVICE: Final = "advised: at least three times the device's KV cache"
+"""What to set `host_bytes` to, where the machine is not known."""
 
 PER_RANK: Final = "cpu_bytes_to_use_per_rank"
 """The key of vLLM's own connector that gives the bytes of one rank."""
@@ -46,6 +48,13 @@ _NOT_HERE = {
     "num_cpu_blocks": "counts blocks; set host_bytes, which counts bytes, instead",
 }
 """Keys of vLLM's own connector that are refused, with the reason."""
+
+_RENAMED = {
+    "spill_after_hits": "disk_min_hits",
+    "share_after_hits": "remote_min_hits",
+    "disk_identity": "weights_id",
+}
+"""Earlier names of keys whose present names are not similar."""
 
 
 def parse_bytes(value: object) -> int:
@@ -73,92 +82,99 @@ def parse_bytes(value: object) -> int:
 
 
 def _one_of(*allowed: str) -> Meta:
-    return Meta(pattern=rf"^({'|'.join(allowed)})\Z", description=f"one of {', '.join(allowed)}")
+    return Meta(pattern=rf"^({'|'.join(allowed)})\Z", title=f"one of {', '.join(allowed)}")
 
 
-# The allowed values of each setting; error messages quote the description.
-Bytes = Annotated[int, Meta(description='a positive number of bytes, such as 8589934592 or "8GiB"')]
-Hits = Annotated[int, Meta(ge=0, le=_MOST, description="a number of hits, 0 or more")]
-Seconds = Annotated[float, Meta(gt=0, le=_LONGEST_TIMEOUT_S, description="a positive number of seconds")]
+# The types of settings. A title says which values are allowed.
+Bytes = Annotated[int, Meta(title='a number of bytes, such as "64GiB"')]
+Hits = Annotated[int, Meta(ge=0, le=_MOST, title="a number of hits, 0 or more")]
+Seconds = Annotated[float, Meta(gt=0, le=_LONGEST_TIMEOUT_S, title="a positive number of seconds")]
 Tokens = Annotated[
     Annotated[int, Meta(ge=0, le=_MOST)] | Literal["auto"],
-    Meta(description=f'a number of tokens, 0 or more, or "{AUTO}"'),
+    Meta(title=f'a number of tokens, 0 or more, or "{AUTO}"'),
 ]
-Switch = Annotated[bool, Meta(description="true or false")]
-File = Annotated[Path, Meta(description="a file's path")]
-Folder = Annotated[Path, Meta(description="a folder's path")]
+Switch = Annotated[bool, Meta(title="true or false")]
+Policy = Annotated[str, _one_of("eager", "lazy")]
+Verify = Annotated[str, _one_of("off", "sample", "full")]
+Layout = Annotated[str, _one_of("engine", "blocks")]
+Batches = Annotated[str, _one_of("auto", "off")]
+File = Annotated[Path, Meta(title="a file's path")]
+Folder = Annotated[Path, Meta(title="a folder's path")]
 Name = Annotated[
-    str, Meta(max_length=_LONGEST_SHOWN, pattern=r"\S", description="a name of at most 200 characters")
+    str, Meta(max_length=_LONGEST_SHOWN, pattern=r"\S", title="a name of at most 200 characters")
 ]
 RemoteUrl = Annotated[
     str,
     Meta(
         pattern=r"^(mooncake|s3)://[^\s/@]+(/\S*)?(\?\S*)?\Z",
-        description='"mooncake://HOST:PORT?protocol=tcp" or "s3://BUCKET/PREFIX", without credentials',
+        title='"mooncake://HOST:PORT?protocol=tcp" or "s3://BUCKET/PREFIX", without credentials',
     ),
 ]
 HttpUrl = Annotated[
     str,
     Meta(  # without secrets, because exporters log the URL
         pattern=r"^https?://[^\s/@?#][^\s@?#]*\Z",
-        description='a URL such as "http://localhost:4318/v1/traces", without "@", "?" and "#"; '
+        title='a URL such as "http://localhost:4318/v1/traces", without "@", "?" and "#"; '
         "give secrets in the environment variable OTEL_EXPORTER_OTLP_HEADERS",
     ),
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class OffloadConfig:
-    """The settings of one engine.
+def _key(meaning: str, *, unset: str = "not set") -> Meta:
+    """Return the description of a key; `unset` says what holds where the default is None."""
+    return Meta(description=meaning, extra={"unset": unset})
 
-    Args:
-        host_bytes: bytes of host memory for all ranks of the engine together.
-        store_policy: "eager" stores blocks once they are computed, "lazy" when the device is about to evict them.
-        min_load_tokens: shorter hits are recomputed; None means one block, "auto" the measured break-even length.
-        verify: how much of a block is checksummed when it is stored and compared when it is loaded: nothing ("off"), a
-            part ("sample") or all of it ("full"). Needs an engine that recomputes failed loads.
-        transfer_timeout_s: seconds after submission at which a copy is abandoned.
-        layout: how the device stores the KV cache: as the engine does ("engine"), or each block in one piece
-            ("blocks").
-        recurrent_prefix_boundaries: if a longer hit lacks only a recurrent state, ask the engine to keep that state.
-        batch_copies: on CUDA, enqueue copies in batches if the driver supports it ("auto"), or one by one ("off").
-        journal_path: file for the events; None for a ring in memory.
-        journal_max_bytes: the most bytes of that file and the rotated one before it, together.
-        disk_path: folder for the disk below host memory; None for none.
-        disk_bytes: bytes of disk space for all ranks of the engine together.
-        disk_min_hits: how often a block must be found again before it is written to the disk.
-        disk_drain_s: the most seconds that an engine without requests keeps stepping for the disk, at its start and
-            before it stops.
-        weights_id: a name that you change whenever the weights change, for weights whose files cannot be read.
-        remote_url: URL of the remote tier, which engines share below host and disk; None for none.
-        remote_min_hits: how often a block must be found again before it is written to the remote tier.
-        remote_timeout_s: seconds after which a call to the remote tier fails.
-        tier_key_file: file with the secret key that authenticates blocks on the disk and in the remote tier; None if
-            all writers are trusted.
-        otlp_endpoint: URL of a collector for OpenTelemetry spans; None to use the one that the environment names, if
-            any.
-    """
 
-    host_bytes: Bytes = 8 * 2**30
-    store_policy: Annotated[str, _one_of("eager", "lazy")] = "eager"
-    min_load_tokens: Tokens | None = None
-    verify: Annotated[str, _one_of("off", "sample", "full")] = "off"
-    transfer_timeout_s: Seconds = 30.0
-    layout: Annotated[str, _one_of("engine", "blocks")] = "engine"
-    recurrent_prefix_boundaries: Switch = True
-    batch_copies: Annotated[str, _one_of("auto", "off")] = "auto"
-    journal_path: File | None = None
-    journal_max_bytes: Bytes = 2**30
-    disk_path: Folder | None = None
-    disk_bytes: Bytes = 64 * 2**30
-    disk_min_hits: Hits = 1
-    disk_drain_s: Seconds = 3.0
-    weights_id: Name | None = None
-    remote_url: RemoteUrl | None = None
-    remote_min_hits: Hits = 0
-    remote_timeout_s: Seconds = 2.0
-    tier_key_file: File | None = None
-    otlp_endpoint: HttpUrl | None = None
+class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of one engine. `kvoffload settings` and docs/configure.md print the descriptions below."""
+
+    host_bytes: Annotated[Bytes, _key("host memory of one engine, all its ranks together")]
+    store_policy: Annotated[Policy, _key("store blocks once computed, or before the device evicts them")] = (
+        "eager"
+    )
+    min_load_tokens: Annotated[
+        Tokens | None,
+        _key("shorter hits are computed; auto: those below the measured break-even", unset="one block"),
+    ] = None
+    verify: Annotated[Verify, _key("how much of a block is checksummed at its store and its load")] = "off"
+    disk_path: Annotated[Folder | None, _key("folder of the disk tier, below host memory")] = None
+    disk_bytes: Annotated[Bytes, _key("disk space of one engine, all its ranks together")] = 64 * 2**30
+    disk_min_hits: Annotated[
+        Hits, _key("hits after which a block goes to the disk; 0: every stored block")
+    ] = 1
+    remote_url: Annotated[RemoteUrl | None, _key("remote tier, a store that engines share")] = None
+    remote_min_hits: Annotated[Hits, _key("hits after which a block is shared; 0: every stored block")] = 0
+    weights_id: Annotated[
+        Name | None, _key("a name for weights that cannot be read; change it with the weights")
+    ] = None
+    tier_key_file: Annotated[
+        File | None, _key("secret key that authenticates blocks of disk and remote tier")
+    ] = None
+    journal_path: Annotated[File | None, _key("file of the journal", unset="256 events in memory")] = None
+    journal_max_bytes: Annotated[Bytes, _key("bound on the journal with its rotated file, NAME.1")] = 2**30
+    otlp_endpoint: Annotated[
+        HttpUrl | None, _key("collector of spans", unset="that in OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    ] = None
+
+    transfer_timeout_s: Annotated[Seconds, _key("time after which a submitted copy is abandoned")] = 30.0
+    disk_drain_s: Annotated[Seconds, _key("time for which the disk may hold up an idle engine")] = 3.0
+    remote_timeout_s: Annotated[Seconds, _key("time after which a call to the remote tier has failed")] = 2.0
+    layout: Annotated[
+        Layout, _key("KV cache of the device: the engine's choice, or each block in one piece")
+    ] = "engine"
+    recurrent_prefix_boundaries: Annotated[
+        Switch, _key("ask the engine for the missing recurrent state at the end of a shared prefix")
+    ] = True
+    batch_copies: Annotated[
+        Batches, _key("GPU: many copies in one call if the driver can, or each alone")
+    ] = "auto"
+
+
+ADVANCED = {
+    *("transfer_timeout_s", "disk_drain_s", "remote_timeout_s"),
+    *("layout", "recurrent_prefix_boundaries", "batch_copies"),
+}
+"""Keys that operators leave as they are, except to work around a problem."""
 
 
 def size_text(number: float) -> str:
@@ -169,36 +185,44 @@ def size_text(number: float) -> str:
     return f"{number:.0f} B"
 
 
-def parse_config(raw: Mapping[str, object], ranks: int = 1) -> OffloadConfig:
-    """Return the settings in `raw`; missing keys get their defaults.
+def parse_config(raw: Mapping[str, object], ranks: int = 1, advice: str = ADVICE) -> OffloadConfig:
+    """Return the settings in `raw`. Missing keys get their defaults, except `host_bytes`, which has none.
 
     Args:
         raw: the settings as the operator wrote them.
         ranks: the engine's number of ranks; `cpu_bytes_to_use_per_rank` is multiplied by it.
+        advice: what to set `host_bytes` to, for the error if it is missing.
 
     Raises:
-        ConfigError: a key is unknown, or a value is not allowed. The message lists all such keys, each with the nearest
-            valid one, and all such values, each with what is allowed.
+        ConfigError: `host_bytes` is missing, a key is unknown, or a value is not allowed. The message lists all
+            unknown keys, each with the nearest valid one, and all bad values, each with what is allowed.
     """
     if not isinstance(raw, Mapping):
         raise ConfigError([f"settings are {_shown(raw)}; they must be keys with values"])
     problems: list[str] = []
     values: dict[str, Any] = {}
     typed: dict[str, str] = {}  # the operator's key, by the setting that it sets
+    guessed: set[str] = set()  # what unknown keys probably mean
     for name, value in raw.items():
         key = ALIASES.get(name, name)
-        if (kind := _KINDS_OF_VLLM.get(name) or _KINDS.get(key)) is None:
-            problems.append(_unknown(name))
+        kind = _TYPES_OF_VLLM.get(name) or (SETTINGS[key].type if key in SETTINGS else None)
+        if kind is None:
+            near = _nearest(name)
+            guessed |= {ALIASES.get(near, near)} if near else set()
+            problems.append(_unknown(name, near))
             continue
         if (other := typed.setdefault(key, name)) != name:
             problems.append(f"{other} and {name} both set {key}; give one of the two")
             continue
         try:
             values[key] = (
-                parse_bytes(value) if kind == Bytes else msgspec.convert(value, kind, dec_hook=_as_path)
+                parse_bytes(value) if _is_size(kind) else msgspec.convert(value, kind, dec_hook=_as_path)
             )
         except (ValueError, OverflowError):
-            problems.append(f"{name} is {_shown(value)}; it must be {kind.__metadata__[0].description}")
+            problems.append(f"{name} is {_shown(value)}; it must be {_allowed(kind)}")
+    if "host_bytes" not in typed.keys() | guessed:
+        missing = SETTINGS["host_bytes"]
+        problems.append(f"host_bytes is missing: {missing.meaning}, {missing.allowed}; {advice}")
     if problems:
         raise ConfigError(problems)
     return OffloadConfig(**_translated(raw, values, ranks))
@@ -242,13 +266,19 @@ def _shown(value: object) -> str:
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
-def _unknown(name: str) -> str:
+def _nearest(name: object) -> str | None:
+    """Return the key that an unknown one probably means."""
+    if name in _RENAMED:
+        return _RENAMED[name]
+    known = [*SETTINGS, *ALIASES, *_TYPES_OF_VLLM]
+    return next(iter(difflib.get_close_matches(_shown(name).strip("'"), known, n=1, cutoff=0.5)), None)
+
+
+def _unknown(name: str, near: str | None) -> str:
     if name in _NOT_HERE:
         return f"{name} {_NOT_HERE[name]}"
-    known = [*_KINDS, *ALIASES, *_KINDS_OF_VLLM]
-    near = difflib.get_close_matches(_shown(name).strip("'"), known, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]}?" if near else f"; known keys: {', '.join(_KINDS)}"
-    return f"unknown key {_shown(name)}{hint}"
+    hint = f"did you mean {near}?" if near else f"known keys: {', '.join(SETTINGS)}"
+    return f"unknown key {_shown(name)}; {hint}"
 
 
 def _as_path(_: type, value: object) -> Path:
@@ -257,13 +287,47 @@ def _as_path(_: type, value: object) -> Path:
     return Path(value)
 
 
-def _kind_of(hint: Any) -> Any:  # noqa: ANN401  # an annotated type, or its union with None
-    return hint if get_origin(hint) is Annotated else get_args(hint)[0]
+class Setting(msgspec.Struct, frozen=True):
+    """One key of the settings.
+
+    Args:
+        type: what `msgspec.convert` makes of a value.
+        allowed: the allowed values.
+        default: the default, or what holds without one.
+        meaning: what the key sets.
+    """
+
+    type: Any
+    allowed: str
+    default: str
+    meaning: str
 
 
-_KINDS = {name: _kind_of(hint) for name, hint in get_type_hints(OffloadConfig, include_extras=True).items()}
-_KINDS_OF_VLLM: dict[str, Any] = {
+def _setting(field: msgspec.structs.FieldInfo) -> Setting:
+    *limits, key = field.type.__metadata__
+    kind = field.type if limits else get_args(field.type.__origin__)[0]  # for the latter, without None
+    if field.default is msgspec.NODEFAULT:
+        default = "must be given"
+    elif field.default is None:
+        default = key.extra["unset"]
+    else:
+        default = size_text(field.default) if _is_size(kind) else msgspec.json.encode(field.default).decode()
+    return Setting(kind, _allowed(kind), default.strip('"'), key.description)
+
+
+def _is_size(kind: Any) -> bool:  # noqa: ANN401  # an annotated type
+    return get_args(kind)[1] is get_args(Bytes)[1]
+
+
+def _allowed(kind: Any) -> str:  # noqa: ANN401
+    return str(get_args(kind)[1].title)
+
+
+SETTINGS = {field.name: _setting(field) for field in msgspec.structs.fields(OffloadConfig)}
+"""The settings by key."""
+
+_TYPES_OF_VLLM: dict[str, Any] = {
     "lazy_offload": Switch,
-    _BACKEND: Annotated[Literal["cpu"], Meta(description='"cpu": kvoffload keeps blocks in host memory')],
+    _BACKEND: Annotated[Literal["cpu"], Meta(title='"cpu": kvoffload keeps blocks in host memory')],
 }
 """Types of vLLM's own keys whose values differ from those of the setting they set, or that set none."""

@@ -102,7 +102,8 @@ def tier_config(raw: Mapping[str, object]) -> OffloadConfig:
     Raises:
         ConfigError: a key is unknown or does not concern these tiers, a value is not allowed, or no tier is named.
     """
-    config = parse_config({"disk_min_hits": 0, "remote_min_hits": 0, **raw})
+    # The engine has its own host tier, so `host_bytes` only satisfies the parser.
+    config = parse_config({"host_bytes": 1, "disk_min_hits": 0, "remote_min_hits": 0, **raw})
     problems = [f"{name} does not concern a disk or a remote tier" for name in raw if name not in _SETTINGS]
     if config.disk_path is None and config.remote_url is None:
         problems.append("neither disk_path nor remote_url is set, so there is no tier")

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from kvoffload.disk.slot_file import SlotShape
 from kvoffload.logs import get_logger
-from kvoffload.model.config import OffloadConfig
+from kvoffload.model.config import OffloadConfig, size_text
 from kvoffload.model.ids import Rank
 from kvoffload.model.wire import TransferPlan, TransferReport
 from kvoffload.remote.store import open_store
@@ -138,8 +138,11 @@ class WorkerSide:
         log.info(
             "worker_registered",
             rank=self._rank,
+            host_bytes=size_text(self._config.host_bytes),
             slots=slots,
             slot_bytes=layout.slot_bytes,
+            times_device=round(slots / (layout.regions[0].blocks - 1), 1),  # without the engine's null block
+            store_policy=self._config.store_policy,
             verify=self._config.verify,
         )
         return slots

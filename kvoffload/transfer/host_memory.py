@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Protocol
 
 from kvoffload.logs import get_logger
-from kvoffload.model.config import size_text
+from kvoffload.model.config import ADVICE, size_text
 from kvoffload.model.errors import ConfigError, HostMemoryError
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ log = get_logger("transfer")
 _KEPT: list[object] = []  # memory that a device may still access, so it must not be released
 _RESERVE = 256 * 2**20
 """Bytes left free while an arena grows. They are several chunks, because several ranks may check at the same time."""
+_AMPLE = 3  # times the device's KV cache: what README advises
+_SMALL = 1.6  # times the device's KV cache up to which "lazy" found more than "eager" (tests/bench/README.md)
 _NO_LIMIT = 2**60  # cgroup version 1 reports "no limit" as a number above this, version 2 as "max"
 
 
@@ -284,6 +286,31 @@ def available_bytes(read: ReadText) -> int | None:
     counts as free.
     """
     return min([limit.left for limit in memory_limits(read)], default=None)
+
+
+def advise_host_bytes(
+    ranks: int, device_bytes: int | None = None, local_ranks: int | None = None, read: ReadText = read_file
+) -> str:
+    """Return what this machine has left and what to set `host_bytes` to, for the error if it is missing.
+
+    Args:
+        ranks: the engine's number of ranks.
+        device_bytes: bytes of the KV cache of all ranks together, if they are known.
+        local_ranks: the number of the engine's ranks on this machine, by default all.
+        read: reads the kernel's files; tests pass their own.
+    """
+    limit = min(memory_limits(read), key=lambda one: one.left, default=None)
+    if limit is None:
+        return ADVICE
+    local_ranks = local_ranks or ranks
+    most = limit.left * 9 // 10 // local_ranks * ranks  # a tenth stays free, as the doctor's check asks
+    left = f"{limit.place} has {size_text(limit.left)} left for {local_ranks} rank{'s' * (local_ranks > 1)}"
+    if device_bytes is None:
+        return f"{left}; {ADVICE}, at most {size_text(most)}"
+    advised = min(_AMPLE * device_bytes, most)
+    times = advised / device_bytes
+    lazy = ", with store_policy lazy" if times < _SMALL else ""
+    return f"{left}; advised: {size_text(advised)}, {times:.1f} times the device's KV cache{lazy}; at most {size_text(most)}"
 
 
 def _cgroup_limits(read: ReadText) -> Iterator[MemoryLimit]:

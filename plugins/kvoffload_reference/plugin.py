@@ -22,6 +22,7 @@ from kvoffload.remote.address import RemotePlace, parse_address
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.runtime.worker_side import WorkerSide
+from kvoffload.transfer.host_memory import advise_host_bytes
 from kvoffload.transfer.layout import layout_of
 from kvoffload.transfer.ports import Clocks
 from kvoffload_reference.scheduler import PoolDevice, ReferenceScheduler
@@ -38,6 +39,8 @@ _IDENTITY = EngineIdentity("reference", kvoffload.__version__, "random weights")
 
 class ReferencePlugin:
     """Offloading for one reference engine, whose ranks all run in the engine's process and share a portal.
+
+    The engine asks for the scheduler's side first.
 
     Args:
         portal: runs the background work; by default a new portal. It is closed when the engine shuts down.
@@ -61,7 +64,6 @@ class ReferencePlugin:
         self._make_copier = make_copier
         self._promises = promises or Promises(hands_off_states=True)
         self._portal = portal or Portal("kvoffload")
-        self._config = OffloadConfig()
         self._disk: DiskPlace | None = None
         self._remote: RemotePlace | None = None
         self._tier_key: TierKey | None = None
@@ -74,7 +76,8 @@ class ReferencePlugin:
         Raises:
             ConfigError: the engine's `plugin_config` has bad keys or values, or `tier_key_file` cannot be used.
         """
-        self._config = parse_config(engine.config.plugin_config, engine.config.ranks)
+        ranks = engine.config.ranks
+        self._config = parse_config(engine.config.plugin_config, ranks, advise_host_bytes(ranks))
         shape = shape_of(engine, self._promises)
         self._tier_key = read_tier_key(self._config.tier_key_file)
         identity = with_key(_identity_of(engine, shape, self._config), self._tier_key)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from concurrent.futures import Future
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from kvoffload.checks.check import Setup
 from kvoffload.checks.startup import examine, examine_rank, log_warnings
@@ -24,6 +25,7 @@ from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.telemetry.spans import check_exporter
+from kvoffload.transfer.host_memory import advise_host_bytes
 from kvoffload_vllm.doctor import RECOMPUTE, block_hashes, load_failures, recurrent_states
 from kvoffload_vllm.events import TierEvents, find_wire, publishes_events
 from kvoffload_vllm.groups import VllmGroups, vllm_groups
@@ -186,7 +188,7 @@ def _check(
     problems: list[str] = []
     groups = config = None
     try:
-        config = _config(vllm_config)
+        config = _config(vllm_config, sum(one.size for one in kv_cache_config.kv_cache_tensors))
     except ConfigError as error:
         problems += error.problems
     try:
@@ -200,16 +202,19 @@ def _check(
     return groups, config
 
 
-def _config(vllm_config: VllmConfig) -> OffloadConfig:
+def _config(vllm_config: VllmConfig, rank_bytes: int) -> OffloadConfig:
+    """Parse the settings; `rank_bytes` is the size of one rank's KV cache."""
     raw = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
-    config = parse_config(raw, vllm_config.parallel_config.world_size)
+    ranks = vllm_config.parallel_config.world_size
+    local_ranks = getattr(vllm_config.parallel_config, "local_world_size", None)
+    config = parse_config(raw, ranks, advise_host_bytes(ranks, ranks * rank_bytes, local_ranks))
     check_exporter(config)
     engine = _replica(vllm_config)
     if config.journal_path is None or engine == 0:
         return config
     # Each engine of a data-parallel server writes its own journal.
     path = Path(f"{config.journal_path}.dp{engine}")
-    return dataclasses.replace(config, journal_path=path)
+    return replace(config, journal_path=path)
 
 
 def find_failure_policy(vllm_config: VllmConfig) -> str:

@@ -8,7 +8,8 @@ import shlex
 from collections.abc import Mapping
 
 from kvoffload.checks.options import read_settings
-from kvoffload.model.config import parse_config
+from kvoffload.model.config import ADVICE, parse_config
+from kvoffload.model.errors import ConfigError
 from kvoffload_vllm.doctor import RECOMPUTE
 from kvoffload_vllm.register import NAME
 
@@ -20,7 +21,7 @@ _KEY = "kv_connector_extra_config"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("--host-bytes", metavar="BYTES", default="8GiB", help="host memory of one engine")
+    parser.add_argument("--host-bytes", metavar="BYTES", help="host memory of one engine, for all its ranks")
     parser.add_argument(
         "--config",
         metavar="JSON|KEY=VALUE",
@@ -43,8 +44,12 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: the settings cannot be used.
     """
-    settings = {"host_bytes": args.host_bytes, **read_settings(args.config, "--config")}
-    parse_config(settings)
+    settings = read_settings(args.config, "--config")
+    if args.host_bytes is not None:
+        if "host_bytes" in settings:
+            raise ConfigError(["host_bytes is set twice: by --host-bytes and by --config"])
+        settings = {"host_bytes": args.host_bytes, **settings}
+    parse_config(settings, advice=f"give --host-bytes; {ADVICE}")
     print(_PRINTERS[args.form](transfer_config(settings)))
     return 0
 

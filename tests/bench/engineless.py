@@ -8,13 +8,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from kvoffload.model import facts
-from kvoffload.model.config import OffloadConfig
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, Rank, RequestId
 from kvoffload.model.wire import TransferReport
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from tests.keys import block_key
+from tests.settings import make_config
 
 BLOCK_TOKENS = 16
 _HASH_BYTES = 32  # the length of SHA-256 hashes, which engines use
@@ -69,7 +69,7 @@ class Engineless:
     def __init__(self, slots: int) -> None:
         full = GroupSpec(_GROUP, AttentionKind.FULL, BLOCK_TOKENS)
         shape = EngineShape((full,), ranks=1, device_blocks=_DEVICE_BLOCKS, step_tokens=8192)
-        self.side = SchedulerSide(shape, OffloadConfig(), CountedBlocks(_DEVICE_BLOCKS))
+        self.side = SchedulerSide(shape, make_config(), CountedBlocks(_DEVICE_BLOCKS))
         self.side.reported([TransferReport(Rank(0), (), slots)])
 
     def seen(self, name: str, keys: Sequence[BlockKey]) -> RequestId:

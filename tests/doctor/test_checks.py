@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvoffload.checks import memory, outputs
 from kvoffload.checks.check import Check, Setup, Sizes, run_checks
 from kvoffload.checks.gpus import Gpus, find_gpus
-from kvoffload.model.config import OffloadConfig, size_text
+from kvoffload.model.config import size_text
 from kvoffload.model.errors import ConfigError
 from kvoffload.telemetry.journal import JournalFile
 from kvoffload.testing import FakeDevice
@@ -26,6 +26,7 @@ from kvoffload.transfer.arena import CHUNK_BYTES, Arena
 from kvoffload.transfer.host_memory import HostChunk, slots_for
 from tests.cuda_emulator import build
 from tests.doctor.trees import GIB, Machine, ask, machine, setup
+from tests.settings import make_config
 from tests.tooling.scripts import ROOT
 
 KIB = 1024
@@ -396,4 +397,4 @@ def test_spans_without_their_packages_are_an_error(tmp_path: Path, monkeypatch: 
 
 def test_no_collector_and_no_journal_are_fine(tmp_path: Path) -> None:
     for name in ("span collector", "journal"):
-        assert ask(outputs.CHECKS, name, Setup(OffloadConfig()), machine(tmp_path))[0] == "ok"
+        assert ask(outputs.CHECKS, name, Setup(make_config()), machine(tmp_path))[0] == "ok"

@@ -19,6 +19,7 @@ from kvoffload.cli.main import main
 
 MACHINE = {"host memory", "locked memory", "swap", "expandable segments", "gpu"}
 VLLM = {"vllm version", "vllm plugin", "vllm connector", "load failures", "model sizes"}
+ENOUGH = ("--config", "host_bytes=1MiB")
 OTHERS = {"settings", "host pool", "disk space", "disk folder", "journal", "span collector", "remote tier"}
 
 
@@ -127,15 +128,24 @@ def test_bad_settings_are_listed_all_at_once_and_nothing_is_guessed_from_them(
     path = tmp_path / "settings.json"
     path.write_text('{"host_bytse": 1, "transfer_timeout_s": "soon"}')
     code, found = doctor(capsys, "--config", str(path))
-    assert (code, found[""], set(found)) == (1, "error", {"", "settings"})
+    assert (code, found[""], set(found)) == (1, "error", {"", "settings", *VLLM})
     assert "did you mean host_bytes?" in found["settings"]["finding"]
     assert "transfer_timeout_s" in found["settings"]["finding"]
 
 
-def test_a_key_file_that_a_start_refuses_is_an_error(
+def test_without_settings_it_says_what_the_machine_has_and_what_is_advised(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, found = doctor(capsys, "--block-bytes", "1MiB", "--device-blocks", "10", "-tp", "2")
+    assert (code, found["settings"]["verdict"]) == (1, "error")
+    assert "GiB left for 2 ranks; advised: 60.0 MiB, 3.0 times" in found["settings"]["finding"]
+    assert "at least three times" in doctor(capsys)[1]["settings"]["finding"]
+
+
+def test_a_key_file_that_a_start_refuses_is_a_fail(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    code, found = doctor(capsys, "--config", f"tier_key_file={tmp_path / 'key'}")
+    code, found = doctor(capsys, *ENOUGH, "--config", f"tier_key_file={tmp_path / 'key'}")
     assert (code, found["settings"]["verdict"]) == (1, "error")
     assert found["settings"]["finding"].startswith(f"tier_key_file: {tmp_path / 'key'} is not used")
 
@@ -200,7 +210,7 @@ def test_an_adapter_that_cannot_be_imported_is_a_no_go_and_harms_no_other_comman
 ) -> None:
     lost = EntryPoint("lost", "a_module_that_is_not_there", command.ENTRY_POINT_GROUP)
     monkeypatch.setattr(command, "entry_points", lambda group: EntryPoints([lost]).select(group=group))
-    code, found = doctor(capsys)
+    code, found = doctor(capsys, *ENOUGH)
     assert (code, found["lost"]["verdict"]) == (1, "error")
     assert main(["demo", "--help"]) == 0
 

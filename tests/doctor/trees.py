@@ -13,8 +13,8 @@ from unittest.mock import patch
 
 from kvoffload.checks.check import Check, Setup, Sizes, run_checks
 from kvoffload.checks.gpus import Gpus
-from kvoffload.model.config import OffloadConfig
 from kvoffload.transfer.host_memory import read_file
+from tests.settings import make_config
 
 GIB = 2**30
 ENVIRONMENT = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "VLLM_PLUGINS"}
@@ -81,7 +81,7 @@ def _read(root: Path, path: str) -> str | None:
 
 def setup(*, pins: bool = False, sizes: Sizes | None = None, **settings: object) -> Setup:
     """Return a setup with these settings."""
-    return Setup(OffloadConfig(**settings), sizes or Sizes(), pins)  # type: ignore[arg-type]
+    return Setup(make_config(**settings), sizes or Sizes(), pins)
 
 
 def ask(checks: tuple[Check, ...], name: str, known: Setup, where: Machine) -> tuple[str, str]:

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import asdict
 
 from kvoffload.model.config import (
+    ADVANCED,
     ALIASES,
     AUTO,
+    SETTINGS,
     OffloadConfig,
     check_promises,
     parse_bytes,
@@ -24,23 +27,24 @@ KEYS = [
     "store_policy",
     "min_load_tokens",
     "verify",
-    "transfer_timeout_s",
-    "layout",
-    "recurrent_prefix_boundaries",
-    "batch_copies",
-    "journal_path",
-    "journal_max_bytes",
     "disk_path",
     "disk_bytes",
     "disk_min_hits",
-    "disk_drain_s",
-    "weights_id",
     "remote_url",
     "remote_min_hits",
-    "remote_timeout_s",
+    "weights_id",
     "tier_key_file",
+    "journal_path",
+    "journal_max_bytes",
     "otlp_endpoint",
+    "transfer_timeout_s",
+    "disk_drain_s",
+    "remote_timeout_s",
+    "layout",
+    "recurrent_prefix_boundaries",
+    "batch_copies",
 ]
+GIVEN = {"host_bytes": 2**20}
 
 
 def problems(raw: dict) -> tuple[str, ...]:
@@ -50,60 +54,91 @@ def problems(raw: dict) -> tuple[str, ...]:
     return caught.value.problems
 
 
+def without(key: str) -> dict[str, object]:
+    """Return the settings that must be given, except `key`."""
+    return {name: value for name, value in GIVEN.items() if name != key}
+
+
 def test_silence_means_the_defaults() -> None:
-    config = parse_config({})
-    assert config == OffloadConfig()
-    assert (config.host_bytes, config.store_policy, config.transfer_timeout_s) == (8 * 2**30, "eager", 30.0)
+    config = parse_config(GIVEN)
+    assert config == OffloadConfig(host_bytes=2**20)
+    assert (config.store_policy, config.min_load_tokens, config.transfer_timeout_s) == ("eager", None, 30.0)
     assert config.journal_path is None
 
 
-def test_everything_can_be_set() -> None:
+@pytest.mark.parametrize("raw", [{}, {"store_policy": "lazy"}, {"verify": "x", "nonsense": 1}])
+def test_host_memory_has_no_default_and_the_error_says_what_to_give(raw: dict) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(raw, advice="the machine has 7 GiB")
+    assert caught.value.problems[-1] == (
+        'host_bytes is missing: host memory of one engine, all its ranks together, a number of bytes, such as "64GiB"; '
+        "the machine has 7 GiB"
+    )
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"host_bytes": "lots"},
+        {"host_byte": 1},
+        {"cpu_bytes_to_use": 0},
+        {"cpu_bytes_to_us": 1},
+        {"hostbytes": 1},
+    ],
+)
+def test_host_memory_that_was_meant_is_not_missing_too(raw: dict) -> None:
+    (problem,) = problems(raw)
+    assert "missing" not in problem
+
+
+def test_everything_can_be_set_and_keeps_its_place() -> None:
     raw = {
         "host_bytes": "2GiB",
         "store_policy": "lazy",
         "min_load_tokens": 0,
         "verify": "off",
-        "transfer_timeout_s": 5,
-        "layout": "blocks",
-        "recurrent_prefix_boundaries": False,
-        "batch_copies": "off",
-        "journal_path": "/tmp/journal",
-        "journal_max_bytes": "64MiB",
         "disk_path": "/tmp/disk",
         "disk_bytes": "1TiB",
         "disk_min_hits": 0,
-        "disk_drain_s": 1.5,
-        "weights_id": "v7",
         "remote_url": "mooncake://localhost:50051?protocol=rdma",
         "remote_min_hits": 2,
-        "remote_timeout_s": 0.5,
+        "weights_id": "v7",
         "tier_key_file": "/tmp/key",
+        "journal_path": "/tmp/journal",
+        "journal_max_bytes": "64MiB",
         "otlp_endpoint": "http://localhost:4318/v1/traces",
+        "transfer_timeout_s": 5,
+        "disk_drain_s": 1.5,
+        "remote_timeout_s": 0.5,
+        "layout": "blocks",
+        "recurrent_prefix_boundaries": False,
+        "batch_copies": "off",
     }
-    assert list(raw) == KEYS
-    config = parse_config(raw)
-    endpoint = "http://localhost:4318/v1/traces"
-    assert config == OffloadConfig(
-        2 * 2**30,
-        "lazy",
-        0,
-        "off",
-        5.0,
-        "blocks",
-        False,
-        "off",
-        Path("/tmp/journal"),
-        64 * 2**20,
-        Path("/tmp/disk"),
-        2**40,
-        0,
-        1.5,
-        "v7",
-        "mooncake://localhost:50051?protocol=rdma",
-        2,
-        0.5,
-        Path("/tmp/key"),
-        endpoint,
+    assert list(raw) == KEYS == list(SETTINGS)
+    sizes = {"host_bytes": 2**31, "disk_bytes": 2**40, "journal_max_bytes": 2**26}
+    paths = {key: Path(str(raw[key])) for key in ("disk_path", "tier_key_file", "journal_path")}
+    assert asdict(parse_config(raw)) == {**raw, **sizes, **paths}
+
+
+def test_every_key_says_what_it_means_what_it_allows_and_what_holds_without_it() -> None:
+    assert set(KEYS[-6:]) == ADVANCED
+    for one in SETTINGS.values():
+        assert one.meaning
+        assert one.allowed
+    shown = {name: one.default for name, one in SETTINGS.items()}
+    assert (
+        shown
+        | {
+            "host_bytes": "must be given",
+            "store_policy": "eager",
+            "min_load_tokens": "one block",
+            "disk_path": "not set",
+            "disk_bytes": "64.0 GiB",
+            "disk_min_hits": "1",
+            "transfer_timeout_s": "30.0",
+            "recurrent_prefix_boundaries": "true",
+        }
+        == shown
     )
 
 
@@ -111,7 +146,7 @@ def test_everything_can_be_set() -> None:
     "value", ["", "localhost:4317", "grpc://localhost:4317", "http://", "http://a b", 4317, None]
 )
 def test_what_is_no_url(value: object) -> None:
-    (problem,) = problems({"otlp_endpoint": value})
+    (problem,) = problems({**GIVEN, "otlp_endpoint": value})
     assert problem.startswith(
         f'otlp_endpoint is {value!r}; it must be a URL such as "http://localhost:4318/v1/traces", without "@"'
     )
@@ -127,7 +162,7 @@ def test_what_is_no_url(value: object) -> None:
     ],
 )
 def test_secrets_in_the_collectors_url_are_refused_and_not_repeated(value: str) -> None:
-    unknown, secret = problems({"hosts": 1, "otlp_endpoint": value})
+    unknown, secret = problems({**GIVEN, "hosts": 1, "otlp_endpoint": value})
     assert "hosts" in unknown
     assert 'it must be a URL such as "http://localhost:4318/v1/traces", without "@", "?" and "#"' in secret
     assert "OTEL_EXPORTER_OTLP_HEADERS" in secret
@@ -135,15 +170,15 @@ def test_secrets_in_the_collectors_url_are_refused_and_not_repeated(value: str) 
 
 
 def test_the_least_tokens_may_be_chosen_by_what_is_measured() -> None:
-    assert parse_config({"min_load_tokens": "auto"}).min_load_tokens == AUTO
-    assert problems({"min_load_tokens": "automatic"}) == (
+    assert parse_config({**GIVEN, "min_load_tokens": "auto"}).min_load_tokens == AUTO
+    assert problems({**GIVEN, "min_load_tokens": "automatic"}) == (
         "min_load_tokens is 'automatic'; it must be a number of tokens, 0 or more, or \"auto\"",
     )
 
 
 def test_settings_are_never_altered() -> None:
     with pytest.raises(AttributeError):
-        parse_config({}).host_bytes = 1  # type: ignore[misc]
+        parse_config(GIVEN).host_bytes = 1  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -225,12 +260,12 @@ BAD: dict[str, list[object]] = {
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in BAD.items() for value in values])
 def test_a_bad_value_names_the_key_the_value_and_what_is_allowed(key: str, value: object) -> None:
-    (problem,) = problems({key: value})
+    (problem,) = problems({**without(ALIASES.get(key, key)), key: value})
     assert problem.startswith(f"{key} is {value!r}; it must be ")
 
 
 def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:
-    (problem,) = problems({"remote_url": "s3://name:secret@bucket/prefix"})
+    (problem,) = problems({**GIVEN, "remote_url": "s3://name:secret@bucket/prefix"})
     assert problem.startswith("remote_url is 's3://...@bucket/prefix'; it must be ")
     assert "without credentials" in problem
 
@@ -252,14 +287,22 @@ def test_all_problems_are_listed_at_once() -> None:
         ("transfer_timeout", "transfer_timeout_s"),
         ("host_bytes_per_rank", "host_bytes"),
         ("journal_for", "journal_path"),
+        ("spill_after_hits", "disk_min_hits"),  # the rest are earlier names
+        ("share_after_hits", "remote_min_hits"),
+        ("drain_s", "disk_drain_s"),
+        ("disk_identity", "weights_id"),
+        ("prefix_junctions", "recurrent_prefix_boundaries"),
+        ("disk_bytes_per_rank", "disk_bytes"),
     ],
 )
 def test_an_unknown_key_is_met_with_the_nearest(typed: str, meant: str) -> None:
-    assert problems({typed: 1}) == (f"unknown key {typed!r}; did you mean {meant}?",)
+    assert problems({**without(ALIASES.get(meant, meant)), typed: 1}) == (
+        f"unknown key {typed!r}; did you mean {meant}?",
+    )
 
 
 def test_a_key_like_none_other_is_met_with_all() -> None:
-    (problem,) = problems({"zzz": 1})
+    (problem,) = problems({**GIVEN, "zzz": 1})
     assert problem == f"unknown key 'zzz'; known keys: {', '.join(KEYS)}"
 
 
@@ -269,9 +312,9 @@ def test_a_key_like_none_other_is_met_with_all() -> None:
         ({"cpu_bytes_to_use": 4096}, OffloadConfig(host_bytes=4096)),
         ({"cpu_bytes_to_use": 1.5 * (1 << 30)}, OffloadConfig(host_bytes=3 * 2**29)),
         ({"cpu_bytes_to_use_per_rank": "1KiB"}, OffloadConfig(host_bytes=1024)),
-        ({"lazy_offload": True}, OffloadConfig(store_policy="lazy")),
-        ({"lazy_offload": False}, OffloadConfig(store_policy="eager")),
-        ({"kv_offload_backend": "cpu"}, OffloadConfig()),
+        ({**GIVEN, "lazy_offload": True}, OffloadConfig(host_bytes=2**20, store_policy="lazy")),
+        ({**GIVEN, "lazy_offload": False}, OffloadConfig(host_bytes=2**20, store_policy="eager")),
+        ({**GIVEN, "kv_offload_backend": "cpu"}, OffloadConfig(host_bytes=2**20)),
     ],
 )
 def test_the_replaced_connectors_keys_are_taken(raw: dict, config: OffloadConfig) -> None:
@@ -279,30 +322,32 @@ def test_the_replaced_connectors_keys_are_taken(raw: dict, config: OffloadConfig
 
 
 def test_every_alias_leads_to_a_key() -> None:
-    assert set(ALIASES.values()) <= set(KEYS)
+    assert set(ALIASES.values()) <= set(SETTINGS)
 
 
 @pytest.mark.parametrize("value", ["lazy", 1, None])
 def test_an_alias_has_values_of_its_own(value: object) -> None:
-    assert problems({"lazy_offload": value}) == (f"lazy_offload is {value!r}; it must be true or false",)
+    assert problems({**GIVEN, "lazy_offload": value}) == (
+        f"lazy_offload is {value!r}; it must be true or false",
+    )
 
 
 @pytest.mark.parametrize("value", ["disk", "CPU", None, ["cpu"]])
 def test_there_is_no_backend_but_host_memory(value: object) -> None:
-    assert problems({"kv_offload_backend": value}) == (
+    assert problems({**GIVEN, "kv_offload_backend": value}) == (
         f'kv_offload_backend is {value!r}; it must be "cpu": kvoffload keeps blocks in host memory',
     )
 
 
 @pytest.mark.parametrize("name", ["disk_capacity_bytes", "disk_buffer_slots", "use_page_cache"])
 def test_the_replaced_connectors_disk_is_not_taken_for_a_typing_error(name: str) -> None:
-    assert problems({name: 1}) == (
+    assert problems({**GIVEN, name: 1}) == (
         f"{name} belongs to another disk backend; kvoffload's own has disk_path and disk_bytes",
     )
 
 
 def test_the_replaced_connectors_count_of_blocks_is_met_with_the_key_for_bytes() -> None:
-    (problem,) = problems({"num_cpu_blocks": 1})
+    (problem,) = problems({**GIVEN, "num_cpu_blocks": 1})
     assert problem == "num_cpu_blocks counts blocks; set host_bytes, which counts bytes, instead"
 
 
@@ -317,7 +362,7 @@ def test_the_replaced_connectors_count_of_blocks_is_met_with_the_key_for_bytes()
 )
 def test_two_keys_for_one_setting_are_both_named(one: tuple, other: tuple, key: str) -> None:
     for first, second in ((one, other), (other, one)):
-        assert problems(dict([first, second])) == (
+        assert problems({**without(key), **dict([first, second])}) == (
             f"{first[0]} and {second[0]} both set {key}; give one of the two",
         )
 
@@ -335,7 +380,7 @@ def test_only_bytes_of_each_rank_are_multiplied_by_the_ranks(key: str, whole: in
 
 @pytest.mark.parametrize("verify", ["off", "sample", "full"])
 def test_checksums_need_an_engine_that_recomputes_failed_loads(verify: str) -> None:
-    config = parse_config({"verify": verify})
+    config = parse_config({**GIVEN, "verify": verify})
     assert config.verify == verify
     for waits in (True, False):
         check_promises(config, Promises(can_wait=waits))
@@ -365,7 +410,7 @@ def nested(depth: int) -> object:
     return value
 
 
-@pytest.mark.parametrize("key", [*KEYS, *ALIASES])
+@pytest.mark.parametrize("key", [*SETTINGS, *ALIASES])
 @pytest.mark.parametrize(
     "value",
     [
@@ -382,16 +427,16 @@ def nested(depth: int) -> object:
 )
 def test_no_value_is_too_large_or_too_deep_to_be_refused(key: str, value: object) -> None:
     if key in ("journal_path", "disk_path", "tier_key_file") and isinstance(value, str):
-        assert getattr(parse_config({key: value}), key) == Path(value)
+        assert getattr(parse_config({**GIVEN, key: value}), key) == Path(value)
         return
-    (problem,) = problems({key: value})
+    (problem,) = problems({**without(ALIASES.get(key, key)), key: value})
     assert problem.startswith(f"{key} is ")
     assert len(problem) < 400
 
 
 @pytest.mark.parametrize("key", ["x" * 10**6, -(10**5000), ("a",) * 1000], ids=["text", "digits", "tuple"])
 def test_no_key_is_too_large_to_be_refused(key: object) -> None:
-    (problem,) = problems({key: 1})
+    (problem,) = problems({**GIVEN, key: 1})
     assert problem.startswith("unknown key ")
     assert len(problem) < 700
 
@@ -402,13 +447,15 @@ def test_settings_that_are_no_mapping_are_refused(raw: object) -> None:
     assert problem == f"settings are {raw!r}; they must be keys with values"
 
 
-@given(st.dictionaries(st.sampled_from([*KEYS, *ALIASES]) | st.text() | st.integers(), anything, max_size=6))
+@given(
+    st.dictionaries(st.sampled_from([*SETTINGS, *ALIASES]) | st.text() | st.integers(), anything, max_size=6)
+)
 def test_whatever_is_typed_gives_settings_or_one_sentence_for_each_problem(raw: dict) -> None:
     found: tuple[str, ...] = ()
     try:
         assert parse_config(raw).host_bytes >= 1
     except ConfigError as error:
         found = error.problems
-    assert len(found) <= len(raw)
+    assert len(found) <= len(raw) + 1  # and host_bytes, if it is missing
     assert all(found)
-    assert found or set(raw) <= {*KEYS, *ALIASES}
+    assert found or set(raw) <= {*SETTINGS, *ALIASES}

@@ -22,6 +22,7 @@ from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.testing import FakeClock
 from kvoffload.transfer.ports import Clocks
 from tests.runtime.manual_portal import ManualPortal
+from tests.settings import make_config
 
 BLOCK = 4
 RELOAD = 3 * BLOCK  # the tokens that `Side.stored` leaves on the host
@@ -83,7 +84,7 @@ class Side:
         self.portal: Any = ManualPortal(self.clock) if portal is True else portal or None
         self.side = SchedulerSide(
             replace(SHAPE, ranks=ranks),
-            config or OffloadConfig(transfer_timeout_s=TIMEOUT_S),
+            config or make_config(transfer_timeout_s=TIMEOUT_S),
             self.pool,
             portal=self.portal,
             clocks=Clocks(self.clock.monotonic, self.clock.monotonic, self.clock.sleep),

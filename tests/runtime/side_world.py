@@ -16,6 +16,7 @@ from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.testing import FakeClock
 from kvoffload.transfer.ports import Clocks
 from tests.core.world import Copy, Req, World
+from tests.settings import make_config
 
 TIMEOUT_S = 30.0
 _TURNS = 60  # limit on an engine's turns; no test needs half as many
@@ -34,7 +35,7 @@ class SideWorld(World):
     """
 
     def __init__(self, *groups: GroupSpec, config: OffloadConfig | None = None, **options: object) -> None:
-        self.config = config or OffloadConfig(transfer_timeout_s=TIMEOUT_S)
+        self.config = config or make_config(transfer_timeout_s=TIMEOUT_S)
         self.clock = FakeClock(100.0)
         self.hung: set[JobId] = set()
         self._plan: TransferPlan = NOTHING

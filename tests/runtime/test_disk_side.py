@@ -12,12 +12,13 @@ from kvoffload.disk.folder import lock_folder, make_folder
 from kvoffload.disk.index import IndexHeader, encode_header, load_index
 from kvoffload.disk.open_folder import LOCK_PAUSE_S, LOCK_TRIES, open_folder
 from kvoffload.model.causes import CopyOutcome
-from kvoffload.model.config import AUTO, OffloadConfig
+from kvoffload.model.config import AUTO
 from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.model.wire import Direction, JobReport, TransferPlan
 from kvoffload.runtime import disk_catalog
 from tests.captured_logs import capture_logs
 from tests.runtime.parts import BLOCK, IDENTITY, RELOAD, TIMEOUT_S, Side, loading
+from tests.settings import make_config
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 
@@ -25,7 +26,7 @@ LOAD, STORE = Direction.LOAD, Direction.STORE
 @pytest.fixture
 def side(tmp_path: Path) -> Iterator[Side]:
     """A side whose disk index has been read."""
-    config = OffloadConfig(transfer_timeout_s=TIMEOUT_S, min_load_tokens=AUTO)
+    config = make_config(transfer_timeout_s=TIMEOUT_S, min_load_tokens=AUTO)
     made = Side(portal=True, disk=tmp_path, config=config)
     open_disk(made)
     yield made
@@ -156,7 +157,7 @@ def test_without_requests_an_engine_steps_for_its_host_and_as_long_as_the_drain_
     tmp_path: Path,
 ) -> None:
     side = Side(
-        portal=True, disk=tmp_path, config=OffloadConfig(transfer_timeout_s=TIMEOUT_S, disk_drain_s=5.0)
+        portal=True, disk=tmp_path, config=make_config(transfer_timeout_s=TIMEOUT_S, disk_drain_s=5.0)
     )
     open_disk(side)
     side.clock.jump(10.0)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import BlockKey, Rank
 from kvoffload.model.wire import TransferReport
 from tests.runtime.parts import Side
+from tests.settings import make_config
 
 
 def host_bytes(side: Side) -> dict[str, float]:
@@ -25,7 +25,7 @@ def test_bytes_of_all_ranks_are_added_up_while_memory_is_made_ready() -> None:
 
 
 def test_info_carries_versions_and_settings() -> None:
-    side = Side(config=OffloadConfig(verify="sample", min_load_tokens="auto"))
+    side = Side(config=make_config(verify="sample", min_load_tokens="auto"))
     ((labels, number),) = side.side.gauges()["kvoffload_info"].items()
     assert number == 1
     assert labels[1:] == ("unknown", "unknown", "eager", "sample", "auto")

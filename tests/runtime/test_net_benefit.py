@@ -8,12 +8,13 @@ import pytest
 
 from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome
-from kvoffload.model.config import AUTO, OffloadConfig
+from kvoffload.model.config import AUTO
 from kvoffload.model.events import NetBenefitTurned
 from kvoffload.model.ids import BlockKey
 from kvoffload.model.wire import JobReport, TransferPlan
 from tests.conservation import conservation
 from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading
+from tests.settings import make_config
 
 if TYPE_CHECKING:
     from kvoffload.runtime.scheduler_side import SchedulerSide
@@ -179,7 +180,7 @@ def storing(side: Side) -> TransferPlan:
 
 
 def test_steps_that_are_longer_with_copies_under_way_are_their_cost() -> None:
-    side = Side(config=OffloadConfig(transfer_timeout_s=1e6))
+    side = Side(config=make_config(transfer_timeout_s=1e6))
     side.seen("d")
     decode(side, 0.010)
     assert (lost(side, "store"), lost(side, "load")) == (0, 0)
@@ -198,7 +199,7 @@ def test_steps_that_are_longer_with_copies_under_way_are_their_cost() -> None:
 
 
 def test_an_idle_engine_loses_nothing() -> None:
-    side = Side(config=OffloadConfig(transfer_timeout_s=1e6))
+    side = Side(config=make_config(transfer_timeout_s=1e6))
     side.seen("d")
     decode(side, 0.010)
     storing(side)
@@ -254,7 +255,7 @@ def test_a_loss_too_small_to_matter_is_not_reported() -> None:
 
 def auto(wait_s: float) -> Side:
     """Return a side that has measured a load, and prefilling at a hundredth of a second per token."""
-    side = Side(config=OffloadConfig(transfer_timeout_s=TIMEOUT_S, min_load_tokens=AUTO))
+    side = Side(config=make_config(transfer_timeout_s=TIMEOUT_S, min_load_tokens=AUTO))
     measure_prefill(side)
     plan = loading(side)
     side.clock.jump(wait_s)
@@ -277,7 +278,7 @@ def test_auto_declines_what_takes_longer_to_load(wait_s: float, answer: int) -> 
 
 
 def test_auto_is_one_block_until_measured() -> None:
-    side = Side(config=OffloadConfig(transfer_timeout_s=TIMEOUT_S, min_load_tokens=AUTO))
+    side = Side(config=make_config(transfer_timeout_s=TIMEOUT_S, min_load_tokens=AUTO))
     side.stored()
     assert side.side.lookup(side.seen("b"), RELOAD - 4) == 4
 
@@ -300,7 +301,7 @@ def test_auto_keeps_to_what_it_decided_for_a_request() -> None:
 
 
 def test_a_number_is_not_touched_by_what_is_measured() -> None:
-    side = Side(config=OffloadConfig(transfer_timeout_s=TIMEOUT_S, min_load_tokens=4))
+    side = Side(config=make_config(transfer_timeout_s=TIMEOUT_S, min_load_tokens=4))
     measure_prefill(side)
     plan = loading(side)
     side.clock.jump(25.0)

@@ -8,11 +8,11 @@ import pytest
 
 from kvoffload.bus.feed import Feed
 from kvoffload.model import facts
-from kvoffload.model.config import OffloadConfig
 from kvoffload.telemetry.logging import LogObserver
 from kvoffload.telemetry.records import read_journal
 from tests.operations import calls
 from tests.runtime.parts import TIMEOUT_S, Side
+from tests.settings import make_config
 
 
 def test_the_log_observer_writes_what_deserves_a_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -64,7 +64,7 @@ def test_what_unknown_observers_miss_is_summed_in_one_series() -> None:
 
 def test_the_journals_file_is_complete_and_closed_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    config = OffloadConfig(transfer_timeout_s=TIMEOUT_S, journal_path=path)
+    config = make_config(transfer_timeout_s=TIMEOUT_S, journal_path=path)
     for _ in range(2):  # Only one side at a time can lock the file.
         side = Side(portal=True, config=config)
         side.stored()
@@ -79,7 +79,7 @@ def test_the_journals_file_is_complete_and_closed_at_the_end(tmp_path: Path) -> 
 def test_a_journal_that_cannot_be_written_any_more_is_counted_and_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    side = Side(portal=True, config=OffloadConfig(journal_path=tmp_path / "journal"))
+    side = Side(portal=True, config=make_config(journal_path=tmp_path / "journal"))
     assert side.side.observation.journal._file is not None
     side.side.observation.journal._file.close()
     side.side.reset()
@@ -117,7 +117,7 @@ def test_an_observer_that_never_ends_is_waited_for_a_moment(monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_an_observer_that_stands_still_costs_no_more_calls_than_one_that_keeps_up(tmp_path: Path) -> None:
-    config = OffloadConfig(transfer_timeout_s=TIMEOUT_S, journal_path=tmp_path / "journal")
+    config = make_config(transfer_timeout_s=TIMEOUT_S, journal_path=tmp_path / "journal")
     side = Side(portal=True, config=config)
     side.seen("d")
 

@@ -11,7 +11,6 @@ import pytest
 from kvoffload.core.machine import JobState
 from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome
-from kvoffload.model.config import OffloadConfig
 from kvoffload.model.engine import Promises
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.events import Event
@@ -22,6 +21,7 @@ from kvoffload.runtime.scheduler_side import SchedulerSide
 from tests.conservation import conservation, slot_problems
 from tests.core.audit import audit_side
 from tests.runtime.parts import RELOAD, SHAPE, TIMEOUT_S, Pool, Side, loading
+from tests.settings import make_config
 
 # -- deadlines --------------------------------------------------------------------------------------------------
 
@@ -199,13 +199,13 @@ def test_events_follow_their_fact_in_order() -> None:
 def test_checksums_are_refused_where_a_failed_load_is_not_recomputed() -> None:
     shape = replace(SHAPE, promises=Promises(recovers_loads=False))
     with pytest.raises(ConfigError, match="verify is 'sample'"):
-        SchedulerSide(shape, OffloadConfig(verify="sample"), Pool())
+        SchedulerSide(shape, make_config(verify="sample"), Pool())
 
 
 def test_a_journal_that_cannot_be_written_is_refused_before_anything_starts(tmp_path: Path) -> None:
     side = Side(portal=True)
     with pytest.raises(ConfigError, match="journal_path"):
         SchedulerSide(
-            SHAPE, OffloadConfig(journal_path=tmp_path / "no" / "journal"), Pool(), portal=side.portal
+            SHAPE, make_config(journal_path=tmp_path / "no" / "journal"), Pool(), portal=side.portal
         )
     side.close()

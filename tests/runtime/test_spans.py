@@ -17,7 +17,6 @@ from opentelemetry.trace import StatusCode
 
 from kvoffload.model import events, facts
 from kvoffload.model.causes import CopyOutcome, EvictionCause
-from kvoffload.model.config import OffloadConfig
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.model.wire import JobReport
@@ -25,6 +24,7 @@ from kvoffload.telemetry import otel, spans, timeline
 from tests.gates import ManualExecutor
 from tests.runtime.manual_portal import ManualPortal
 from tests.runtime.parts import BLOCK, RELOAD, TIMEOUT_S, Side, loading
+from tests.settings import make_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +50,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Side]:
     def make_side(exporter: object, **options: Any) -> Side:  # noqa: ANN401  # those of a side
         monkeypatch.setattr(spans, "make_exporter", lambda endpoint: exporter)
         return Side(
-            portal=True, config=OffloadConfig(transfer_timeout_s=TIMEOUT_S, otlp_endpoint=URL), **options
+            portal=True, config=make_config(transfer_timeout_s=TIMEOUT_S, otlp_endpoint=URL), **options
         )
 
     return make_side
@@ -502,17 +502,17 @@ def test_without_the_packages_the_error_names_the_extra(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     monkeypatch.delattr("kvoffload.telemetry.otel", raising=False)
     with pytest.raises(ConfigError, match=r"opentelemetry.*install kvoffload\[otel\]"):
-        Side(config=OffloadConfig(otlp_endpoint=URL))
+        Side(config=make_config(otlp_endpoint=URL))
 
 
 def test_a_worker_that_starts_first_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = OffloadConfig(otlp_endpoint=URL)
+    config = make_config(otlp_endpoint=URL)
     spans.check_exporter(config)
     monkeypatch.delitem(sys.modules, "kvoffload.telemetry.otel", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"kvoffload\[otel\]"):
         spans.check_exporter(config)
-    spans.check_exporter(OffloadConfig())
+    spans.check_exporter(make_config())
 
 
 def test_the_environment_names_a_collector_where_the_settings_name_none(
@@ -526,10 +526,10 @@ def test_the_environment_names_a_collector_where_the_settings_name_none(
 
     monkeypatch.setattr(spans, "make_exporter", make_exporter)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://127.0.0.1:9/theirs")
-    for config in (OffloadConfig(), OffloadConfig(otlp_endpoint=URL)):
+    for config in (make_config(), make_config(otlp_endpoint=URL)):
         assert Side(config=config).side.observation.spans is not None
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "")
-    assert Side(config=OffloadConfig()).side.observation.spans is None
+    assert Side(config=make_config()).side.observation.spans is None
     assert asked == ["http://127.0.0.1:9/theirs", URL]
 
 
@@ -539,7 +539,7 @@ def test_without_the_packages_a_collector_of_the_environment_is_not_for_us(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", URL)
     monkeypatch.delitem(sys.modules, "kvoffload.telemetry.otel", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    assert Side(config=OffloadConfig()).side.observation.spans is None
+    assert Side(config=make_config()).side.observation.spans is None
 
 
 class Collector(BaseHTTPRequestHandler):
@@ -570,7 +570,7 @@ def test_a_collector_gets_them_over_http(monkeypatch: pytest.MonkeyPatch) -> Non
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         url = f"http://127.0.0.1:{server.server_port}/spans/here"
-        side = Side(portal=True, config=OffloadConfig(transfer_timeout_s=TIMEOUT_S, otlp_endpoint=url))
+        side = Side(portal=True, config=make_config(transfer_timeout_s=TIMEOUT_S, otlp_endpoint=url))
         side.stored()
         side.close()
         server.shutdown()

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvoffload.model.causes import CopyOutcome, DegradeCause
-from kvoffload.model.config import OffloadConfig
 from kvoffload.model.wire import Direction
 from tests.core.audit import audit_side
 from tests.core.world import CORRUPT, FAILED, full, window
 from tests.runtime.side_world import TIMEOUT_S, SideWorld
+from tests.settings import make_config
 from tests.sweep import Place, chosen, places, raising
 
 TEXT = "abcdefghijklm"
@@ -23,7 +23,7 @@ WORLDS: dict[str, Callable[[], SideWorld]] = {
         device=20,
         host=12,
         step_tokens=4,
-        config=OffloadConfig(store_policy="lazy", transfer_timeout_s=TIMEOUT_S),
+        config=make_config(store_policy="lazy", transfer_timeout_s=TIMEOUT_S),
     ),
 }
 

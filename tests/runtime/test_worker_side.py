@@ -17,6 +17,7 @@ from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.testing import FakeClock, FakeDevice, GatedCopier
 from kvoffload.transfer.host_memory import slots_for
+from tests.captured_logs import capture_logs
 from tests.copy_jobs import device_job
 from tests.runtime.manual_portal import ManualPortal
 from tests.transfer.counts import statistics_of
@@ -61,6 +62,28 @@ def made() -> Iterator[Side]:
     side.copier.release()
     side.side.close()
     side.portal.close()
+
+
+def test_the_start_logs_what_was_chosen_and_how_many_times_the_device_that_is() -> None:
+    portal = ManualPortal(FakeClock())
+    config = OffloadConfig(host_bytes=28 * SLOT_BYTES, store_policy="lazy")
+    with capture_logs() as logged:
+        side = WorkerSide(Rank(1), 2, config, portal, copier=GatedCopier())
+        side.register(DEVICE.layout)
+        side.close()
+    portal.close()
+    (line,) = [line for line in logged if line["event"] == "worker_registered"]
+    assert line == {
+        "event": "worker_registered",
+        "log_level": "info",
+        "rank": 1,
+        "host_bytes": "2.6 KiB",  # of both ranks
+        "slots": 14,
+        "slot_bytes": SLOT_BYTES,
+        "times_device": 2.0,  # the device has 7 blocks
+        "store_policy": "lazy",
+        "verify": "off",
+    }
 
 
 def test_memory_is_made_ready_in_the_background_and_reported(

@@ -11,7 +11,6 @@ import anyio
 import pytest
 
 from kvoffload.bus.bus import Bus
-from kvoffload.model.config import OffloadConfig
 from kvoffload.model.engine import EngineIdentity, EngineShape
 from kvoffload.model.events import BlocksOffered
 from kvoffload.model.groups import AttentionKind, GroupSpec
@@ -28,6 +27,7 @@ from kvoffload.telemetry.records import (
     read_journal,
     rotated,
 )
+from tests.settings import make_config
 
 PROVENANCE = {"kvoffload": "0.1", "settings": {"verify": "off"}}
 
@@ -172,7 +172,7 @@ def test_provenance_says_what_ran() -> None:
     shape = EngineShape(
         (GroupSpec(GroupId(0), AttentionKind.FULL, 16),), ranks=2, device_blocks=10, step_tokens=64
     )
-    config = OffloadConfig(journal_path=Path("/somewhere"), verify="full")
+    config = make_config(journal_path=Path("/somewhere"), verify="full")
     run = describe_run(EngineIdentity("vllm", "0.33", "m", 1), shape, config, 0.0)
     assert json.loads(json.dumps(run)) == run
     assert run["engine"] == {"name": "vllm", "version": "0.33", "index": 1, "model": "m"}

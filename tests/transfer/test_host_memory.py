@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvoffload.model.config import ADVICE
 from kvoffload.model.errors import ConfigError
 from kvoffload.testing import FakeDevice
-from kvoffload.transfer.host_memory import available_bytes, slots_for
+from kvoffload.transfer.host_memory import advise_host_bytes, available_bytes, slots_for
 from kvoffload.transfer.ports import ReadText
 
 LAYOUT = FakeDevice(4, [4096, 1024]).layout
@@ -46,6 +47,38 @@ def test_ranks_of_a_machine_share_what_it_has() -> None:
     (problem,) = refused.value.problems
     together = "all 8 ranks of this machine 1.6 GiB, above the 1.0 GiB that the machine has left now"
     assert f"gives each rank {205 * MIB} bytes, {together}" in problem
+
+
+@pytest.mark.parametrize(
+    ("ranks", "local_ranks", "device_mib", "advised"),
+    [
+        (1, None, None, "for 1 rank; advised: at least three times the device's KV cache, at most 921.6 MiB"),
+        (
+            2,
+            2,
+            100,
+            "for 2 ranks; advised: 300.0 MiB, 3.0 times the device's KV cache; at most 921.6 MiB",
+        ),
+        (4, 2, 100, "for 2 ranks; advised: 300.0 MiB, 3.0 times the device's KV cache; at most 1.8 GiB"),
+        (1, None, 460, "for 1 rank; advised: 921.6 MiB, 2.0 times the device's KV cache; at most 921.6 MiB"),
+        (
+            1,
+            None,
+            1024,
+            "for 1 rank; advised: 921.6 MiB, 0.9 times the device's KV cache, with store_policy lazy; at most 921.6 MiB",
+        ),
+    ],
+)
+def test_what_is_advised_fits_the_machine_and_exceeds_the_device(
+    ranks: int, local_ranks: int | None, device_mib: int | None, advised: str
+) -> None:
+    device_bytes = None if device_mib is None else device_mib * MIB
+    said = advise_host_bytes(ranks, device_bytes, local_ranks, read=ROOMY)
+    assert said == f"the machine has 1.0 GiB left {advised}"
+
+
+def test_without_the_kernels_word_the_advice_names_no_size() -> None:
+    assert advise_host_bytes(1, MIB, read=machine()) == ADVICE
 
 
 def test_a_kernel_that_says_nothing_limits_nothing() -> None:

@@ -64,6 +64,28 @@ def test_settings_that_cannot_be_used_are_one_line(capsys: pytest.CaptureFixture
     assert "host_bytes is 'many'" in err
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "host_bytes is missing: host memory of one engine, all its ranks together, a number of bytes, such as \"64GiB\"; give --host-bytes"),
+        (["--host-bytes", "64GiB", "--config", "host_bytes=3GiB"], "host_bytes is set twice"),
+        (["--config", "drain_s=3"], "did you mean disk_drain_s?"),
+    ],
+)  # fmt: skip
+def test_the_size_of_host_memory_is_given_once(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["vllm-args", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert said in err
+
+
+def test_the_size_of_host_memory_may_be_among_the_other_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["vllm-args", "--config", '{"host_bytes": "64GiB"}']) == 0
+    assert json.loads(shlex.split(capsys.readouterr().out)[1]) == WANTED
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(300)

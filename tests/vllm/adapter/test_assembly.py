@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvoffload.model.config import OffloadConfig
 from kvoffload.model.errors import ConfigError
 from tests.captured_logs import capture_logs
+from tests.settings import make_config
 from tests.vllm.engine_rig import MARKS
 
 pytestmark = MARKS
@@ -28,9 +28,9 @@ def test_each_engine_of_a_server_has_a_journal_of_its_own(index: int, file: str,
     )
     from kvoffload_vllm import assembly
 
-    extra = SimpleNamespace(kv_connector_extra_config={"journal_path": "/somewhere/journal"})
+    extra = SimpleNamespace(kv_connector_extra_config={"host_bytes": 1, "journal_path": "/somewhere/journal"})
     given: Any = SimpleNamespace(kv_transfer_config=extra, parallel_config=parallel)
-    assert assembly._config(given).journal_path == Path("/somewhere", file)
+    assert assembly._config(given, 1).journal_path == Path("/somewhere", file)
 
 
 def test_memory_of_each_rank_is_multiplied_by_vllms_ranks() -> None:
@@ -41,7 +41,7 @@ def test_memory_of_each_rank_is_multiplied_by_vllms_ranks() -> None:
         world_size=4, data_parallel_index=1, data_parallel_size=2, data_parallel_rank=1
     )
     given: Any = SimpleNamespace(kv_transfer_config=extra, parallel_config=parallel)
-    assert assembly._config(given).host_bytes == 4096
+    assert assembly._config(given, 1).host_bytes == 4096
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_hashes_for_which_collisions_can_be_searched_are_one_warning_at_the_star
     )
     nothing: Any = None
     with capture_logs() as lines:
-        assembly._lower_tiers(given, OffloadConfig(disk_path=disk), nothing)
+        assembly._lower_tiers(given, make_config(disk_path=disk), nothing)
     assert [line["check"] for line in lines if line["event"] == "doctor_warning"] == warned
 
 
@@ -81,7 +81,7 @@ def test_a_key_file_that_cannot_be_used_stops_each_sides_start(
 ) -> None:
     from kvoffload_vllm import assembly
 
-    config = OffloadConfig(tier_key_file=tmp_path / "key")
+    config = make_config(tier_key_file=tmp_path / "key")
     monkeypatch.setattr(assembly, "_check", lambda *_: (None, config))
     monkeypatch.setattr(assembly, "find_failure_policy", lambda _: "recompute")
     nothing: Any = None

@@ -23,6 +23,7 @@ from kvoffload_vllm import doctor
 from kvoffload_vllm.support import NEWEST_RUN, VERSIONS
 from tests.captured_logs import capture_logs
 from tests.doctor.trees import Machine, ask, machine, setup
+from tests.settings import make_config
 from tests.vllm.adapter.stand_ins import cache_config, full, group, vllm_config
 
 GOOD = {
@@ -54,7 +55,10 @@ def test_a_good_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path
         ({"kv_load_failure_policy": "fail"}, "load failures", "vLLM fails every request whose load fails"),
         ({"kv_load_failure_policy": None}, "load failures", "vLLM"),
         (
-            {"kv_load_failure_policy": "fail", "kv_connector_extra_config": {"verify": "full"}},
+            {
+                "kv_load_failure_policy": "fail",
+                "kv_connector_extra_config": {"host_bytes": 1, "verify": "full"},
+            },
             "load failures",
             "whose load fails; with verify 'full' the connector refuses to start",
         ),
@@ -89,7 +93,7 @@ def test_property_any_configuration_gets_its_findings(changes: dict[str, Any], i
     transfer = {**GOOD, **changes} if is_ours else changes
     found = doctor.read_arguments(parser.parse_args(["--kv-transfer-config", json.dumps(transfer)]))
     assert isinstance(found.settings, dict)
-    for answer in run_checks(found.checks, Setup(OffloadConfig())):
+    for answer in run_checks(found.checks, Setup(make_config())):
         assert "the check itself failed" not in answer.text
 
 
