@@ -1,1 +1,1 @@
-"""What an operator looks at. Not part of the wheel."""
+"""Dashboards and alerts for operators. Not part of the wheel."""

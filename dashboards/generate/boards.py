@@ -1,4 +1,4 @@
-"""The dashboards and their parts. Panels are in the YAML files beside this one, in the order on the screen."""
+"""The dashboards and their parts. Panels are in the YAML files of this folder, in the order on the screen."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Query(Part, frozen=True):
     """One query of a panel.
 
     Args:
-        legend: of each of its series; `{{label}}` stands for a label's value.
-        promql: as `choose_engines` takes it.
-        expects: what it must return.
-        unit: of a table's column; the panel's by default.
-        limits: of a table's column, as a panel's.
-        texts: of a table's column, as a panel's.
+        legend: the legend of each series; `{{label}}` stands for a label's value.
+        promql: the query, in the form for `choose_engines`.
+        expects: the result that it must have.
+        unit: the unit of a table's column; by default the panel's unit.
+        limits: colours of a table's column, as for a panel.
+        texts: texts of a table's column, as for a panel.
     """
 
     legend: str
@@ -86,14 +86,14 @@ class Panel(Part, frozen=True):
         title: its heading.
         shows: what the panel shows.
         when_wrong: what looks wrong, and what to do then.
-        unit: as Grafana names it; `si:` scales a unit that Grafana does not know, `suffix:` only shows it.
-        queries: what is drawn.
+        unit: Grafana's name of the unit; `si:` scales a unit that Grafana does not know, `suffix:` only shows it.
+        queries: the queries that it shows.
         kind: how they are drawn.
-        width: of 24 columns.
-        maximum: of the axis, if there is a natural one.
+        width: the number of columns, of 24.
+        maximum: the maximum of the axis, if there is a natural one.
         limits: its colours by value.
         texts: words shown for numbers.
-        labels: of a table, additional columns by label, with their headings.
+        labels: additional columns of a table by label, with their headings.
     """
 
     title: str
@@ -120,7 +120,7 @@ class Panel(Part, frozen=True):
 
     @property
     def names(self) -> list[str]:
-        """The names of everything with a colour of its own."""
+        """The names of everything that has its own colour."""
         if self.limits or self.kind is Kind.TABLE:
             return []
         return [name for query in self.queries for name in query.names]
@@ -137,8 +137,8 @@ class Board(Part, frozen=True):
     """One dashboard.
 
     Args:
-        name: of its file, and the end of its identifier.
-        title: as Grafana lists it.
+        name: the name of its file, and the end of its identifier.
+        title: the title in Grafana's list.
         about: the question that it answers.
         rows: from top to bottom.
         tiers: values of its variable `tier`, the first one is chosen; empty if it has no such variable.

@@ -1,4 +1,4 @@
-"""Renders boards as Grafana's JSON; the only module that knows Grafana."""
+"""Renders boards as Grafana's JSON. No other module depends on Grafana."""
 
 from __future__ import annotations
 

@@ -26,12 +26,12 @@ class Alert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One alert.
 
     Args:
-        name: of the rule, without its prefix.
+        name: the rule's name, without its prefix.
         severity: critical, warning or info.
         expr: fires while it has a series.
         summary: what is wrong, without a full stop.
         description: the same with numbers; the engine's name precedes it.
-        runbook: what it means and what to do.
+        runbook: the meaning, and what to do.
         board: the dashboard that shows it.
         tier: the value of that dashboard's variable `tier`, if it has one.
         wait: how long the condition must hold.
@@ -105,5 +105,5 @@ def _sections(alerts: Sequence[Alert]) -> Iterator[str]:
 
 
 def _represent(dumper: Any, text: str) -> object:  # noqa: ANN401  # the library has no types
-    """Write expressions of several lines as they are."""
+    """Write expressions of several lines unchanged."""
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)

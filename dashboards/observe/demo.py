@@ -31,7 +31,7 @@ class Demo:
     """A running demo.
 
     Args:
-        process: the command.
+        process: the process of the command.
     """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:

@@ -1,6 +1,6 @@
-"""The demo that `run_demo` starts as a process of its own. It plays nothing before a line comes on standard input.
+"""The demo that `run_demo` starts as a separate process. It waits for a line on standard input before it begins.
 
-`run_demo` starts this file by its path, since the package is not installed.
+`run_demo` starts this file by its path, because the package is not installed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A real Prometheus on the loopback, in a folder of its own, within a `with` block."""
+"""A real Prometheus on the loopback interface, in a separate folder, within a `with` block."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Prometheus:
     """A running server.
 
     Args:
-        url: of its API.
+        url: the URL of its API.
     """
 
     def __init__(self, url: str) -> None:

@@ -1,4 +1,4 @@
-"""Pictures of the dashboards: Grafana's published components draw what a real Prometheus answered."""
+"""Pictures of the dashboards, drawn by Grafana's published components from a real Prometheus's answers."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Policy:
         store_policy: "eager" or "lazy".
         min_load_tokens: hits shorter than this are recomputed.
         prefix_boundaries: ask the engine for a recurrent state if a hit was shorter because the state was missing.
-        disk_min_hits: how often a block must be found again before it is written to the disk; None without a disk.
+        disk_min_hits: how often lookups must find a block before it is written to the disk; None without a disk.
         remote_min_hits: the same for the remote tier; None without a remote tier.
     """
 

@@ -59,7 +59,7 @@ _HEAD_BYTES = 2**16  # room for the ids of 4,000 ranks' files
 
 
 class NotAnIndex(DiskError):
-    """Raised for bytes that are not a readable index; the message says what is wrong with them."""
+    """Raised for bytes that are not a readable index. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)

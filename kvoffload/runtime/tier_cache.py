@@ -1,14 +1,14 @@
-"""A disk and a remote tier for engines that have a host tier of their own, in calls that return in time.
+"""A disk and a remote tier for engines that already have a host tier. Calls have time limits.
 
     put   the caller's pages ─▶ staging slots ─▶ disk and remote tier
     get   disk, else the remote tier ─▶ staging slots, verified ─▶ the caller's pages
 
-To the core this is an engine with one rank, without requests and without a device. Slots, evictions and jobs are the
-core's, and `TiersSide` keeps the tiers' catalogs. The host's pool consists of a few *staging slots*: a call to a tier
-that hangs can touch only these, so a `get` or `put` that has returned touches none of its caller's pages.
+For the core, this is an engine with one rank, without requests and without a device. The core manages slots, evictions
+and jobs, and `TiersSide` keeps the tiers' catalogs. The host's pool consists of a few *staging slots*. A hanging call
+to a tier can only use these, so after `get` or `put` has returned, nothing uses the caller's pages.
 
-A lock guards the core. It is held for bookkeeping only, not while bytes are copied or a tier is called. One thread ends
-the calls to the tiers; it is woken when one returns.
+A lock guards the core. It is held only for bookkeeping, not while bytes are copied or a tier is called. One thread ends
+the calls to the tiers. It is woken when a call returns.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ P = ParamSpec("P")
 Answer = TypeVar("Answer")
 
 Page: TypeAlias = Sequence[memoryview]
-"""A block's bytes on this rank: for each region a contiguous memoryview of bytes."""
+"""A block's bytes on this rank: one contiguous memoryview per region."""
 
 _SETTINGS = {
     *("disk_path", "disk_bytes", "disk_min_hits", "disk_drain_s"),
@@ -80,14 +80,14 @@ METRICS = tuple(
         metric.name,
     )
 )
-"""The metrics of the catalogue that have a meaning without an engine."""
+"""The catalogue's metrics that have a meaning without an engine."""
 Taken: TypeAlias = tuple[LowerTier, list[BlockKey]]
-"""A tier, and the blocks to write to it."""
+"""A tier, and the keys of the blocks to write to it."""
 
 _STAGING_BYTES, _LEAST_SLOTS = 64 * 2**20, 8
-_SHARE = 4  # a call uses at most a quarter of the staging slots at a time
+_SHARE = 4  # one call uses at most a quarter of the staging slots at a time
 _PERIOD_S = (
-    0.05  # the longest time until a call to a tier that hangs is noticed; one that returns wakes the thread
+    0.05  # the most seconds until a hanging call to a tier is noticed; a call that returns wakes the thread
 )
 _MOST_SEEN = 65_536
 _RANK = Rank(0)
@@ -97,7 +97,7 @@ log = get_logger("tiers")
 
 
 def tier_config(raw: Mapping[str, object]) -> OffloadConfig:
-    """Return the settings of a `TierCache`. By default, a block is written when it is put for the first time.
+    """Return the settings of a `TierCache`. By default, a block is written at its first `put`.
 
     Raises:
         ConfigError: a key is unknown or does not concern these tiers, a value is not allowed, or no tier is named.
@@ -113,22 +113,24 @@ def tier_config(raw: Mapping[str, object]) -> OffloadConfig:
 
 
 class TierCache:
-    """The blocks of one rank on a disk and in a remote tier. Any thread may call it; its own threads are daemons.
+    """The blocks of one rank on a disk and in a remote tier. Any thread may call it. It runs daemon threads.
 
-    A tier that fails, hangs or lies costs hits: no call raises for it, or takes longer than its time limit.
+    A tier that fails, hangs or returns wrong data only costs hits: no call raises because of it, or exceeds its time
+    limit.
 
     Args:
-        identify: returns the identity of the KV; called once, on another thread. It may read all weights, and raise.
+        identify: returns the identity of the KV; called once, on another thread. It may read all weights, and may
+            raise.
         page_bytes: bytes of a block in each region.
         config: the settings, from `tier_config`.
-        meaning: describes the bytes of a page as far as the identity does not.
+        meaning: describes properties of a page's bytes that are not part of the identity.
         replica: index of this process among those with the same identity and `disk_path`.
         engine: the engine, for `kvoffload_info`.
         clock: the clock for time limits of calls to the tiers.
 
     Attributes:
         counters: the counters of the catalogue, for exporters.
-        degraded: why the tiers are off for good; None while they are on.
+        degraded: why the tiers are off until the process restarts; None while they are on.
 
     Raises:
         ConfigError: the tiers' key or address cannot be used.
@@ -159,7 +161,8 @@ class TierCache:
             disk_min_hits=None if config.disk_path is None else config.disk_min_hits,
             remote_min_hits=None if address is None else config.remote_min_hits,
         )
-        self.core = core = OffloadCore(_SHAPE, policy, cast("BlockPool", None))  # nothing asks for a device
+        # The core needs no device here.
+        self.core = core = OffloadCore(_SHAPE, policy, cast("BlockPool", None))
         self._state = core.state
         self._stores = core.stores
         self._tiers = core.state.tiers
@@ -169,8 +172,8 @@ class TierCache:
         self._one_reset = threading.Lock()
         self._is_closed = self._is_resetting = False
         self._numbers = count()
-        self._asked: set[RequestId] = set()  # questions for the remote tier without an answer
-        self._seen: OrderedDict[BlockKey, int] = OrderedDict()  # how often the last blocks were put
+        self._asked: set[RequestId] = set()  # queries that the remote tier has not answered
+        self._seen: OrderedDict[BlockKey, int] = OrderedDict()  # how often each of the last blocks was put
         self._changes: list[tuple[BlockKey, bool]] | None = None
         self.bus = bus = Bus(core.state.tally)
         bus.on_state_error = lambda error, fact: self._broke(error, type(fact).__name__)
@@ -213,7 +216,7 @@ class TierCache:
     # -- calls --------------------------------------------------------------------------------------------------
 
     def wait_open(self, timeout_s: float) -> bool:
-        """Wait until every tier is open, or closed for good; return whether all can be used."""
+        """Wait until every tier is open or has failed; return whether all can be used."""
         with self._changed:
             self._wait(
                 lambda: all(tier.is_usable or tier.is_closed for tier in self._tiers), _until(timeout_s)
@@ -225,7 +228,7 @@ class TierCache:
 
         Args:
             keys: keys of blocks, at most 64 bytes each; their first bytes are spread evenly, as in digests.
-            timeout_s: seconds to wait for the remote tier, by default `remote_timeout_s`; 0 does not ask it.
+            timeout_s: seconds to wait for the remote tier, by default `remote_timeout_s`; 0 skips the remote tier.
         """
         until = _until(self._config.remote_timeout_s if timeout_s is None else timeout_s)
         wanted = _block_keys(keys)
@@ -247,7 +250,7 @@ class TierCache:
             timeout_s: seconds until the call returns; by default `transfer_timeout_s`.
 
         Returns:
-            For each key whether its page has the block's verified bytes. The bytes of other pages are undefined.
+            For each key, whether its page has the block's verified bytes. The bytes of other pages are undefined.
 
         Raises:
             ValueError: a page has another size than `page_bytes`.
@@ -262,7 +265,8 @@ class TierCache:
             with self._changed:
                 self.ask("get", partial(self._fetch, [wanted[place] for place in some], slots, until), None)
             try:
-                with suppress(HostMemoryError), self._arena.held():  # it is gone once the cache was closed
+                with suppress(HostMemoryError), self._arena.held():
+                    # The memory was freed if the cache has been closed.
                     for place in some:
                         if (slot := slots.get(wanted[place])) is not None:
                             _copy(self._arena.pages(slot), pages[place])
@@ -276,7 +280,7 @@ class TierCache:
         """Write blocks to every tier that lacks them; see `get` for the arguments and errors.
 
         Returns:
-            For each key whether a tier has its block.
+            For each key, whether a tier has its block.
         """
         until = self._until(timeout_s)
         wanted, stored = _block_keys(keys), [False] * len(keys)
@@ -291,14 +295,14 @@ class TierCache:
         return self._answer(wanted, stored, epoch)
 
     def reset(self) -> bool:
-        """Make sure that no block put so far is found again.
+        """Make sure that no call finds a block that was put before.
 
         Returns:
-            Whether no later process finds one either. If not, call it again once the tiers answer.
+            True if later processes cannot find these blocks either. After False, call it again when the tiers answer.
         """
         with self._one_reset:
             with self._changed:
-                self._is_resetting = True  # the lock is free while the catalogs wait for their tiers
+                self._is_resetting = True  # The lock is free while the catalogs wait for their tiers.
                 self.bus.dispatch([facts.CacheReset()])
                 self._changed.notify_all()
             try:
@@ -308,7 +312,7 @@ class TierCache:
                     self._is_resetting = False
 
     def take_changes(self) -> list[tuple[BlockKey, bool]]:
-        """Return which blocks came to the disk (True) and left it (False), in order, since the last call.
+        """Return the blocks written to the disk (True) or evicted from it (False) since the last call, in order.
 
         The first call begins to collect them, and returns none.
         """
@@ -329,7 +333,7 @@ class TierCache:
         }
 
     def statistics(self) -> dict[str, float]:
-        """Return all numbers that are not 0, each by the metric's name and label values, joined by commas."""
+        """Return all numbers that are not 0, by metric name and label values, joined by commas."""
         series = {**self.counters.snapshot().counts, **self.gauges()}
         return {
             ",".join((name, *labels)): value
@@ -339,7 +343,7 @@ class TierCache:
         }
 
     def close(self) -> None:
-        """Close the tiers. Waits for a disk at most `disk_drain_s`, and for a remote tier not at all."""
+        """Close the tiers. Waits for a disk for at most `disk_drain_s`, and never for a remote tier."""
         with self._changed:
             if self._is_closed:
                 return
@@ -383,7 +387,7 @@ class TierCache:
         return not self._is_off and any(tier.is_usable and key in tier.pool.index for tier in self._tiers)
 
     def _ask_remote(self, keys: Sequence[BlockKey], until: float, *, are_hints_enough: bool) -> None:
-        """Ask the remote tier for blocks that are not on the disk, and wait for the answer."""
+        """Query the remote tier for blocks that are not on the disk, and wait for its answer."""
         state, remote = self._state, self._state.remote
         if remote is None or not remote.is_usable:
             return
@@ -400,7 +404,7 @@ class TierCache:
             self._asked.discard(name)
 
     def _fetch(self, keys: Sequence[BlockKey], slots: dict[BlockKey, SlotId], until: float) -> None:
-        """Bring blocks to staging slots, from the first tier that delivers them; pin these and add them to `slots`."""
+        """Fetch blocks to staging slots from the first tier that has them. Pin the slots and add them to `slots`."""
         pool, on_way, remote = self._pool, self._stores.in_flight.keys, self._state.remote
         failed = set[BlockKey]()
 
@@ -413,7 +417,7 @@ class TierCache:
         for tier in (
             *self._tiers,
             *self._tiers,
-        ):  # again, because a corrupt block fails those fetched with it
+        ):  # Once more, because a corrupt block fails the other blocks of its fetch.
             if not self._wait(lambda: pool.room >= len(keys), until):
                 return
             index = tier.pool.index
@@ -431,7 +435,7 @@ class TierCache:
     def _reserve(
         self, keys: Sequence[BlockKey], slots: dict[BlockKey, SlotId], until: float, epoch: int
     ) -> list[Taken]:
-        """Return the blocks that each tier takes. Add a new staging slot to `slots` for those that have none."""
+        """Return the blocks to write to each tier. Add a new staging slot to `slots` for each block without one."""
         pool, on_way = self._pool, self._stores.in_flight
         is_ready = self._wait(lambda: on_way.keys.keys().isdisjoint(keys) and pool.room >= len(keys), until)
         if not is_ready or self._state.epoch != epoch:
@@ -465,7 +469,7 @@ class TierCache:
         *,
         are_whole: bool,
     ) -> None:
-        """Write blocks from staging slots to the tiers, and wait until they are there."""
+        """Write blocks from staging slots to the tiers, and wait for the end."""
         pool = self._pool
         self._stores.in_flight.ended([*slots])
         if not are_whole:
@@ -506,7 +510,8 @@ class TierCache:
         with self._changed:
             taken = self.ask("put", lambda: self._reserve(keys, slots, until, epoch), list[Taken]())
         try:
-            with suppress(HostMemoryError), self._arena.held():  # it is gone once the cache was closed
+            with suppress(HostMemoryError), self._arena.held():
+                # The memory was freed if the cache has been closed.
                 for key, slot in slots.items():
                     _copy(given[key], self._arena.pages(slot))
                 are_whole = True
@@ -528,7 +533,7 @@ class TierCache:
             return answers
 
     def _batches(self, number: int) -> Iterator[range]:
-        """Yield the places of the blocks that are copied at a time."""
+        """Yield the positions of the blocks that are copied at a time."""
         most = max(self._arena.slots // _SHARE, 1)
         for start in range(0, number, most):
             yield range(start, min(start + most, number))
@@ -548,11 +553,11 @@ class TierCache:
                 self._changed.notify_all()
 
     def _advance(self) -> None:
-        """Take what the tiers have ended and found, and end what takes too long."""
+        """Process the tiers' ended calls and answers, and end calls that take too long."""
         now, jobs = self._monotonic(), self._state.jobs
         if batch := self._side.take_facts(now):
             self.bus.dispatch([*batch])
-            self.core.lower_tiers.stop()  # no warm start
+            self.core.lower_tiers.stop()  # This stops the warm start.
         parts = [None if copies is None else copies.take() for copies in (self._disk, self._remote)]
         report, before = merged(self._report, *parts), jobs.open_on_tiers
         if any(part is not None and part.is_new for part in parts):
@@ -592,7 +597,8 @@ def _staging(page_bytes: Sequence[int], meaning: str, portal: Portal) -> Arena:
     Raises:
         HostMemoryError: the machine has too little memory left.
     """
-    regions = [DeviceRegion(number, size, size, 1) for number, size in enumerate(page_bytes)]  # on no device
+    # These regions are on no device.
+    regions = [DeviceRegion(number, size, size, 1) for number, size in enumerate(page_bytes)]
     layout = DeviceLayout(tuple(regions), meaning)
     slots = max(_STAGING_BYTES // layout.slot_bytes, _LEAST_SLOTS)
     arena = Arena(layout, slots, MmapAllocator(portal.executor))
@@ -604,12 +610,12 @@ def _staging(page_bytes: Sequence[int], meaning: str, portal: Portal) -> Arena:
 
 
 def _with_pages(identity: KVIdentity, layout: DeviceLayout) -> KVIdentity:
-    """Add the layout of pages, so that blocks of another layout are not even asked for."""
+    """Add the pages' layout to the identity, so that blocks of another layout are not found."""
     return replace(identity, settings={**identity.settings, "pages": digest_of(layout).hex()})
 
 
 def _copy(sources: Page, targets: Page) -> None:
-    for source, target in zip(sources, targets, strict=True):  # numpy copies without the GIL
+    for source, target in zip(sources, targets, strict=True):  # numpy releases the GIL while it copies.
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 

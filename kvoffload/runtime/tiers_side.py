@@ -54,7 +54,7 @@ _LATE_STEPS = 4
 
 
 class AsksCore(Protocol):
-    """Asks the core, and catches what it raises."""
+    """Calls the core and handles its exceptions."""
 
     def ask(self, name: str, question: Callable[[], Answer], otherwise: Answer) -> Answer:
         """Return the answer to `question`, or `otherwise` if the core raises now or has raised before."""
@@ -130,7 +130,7 @@ class TiersSide:
         self._stepped_at = -inf
 
     def handle_facts(self, bus: Bus) -> None:
-        """Have the core handle the facts about these tiers."""
+        """Register the core's handlers of facts about these tiers."""
         bus.handle(facts.DiskRestored, self._tiers.disk_restored)
         bus.handle(facts.DiskClosed, self._tiers.disk_closed)
         bus.handle(facts.RemoteOpened, self._tiers.remote_opened)

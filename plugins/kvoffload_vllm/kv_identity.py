@@ -103,7 +103,7 @@ class Identification:
             return self._found
 
     def step(self, offload: SchedulerSide) -> KVIdentity | None:
-        """Handle the begin of a step.
+        """Begin a step.
 
         Return the identity in the first step after its disk folder was locked, and None in every other step.
         """

@@ -1,6 +1,6 @@
-"""Finds where vLLM's KV blocks lie in memory. It reads the actual placement of the tensors and assumes no layout.
+"""Finds the memory addresses of vLLM's KV blocks. It reads the actual placement of the tensors and assumes no layout.
 
-Since 0.29, vLLM describes where each layer's pages lie in a common allocation: layer `l`'s page of block `b` is at
+Since 0.29, vLLM describes the place of each layer's pages in a common allocation: layer `l`'s page of block `b` is at
 `offset + l * layer_stride + b * block_stride`. In memory, the page after it belongs either to the next block in the
 same layer, or to the next layer in the same block:
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 BLOCKS_OUTERMOST = "BLHNC"
-"""vLLM's name for the layout in which all layers, heads and tokens of a block lie together."""
+"""vLLM's name for the layout in which all layers, heads and tokens of a block are adjacent."""
 
 
 def preferred_layout(vllm_config: VllmConfig) -> str | None:
@@ -47,15 +47,15 @@ def preferred_layout(vllm_config: VllmConfig) -> str | None:
 
 
 def layout_of_caches(caches: Caches, kv_cache_config: KVCacheConfig) -> DeviceLayout:
-    """Return where this rank's blocks lie.
+    """Return the layout of this rank's blocks.
 
     Args:
         caches: each layer's view of the KV cache, by layer name.
         kv_cache_config: the worker's KV cache configuration.
 
     Raises:
-        EngineContractError: the tensors cannot be described as pages of blocks, or the pages overlap or differ
-            from the tensors in total size.
+        EngineContractError: the tensors cannot be described as pages of blocks, or the pages overlap or differ from the
+            tensors in total size.
     """
     blocks = kv_cache_config.num_blocks
     tensors = kv_cache_config.kv_cache_tensors

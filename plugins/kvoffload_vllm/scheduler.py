@@ -150,7 +150,7 @@ class VllmScheduler:
             self._progress.steps, progress, preempted, reallocated, total - decoding, decoding, states
         )
         plan = self.offload.step(fact)
-        # vLLM learns only from workers how a load ended. A worker does not know of loads without a finished copy.
+        # vLLM only gets the end of a load from workers, and a worker does not report a load without a finished copy.
         copies, answers = self.offload.copies, NO_ANSWERS
         if copies.awaited or copies.answers is not NO_ANSWERS or self.offload.faults.cause is not None:
             answers = self.offload.take_answers()

@@ -79,7 +79,7 @@ class VllmWorker:
     def bind(self, metadata: KVOffloadMetadata) -> None:
         """Begin a step with its plan.
 
-        Loads that ended without a copy are recorded here, because vLLM learns of ended loads only from workers.
+        Loads that ended without a copy are recorded here, because vLLM gets ended loads only from workers.
 
         Both of vLLM's model runners call this after they have zeroed and copied blocks for the step, and before its
         forward pass.

@@ -1,4 +1,4 @@
-"""The small engine with a disk tier: real bytes in every slot, and the index as it is on the disk."""
+"""The small engine with a disk tier: real bytes in every slot, and the index that is on the disk."""
 
 from __future__ import annotations
 

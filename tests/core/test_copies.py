@@ -17,7 +17,7 @@ TEXT = "abcdefghijklm"
 
 
 def busy(policy: str = "eager") -> World:
-    """Return a world with a load, stores, a pending hit, a wait for room, and a reset behind it."""
+    """Return a world with a load, stores, a pending hit and a wait for room, after a reset."""
     world = World(full(), window(5, group=1), ranks=2, device=48, host=16, policy=policy)
     world.reset()
     world.serve("first", TEXT)

@@ -1,4 +1,4 @@
-"""R3, R4, R5, R7, R8 and R15: which blocks are stored, from where, when they can hit, and what is evicted for them."""
+"""R3, R4, R5, R7, R8 and R15: which blocks are stored, when they can hit, and which are evicted for them."""
 
 from __future__ import annotations
 

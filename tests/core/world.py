@@ -314,7 +314,7 @@ class World:
         self.least_from = {Tier.DISK: 0, Tier.REMOTE: 0}
         self.steps = 0
         self.states_end: Collection[int] | None = None
-        """The numbers of tokens after which a recurrent state is kept and handed off; None for every block end."""
+        """The prefix lengths, in tokens, whose recurrent state is kept and handed off; None for all block ends."""
         self.ready = 0
         self.checks_each_fact = True
         self.ready_up_to(host, is_growing=is_growing)

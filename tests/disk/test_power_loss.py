@@ -19,7 +19,7 @@ SEEDS = 8
 
 
 class Life:
-    """A writer, with states of the disk at random moments and the blocks that must be found in each."""
+    """A writer, and snapshots of the disk at random moments, each with the blocks that must be found in it."""
 
     def __init__(self, folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.random = Random(seed)

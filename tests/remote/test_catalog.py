@@ -50,7 +50,7 @@ class World:
         self.engines: list[Engine] = []
 
     def start(self, identity: Future[str] | None = None) -> Engine:
-        """Start an engine. With an identity, its KV is not identified yet."""
+        """Start an engine. With a pending `identity`, its KV is not identified yet."""
         place = RemotePlace(BucketAddress("blocks"), lambda: "print")
         engine = Engine(place, 1, InlinePortal("inline"), self.clock.monotonic, 2.0, self.key)
         if identity is not None:

@@ -1,4 +1,4 @@
-"""The facade over disk and remote tier: what was put is found with its bytes, or missed in time; on real files and threads."""
+"""The cache with a disk and a store: blocks are found with their bytes, or missed in time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.gates import ThreadGate
 from tests.remote.fake_store import FakeStore
 
 PAGES = (640, 96, 5000)
-LONG = (2**16, 2**17)  # read and written in place
+LONG = (2**16, 2**17)  # pages read and written in place
 IDENTITY = KVIdentity("engine 1", "weights 1", "sha256", {"tensor": 1}, {"dtype": "float16"})
 SOON_S = 0.2
 WAIT_S = 20.0
@@ -54,7 +54,7 @@ def read(page: Page) -> list[bytes]:
 
 
 class Rig:
-    """A cache on a folder, a store or both."""
+    """A cache with a folder, a store or both."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Rig:
         return self.cache.put([key_of(number) for number in numbers], pages, timeout_s)
 
     def get(self, *numbers: int, timeout_s: float = WAIT_S) -> list[bool]:
-        """Return which blocks are found; the bytes of these are right."""
+        """Return which blocks are found, after checking their bytes."""
         pages = [blank(self.sizes) for _ in numbers]
         found = self.cache.get([key_of(number) for number in numbers], pages, timeout_s)
         for number, page, is_found in zip(numbers, pages, found, strict=True):
@@ -95,7 +95,10 @@ Start = Callable[..., Rig]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts caches, by default on the test's folder; at the end nothing is left over in them."""
+    """Return a function that starts caches, by default on the test's folder.
+
+    At the end, check that nothing is left in them.
+    """
     with ExitStack() as running:
 
         def begin(**options: Any) -> Rig:  # noqa: ANN401  # the arguments of `Rig`
@@ -134,7 +137,8 @@ def test_what_was_put_is_found_with_its_bytes(
     assert rig.cache.leading([key_of(number) for number in (0, 1, 9, 2)]) == 2
     assert rig.get(2, 0, 9, 0) == [True, True, False, True]
     assert rig.put(1, 3) == [True, True]
-    assert rig.count("tier_blocks_total", tier, "store", "done") == 4  # the second put of 1 wrote nothing
+    # The second put of block 1 wrote nothing.
+    assert rig.count("tier_blocks_total", tier, "store", "done") == 4
     assert rig.cache.core.audit() == []
 
 
@@ -143,7 +147,7 @@ def test_more_blocks_than_staging_slots_are_found_by_the_next_process(
 ) -> None:
     monkeypatch.setattr(
         "kvoffload.runtime.tier_cache._STAGING_BYTES", 0
-    )  # eight slots, two for a call at a time
+    )  # eight slots, two per call at a time
     numbers = range(50)
     first = start()
     assert all(first.put(*numbers))
@@ -197,7 +201,7 @@ def test_r18_another_key_finds_nothing(start: Start, tmp_path: Path) -> None:
 def test_another_process_shares_the_remote_tier(start: Start, store: FakeStore) -> None:
     first, second = start(**REMOTE), start(**REMOTE)
     assert all(first.put(0, 1, 2))
-    assert second.get(1, 2) == [True, True]  # without being asked first
+    assert second.get(1, 2) == [True, True]  # It has not been queried before.
     assert second.has(0, 7) == [True, False]
 
 
@@ -222,7 +226,7 @@ def test_admission_waits_for_the_block_to_come_again(start: Start) -> None:
 
 
 def flip(folder: Path) -> None:
-    """Change a bit of each slot of the files below a folder."""
+    """Flip a bit of each slot in the files below a folder."""
     for path in folder.rglob("slots0"):
         data = bytearray(path.read_bytes())
         for start in range(4096 + 17, len(data), 4096):
@@ -365,7 +369,7 @@ def test_r17_a_dead_store_is_a_miss_a_metric_and_a_log_line(
         setattr(store, fault, True)
         assert rig.get(2, 3) == [False, False]
         assert rig.put(2, 3, timeout_s=60.0) == [False, False]
-        for _ in range(4):  # until the breaker is open
+        for _ in range(4):  # until the breaker opens
             rig.get(7, 8)
         assert rig.has(0) == [False]
         assert rig.count("tier_state", "remote", "failing") == 1
@@ -561,7 +565,7 @@ def test_a_random_life_serves_only_what_was_put_since_the_last_reset(
 ) -> None:
     settings = {"disk_path": str(tmp_path_factory.mktemp("disk")), "disk_bytes": 4096 * 13, "sizes": (4000,)}
     rig = Rig(**settings)  # type: ignore[arg-type]
-    known: list[int] = []  # put and not reset, the least recently used first
+    known: list[int] = []  # blocks put since the last reset, the least recently used first
     was_reset = False
     try:
         for action, numbers in life:
@@ -601,7 +605,7 @@ def test_several_threads_put_and_get_the_same_blocks(start: Start, monkeypatch: 
                 draw.choice([rig.put, rig.get, rig.get, rig.has])(*numbers)
                 if seed == 0 and draw.random() < 0.1:
                     rig.cache.reset()
-        except BaseException as error:  # of any kind: the test reports it
+        except BaseException as error:  # The test reports every exception.
             errors.append(error)
 
     threads = [threading.Thread(target=live, args=(seed,)) for seed in range(5)]
@@ -645,7 +649,7 @@ def test_after_a_kill_at_any_moment_what_is_found_has_its_bytes(tmp_path: Path) 
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         rig = Rig(disk_path=str(tmp_path), disk_bytes="256KiB")
-        served = rig.get(*range(210))  # raises if wrong bytes are served
+        served = rig.get(*range(210))  # This raises if wrong bytes are served.
         found += served.count(True)
         assert rig.cache.core.audit() == []
         rig.cache.close()

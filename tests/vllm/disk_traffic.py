@@ -1,7 +1,7 @@
 """Mixed traffic on a stock vLLM that needs far more than the host's blocks, with aborts, resets and restarts.
 
-The requests need at least 4 times the host's blocks and 20 times the device's. Every answer must be that of an engine
-without a connector and without prefix caching, and at the end of each life the audit must find nothing.
+The requests need at least 4 times the host's blocks and 20 times the device's. Every answer must equal that of an
+engine without a connector and without prefix caching. At the end of each engine, the audit must find no problem.
 
     python -m tests.vllm.disk_traffic [--seeds 1 2] [--ranks 1 2] [qwen3 gemma3 lfm2]
 """

@@ -56,7 +56,7 @@ _BLACKWELL = 10  # batches of many copies have been reported to crash or hang on
 _SLICE = 512
 # The copies in a slice if each is enqueued by a separate call; these calls take about a millisecond.
 _CALLS = 256
-# The most operations pending on a stream, of the about 1,000 launches known to fit. A copy in a batch may take as much
+# The most operations pending on a stream; about 1,000 launches are known to fit. A copy in a batch may take as much
 # room as a launch, so it counts as one operation.
 _ROOM = 768
 # The most batched copies pending if only copies are ahead of them: enough to keep the device busy between two queries.
