@@ -123,7 +123,7 @@ def test_one_turn_has_nothing_to_compare(small: list[str], capsys: pytest.Captur
 
 
 @slow
-def test_a_demo_that_is_slower_says_so(
+def test_a_slower_demo_reports_it(
     small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     medians = iter([0.1, 0.1, 0.1, 0.4])  # first and later turns without offloading, then with it
@@ -311,7 +311,7 @@ def check_drained(first: str, second: str) -> None:
 
 @slow
 @pytest.mark.parametrize("play", ["without", "with"])
-def test_ctrl_c_drains_and_says_so(
+def test_ctrl_c_drains_and_reports_it(
     play: str, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_progress(monkeypatch, f"{play} offloading: 7 of 12 turns", lambda: signal.raise_signal(signal.SIGINT))
@@ -325,7 +325,7 @@ def test_ctrl_c_drains_and_says_so(
 
 @slow
 @pytest.mark.parametrize("times", [1, 2])
-def test_sigterm_drains_and_says_so_though_sigint_is_ignored(
+def test_sigterm_drains_and_reports_it_though_sigint_is_ignored(
     times: int, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same if a second SIGTERM arrives while copies drain."""

@@ -89,7 +89,7 @@ def check_found(found: dict[str, Any], tier: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_what_was_written_before_a_kill_is_found_after_it(
+def test_blocks_written_before_a_kill_are_found_after_it(
     small: list[str], children: list[Process], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     found = run_json([*small, *LONGER, "--disk", str(tmp_path), "--restart"], capfd)
@@ -102,7 +102,7 @@ def test_what_was_written_before_a_kill_is_found_after_it(
 @pytest.mark.parametrize(
     "kind", [pytest.param("mooncake", marks=NEEDS_MOONCAKE), pytest.param("s3", marks=pytest.mark.full)]
 )
-def test_an_engine_finds_in_a_store_what_another_has_written(
+def test_an_engine_finds_blocks_that_another_has_written_to_a_store(
     kind: str,
     small: list[str],
     children: list[Process],
@@ -209,7 +209,7 @@ def test_what_cannot_be_is_one_line_before_an_engine_starts(
         (["--remote", "s3", "--disk", "."], "not allowed with argument --remote"),
     ],
 )
-def test_a_store_that_is_none_is_refused(
+def test_an_address_without_a_store_is_refused(
     argv: list[str], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["demo", *argv]) == Exit.USAGE

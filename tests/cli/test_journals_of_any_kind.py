@@ -95,7 +95,7 @@ def test_a_trace_names_requests_and_is_its_owners_alone(journal: Path) -> None:
 
 
 @pytest.mark.parametrize("command", READERS)
-def test_a_link_is_replaced_and_what_it_leads_to_is_not_touched(command: str, journal: Path) -> None:
+def test_a_link_is_replaced_and_its_target_unchanged(command: str, journal: Path) -> None:
     precious, link = journal.parent / "precious", journal.parent / "link"
     precious.write_text("precious")
     link.symlink_to(precious)

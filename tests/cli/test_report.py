@@ -170,7 +170,7 @@ def test_without_matplotlib_one_line_names_the_extra(
     ("text", "said"),
     [(None, "No such file"), ("", "is empty"), ("hello\n", "line 1: not JSON"), ("{}\n", "line 1")],
 )
-def test_what_is_no_journal_is_said_and_nothing_is_written(
+def test_a_file_that_is_not_a_journal_is_reported_and_nothing_is_written(
     text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     journal, target = tmp_path / "journal.jsonl", tmp_path / "page.html"
@@ -208,7 +208,7 @@ def test_escapes_of_a_journal_do_not_reach_the_terminal(
 
 
 @pytest.mark.parametrize("command", ["report", "timeline"])
-def test_a_folder_is_no_journal(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_is_not_a_journal(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, str(tmp_path), "--last", "1h"]) == Exit.USAGE
     assert capsys.readouterr().err == f"kvoffload: error: {tmp_path}: Is a directory\n"
 
@@ -278,7 +278,7 @@ def test_a_second_process_in_the_same_file_begins_without_slots(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("where", ["missing/page.html", "folder", "journal.jsonl"])
-def test_a_file_that_cannot_be_written_is_said(
+def test_a_file_that_cannot_be_written_is_reported(
     where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     journal = tmp_path / "journal.jsonl"

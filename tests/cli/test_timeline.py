@@ -93,7 +93,7 @@ def test_the_trace_lies_beside_the_journal(journal: Path, capsys: pytest.Capture
 
 
 @pytest.mark.slow
-def test_a_journal_that_is_cut_off_gives_what_there_is(
+def test_a_truncated_journal_is_read_as_far_as_possible(
     journal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cut = tmp_path / "cut.jsonl"
@@ -119,7 +119,9 @@ def test_an_empty_journal_is_wrong_usage(tmp_path: Path, capsys: pytest.CaptureF
     assert "is empty" in capsys.readouterr().err
 
 
-def test_a_file_that_is_no_journal_is_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_a_journal_is_wrong_usage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "journal").write_text("hello\n")
     assert main(["timeline", str(tmp_path / "journal")]) == Exit.USAGE
     assert "line 1: not JSON" in capsys.readouterr().err

@@ -177,7 +177,7 @@ def test_after_a_restart_nothing_is_negative(engine: Engine) -> None:
     assert (found.saved_tokens, found.saved_tokens_per_s, found.hit_rate_now) == (48, None, None)
 
 
-def test_a_row_is_what_an_operator_looks_at(engine: Engine) -> None:
+def test_a_row_has_the_operators_numbers(engine: Engine) -> None:
     engine.state = {
         "kvoffload_host_bytes": {("wanted",): 8 << 30, ("reserved",): 2 << 30, ("used",): 1 << 30},
         "kvoffload_slots": {("disk", "ready"): 3, ("disk", "empty"): 1},
@@ -223,7 +223,7 @@ def test_what_is_not_an_address_is_refused(text: str) -> None:
         page_url(text)
 
 
-def test_a_server_that_is_gone_keeps_its_rows_and_has_a_line(engine: Engine) -> None:
+def test_a_server_that_stopped_keeps_its_rows_and_has_a_line(engine: Engine) -> None:
     with engine.serve() as url:
         server = Server(url)
         server.scrape()
@@ -364,7 +364,7 @@ def on_terminal(url: str) -> Iterator[OnTerminal]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["ctrl-c", "terminated"])
-def test_it_lives_through_the_servers_restart_and_gives_the_terminal_back(engine: Engine, how: str) -> None:
+def test_it_survives_the_servers_restart_and_restores_the_terminal(engine: Engine, how: str) -> None:
     engine.work(5)
     served = ExitStack()
     url = served.enter_context(engine.serve())

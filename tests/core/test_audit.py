@@ -286,7 +286,7 @@ def test_what_copies_with_the_disk_leave_over_is_reported_at_rest(invariant: str
     assert any(problem.startswith(reported) for problem in problems), problems
 
 
-def test_at_rest_no_slot_is_gone_through() -> None:
+def test_at_rest_no_slot_is_scanned() -> None:
     """There may be a million slots, and the audit runs in a hook."""
     world = DiskWorld(host=16)
     world.only_on_disk(TEXT)

@@ -33,7 +33,7 @@ OTHER = "ABCDEFGHIJKLMNOP"
 OTHERS = [OTHER, OTHER.lower()[::-1], OTHER[::-1]]
 
 
-def test_what_is_found_again_is_spilled_and_nothing_else() -> None:
+def test_only_blocks_found_again_are_spilled() -> None:
     world = DiskWorld()
     world.serve("once", TEXT)
     world.settle()
@@ -361,7 +361,7 @@ def test_a_host_slot_is_pinned_while_it_is_spilled() -> None:
     assert world.count(SlotState.PINNED) == 0
 
 
-def test_r17_a_place_is_struck_before_it_is_written_again() -> None:
+def test_r17_a_slot_is_invalidated_before_it_is_written_again() -> None:
     """The world refuses a write to a slot that was not invalidated, and checks every slot after every fact."""
     world = DiskWorld(disk=3)
     world.only_on_disk(TEXT)
@@ -375,7 +375,7 @@ def test_r17_a_place_is_struck_before_it_is_written_again() -> None:
     assert world.reported(DiskBlocksEvicted) == [DiskBlocksEvicted(3, EvictionCause.SPACE)]
 
 
-def test_a_place_under_a_write_that_hangs_is_never_handed_out_again() -> None:
+def test_a_slot_under_a_hanging_write_is_never_allocated_again() -> None:
     world = DiskWorld(disk=4)
     job = spilling(world)
     world.report(0, job, FAILED, stuck=(1,))
@@ -383,7 +383,7 @@ def test_a_place_under_a_write_that_hangs_is_never_handed_out_again() -> None:
     assert world.disk.pool.room == 3
 
 
-def test_r16_a_host_slot_under_a_read_that_hangs_is_never_handed_out_again() -> None:
+def test_r16_a_host_slot_under_a_hanging_read_is_never_allocated_again() -> None:
     world = DiskWorld(ranks=2, host=32)
     world.only_on_disk(TEXT)
     room = world.core.state.pool.room
@@ -397,7 +397,7 @@ def test_r16_a_host_slot_under_a_read_that_hangs_is_never_handed_out_again() -> 
     assert world.core.state.pool.room == room - 2
 
 
-def test_a_fetch_leaves_nothing_to_the_collector_of_garbage() -> None:
+def test_a_fetch_leaves_nothing_to_the_garbage_collector() -> None:
     """Garbage collections would run more often, inside hooks."""
     world = DiskWorld(host=16)
     world.only_on_disk(TEXT)
@@ -641,7 +641,7 @@ def test_r10_a_spill_that_was_planned_at_a_reset_is_taken_back() -> None:
     assert world.copies == {}
 
 
-def test_r18_the_next_engine_finds_what_was_put() -> None:
+def test_r18_the_next_engine_finds_all_put_blocks() -> None:
     first = DiskWorld(ranks=2)
     first.only_on_disk(TEXT, OTHER)
     second = DiskWorld(ranks=2, before=first)
@@ -695,7 +695,7 @@ def test_until_the_index_is_read_misses_say_so() -> None:
     assert second.miss() is MissCause.TIER_OPENING
 
 
-def test_with_an_invariant_broken_the_disk_is_left_alone() -> None:
+def test_after_a_broken_invariant_the_disk_is_not_used() -> None:
     world = DiskWorld()
     job = spilling(world)
     world.degrade()

@@ -70,7 +70,7 @@ def test_windows_and_states_are_fetched_at_an_arrival() -> None:
         assert len(fetches(world)) == before + 1
 
 
-def test_nothing_is_fetched_for_what_is_computed_anyway() -> None:
+def test_nothing_is_fetched_for_tokens_that_are_computed_anyway() -> None:
     world = DiskWorld(host=32, least=13)
     world.only_on_disk(TEXT)
     request = world.add("late", TEXT)
@@ -91,7 +91,7 @@ def test_a_request_that_goes_before_its_lookup_takes_its_fetch_along() -> None:
     assert world.on_disk(TEXT) == "xxx."
 
 
-def test_a_fetch_that_was_submitted_is_withdrawn_and_its_blocks_are_not_found() -> None:
+def test_a_submitted_fetch_is_cancelled_and_its_blocks_are_not_found() -> None:
     world = DiskWorld(ranks=2, host=32)
     world.only_on_disk(TEXT)
     request = world.add("late", TEXT)

@@ -30,7 +30,7 @@ def test_nothing_is_stored_while_the_device_has_room() -> None:
     assert world.offered() == 0
 
 
-def test_what_is_next_in_line_is_stored_before_it_is_handed_out() -> None:
+def test_the_next_blocks_are_stored_before_they_are_reallocated() -> None:
     world = lazy(device=40)
     texts = [f"{number}bcdefghijklm" for number in range(20)]
     for number, text in enumerate(texts):
@@ -65,7 +65,7 @@ def test_an_engine_without_requests_comes_to_rest_whatever_the_host_holds(slots:
     assert world.offered() == offered
 
 
-def test_at_its_end_a_request_stores_what_the_next_steps_may_evict() -> None:
+def test_at_its_end_a_request_stores_blocks_that_the_next_steps_may_evict() -> None:
     world = lazy(device=16)
     request = computed(world, text="0123456789" * 5)
     assert world.device.free_blocks() == 3  # Two steps may allocate 6 blocks, and 3 are free.
@@ -92,7 +92,7 @@ def test_blocks_lost_to_preemption_are_counted() -> None:
 
 
 @pytest.mark.parametrize("host", [1, 3, 5])
-def test_a_host_smaller_than_the_look_does_not_churn(host: int) -> None:
+def test_a_host_smaller_than_the_look_ahead_does_not_churn(host: int) -> None:
     # Regression: blocks that did not fit were stored in turns, and each store evicted the previous ones.
     world = lazy(device=24, host=host)
     for number in range(8):
@@ -108,7 +108,7 @@ def test_a_host_smaller_than_the_look_does_not_churn(host: int) -> None:
     assert (world.stores(), world.evicted()) == before
 
 
-def test_a_look_goes_no_further_than_the_lease_limit_and_goes_on_in_the_next_step() -> None:
+def test_a_look_ahead_stops_at_the_lease_limit_and_continues_in_the_next_step() -> None:
     world = lazy(full(), device=24, step_tokens=16)  # Stores may lease 6 blocks, and a look-ahead covers 20.
     assert world.shape.lease_limit == 6
     for number in range(5):
@@ -121,7 +121,7 @@ def test_a_look_goes_no_further_than_the_lease_limit_and_goes_on_in_the_next_ste
     world.drain()
 
 
-def test_a_look_skips_what_a_reset_made_worthless() -> None:
+def test_a_look_ahead_skips_blocks_from_before_a_reset() -> None:
     world = lazy(device=24)
     for number in range(6):
         world.serve(f"r{number}", f"{number}bcdefghijklm")
@@ -136,7 +136,7 @@ def test_a_look_skips_what_a_reset_made_worthless() -> None:
     assert world.on_host("0123456789") == "xx"
 
 
-def test_what_a_load_fills_was_handed_out_when_it_was_allocated() -> None:
+def test_a_loads_blocks_count_as_allocated_before_it_ends() -> None:
     # Regression: blocks allocated for a load were counted only after the load, so the queue's new head was not checked.
     world = lazy(device=24)
     for number in range(12):

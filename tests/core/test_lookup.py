@@ -176,7 +176,7 @@ def test_each_block_is_looked_up_once() -> None:
     assert len(part.asked) == len(set(part.asked))
 
 
-def test_a_group_is_not_asked_about_a_length_that_another_has_made_useless() -> None:
+def test_a_group_is_not_searched_for_a_length_that_another_has_ruled_out() -> None:
     # Regression: a group with lookahead would look up the block after the device's hit, and be reported as the group
     # that lacks it.
     shape = EngineShape((window(5), window(5, group=1, has_lookahead=True)), 1, 8, 8)

@@ -19,7 +19,7 @@ def computed(world: World, name: str, text: str = TEXT) -> Req:
     return request
 
 
-def test_what_a_running_request_computed_before_is_stored_once_memory_is_ready() -> None:
+def test_blocks_computed_before_memory_is_ready_are_stored_later() -> None:
     world = World(host=0, is_growing=True)
     computed(world, "runs")
     assert world.open_jobs() == []
@@ -42,7 +42,7 @@ def test_a_request_that_ends_before_has_an_outcome_of_its_own() -> None:
     assert not world.core.has_work
 
 
-def test_a_preempted_request_has_lost_what_waited() -> None:
+def test_a_preempted_request_loses_its_waiting_offers() -> None:
     world = World(host=0, is_growing=True)
     world.preempt(computed(world, "a"))
     world.idle_step()
@@ -51,7 +51,7 @@ def test_a_preempted_request_has_lost_what_waited() -> None:
     assert world.stores() == {StoreOutcome.LOST: 3}
 
 
-def test_as_memory_grows_what_waits_is_stored_bit_by_bit_heads_first() -> None:
+def test_as_memory_grows_waiting_offers_are_stored_heads_first() -> None:
     world = World(full(), window(64, group=1), ranks=2, host=0, is_growing=True)
     computed(world, "runs")
     for slots, found in ((2, "x.."), (4, "xx.")):

@@ -66,7 +66,7 @@ def test_a_hit_ends_at_the_last_state() -> None:
     assert world.results == [("a", True)]
 
 
-def test_r10_a_state_is_offered_after_what_the_step_hands_out_is_known() -> None:
+def test_r10_a_state_is_offered_after_the_steps_allocations() -> None:
     """The step that completes the state also allocates its block.
 
     Only after that it counts as computed since the reset.
@@ -133,7 +133,7 @@ def test_r8_a_state_is_held_while_its_request_runs() -> None:
     assert world.on_host(TEXT, group=1) == "x.."
 
 
-def test_r7_a_state_whose_block_was_handed_out_while_it_waited_is_not_stored() -> None:
+def test_r7_a_state_whose_block_was_reallocated_while_it_waited_is_not_stored() -> None:
     world = make(host=0, is_growing=True)
     world.states_end = (4,)
     request = world.add("a", TEXT)
@@ -213,7 +213,7 @@ def test_states_of_all_lengths_are_evicted_with_their_blocks() -> None:
 # -- looking ahead ---------------------------------------------------------------------------------------
 
 
-def test_a_recurrent_group_is_no_reason_against_lazy() -> None:
+def test_a_recurrent_group_does_not_prevent_lazy() -> None:
     """A step uses one or two blocks of a recurrent group, however many tokens it computes."""
     groups = recurrent(), recurrent(group=1), full(group=2)
     shape = EngineShape(groups, 1, 64, step_tokens=16, promises=PROMISES)
@@ -287,7 +287,7 @@ def test_no_boundary_is_asked_for_where_they_are_off() -> None:
     assert not world.reported(BoundaryAsked)
 
 
-def test_no_boundary_is_asked_for_within_what_is_found() -> None:
+def test_no_boundary_is_requested_within_a_hit() -> None:
     world = with_states(4, 8, 12)
     request = world.add("second", SHARED)
     assert world.admit(request) == 8
@@ -429,7 +429,7 @@ def test_a_state_and_the_attention_before_it_are_fetched_together() -> None:
     assert world.results[-1] == ("late", True)
 
 
-def test_a_state_whose_fetch_failed_is_what_is_missed() -> None:
+def test_a_state_whose_fetch_failed_is_the_missing_block() -> None:
     world = on_disk(4)
     other = world.add("other", TEXT)
     world.report(0, fetch(world, other), FAILED)

@@ -26,7 +26,7 @@ def two(**settings: int) -> tuple[RemoteWorld, RemoteWorld]:
     return first, RemoteWorld(store=first.store, **settings)  # type: ignore[arg-type]
 
 
-def test_what_is_found_again_is_written_once_and_nothing_else() -> None:
+def test_only_blocks_found_again_are_written_each_once() -> None:
     world = RemoteWorld()
     world.serve("once", TEXT)
     world.drain()
@@ -162,7 +162,7 @@ def test_a_window_is_found_too() -> None:
 # -- failures ---------------------------------------------------------------------------------------------------
 
 
-def test_r17_a_value_that_is_gone_costs_what_lies_behind_it_and_one_fetch() -> None:
+def test_r17_a_lost_value_costs_the_blocks_after_it_and_one_fetch() -> None:
     first, other = two(host=32)
     del first.store[first.remote.namespace, keys_of(TEXT, full())[1], 0]
     request = other.add("late", TEXT, answers=False)
@@ -283,7 +283,7 @@ def test_before_it_is_reached_nothing_is_asked() -> None:
 # -- resets and generations -------------------------------------------------------------------------------------
 
 
-def test_r10_r18_nothing_of_before_a_reset_is_found_whatever_is_under_way() -> None:
+def test_r10_r18_nothing_from_before_a_reset_is_found_with_any_jobs_open() -> None:
     _, other = two(host=32)
     request = other.add("late", TEXT)
     other.lookup(request)
@@ -351,7 +351,7 @@ def test_r4_slots_of_a_put_that_one_rank_has_failed_are_not_evicted_until_the_ot
     assert states() == {SlotState.READY}
 
 
-def test_r16_slots_of_a_put_that_a_rank_never_reports_are_not_handed_out_again() -> None:
+def test_r16_slots_of_a_put_that_a_rank_never_reports_are_not_allocated_again() -> None:
     world, job, states = putting()
     world.overdue(job)
     world.report(0, job)

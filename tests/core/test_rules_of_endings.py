@@ -88,7 +88,7 @@ def test_r10_a_reset_with_lookups_stores_and_loads_open() -> None:
     assert not world.core.state.jobs.pending
 
 
-def test_r10_a_job_that_no_worker_knows_of_is_taken_back() -> None:
+def test_r10_a_job_that_no_worker_has_is_cancelled() -> None:
     world = World()
     request = world.add("a", "01234")
     world.admit(request)
@@ -100,7 +100,7 @@ def test_r10_a_job_that_no_worker_knows_of_is_taken_back() -> None:
     assert world.submit() == TransferPlan()
 
 
-def test_r10_what_waits_is_settled() -> None:
+def test_r10_waiting_offers_are_settled() -> None:
     world = World(device=16, host=5)
     computed(world, text="0123456789" * 4)
     computed(world, "b", "9876543210" * 2)
@@ -274,7 +274,7 @@ def test_r11_a_request_leaves_when_its_last_copy_has_ended() -> None:
 
 
 @pytest.mark.parametrize("holds", [True, False])
-def test_r11_a_request_that_ends_without_its_blocks_settles_what_waited(holds: bool) -> None:
+def test_r11_a_request_that_ends_without_its_blocks_settles_its_waiting_offers(holds: bool) -> None:
     world = World(host=0)
     request = computed(world)
     if not holds:
@@ -283,7 +283,7 @@ def test_r11_a_request_that_ends_without_its_blocks_settles_what_waited(holds: b
     assert world.stores() == {StoreOutcome.HOST_FULL if holds else StoreOutcome.REQUEST_GONE: 3}
 
 
-def test_r11_a_preempted_request_settles_what_waited() -> None:
+def test_r11_a_preempted_request_settles_its_waiting_offers() -> None:
     world = World(host=0)
     request = computed(world)
     world.preempt(request)
@@ -354,7 +354,7 @@ def test_r12_nothing_new_starts_and_what_runs_drains() -> None:
     assert world.stores()[StoreOutcome.DEGRADED] > 2
 
 
-def test_r12_loads_and_stores_that_no_worker_knows_of_are_taken_back() -> None:
+def test_r12_loads_and_stores_that_no_worker_has_are_cancelled() -> None:
     world = World()
     world.serve("first", TEXT)
     world.device.forget_keys()
@@ -369,7 +369,7 @@ def test_r12_loads_and_stores_that_no_worker_knows_of_are_taken_back() -> None:
     assert world.results[-1] == ("a", False)
 
 
-def test_r12_it_is_said_once() -> None:
+def test_r12_it_is_logged_once() -> None:
     world = World()
     world.degrade()
     world.degrade()
@@ -416,7 +416,7 @@ def test_r16_a_store_that_never_ends_is_abandoned() -> None:
     assert world.core.state.jobs.count(Direction.STORE, JobState.ABANDONED) == 2
 
 
-def test_r16_its_slots_are_never_handed_out_again_not_even_when_it_ends_late() -> None:
+def test_r16_its_slots_are_never_allocated_again_even_if_it_ends_late() -> None:
     world = World(host=4)
     request = computed(world)
     jobs = world.open_jobs()

@@ -58,7 +58,7 @@ def test_r1_an_unpinned_hit_is_evicted_by_the_same_requests() -> None:
     assert world.on_host(TEXT) == "..."
 
 
-def test_r1_a_repeated_lookup_drops_what_the_one_before_had_pinned() -> None:
+def test_r1_a_repeated_lookup_drops_the_earlier_ones_pins() -> None:
     world = cached()
     late = world.add("late", TEXT)
     for _ in range(3):
@@ -98,7 +98,7 @@ def test_r1_two_lookups_pin_a_slot_twice() -> None:
     assert world.count(SlotState.PINNED) == 0
 
 
-def test_r1_what_was_pinned_and_turned_out_worthless_is_not_loaded() -> None:
+def test_r1_a_pinned_slot_that_was_invalidated_is_not_loaded() -> None:
     # Regression: loading from the pinned slots, not those that can hit now, read slots that another request's load had
     # invalidated.
     world = cached()
@@ -226,7 +226,7 @@ def test_r2_a_hit_leaves_a_token_to_compute(text: str, found: int, cause: MissCa
     assert world.miss() is cause
 
 
-def test_r2_a_draft_that_reads_ahead_costs_the_last_matched_block() -> None:
+def test_r2_a_drafts_lookahead_costs_the_last_matched_block() -> None:
     world = World(full(has_lookahead=True))
     world.serve("first", TEXT)
     world.device.forget_keys()
@@ -255,7 +255,7 @@ def test_r2_a_lookup_for_an_unknown_request_finds_nothing() -> None:
     assert world.core.lookup(RequestId("nobody"), 0, may_wait=True) == 0
 
 
-def test_r2_an_unknown_request_does_not_wait_for_tokens_for_ever() -> None:
+def test_r2_an_unknown_request_does_not_wait_for_tokens() -> None:
     world = World()
     handle(world.core, facts.BlocksAllocated(RequestId("nobody"), ((DeviceBlockId(1),),), 0, 4))
     assert world.core.take_results().failed == ["nobody"]
@@ -296,7 +296,7 @@ def test_r2_a_loading_request_that_is_allocated_or_looked_up_again_goes_on_loadi
     assert world.results == [("a", True)]
 
 
-def test_r2_a_step_that_knows_of_fewer_tokens_and_nothing_new_takes_nothing_back() -> None:
+def test_r2_a_step_that_reports_fewer_tokens_and_nothing_new_changes_nothing() -> None:
     world = World()
     request = world.add("a", TEXT)
     world.admit(request)
@@ -370,7 +370,7 @@ def test_a_miss_says_that_the_store_is_still_open() -> None:
     assert world.miss() is MissCause.STORING
 
 
-def test_a_preempted_request_looks_up_what_it_generated_too() -> None:
+def test_a_preempted_request_also_looks_up_its_generated_tokens() -> None:
     world = World()
     request = world.add("a", TEXT)
     world.admit(request)
@@ -407,7 +407,7 @@ def test_r9_a_failed_load_is_recomputed_and_never_tried_again(outcome: object) -
     world.run(request)
 
 
-def test_r9_others_miss_what_failed_to_load() -> None:
+def test_r9_others_miss_blocks_that_failed_to_load() -> None:
     world = cached()
     loading(world)
     world.finish(outcome=FAILED)
@@ -527,7 +527,7 @@ def test_r14_fifty_requests_with_one_prefix_load_it_once() -> None:
 
 
 @pytest.mark.parametrize("how", ["fails", "ends", "abandoned", "reset"])
-def test_r14_who_waits_goes_on_when_the_owner_does_not(how: str) -> None:
+def test_r14_a_waiting_request_continues_if_the_owner_does_not(how: str) -> None:
     world = cached()
     owner = loading(world)
     waits = world.add("b", TEXT)
@@ -595,7 +595,7 @@ def test_r14_no_request_waits_for_a_load_from_before_a_reset() -> None:
     assert world.admit(world.add("b", "0123456789abc")) == 12
 
 
-def test_r14_who_may_not_wait_loads_by_itself() -> None:
+def test_r14_a_request_that_may_not_wait_loads_itself() -> None:
     world = cached()
     loading(world)
     assert world.admit(world.add("b", TEXT), may_wait=False) == 12
@@ -649,7 +649,7 @@ def test_a_request_that_ends_while_it_loads_is_reported_exactly_once() -> None:
     assert not world.core.state.requests.finishing
 
 
-def test_r14_who_shares_only_the_tail_of_a_load_waits_too() -> None:
+def test_r14_a_request_that_shares_only_a_loads_tail_waits_too() -> None:
     world = cached()
     owner = world.add("owner", TEXT)
     world.lookup(owner)

@@ -125,7 +125,7 @@ def test_r3_what_waits_for_a_copy_is_stored_at_the_end_of_its_request() -> None:
     assert world.on_host(TEXT) == "xxx"
 
 
-def test_r3_what_waits_for_a_copy_at_its_end_has_failed() -> None:
+def test_r3_an_offer_that_waits_for_a_copy_at_the_requests_end_fails() -> None:
     world = World(ranks=2)
     computed(world)
     for job in world.open_jobs():
@@ -230,7 +230,7 @@ def test_r3_a_duplicate_whose_request_has_ended_is_stored_when_the_first_fails()
     assert world.on_host(TEXT) == "xxx"
 
 
-def test_r3_what_a_request_left_to_be_offered_again_does_not_belong_to_the_next_of_its_name() -> None:
+def test_r3_a_later_request_of_the_same_name_does_not_get_an_earlier_ones_offers() -> None:
     world = World(device=12)  # Stores may lease one request's three blocks.
     _, two = side_by_side(world)
     world.end(two)
@@ -368,7 +368,7 @@ def test_r5_stores_lease_no_more_than_a_quarter_of_the_device() -> None:
     assert world.on_host("0123456789" * 8) == "x" * 20
 
 
-def test_r5_what_waits_for_room_at_the_end_of_its_request_is_declined() -> None:
+def test_r5_an_offer_that_waits_for_room_at_its_requests_end_is_declined() -> None:
     world = World(device=32)
     world.end(computed(world, text="0123456789" * 8))
     assert world.stores() == {StoreOutcome.LEASE_LIMIT: 12}
@@ -388,7 +388,7 @@ def test_r5_a_request_that_ends_leaves_nothing_waiting_for_room() -> None:
     assert not world.core.stores.for_room
 
 
-def test_r5_a_leased_block_is_not_handed_out_after_its_request_is_gone() -> None:
+def test_r5_a_leased_block_is_not_allocated_after_its_request_ended() -> None:
     world = World(device=16)
     request = computed(world)
     under_way = stored_blocks(world)
@@ -519,7 +519,7 @@ def reused(world: World, request: Req) -> list[int]:
     return [position for position, block in enumerate(table[0]) if block == NULL_BLOCK]
 
 
-def test_r7_a_declined_window_block_is_freed_handed_to_another_position_and_offered_again() -> None:
+def test_r7_a_declined_window_block_is_freed_reallocated_to_another_position_and_offered_again() -> None:
     world = World(window(5), device=4, host=0)
     # It allocates more blocks than the device has.
     request = computed(world, text="abcdefghijklmnopqrstuvwxyz")
@@ -531,7 +531,9 @@ def test_r7_a_declined_window_block_is_freed_handed_to_another_position_and_offe
     assert world.stores() == {StoreOutcome.STALE: 3, StoreOutcome.STORED: 1, StoreOutcome.LEASE_LIMIT: 2}
 
 
-def test_r7_a_window_block_is_struck_in_the_step_that_hands_it_out_though_its_request_does_not_run() -> None:
+def test_r7_a_window_block_is_zeroed_in_the_step_that_reallocates_it_though_its_request_does_not_run() -> (
+    None
+):
     world = World(window(5), device=8, host=0)
     sleeps = world.add("sleeps", "abcdefghijklmnop")
     world.admit(sleeps)
@@ -565,7 +567,7 @@ def test_r7_ids_come_from_allocations_and_copy_targets_too(how: str) -> None:
     assert record[0][0] == NULL_BLOCK
 
 
-def test_r7_a_struck_position_is_stored_from_the_block_that_the_device_holds_for_its_key() -> None:
+def test_r7_a_zeroed_position_is_stored_from_the_devices_block_with_its_key() -> None:
     world = World(window(5), device=16, host=0)
     one, two = world.add("one", TEXT), world.add("two", TEXT)
     world.admit(one)
@@ -907,7 +909,7 @@ def test_r15_a_tail_that_was_loaded_for_no_request_is_released_before_its_head(w
     assert heads_last(world)
 
 
-def test_r15_a_head_that_the_host_lost_is_no_hindrance() -> None:
+def test_r15_a_missing_head_does_not_matter() -> None:
     world = World()
     request = tail_looked_up(world)
     for key in list(world.core.state.pool.index):

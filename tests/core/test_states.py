@@ -69,7 +69,7 @@ def test_many_move_by_the_same_table(machine: Machine[Any, Any]) -> None:
             assert machine.only[event] == (bytes(befores), machine.table[befores[0], event])
 
 
-def test_what_can_hit_and_what_can_be_evicted() -> None:
+def test_which_slots_can_hit_and_which_can_be_evicted() -> None:
     assert {state for (state, event) in SLOT.table if event is SlotEvent.EVICT} == {SlotState.READY}
     assert {state for (state, event) in SLOT.table if event is SlotEvent.PIN} == {SlotState.READY}
     assert not [event for (state, event) in SLOT.table if state is SlotState.QUARANTINED]
@@ -123,7 +123,7 @@ def test_only_a_filling_slot_is_filled(state: SlotState) -> None:
 @pytest.mark.parametrize(
     "state", [each for each in SlotState if each not in (SlotState.READY, SlotState.PINNED)]
 )
-def test_only_what_can_hit_is_pinned_and_then_all_of_it_or_nothing(state: SlotState) -> None:
+def test_either_all_slots_can_hit_and_are_pinned_or_none_is(state: SlotState) -> None:
     pool, slot = pool_with(state)
     pool.grow(3)
     (good,), _ = pool.reserve([BlockKey(b"good")])
@@ -200,7 +200,7 @@ def test_a_held_slot_can_be_pinned_and_comes_back_to_its_holder() -> None:
     assert [*pool_problems(pool)] == []
 
 
-def test_using_moves_only_what_may_be_evicted() -> None:
+def test_using_moves_only_evictable_slots() -> None:
     pool, slot = pool_with(SlotState.READY)
     (other,), _ = pool.reserve([BlockKey(b"other")])
     pool.fill((other,))

@@ -156,7 +156,7 @@ def test_any_bytes_are_survived(data: bytes) -> None:
         (encoded()[:12] + b"\xff" * 4 + encoded()[16:], "its header is incomplete or damaged"),
     ],
 )
-def test_what_is_no_index_is_said(data: bytes, reason: str) -> None:
+def test_bytes_that_are_not_an_index_are_reported(data: bytes, reason: str) -> None:
     with pytest.raises(NotAnIndex) as refused:
         read(data)
     assert str(refused.value) == reason

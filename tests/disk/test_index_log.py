@@ -89,7 +89,7 @@ def test_an_index_counts_as_garbage_when_most_records_are(log: IndexLog) -> None
     assert not log.is_mostly_garbage(2**16 + 1)
 
 
-def test_a_new_generation_has_nothing_of_before(tmp_path: Path, log: IndexLog) -> None:
+def test_a_new_generation_has_no_earlier_blocks(tmp_path: Path, log: IndexLog) -> None:
     log.append([put(1)])
     log.close()
     generation = new_generation()

@@ -77,7 +77,7 @@ def listen(from_writer: Connection, expected: Expected, least: int | None = None
 
 @pytest.mark.slow
 @pytest.mark.timeout(60 + KILLS)
-def test_after_a_kill_at_any_moment_what_was_put_is_found(tmp_path: Path) -> None:
+def test_after_a_kill_at_any_moment_all_put_blocks_are_found(tmp_path: Path) -> None:
     context = forking()
     expected = Expected()
     for seed in range(KILLS):

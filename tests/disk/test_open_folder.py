@@ -73,7 +73,7 @@ def test_a_file_that_is_not_ours_is_refused_and_what_it_names_untouched(
 @pytest.mark.parametrize(
     "kind", ["link", "hard link", "pipe", pytest.param("other owner", marks=needs_root), "mode"]
 )
-def test_a_new_index_takes_the_place_of_what_has_its_name(tmp_path: Path, kind: str) -> None:
+def test_a_new_index_replaces_any_file_of_its_name(tmp_path: Path, kind: str) -> None:
     put_in_place(tmp_path / "index.new", kind)
     start_index(open_folder(tmp_path), HEADER).close()
     assert (tmp_path / "index").stat().st_mode & 0o777 == 0o600
@@ -111,7 +111,7 @@ def test_a_root_that_every_user_may_write_to_is_a_caution_unless_it_is_sticky(tm
     assert caution(root) == ""
 
 
-def test_r10_an_index_is_erased_wherever_its_folder_was_moved_and_the_reset_says_so(tmp_path: Path) -> None:
+def test_r10_an_index_is_erased_even_if_its_folder_was_moved_and_the_reset_reports_it(tmp_path: Path) -> None:
     (tmp_path / "place").mkdir(mode=0o700)
     folder = open_folder(tmp_path / "place")
     index = start_index(folder, HEADER)

@@ -250,7 +250,7 @@ def test_without_room_the_start_is_refused_and_nothing_is_lost(
         assert read(opened(had), 2) == some_bytes(2)
 
 
-def test_a_failing_disk_is_said(opened: Callable[..., SlotFile], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_disk_is_reported(opened: Callable[..., SlotFile], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwritev", refuse(number=errno.EIO))
     with pytest.raises(DiskError, match="cannot be used: Input/output error"):
         opened()

@@ -324,7 +324,7 @@ def test_the_disks_folder_is_tried_and_nothing_is_left(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["machine"]
 
 
-def test_a_disk_that_others_may_exchange_or_nobody_may_write_is_a_warning(
+def test_a_disk_that_others_can_replace_or_that_is_read_only_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_to_all = tmp_path / "disk"

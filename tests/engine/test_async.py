@@ -44,7 +44,7 @@ def engine_in_loop(plugin_instance: CopyingPlugin | None = None, **settings: Unp
     return Engine(tiny_config(**settings), plugin_instance)
 
 
-def test_many_streams_at_once_give_what_each_gives_alone() -> None:
+def test_concurrent_streams_give_the_same_tokens_as_single_ones() -> None:
     async def story() -> None:
         async with engine_in_loop() as engine:
             streams = [engine.submit(tokens(10 + seed, seed), SamplingParams(5)) for seed in range(6)]
@@ -107,7 +107,7 @@ def test_closing_a_stream_aborts_its_request() -> None:
     play(story())
 
 
-def test_cancelling_who_waits_aborts_the_request_wherever_it_is() -> None:
+def test_cancelling_the_reader_aborts_the_request_in_any_state() -> None:
     async def story(turns: int) -> bool:
         async with engine_in_loop() as engine:
             stream = engine.submit(tokens(10), SamplingParams(4))

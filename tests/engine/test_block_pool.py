@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvoffload.engine.block_pool import BlockPool
 
 
-def test_blocks_are_handed_out_in_order_of_their_release_and_keyless_ones_first() -> None:
+def test_blocks_are_allocated_in_order_of_their_release_and_keyless_ones_first() -> None:
     pool = BlockPool(6)
     a, b, c, d = pool.allocate(4)
     for block in (a, b, c):
@@ -25,7 +25,7 @@ def test_blocks_are_handed_out_in_order_of_their_release_and_keyless_ones_first(
     assert pool.cached_block(b"key%d" % b) == b
 
 
-def test_the_null_block_is_never_handed_out_and_cannot_be_leased() -> None:
+def test_the_null_block_is_never_allocated_and_cannot_be_leased() -> None:
     pool = BlockPool(4)
     assert sorted(pool.allocate(3)) == [1, 2, 3]
     with pytest.raises(ValueError, match="null block"):
@@ -40,7 +40,7 @@ def test_allocation_is_all_or_nothing() -> None:
     assert pool.free_blocks == 3
 
 
-def test_a_leased_block_is_not_handed_out() -> None:
+def test_a_leased_block_is_not_allocated() -> None:
     pool = BlockPool(3)
     pool.touch([1])
     assert pool.allocate(1) == [2]
@@ -49,7 +49,7 @@ def test_a_leased_block_is_not_handed_out() -> None:
     assert pool.allocate(1) == [1]
 
 
-def test_a_lease_outlives_the_request_and_each_side_gives_back_only_its_own() -> None:
+def test_a_lease_outlives_the_request_and_each_side_releases_only_its_own() -> None:
     pool = BlockPool(3)
     (block,) = pool.allocate(1)
     pool.touch([block])

@@ -88,7 +88,7 @@ def test_sampling_that_makes_no_sense_is_refused() -> None:
     ("prompt", "message"),
     [([], "empty"), ([3, 64], "token 64 is not in the vocabulary of 64 tokens"), ([-1], "-1")],
 )
-def test_a_prompt_that_is_none_is_refused(prompt: list[int], message: str) -> None:
+def test_an_invalid_prompt_is_refused(prompt: list[int], message: str) -> None:
     engine = tiny_engine()
     with pytest.raises(RequestRefused, match=message):
         engine.submit(prompt)

@@ -17,7 +17,7 @@ from tests.engine.tiny import (
 )
 
 
-def test_who_has_to_ask_later_is_skipped_and_keeps_his_place() -> None:
+def test_a_request_that_must_ask_later_is_skipped_and_keeps_its_position() -> None:
     engine, scheduler, _ = returning(max_requests=1)
     scheduler.asks_later.add("patient")
     patient = engine.submit(tokens(40), SamplingParams(2), request_id="patient")
@@ -96,7 +96,7 @@ def test_a_running_request_waits_for_leased_blocks_and_keeps_its_own() -> None:
     assert_idle(engine)
 
 
-def test_blocks_withheld_for_good_fail_a_request_instead_of_letting_it_wait_for_ever() -> None:
+def test_a_request_fails_if_a_plugin_never_releases_its_blocks() -> None:
     engine, _ = engine_with_plugin(num_blocks=9)
     engine.pool.touch([3, 5])
     stream = engine.submit(tokens(29), SamplingParams(4))

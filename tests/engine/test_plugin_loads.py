@@ -18,7 +18,7 @@ from tests.engine.tiny import (
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_the_device_lost_is_loaded_instead_of_computed(kind: str, ranks: int) -> None:
+def test_blocks_that_the_device_lost_are_loaded_instead_of_computed(kind: str, ranks: int) -> None:
     layers = {"layers": 4} if kind == "full" else {"layers": 6}
     engine, scheduler, first = returning(kind, ranks=ranks, model=layers)
     stream = engine.submit(tokens(40), SamplingParams(6))

@@ -55,7 +55,7 @@ def test_the_latest_is_preempted_and_computes_again() -> None:
     assert_idle(engine)
 
 
-def test_an_operator_may_preempt_only_what_runs() -> None:
+def test_an_operator_may_preempt_only_running_requests() -> None:
     engine = tiny_engine()
     stream = engine.submit(tokens(10), SamplingParams(5))
     assert not engine.preempt(stream.request_id)
@@ -69,7 +69,7 @@ def test_an_operator_may_preempt_only_what_runs() -> None:
     assert not engine.preempt(stream.request_id)
 
 
-def test_an_admission_leaves_the_oldest_what_it_can_still_need() -> None:
+def test_an_admission_leaves_blocks_that_the_oldest_can_still_need() -> None:
     """Otherwise the new request would be preempted later, and its prompt computed in vain."""
     engine = tiny_engine(num_blocks=1 + 12, step_tokens=64)
     oldest = engine.submit(tokens(16), SamplingParams(17))  # needs 8 blocks at its end
@@ -81,7 +81,7 @@ def test_an_admission_leaves_the_oldest_what_it_can_still_need() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_abort_gives_everything_back(steps: int) -> None:
+def test_abort_releases_everything(steps: int) -> None:
     engine = tiny_engine(step_tokens=4)
     stream = engine.submit(tokens(10), SamplingParams(5))
     for _ in range(steps):

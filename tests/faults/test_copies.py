@@ -33,7 +33,7 @@ Span = tuple[int, int]
 
 
 @pytest.mark.parametrize("granted", [0, 2])
-def test_an_engine_runs_with_what_host_memory_it_gets(
+def test_an_engine_runs_with_the_host_memory_that_it_gets(
     granted: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No memory, or two chunks of six slots although many more were requested."""
@@ -185,7 +185,7 @@ def spans(ticket: GatedTicket) -> Iterator[Span]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS[:2])
 @pytest.mark.parametrize("direction", ["load", "store"])
-def test_memory_under_a_copy_that_never_ends_is_never_handed_out_again(kind: str, direction: str) -> None:
+def test_memory_under_a_copy_that_never_ends_is_never_allocated_again(kind: str, direction: str) -> None:
     """Then requests fill both pools, with resets, aborts, preemptions, a broken invariant, and the end."""
     made = Rig(kind, host_blocks=40, num_blocks=70)
     stuck = never_ending(made, direction)

@@ -258,7 +258,7 @@ def test_a_disk_that_is_removed_while_it_serves_costs_its_hits(engine: Process) 
     engine("serve", *ALL)
 
 
-def test_a_slow_disk_serves_what_it_has(engine: Process) -> None:
+def test_a_slow_disk_still_serves(engine: Process) -> None:
     engine.order("slow 20")
     state = engine("serve", 0)
     assert fetched(state) > 0

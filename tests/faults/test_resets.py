@@ -130,7 +130,7 @@ def test_without_the_reset_the_old_weights_would_have_been_served() -> None:
             assert_same(taken(stream), right, TOLERANCE)
 
 
-def test_a_request_of_before_ends_after_the_reset_and_leaves_nothing_to_be_found() -> None:
+def test_a_request_from_before_a_reset_leaves_nothing_to_be_found() -> None:
     """This request mixes KV of both weights, which is up to the engine. No other request may use its blocks."""
     with rig(step_tokens=8) as made:
         on_host_only(made, PROMPTS[0])
@@ -150,7 +150,7 @@ def test_a_request_of_before_ends_after_the_reset_and_leaves_nothing_to_be_found
         made.assert_clean()
 
 
-def test_a_device_that_was_not_reset_cannot_bring_the_old_back_to_the_host() -> None:
+def test_a_device_that_was_not_reset_stores_nothing_old_on_the_host() -> None:
     """The engine's own cache has old blocks until it is reset. None of them may be stored on the host."""
     with rig() as made:
         for prompt in PROMPTS:
@@ -165,7 +165,7 @@ def test_a_device_that_was_not_reset_cannot_bring_the_old_back_to_the_host() -> 
 
 
 @pytest.mark.parametrize("in_flight", ["stores", "loads"])
-def test_a_sleep_loses_the_device_and_wakes_to_a_host_that_knows_nothing_old(in_flight: str) -> None:
+def test_after_a_sleep_the_host_has_nothing_old(in_flight: str) -> None:
     with rig(num_blocks=200, step_tokens=8) as made:
         on_host_only(made, *PROMPTS)
         begin(made, in_flight)

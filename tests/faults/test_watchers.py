@@ -133,7 +133,7 @@ def whole_lines(path: Path) -> list[Any]:
 # -- clocks -----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_clock_that_jumps_ahead_gives_all_copies_up_and_every_request_is_served() -> None:
+def test_after_a_clock_jump_all_copies_are_abandoned_and_every_request_is_served() -> None:
     """As after a suspended machine or in a debugger: all copies are overdue at once, but end later."""
     with rig(num_blocks=150) as made:
         on_host_only(made, text(1, 30))

@@ -102,7 +102,7 @@ def test_an_unknown_part_is_one_error_and_leaves_no_file(
     assert "unknown part 'bites'; choose from device, bytes, speeds, " in capsys.readouterr().err
 
 
-def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
+def test_without_a_gpu_it_prints_one_line(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import ctypes\ndef no(*a, **k): raise OSError('libcuda.so.1: cannot open shared object file')\nctypes.PyDLL = no\n"
     )

@@ -110,7 +110,7 @@ def test_stores_may_lease_a_quarter(blocks: int, limit: int) -> None:
     assert shape(4, device_blocks=blocks).lease_limit == limit
 
 
-def test_what_a_step_hands_out() -> None:
+def test_a_steps_allocations() -> None:
     assert shape(4, 8).turnover_blocks == 5 + 3
     assert shape(5).turnover_blocks == 5
 

@@ -127,7 +127,7 @@ def test_a_table_numbers_the_tests_and_joins_those_in_a_row() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_run_tells_what_became_of_each_mutant_and_does_not_repeat_it(tmp_path: Path) -> None:
+def test_a_run_reports_each_mutants_result_and_does_not_repeat_it(tmp_path: Path) -> None:
     example(tmp_path)
     options = ["--sources", "example", "--tests", "checks", "--keep", "kept", "--table", "table"]
     printed = run(tmp_path, "-m", "tests.mutants", *options, "--all", "--processes", "2")
@@ -157,7 +157,7 @@ def test_a_run_tells_what_became_of_each_mutant_and_does_not_repeat_it(tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_hangs_crashes_and_errors_at_import_are_told_apart(tmp_path: Path) -> None:
+def test_hangs_crashes_and_errors_at_import_are_distinguished(tmp_path: Path) -> None:
     example(tmp_path)
     (tmp_path / "trials.py").write_text(TRIALS)
     outcomes = ["aborts: crash", "as before: survived", "cannot be imported: import", "hangs: timeout"]

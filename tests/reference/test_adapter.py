@@ -69,7 +69,7 @@ def test_every_key_and_block_is_reported_once_and_only_when_it_is_new() -> None:
         assert (end.confirmed_tokens, end.holds_blocks) == (21, True)
 
 
-def test_a_preempted_request_is_looked_up_with_what_it_has_generated() -> None:
+def test_a_preempted_request_is_looked_up_with_its_generated_tokens() -> None:
     """Blocks that the request computed and stored before the preemption are loaded from the host."""
     with rig(num_blocks=60) as made:
         stream = made.submit(text(1, 10), 16)

@@ -97,7 +97,7 @@ def test_what_only_the_disk_has_is_fetched_and_the_tokens_are_the_same(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_r18_the_next_engine_finds_what_was_put(start: StartEngine, kind: str, ranks: int) -> None:
+def test_r18_the_next_engine_finds_all_put_blocks(start: StartEngine, kind: str, ranks: int) -> None:
     made = start(kind, ranks=ranks)
     leave_on_disk(made)
     for _ in range(2):
@@ -116,7 +116,7 @@ def key_file(path: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_r18_the_next_engine_finds_what_was_put_if_it_has_the_same_key(
+def test_r18_the_next_engine_finds_all_put_blocks_if_it_has_the_same_key(
     start: StartEngine, tmp_path: Path, ranks: int
 ) -> None:
     key, other = key_file(tmp_path / "a"), key_file(tmp_path / "b")
@@ -188,7 +188,7 @@ def test_r18_files_of_other_weights_under_this_ones_name_are_not_served_if_there
     assert (copied(made, Direction.LOAD) > 0) is not has_key
 
 
-def test_r18_nothing_of_before_a_reset_is_found_now_or_after_a_restart(start: StartEngine) -> None:
+def test_r18_nothing_from_before_a_reset_is_found_now_or_after_a_restart(start: StartEngine) -> None:
     made = start()
     leave_on_disk(made)
     assert made.offload.reset()
@@ -199,7 +199,7 @@ def test_r18_nothing_of_before_a_reset_is_found_now_or_after_a_restart(start: St
     assert copied(made, Direction.LOAD) == 0
 
 
-def test_r18_what_is_put_after_a_reset_is_for_this_process_alone(start: StartEngine) -> None:
+def test_r18_blocks_put_after_a_reset_are_only_for_this_process(start: StartEngine) -> None:
     """A reset may follow an update of the weights in memory, but the next process loads the weights on disk."""
     made = start()
     assert made.offload.reset()

@@ -178,7 +178,7 @@ def _collect(source: Connection, into: list[Any]) -> None:
 
 @pytest.mark.timeout(60 + 20 * max(KILLS, ENGINE_KILLS))
 @pytest.mark.parametrize(("counting", "kills"), [(True, KILLS), (False, ENGINE_KILLS)])
-def test_after_an_end_at_any_moment_the_next_engine_finds_what_was_put_and_answers_right(
+def test_after_an_end_at_any_moment_the_next_engine_finds_all_put_blocks_and_answers_right(
     tmp_path: Path, counting: bool, kills: int
 ) -> None:
     context = forking()

@@ -84,7 +84,7 @@ def test_a_counter_that_raises_is_removed_and_counted(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_engine_goes_on_when_the_portals_thread_is_gone(
+def test_the_engine_continues_without_the_portals_thread(
     kind: str,
 ) -> None:
     """The engine's own thread starts loads, so loads still work. Stores fail, and no request waits for a store."""

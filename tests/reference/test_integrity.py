@@ -56,7 +56,7 @@ def test_one_flipped_bit_is_found_counted_and_computed_again(
 
 @pytest.mark.parametrize("verify", VERIFY)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sample_finds_what_was_written_over(kind: str, verify: str) -> None:
+def test_a_sample_detects_overwritten_bytes(kind: str, verify: str) -> None:
     with rig(kind, extra={"verify": verify}) as made:
         on_host_only(made, PROMPT)
         slots = reload(made)
@@ -79,7 +79,7 @@ def test_off_finds_nothing() -> None:
 
 
 @pytest.mark.parametrize("rotten", [(0,), (1,), (0, 1)])
-def test_of_two_ranks_one_that_rots_is_enough(rotten: tuple[int, ...]) -> None:
+def test_corruption_on_one_of_two_ranks_is_detected(rotten: tuple[int, ...]) -> None:
     with rig(ranks=2, extra={"verify": "full"}) as made:
         on_host_only(made, PROMPT)
         slots = reload(made)

@@ -60,7 +60,7 @@ def test_a_boundary_costs_one_step_once_and_nothing_where_no_prefix_is_shared() 
     assert costs[True] == [2, 3, *[2] * 6]
 
 
-def test_a_load_brings_the_last_state_alone() -> None:
+def test_a_load_copies_only_the_last_state() -> None:
     with rig("recurrent") as made:
         on_host_only(made, PROMPT)
         before = made.counts()

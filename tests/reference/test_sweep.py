@@ -98,7 +98,7 @@ def trial(make: Callable[[], Rig], place: Place) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
-def test_r12_wherever_the_core_raises_the_engine_goes_on_and_nothing_is_leased(name: str) -> None:
+def test_r12_wherever_the_core_raises_the_engine_continues_and_nothing_is_leased(name: str) -> None:
     kind, options = ENGINES[name]
     with rig(kind, **options) as made:
         found = places(partial(live, made))

@@ -113,7 +113,7 @@ def test_r18_an_engine_that_was_reset_leaves_the_others_and_those_that_begin_lat
     assert generation(later) == generation(late)
 
 
-def test_r18_who_has_seen_a_reset_brings_nothing_to_those_that_began_after_it(world: World) -> None:
+def test_r18_an_engine_that_has_seen_a_reset_shares_nothing_with_later_engines(world: World) -> None:
     first, second = world.start(), world.start()
     shared = generation(second)
     first.reset()

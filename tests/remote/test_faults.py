@@ -127,7 +127,7 @@ def check_gone_and_back(
     "what",
     ["refused", *(pytest.param(one, marks=pytest.mark.full) for one in ("silent", "cut", "unavailable"))],
 )
-def test_r17_s3_that_fails_is_left_alone_and_used_again(
+def test_r17_s3_that_fails_is_not_called_and_used_again(
     start: StartEngine, proxy: Proxy, bucket: Bucket, what: str
 ) -> None:
     first, second = (
@@ -170,7 +170,7 @@ def test_r17_s3_that_is_slow_is_used_within_its_time(start: StartEngine, proxy: 
         ),
     ],
 )
-def test_r17_mooncake_that_is_gone_is_left_alone_and_used_again(
+def test_r17_mooncake_that_fails_is_not_called_and_used_again(
     start: StartEngine, tmp_path: Path, what: str, how: str
 ) -> None:
     server = Mooncake(tmp_path, "--client_ttl", 1)
@@ -362,9 +362,7 @@ def test_r17_refused_credentials_cost_the_tier_and_are_not_logged(
     assert state_of(engine) is TierState.OPENING
 
 
-def test_r17_a_store_that_is_dead_for_good_is_called_by_probes_alone(
-    start: StartEngine, proxy: Proxy
-) -> None:
+def test_r17_a_dead_store_is_only_probed(start: StartEngine, proxy: Proxy) -> None:
     engine = start("s3://blocks/kvoffload", weights_id="dead", remote_timeout_s=TIMEOUT_S).opened()
     proxy.refuse = lambda _: 503
     until(engine, TierState.FAILING)

@@ -196,7 +196,7 @@ def test_r17_a_client_that_ends_or_hangs_amid_a_copy_costs_its_hits(
         pytest.param("abort", "exit code -6", marks=pytest.mark.full),
     ],
 )
-def test_r17_a_client_that_does_not_connect_is_tried_by_probes_alone_and_used_later(
+def test_r17_a_client_that_does_not_connect_is_only_probed_and_used_later(
     start: StartEngine, fake: Fake, monkeypatch: pytest.MonkeyPatch, order: str, reason: str
 ) -> None:
     monkeypatch.setattr(mooncake, "CONNECT_S", 1.0)

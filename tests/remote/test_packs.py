@@ -141,7 +141,7 @@ def test_a_walk_back_reads_each_pack_once_and_ends(small: World) -> None:
 
 
 @pytest.mark.parametrize("per_minute", [6, 30, 60])
-def test_an_engine_that_knows_the_past_lists_two_pages_at_a_look(small: World, per_minute: int) -> None:
+def test_a_look_after_a_finished_walk_lists_two_pages(small: World, per_minute: int) -> None:
     """With pages of a thousand names, these are 10, 50 and 100 packs per second."""
     every_ms = MINUTE // per_minute
     small.write_all(30 * per_minute, every_ms=every_ms)
@@ -157,7 +157,7 @@ def test_an_engine_that_knows_the_past_lists_two_pages_at_a_look(small: World, p
         assert reads == 1
 
 
-def test_what_is_written_while_nobody_asks_is_found(small: World) -> None:
+def test_packs_written_while_the_engine_was_idle_are_found(small: World) -> None:
     small.write_all(5, every_ms=SECOND)
     store = small.connect()
     finds(store)
@@ -197,9 +197,7 @@ def test_own_packs_do_not_hide_what_others_wrote_before_them(small: World) -> No
     looks_until(lambda: all(finds(store, *range(100, 125))), most=6)
 
 
-def test_a_read_goes_back_until_it_finds_what_must_be_there(
-    small: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_walks_back_until_it_finds_its_keys(small: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank lists only when a block is fetched, and the scheduler's connection may know more packs."""
     small.write_all(100, every_ms=HOUR)
     value = bytearray(len(VALUE))

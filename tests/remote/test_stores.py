@@ -47,7 +47,7 @@ def values(store: RemoteStore, count: int, *, size: int = SIZE) -> list[memoryvi
     return [buffer[at * size : (at + 1) * size] for at in range(count)]
 
 
-def test_what_was_put_is_found_and_arrives(url: str, store: RemoteStore, shard: Shard) -> None:
+def test_put_blocks_are_found_and_fetched(url: str, store: RemoteStore, shard: Shard) -> None:
     written = values(store, len(KEYS))
     for key, value in zip(KEYS, written, strict=True):
         seal(value, shard.name(key), LAYOUT)
@@ -149,7 +149,7 @@ def packs_of(there: S3Store, shard: Shard) -> list[str]:
     return [entry["path"] for page in pages for entry in page]
 
 
-def test_a_pack_that_is_gone_is_missing_and_forgotten(bucket: Bucket, there: S3Store, shard: Shard) -> None:
+def test_a_deleted_pack_is_missing_and_forgotten(bucket: Bucket, there: S3Store, shard: Shard) -> None:
     """The bucket's rules delete packs that have expired. A block that two writers have put is in two packs."""
     first, second = (open_store(parse_address(bucket.url), TIMEOUT_S) for _ in range(2))
     for writer in (first, second):

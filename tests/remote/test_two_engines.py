@@ -19,7 +19,7 @@ OTHER = text(2, 10 * BLOCK)
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("full", 2), ("sliding_window", 1)])
-def test_r18_the_second_engine_finds_what_the_first_has_written(
+def test_r18_the_second_engine_finds_the_first_ones_blocks(
     start: StartEngine, url: str, kind: str, ranks: int
 ) -> None:
     identity = f"{url} {kind}"
@@ -75,7 +75,7 @@ def keeping(lines: Sequence[dict[str, Any]]) -> int:
     return sum(line["event"] == "remote_generation_kept" for line in lines)
 
 
-def test_r18_a_reset_of_one_engine_costs_the_others_nothing_and_nothing_of_before_comes_back_to_it(
+def test_r18_a_reset_of_one_engine_costs_the_others_nothing_and_it_finds_nothing_earlier(
     start: StartEngine, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_catalog, "LOOK_PERIOD_S", 0.01)

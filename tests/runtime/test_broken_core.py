@@ -21,7 +21,7 @@ def boom(*_: object, **__: object) -> None:
     raise RuntimeError("boom")
 
 
-def test_switching_off_is_said_once_with_the_journals_tail(caplog: pytest.LogCaptureFixture) -> None:
+def test_switching_off_is_logged_once_with_the_journals_tail(caplog: pytest.LogCaptureFixture) -> None:
     side = Side()
     replace_handler(side.side.bus, facts.StepScheduled, boom)
     side.step()
@@ -178,7 +178,7 @@ def test_copies_that_hang_are_waited_for_no_longer_than_ever_and_may_end_late(
     assert not side.pool.leased
 
 
-def test_a_core_that_raised_gets_no_fact_any_more_and_what_was_loading_has_failed() -> None:
+def test_a_core_that_raised_gets_no_more_facts_and_open_loads_fail() -> None:
     side = Side()
     plan = loading(side)
     given: list[object] = []
@@ -199,7 +199,7 @@ def test_a_core_that_raised_gets_no_fact_any_more_and_what_was_loading_has_faile
     assert not side.pool.leased
 
 
-def test_numbers_that_cannot_be_read_do_not_stop_who_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_cannot_be_read_do_not_stop_their_readers(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine may read the gauges in a step, and another thread at any time.
 
     Only the next step may stop using the core.

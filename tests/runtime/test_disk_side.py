@@ -94,7 +94,7 @@ def least_from_disk(side: Side) -> int:
     return disk.least_tokens
 
 
-def test_auto_computes_what_the_disk_takes_longer_for(side: Side) -> None:
+def test_auto_computes_prompts_that_the_disk_delivers_more_slowly(side: Side) -> None:
     for prefix in "abc":
         leave_on_disk(side, prefix)
     measure(side)
@@ -105,7 +105,7 @@ def test_auto_computes_what_the_disk_takes_longer_for(side: Side) -> None:
     assert side.side.lookup(side.seen("on the host", "slow-is-on-the-host"), 0) == 0
 
 
-def test_auto_fetches_what_the_disk_is_faster_with(side: Side) -> None:
+def test_auto_fetches_prompts_that_the_disk_delivers_faster(side: Side) -> None:
     for prefix in "abc":
         leave_on_disk(side, prefix)
     measure(side)
@@ -143,7 +143,7 @@ def test_no_hook_wakes_the_index_thread_for_what_it_records(tmp_path: Path) -> N
     side.close()
 
 
-def test_a_strike_is_written_at_once(side: Side) -> None:
+def test_an_invalidation_is_written_at_once(side: Side) -> None:
     leave_on_disk(side, "a")
     side.portal.index.hold()
     side.seen("again", "a")

@@ -88,7 +88,7 @@ def test_a_failed_load_cost_its_wait_and_saved_nothing() -> None:
     assert value(side.side, "break_even_tokens") == 0
 
 
-def test_a_hit_that_the_engine_declines_is_no_hit_and_saves_nothing() -> None:
+def test_a_declined_hit_does_not_count_and_saves_nothing() -> None:
     """Another connector's hit came first, and counts as that connector's hit."""
     side = Side()
     measure_prefill(side)
@@ -217,7 +217,7 @@ def test_an_idle_engine_loses_nothing() -> None:
 # -- the sign -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_loss_is_said_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loss_and_its_end_are_each_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     side = Side(portal=True)
     turns: list[bool] = []
@@ -267,7 +267,7 @@ def auto(wait_s: float) -> Side:
 @pytest.mark.parametrize(
     ("wait_s", "answer"), [(RELOAD * PER_TOKEN_S, RELOAD), (RELOAD * PER_TOKEN_S + 0.01, 0)]
 )
-def test_auto_declines_what_takes_longer_to_load(wait_s: float, answer: int) -> None:
+def test_auto_declines_hits_that_take_longer_to_load(wait_s: float, answer: int) -> None:
     side = auto(wait_s)
     side.step(("a", RELOAD))
     assert side.side.lookup(side.seen("b"), 0) == answer

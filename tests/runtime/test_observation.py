@@ -76,7 +76,7 @@ def test_the_journals_file_is_complete_and_closed_at_the_end(tmp_path: Path) -> 
     assert path.stat().st_mode & 0o077 == 0
 
 
-def test_a_journal_that_cannot_be_written_any_more_is_counted_and_said(
+def test_a_journal_that_cannot_be_written_any_more_is_counted_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     side = Side(portal=True, config=make_config(journal_path=tmp_path / "journal"))

@@ -110,7 +110,7 @@ def test_close_waits_for_a_coroutine_that_cleans_up(portal: Portal) -> None:
     assert cleaned.done()
 
 
-def test_close_does_not_wait_for_ever(portal: Portal) -> None:
+def test_close_has_a_time_limit(portal: Portal) -> None:
     gate = ThreadGate()
 
     async def block() -> None:
@@ -161,7 +161,7 @@ def test_closing_again_leaves_the_first_close_its_time(portal: Portal) -> None:
     assert loop.is_closed()
 
 
-def test_what_got_in_before_close_ends_with_it(portal: Portal) -> None:
+def test_a_coroutine_started_before_close_ends_with_it(portal: Portal) -> None:
     """If `close` came between getting the loop and submitting a coroutine, the coroutine would never run."""
     asked, closed = ThreadGate(), Future[bool]()
 

@@ -127,7 +127,7 @@ REMOTE: dict[str, Any] = {"remote_url": "s3://bucket/blocks", "remote_timeout_s"
 
 @pytest.mark.parametrize("sizes", [PAGES, LONG], ids=["gathered", "in place"])
 @pytest.mark.parametrize("tier", ["disk", "remote"])
-def test_what_was_put_is_found_with_its_bytes(
+def test_put_blocks_are_found_with_their_bytes(
     start: Start, store: FakeStore, sizes: Sequence[int], tier: str
 ) -> None:
     rig = start(sizes=sizes, **(REMOTE if tier == "remote" else {}))
@@ -391,7 +391,7 @@ def test_r17_a_store_that_lies_is_a_miss(
     assert second.count("tier_blocks_total", "remote", "load", "corrupt") > 0
 
 
-def test_a_full_store_takes_nothing_and_serves_what_it_has(start: Start, store: FakeStore) -> None:
+def test_a_full_store_accepts_nothing_and_still_serves(start: Start, store: FakeStore) -> None:
     rig = start(**REMOTE)
     assert all(rig.put(0))
     store.is_full = True
@@ -516,7 +516,7 @@ def test_r10_a_put_that_runs_during_a_reset_is_not_found(
     assert rig.put(0) == [True]
 
 
-def test_what_came_to_the_disk_and_left_it_is_told_in_order(start: Start) -> None:
+def test_changes_of_the_disk_are_returned_in_order(start: Start) -> None:
     rig = start(sizes=(4096,), disk_bytes=4096 * 3)  # two slots
     assert rig.cache.take_changes() == []
     for number in (0, 1, 2):
@@ -636,7 +636,7 @@ def put_until_killed(folder: Path, seed: int, to_test: Connection) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(60 + 10 * KILLS)
-def test_after_a_kill_at_any_moment_what_is_found_has_its_bytes(tmp_path: Path) -> None:
+def test_after_a_kill_at_any_moment_found_blocks_have_their_bytes(tmp_path: Path) -> None:
     context, found = forking(), 0
     for seed in range(KILLS):
         from_child, to_test = context.Pipe(duplex=False)

@@ -146,7 +146,7 @@ def test_close_waits_for_the_copies_that_were_started(made: Side) -> None:
     closing.close()  # Closing again has no effect.
 
 
-def test_close_gives_a_copy_that_never_ends_up_and_keeps_its_memory(made: Side) -> None:
+def test_close_abandons_a_copy_that_never_ends_and_keeps_its_memory(made: Side) -> None:
     made.registered()
     made.side.start_loads(made.plan(Direction.LOAD))
     pump = made.side.pump

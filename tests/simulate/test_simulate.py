@@ -97,7 +97,7 @@ def test_a_missing_rule_shows_in_one_of_the_first_seeds(rule: str) -> None:
         assert first_failure([SHOWN_BY[rule], *range(SEARCH)]) is not None
 
 
-def test_a_failure_is_printed_with_what_repeats_it(
+def test_a_failure_is_printed_with_the_command_that_repeats_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.simulate.__main__.play_all", lambda seeds, processes: map(play, seeds))

@@ -243,15 +243,15 @@ def test_property_miss_causes_sum_to_the_missed_blocks(stream: list[Event]) -> N
         ([BlocksZeroed(-1)], False, "counters never shrink"),
     ],
 )
-def test_broken_laws_are_reported(events: list[Event], drained: bool, problem: str) -> None:
+def test_broken_invariants_are_reported(events: list[Event], drained: bool, problem: str) -> None:
     (reported,) = conservation(count(*events), drained=drained)
     assert problem in reported
 
 
-def test_open_offers_and_loads_break_no_law() -> None:
+def test_open_offers_and_loads_break_no_invariant() -> None:
     assert conservation(count(BlocksOffered(1), LoadScheduled(JOB, A, 1, 16))) == []
 
 
-def test_a_copy_without_its_sample_breaks_a_law() -> None:
+def test_a_copy_without_its_sample_breaks_an_invariant() -> None:
     snapshot = Snapshot({"kvoffload_transfers_total": {("host", "store", "done"): 1}})
     assert len(conservation(snapshot)) == 2

@@ -187,7 +187,7 @@ def test_the_ring_does_not_hold_the_disks_index() -> None:
     assert [message for _, _, message in journal._ring] == [summary] * 64
 
 
-def test_bytes_in_free_text_are_struck_out() -> None:
+def test_bytes_in_free_text_are_removed() -> None:
     detail = "no slot for b'secret' or b\"it's secret\" or b'cut off sec"
     (line,) = lines(OffloadingDegraded(DegradeCause.INVARIANT_BROKEN, detail + "x" * 1000))
     assert "secret" not in str(line["detail"])
@@ -351,7 +351,7 @@ async def test_the_file_is_written_as_events_come(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_cancelled_journal_counts_what_it_leaves(tmp_path: Path) -> None:
+async def test_a_cancelled_journal_counts_its_unwritten_lines(tmp_path: Path) -> None:
     bus, journal = Bus(), Journal(Ticks(), path=tmp_path / "journal")
     journal.subscribe(bus)
     async with anyio.create_task_group() as group:

@@ -124,7 +124,7 @@ def test_gzip_that_is_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"\x28\xb5\x2f\xfd0000\n", b"\x89PNG\r\n\x1a\n"])
-def test_what_is_not_a_journal_is_said(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_journal_is_reported(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "journal"
     path.write_bytes(content)
     with pytest.raises(JournalError, match=r"line 1: .*can't decode"):

@@ -76,7 +76,7 @@ def test_a_gate_for_threads_counts_and_holds() -> None:
     assert len(passed) == 3
 
 
-def test_an_executor_runs_when_the_test_says_so() -> None:
+def test_an_executor_runs_calls_when_the_test_says_so() -> None:
     executor, ran = ManualExecutor(), list[int]()
     first, second, third = (executor.submit(ran.append, number) for number in range(3))
     assert (ran, executor.waiting) == ([], 3)

@@ -34,7 +34,7 @@ def test_a_row_is_whole_and_its_tests_exist(row: list[str]) -> None:
     assert [name for path, name in named if name not in names_in(path)] == []
 
 
-def test_what_the_operator_sees_is_said_somewhere() -> None:
+def test_the_operators_signs_exist_in_the_sources() -> None:
     """Log events must be literals in the sources, and metrics must be in the catalogue."""
     from kvoffload.model.config import SETTINGS
     from kvoffload.telemetry.catalogue import BY_NAME

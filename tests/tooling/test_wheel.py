@@ -41,7 +41,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     assert [name for name in PACKAGES if not (wheel / name / "py.typed").exists()] == []
 
 
-def test_the_wheel_brings_what_the_dashboards_command_writes(wheel: Path) -> None:
+def test_the_wheel_contains_the_files_of_the_dashboards_command(wheel: Path) -> None:
     folder = wheel / "kvoffload" / "dashboards"
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     boards = {
@@ -50,7 +50,7 @@ def test_the_wheel_brings_what_the_dashboards_command_writes(wheel: Path) -> Non
     assert found == {"RUNBOOK.md", "rules/alerts.yml", "rules/recording.yml", *boards}
 
 
-def test_the_wheel_brings_its_packages_and_its_metadata_alone(
+def test_the_wheel_contains_only_its_packages_and_metadata(
     metadata: importlib.metadata.Distribution,
 ) -> None:
     tops = {path.parts[0] for path in metadata.files or []}

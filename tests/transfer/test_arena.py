@@ -84,7 +84,7 @@ async def test_what_was_ready_stays_where_it_is() -> None:
     arena.close()
 
 
-async def test_a_refused_chunk_ends_growth_and_keeps_what_is_ready() -> None:
+async def test_a_refused_chunk_ends_growth_and_keeps_ready_slots() -> None:
     pin = CountingPin(limit=2)
     arena = Arena(LAYOUT, 9, MmapAllocator(ManualExecutor(held=False), pin), chunk_bytes=CHUNK)
     with capture_logs() as logs:

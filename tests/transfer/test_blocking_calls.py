@@ -264,7 +264,7 @@ def test_what_waits_too_long_in_the_queue_fails_and_the_store_is_not_blamed() ->
     assert rig.calls.works
 
 
-def test_a_call_that_hangs_fails_in_time_and_what_it_brings_is_not_used() -> None:
+def test_a_hanging_call_fails_in_time_and_its_late_result_is_not_used() -> None:
     rig = Rig(DaemonExecutor("calls", 2))
     rig.calls.poll()
     while not rig.calls.works:
@@ -487,7 +487,7 @@ def test_cancelled_reads_are_not_begun_and_count_for_nothing() -> None:
     ]
 
 
-def test_what_a_call_brings_after_the_end_is_not_used() -> None:
+def test_a_calls_result_after_its_end_is_not_used() -> None:
     rig, gate, used = DiskRig(DaemonExecutor("calls", 2)).opened(), ThreadGate(), list[object]()
     rig.call(gate.arrive, use=used.append)
     gate.wait_for_arrivals(1)

@@ -128,7 +128,7 @@ def test_more_slots_than_are_gathered_at_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pages", PAGES, ids=str)
-def test_a_sample_notices_a_spoilt_page_and_any_8_kib(pages: list[int]) -> None:
+def test_a_sample_detects_a_corrupt_page_and_any_8_kib(pages: list[int]) -> None:
     arena = arena_of(pages)
     digests = SampledSlots(arena)
     for slot in range(SLOTS):

@@ -95,7 +95,7 @@ def has_no_memory(device: Device) -> None:
 
 
 @pytest.mark.parametrize("fault", [fails_to_import, moves_wrong_bytes, never_ends, has_no_memory])
-def test_whatever_goes_wrong_while_measuring_leaves_all_to_the_copy_engine(
+def test_after_any_error_while_measuring_the_copy_engine_makes_all_copies(
     fault: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(crossover, "_PATIENCE_S", 0.0)

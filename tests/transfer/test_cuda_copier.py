@@ -80,7 +80,7 @@ def test_only_a_fence_asks_for_the_current_stream() -> None:
     assert bench.cuda.current_asked_by == [threading.get_ident()]
 
 
-def test_a_refused_batch_fails_only_when_what_was_enqueued_has_ended() -> None:
+def test_a_refused_batch_fails_only_after_its_enqueued_copies() -> None:
     """The driver may have accepted some of the copies, so their memory is not free before they have run."""
     bench = Bench()
     bench.cuda.refuse_copy = True

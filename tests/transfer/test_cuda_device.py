@@ -109,7 +109,7 @@ def test_a_round_trip_copies_every_byte_and_no_other(gpu: Gpu) -> None:
         assert torch.equal(tensor, expected)
 
 
-def test_a_store_reads_what_the_forward_pass_has_written(gpu: Gpu) -> None:
+def test_a_store_reads_the_forward_passs_writes(gpu: Gpu) -> None:
     slots, blocks = pairs(1)
     torch.cuda._sleep(200_000_000)  # about 0.1 s, so that a copy that did not wait would be first
     for tensor in gpu.tensors:

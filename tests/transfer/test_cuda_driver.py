@@ -62,7 +62,7 @@ def elsewhere(act: Callable[[], T]) -> T:
         return pool.submit(act).result()
 
 
-def test_without_the_library_the_start_says_so() -> None:
+def test_without_the_library_the_start_reports_it() -> None:
     code = (
         "import ctypes\n"
         "def no(*a, **k): raise OSError('libcuda.so.1: cannot open shared object file')\n"
@@ -227,7 +227,7 @@ def test_r9_after_a_refused_slice_no_other_follows_and_those_before_end_first(em
     assert emulator.calls("cuMemcpyBatchAsync") == 3
 
 
-def test_a_refused_batch_names_the_copy_and_fails_when_what_was_taken_has_ended(emulator: Emulator) -> None:
+def test_a_refused_batch_names_the_copy_and_fails_after_its_accepted_copies(emulator: Emulator) -> None:
     bench = Bench(emulator)
     copier = CudaCopier(bench.driver)
     emulator.limit_batches(3)
@@ -341,7 +341,7 @@ def test_a_driver_before_cuda_12_has_no_batches(emulator: Emulator, monkeypatch:
     assert CudaLibrary().batch_copy() is None
 
 
-def test_a_question_during_a_capture_neither_fails_nor_spoils_it(emulator: Emulator) -> None:
+def test_a_query_during_a_capture_neither_fails_nor_breaks_it(emulator: Emulator) -> None:
     bench = Bench(emulator)
     copier = CudaCopier(bench.driver)
     ticket = copier.submit(Direction.LOAD, bench.load, ())

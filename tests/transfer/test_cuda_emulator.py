@@ -37,7 +37,7 @@ def registers(emulator: Emulator) -> Callable[[], int]:
 @pytest.mark.parametrize(
     ("mode", "spoils"), [(CAPTURE_GLOBAL, True), (CAPTURE_THREAD_LOCAL, False), (RELAXED, False)]
 )
-def test_an_unsafe_call_spoils_the_capture_of_another_thread_by_its_own_threads_mode(
+def test_an_unsafe_call_breaks_another_threads_capture_depending_on_its_own_mode(
     emulator: Emulator, mode: int, spoils: bool
 ) -> None:
     engine = Engine(emulator)
@@ -58,7 +58,7 @@ def test_a_thread_may_make_unsafe_calls_in_a_capture_of_its_own_only_if_that_is_
     assert engine.end_capture() == (INVALIDATED if spoils else 0)
 
 
-def test_a_call_that_synchronizes_spoils_captures_in_every_mode_on_its_own_device_only(
+def test_a_synchronizing_call_breaks_captures_in_every_mode_on_its_own_device_only(
     emulator: Emulator,
 ) -> None:
     engines = [Engine(emulator, device) for device in (0, 1)]

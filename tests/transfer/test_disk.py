@@ -149,7 +149,7 @@ def threaded(tmp_path: Path) -> Rig:
     return Rig(tmp_path, DaemonExecutor("disk", 2))
 
 
-def test_what_was_spilled_is_fetched_into_other_slots(each: Rig) -> None:
+def test_spilled_blocks_are_fetched_into_other_slots(each: Rig) -> None:
     rig = each
     slots = [0, 4, 5, 11]  # slots of three chunks
     data = [rig.fill(slot, seed=slot) for slot in slots]
@@ -326,7 +326,7 @@ def failing(rig: Rig, name: str, number: int) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ENODEV])
-def test_a_failed_write_fails_its_job_alone(rig: Rig, number: int) -> None:
+def test_a_failed_write_fails_only_its_job(rig: Rig, number: int) -> None:
     heal = failing(rig, "write", number)
     lost = rig.spill([0], [0])
     report = rig.reports()[lost]
@@ -501,7 +501,7 @@ def test_host_memory_stays_until_the_copies_that_read_or_write_it_have_ended(
     assert rig.arena.ready_slots == 0
 
 
-def test_a_copy_that_finds_the_host_memory_gone_touches_nothing(held: Rig) -> None:
+def test_a_copy_after_the_host_memory_was_freed_changes_nothing(held: Rig) -> None:
     rig = held
     rig.spill([0], [0])
     rig.fetch([1], [1], [xxh3_64_intdigest(bytes(rig.shape.slot_bytes))])

@@ -146,7 +146,7 @@ def test_seconds_are_from_the_first_start_to_the_last_end() -> None:
     assert ticket.copy_seconds == 1.0
 
 
-def test_what_no_thread_will_come_for_is_not_started() -> None:
+def test_a_copy_without_a_thread_is_not_started() -> None:
     executor = ManualExecutor()
     queue = queue_with(executor, Copied())
     executor.shutdown()

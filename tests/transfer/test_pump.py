@@ -183,7 +183,7 @@ async def test_the_hook_does_not_wait_for_the_coroutine() -> None:
         assert rig.outcomes() == {1: DONE}
 
 
-async def test_a_report_has_what_is_new_and_nothing_else() -> None:
+async def test_a_report_contains_only_news() -> None:
     rig = Rig()
     assert rig.pump.take_report() is None
     async with running(rig):

@@ -81,7 +81,7 @@ async def test_cancelled_by_a_scope_that_cancels_at_every_await_it_does_not_spin
     rig.assert_nothing_held()
 
 
-async def test_a_copy_that_never_ends_does_not_keep_it_for_ever() -> None:
+async def test_a_copy_that_never_ends_does_not_keep_it_open() -> None:
     rig = Rig()
     async with running(rig) as task:
         rig.pump.submit_loads([load(1, [1], [1])])
@@ -93,7 +93,7 @@ async def test_a_copy_that_never_ends_does_not_keep_it_for_ever() -> None:
         assert statistics_of(rig.pump).abandoned_batches == 1
 
 
-async def test_close_gives_everything_back() -> None:
+async def test_close_releases_everything() -> None:
     rig = Rig()
     async with running(rig):
         rig.pump.submit_loads([load(1, [1], [1])])
@@ -107,7 +107,7 @@ async def test_close_gives_everything_back() -> None:
         assert rig.outcomes() == {1: DONE}
 
 
-async def test_close_keeps_memory_that_a_copy_may_still_touch_and_says_so() -> None:
+async def test_close_keeps_memory_under_a_running_copy_and_reports_it() -> None:
     rig = Rig()
     async with running(rig):
         rig.pump.submit_stores([store(1, [1], [1])])

@@ -45,7 +45,7 @@ async def test_a_job_is_reported_when_its_checksums_were_read(hand_in: str, veri
 
 
 @pytest.mark.parametrize("verify", VERIFY)
-async def test_a_load_of_what_has_rotted_is_corrupt_and_says_where(verify: str) -> None:
+async def test_a_load_of_corrupt_slots_is_corrupt_and_names_them(verify: str) -> None:
     rig = Rig(verify=verify)
     async with running(rig):
         await stored(rig, [1, 2, 3, 4], [1, 2, 3, 4])

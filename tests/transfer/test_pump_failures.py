@@ -65,7 +65,7 @@ async def hand_in_one(rig: Rig, kind: str, number: int) -> None:
         ([], [], "0 slots do not pair with 0 blocks"),
     ],
 )
-async def test_a_job_that_cannot_be_fails_alone(slots: list[int], blocks: list[int], reason: str) -> None:
+async def test_only_an_impossible_job_fails(slots: list[int], blocks: list[int], reason: str) -> None:
     rig = Rig()
     async with running(rig):
         rig.copier.release()
@@ -78,7 +78,7 @@ async def test_a_job_that_cannot_be_fails_alone(slots: list[int], blocks: list[i
         rig.assert_nothing_held()
 
 
-async def test_a_job_of_the_wrong_types_fails_alone() -> None:
+async def test_only_a_job_of_wrong_types_fails() -> None:
     rig = Rig()
     async with running(rig):
         rig.copier.release()
@@ -149,7 +149,7 @@ async def test_a_copy_that_never_ends_is_abandoned_and_blocks_nothing() -> None:
         assert statistics_of(rig.pump).wake_ups == now.wake_ups  # not even polled
 
 
-async def test_a_abandoned_copy_that_ends_late_is_reported() -> None:
+async def test_an_abandoned_copy_that_ends_late_is_reported() -> None:
     rig = Rig()
     async with running(rig):
         rig.pump.submit_loads([load(1, [1], [1])])
@@ -192,7 +192,7 @@ async def test_when_the_coroutine_dies_the_hook_does_its_work() -> None:
         rig.assert_nothing_held()
 
 
-async def test_when_the_loop_is_gone_the_hook_notices_and_fails_what_waited() -> None:
+async def test_when_the_loop_has_ended_the_hook_fails_waiting_jobs() -> None:
     rig = Rig()
     await rig.arena.prepare()
     rig.pump.submit_stores([store(1, [1], [1])])

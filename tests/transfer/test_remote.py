@@ -78,7 +78,7 @@ class Rig:
         return b"".join(self.arena.pages(slot))
 
 
-def test_what_was_put_comes_back_into_other_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_put_blocks_are_fetched_into_other_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "MOST_BLOCKS", 3)
     rig = Rig()
     were = [rig.fill(slot) for slot in (0, 3, 4, 5)]
@@ -161,7 +161,7 @@ def test_host_memory_stays_until_the_copies_that_read_or_write_it_have_ended(
     assert len(found) == 1
 
 
-def test_a_fetch_that_was_cancelled_says_nothing_of_what_the_store_has() -> None:
+def test_a_cancelled_fetch_changes_no_hints() -> None:
     rig = Rig()
     rig.fill(0)
     rig.copy(Direction.STORE, [0], KEYS[:1])
@@ -183,7 +183,7 @@ def test_what_is_missing_is_named_and_the_rest_comes() -> None:
     assert (nothing.outcome, nothing.missing) == (FAILED, (0,))
 
 
-def test_a_store_that_is_full_takes_nothing_and_that_is_said() -> None:
+def test_a_full_store_takes_nothing_and_this_is_logged() -> None:
     rig = Rig()
     rig.store.is_full = True
     report = rig.copy(Direction.STORE, [0, 1], KEYS[:2])
@@ -200,7 +200,7 @@ def test_a_store_that_fails_fails_the_job() -> None:
     assert not rig.report().works
 
 
-def test_the_connection_after_one_that_ended_knows_the_memory_too() -> None:
+def test_a_new_connection_registers_the_memory_too() -> None:
     rig = Rig()
     rig.fill(0)
     rig.copy(Direction.STORE, [0], KEYS[:1])
@@ -216,7 +216,7 @@ def test_the_connection_after_one_that_ended_knows_the_memory_too() -> None:
     assert rig.store.registered == 1
 
 
-def test_a_host_slot_that_has_rotted_is_not_written() -> None:
+def test_a_corrupt_host_slot_is_not_written() -> None:
     rig = Rig("full")
     rig.fill(0)
     rig.fill(1)

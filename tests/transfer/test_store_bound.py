@@ -62,7 +62,7 @@ def test_a_batch_at_half_of_the_best_speed_cuts_and_one_a_little_slower_does_not
     assert flow.end(9.0) == 40 * MIB
 
 
-def test_a_slower_way_is_taken_for_what_it_is_after_a_while() -> None:
+def test_a_slower_way_is_recognized_after_a_while() -> None:
     flow = Flow()
     flow.end(10.0)
     found = [flow.end(2.0) for _ in range(120)]
@@ -145,7 +145,7 @@ async def test_a_failed_batch_says_nothing_of_the_way() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_report_has_how_far_stores_are_held_back() -> None:
+async def test_a_report_contains_the_limit_on_stores() -> None:
     """Of four blocks in flight, two are left after a store has met a load."""
     rig = Rig(blocks_in_flight=4)
     async with running(rig):

@@ -207,7 +207,7 @@ def test_a_worker_that_gets_sigterm_waits_for_its_copies(life: Life) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("seed", range(KILLS))
-def test_after_a_kill_at_any_moment_the_next_engine_finds_what_was_put(
+def test_after_a_kill_at_any_moment_the_next_engine_finds_all_put_blocks(
     life: Life, seed: int, how: signal.Signals
 ) -> None:
     """KVOFFLOAD_VLLM_KILLS=3 runs more kills. The seed is in the test's name."""

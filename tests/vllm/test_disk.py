@@ -159,7 +159,7 @@ def grows(life: Life) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_r18_the_next_engine_finds_what_was_put(
+def test_r18_the_next_engine_finds_all_put_blocks(
     before: Callable[[checkpoints.Kind], Before], kind: checkpoints.Kind, tmp_path: Path
 ) -> None:
     was = before(kind)
@@ -172,7 +172,7 @@ def test_r18_the_next_engine_finds_what_was_put(
         life.rig.check_clean()
 
 
-def test_r18_nothing_of_before_a_reset_is_found_now_or_after_a_restart(
+def test_r18_nothing_from_before_a_reset_is_found_now_or_after_a_restart(
     before: Callable[[checkpoints.Kind], Before], tmp_path: Path
 ) -> None:
     was = before("qwen3")
@@ -200,7 +200,7 @@ def test_r18_other_weights_of_the_same_shapes_find_nothing(
     assert len(list(folder.glob("disk/*/replica0"))) == 2
 
 
-def test_r18_with_a_key_nothing_is_found_but_what_was_put_with_it(
+def test_r18_with_a_key_only_blocks_put_with_it_are_found(
     before: Callable[[checkpoints.Kind], Before], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     was, path, uses, mac = before("qwen3"), tmp_path / "key", set[bytes](), TierKey.mac

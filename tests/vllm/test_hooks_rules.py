@@ -217,7 +217,7 @@ def test_r4_a_failed_store_cannot_hit(hands: Hands) -> None:
     assert same(reported, expected)
 
 
-def test_r5_no_block_under_a_copy_is_handed_out(hands: Hands) -> None:
+def test_r5_no_block_under_a_copy_is_allocated(hands: Hands) -> None:
     """With all stores held, the engine computes more blocks than the device has, and continues."""
     rig, held = hands
     asked = {f"r{number}": Asked(prompt(30 + number, 230), 8) for number in range(8)}
@@ -236,7 +236,7 @@ def test_r5_no_block_under_a_copy_is_handed_out(hands: Hands) -> None:
 
 
 @pytest.mark.parametrize("engine", ["gemma3"], indirect=True)  # the model with windows
-def test_r7_window_blocks_are_handed_out_again(hands: Hands) -> None:
+def test_r7_window_blocks_are_reallocated(hands: Hands) -> None:
     rig, _held = hands
     asked = {f"r{number}": Asked(prompt(40 + number, 400), 80) for number in range(3)}
     expected = {name: truth(rig, one) for name, one in asked.items()}

@@ -37,7 +37,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str,
 
 
 @pytest.mark.parametrize("granted", GRANTED)
-def test_an_engine_runs_with_what_host_memory_it_gets(
+def test_an_engine_runs_with_the_host_memory_that_it_gets(
     granted: int, ended: tuple[str, list[dict[str, Any]]]
 ) -> None:
     """No memory at all, or one chunk of four."""

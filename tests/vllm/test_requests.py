@@ -253,7 +253,7 @@ def test_adapters_share_nothing_on_the_host(hands: Hands, folder: Path) -> None:
     assert found == [0, 0, 0] + [PROMPT_BLOCKS * 32] * 3
 
 
-def test_a_failed_load_fails_its_request_alone(hands: Hands) -> None:
+def test_a_failed_load_fails_only_its_request(hands: Hands) -> None:
     """This is vLLM's default policy. Other requests with the same prompt compute it, and nothing is left over."""
     rig, held = hands
     expected = rig.run({"a": Asked(tuple(prompt(52)), 6)})["a"]

@@ -69,7 +69,7 @@ def stored_on_host(batch: Any) -> list[Any]:
     return [one for one in batch.events if one.medium == "CPU" and type(one).__name__ == "BlockStored"]
 
 
-def test_a_router_keeps_what_is_published(folder: Path) -> None:
+def test_a_router_accepts_every_published_block(folder: Path) -> None:
     """Eager, with a host large enough for all blocks: each block is published after its parent, with its group."""
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
@@ -134,7 +134,7 @@ def told(batches: Sequence[Any], medium: str, locality: str) -> list[Any]:
     return [one for one in events if (one.medium, one.locality) == (medium, locality)]
 
 
-def test_blocks_on_the_disk_and_in_the_store_are_told_with_their_medium(
+def test_blocks_on_the_disk_and_in_the_store_are_published_with_their_medium(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks found again are written to both. A reset of both caches removes them."""

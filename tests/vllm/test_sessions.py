@@ -102,7 +102,7 @@ def known_keys(scheduler: Any) -> list[bytes]:
 
 
 @pytest.mark.parametrize("computed", [0, 50, 64, 100])
-def test_the_core_knows_a_sessions_hashes_as_they_are_now(computed: int) -> None:
+def test_the_core_has_a_sessions_current_hashes(computed: int) -> None:
     """vLLM drops tokens that were not computed.
 
     With `computed` at 0, the session was preempted and starts from its next part.

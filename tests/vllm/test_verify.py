@@ -54,7 +54,7 @@ def flip(rig: Rig, slot: int) -> None:
     rig.pump._arena.pages(slot)[0][5] ^= 0x40
 
 
-def test_what_has_not_rotted_is_loaded(rig: Rig) -> None:
+def test_intact_blocks_are_loaded(rig: Rig) -> None:
     asked = Asked(prompt(1), 12)
     expected = truth(rig, asked)
     rig.put_on_host_only(asked.prompt)

@@ -64,7 +64,7 @@ def test_hashes_for_which_collisions_can_be_searched_are_one_warning_at_the_star
     assert [line["check"] for line in lines if line["event"] == "doctor_warning"] == warned
 
 
-def test_vllm_knows_no_other_hashes() -> None:
+def test_vllm_has_no_other_hashes() -> None:
     from typing import get_args
 
     from vllm.config.cache import PrefixCachingHashAlgo

@@ -63,7 +63,7 @@ def test_a_step_without_changes_sends_nothing_until_a_second_is_over() -> None:
     assert engine.step() is None
 
 
-def test_it_survives_a_format_that_knows_only_plain_things() -> None:
+def test_it_survives_a_format_with_only_plain_types() -> None:
     engine = Engine()
     change = engine.step(BlocksOffered(3), copied(0.25))
     assert json.loads(json.dumps(change)) == change

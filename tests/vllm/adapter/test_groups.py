@@ -176,7 +176,7 @@ def test_keys_of_states_end_in_vllms_number_of_the_group() -> None:
     assert groups.shape.count_states(keys) == 1
 
 
-def test_a_recurrent_group_never_reads_ahead() -> None:
+def test_a_recurrent_group_never_has_lookahead() -> None:
     """A draft's prefix needs a state one block earlier, and vLLM keeps no second state after it."""
     draft = SimpleNamespace(use_eagle_block_drop=lambda: True)
     groups = translate(
@@ -232,7 +232,7 @@ def ahead(groups: VllmGroups) -> list[bool]:
     return [one.has_lookahead for one in groups.shape.groups]
 
 
-def test_a_marked_group_reads_ahead_and_so_does_one_with_the_same_spec() -> None:
+def test_a_marked_group_has_lookahead_and_so_does_one_with_the_same_spec() -> None:
     groups = translate(group(full(), is_eagle_group=True), group(window(80)), group(full()))
     assert ahead(groups) == [True, False, True]
 

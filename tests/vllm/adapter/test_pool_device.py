@@ -27,7 +27,7 @@ def test_a_block_with_fewer_references_than_leases_is_reported() -> None:
     assert device.lease_problems(leases) == []
 
 
-def test_a_hash_of_a_part_of_a_block_is_no_key() -> None:
+def test_a_hash_of_a_part_of_a_block_is_not_a_key() -> None:
     """With finer hashes, vLLM gives a prompt's end a hash within a block. None of our lookups uses it."""
     keys = [BlockKey(b"hash" + number.to_bytes(4, "big")) for number in (0, 1)]
     blocks = [
@@ -42,7 +42,7 @@ def test_a_hash_of_a_part_of_a_block_is_no_key() -> None:
 
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")
-def test_lazy_stores_whole_blocks_alone() -> None:
+def test_lazy_stores_only_whole_blocks() -> None:
     """vLLM hashes two blocks of 32 tokens of a prompt of 88, and the first half of the third."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256

@@ -140,7 +140,7 @@ def test_blocks_that_were_not_reported_are_handed_over_at_the_end() -> None:
     assert all(engine.step({}) == ({}, []) for _ in range(8))
 
 
-def test_a_preemption_that_is_told_after_the_next_allocation_leaves_the_new_table_alone() -> None:
+def test_a_preemption_reported_after_the_next_allocation_keeps_the_new_table() -> None:
     """vLLM's reset preempts outside a step, and the step that reports it may allocate again."""
     engine = Engine()
     engine.add("a", 15)

@@ -75,10 +75,10 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
         *(rf"test_states_control\[{scene}\]" for scene in SCENES.values() if scene != "failed"),
         "test_states_of_a_shared_prefix",
     ),
-    "disk, found after a restart": ("test_what_was_put_is_found_after_a_restart",),
+    "disk, found after a restart": ("test_put_blocks_are_found_after_a_restart",),
     "store, found by another engine": (
-        r"test_what_one_engine_has_written_another_one_finds\[mooncake\]",
-        r"test_what_one_engine_has_written_another_one_finds\[bucket\]",
+        r"test_one_engine_finds_blocks_that_another_has_written\[mooncake\]",
+        r"test_one_engine_finds_blocks_that_another_has_written\[bucket\]",
     ),
     "layouts, metrics, events": ("tests/vllm/(adapter|test_layout_on_engine).*",),
 }

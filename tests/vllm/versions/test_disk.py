@@ -14,7 +14,7 @@ from tests.vllm.versions.test_refusals import is_refused
 pytestmark = MARKS
 
 
-def test_what_was_put_is_found_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_put_blocks_are_found_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_refused("qwen3"):
         pytest.skip("refused at start")  # another test in this folder covers this
     # Before 0.29, the seed of vLLM's hashes is random without this.

@@ -18,7 +18,7 @@ pytestmark = MARKS
 
 
 @pytest.mark.parametrize("kind", ["mooncake", "bucket"])
-def test_what_one_engine_has_written_another_one_finds(
+def test_one_engine_finds_blocks_that_another_has_written(
     request: pytest.FixtureRequest, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_refused("qwen3"):
