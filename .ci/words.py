@@ -49,6 +49,9 @@ FORMS = {
     r"(?:is|are) to (?:be|have|forget|end|stop|go|hold|keep|say|come|stay|do)\b": "must, will, or the imperative",
     r"as it were|so to speak|in truth|of old|ere": "plain words",
     r"bear(?:s|ing)? (?:it|them|that)": "plain words",
+    r"all in all|come what may|one behind (?:the other|another)|so manieth|wholly": "plain words",
+    r"everybody|anyone's|no one's|who waits|who asks": "name who acts",
+    r"says? so too|and says so|says so in": "reports it",
     r"bespoke|leverag(?:e|es|ing)|utiliz(?:e|es|ing)|seamless(?:ly)?|robust(?:ly|ness)?": "plain words",
 }
 PATTERN = re.compile("|".join(rf"\b(?P<f{i}>{form})\b" for i, form in enumerate(FORMS)), re.IGNORECASE)

@@ -57,7 +57,7 @@ class ThreadGate:
 
 
 class ManualExecutor(Executor):
-    """Runs submitted calls on the test's thread, when the test says so.
+    """Runs submitted calls on the test's thread, when the test decides.
 
     Args:
         held: if False, each call runs when it is submitted.

@@ -1,7 +1,7 @@
 """Follows one block through seven steps on the real parts (see ARCHITECTURE.md).
 
 Only the device and the copier are fakes: a few blocks of bytes with the engine's own block pool, and a copier that
-copies real bytes when the test says so.
+copies real bytes when the test decides.
 """
 
 from __future__ import annotations

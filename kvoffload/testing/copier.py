@@ -1,4 +1,4 @@
-"""A copier whose batches end when the test says so, successfully or not."""
+"""A copier whose batches end when the test decides, successfully or not."""
 
 from __future__ import annotations
 

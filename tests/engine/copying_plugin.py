@@ -1,6 +1,6 @@
 """A small plugin that uses every hook: it copies confirmed blocks to a dictionary and back.
 
-Its loads end when the test says so, and it checks that the engine calls the hooks in the promised order.
+Its loads end when the test decides, and it checks that the engine calls the hooks in the promised order.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def _jump_to(self, timers: list[asyncio.TimerHandle]) -> None:
         if not timers:
-            raise Stuck("everybody waits, and nothing is under way that could end it")
+            raise Stuck("every task waits, and nothing can end this")
         self.now = max(self.now, timers[0].when())
         if self.now > _LONGEST_S:
             raise Stuck(f"not over after {_LONGEST_S} s of its time")

@@ -17,7 +17,7 @@ def cuda_library_path() -> Path:
 
 @pytest.fixture
 def emulator(cuda_library_path: Path) -> Iterator[Emulator]:
-    """Yield an emulator with two devices, whose streams run when the test says so."""
+    """Yield an emulator with two devices, whose streams run when the test decides."""
     emulator = Emulator(cuda_library_path)
     emulator.reset(stepped=True)
     yield emulator

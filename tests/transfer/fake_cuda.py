@@ -1,4 +1,4 @@
-"""A fake CUDA device that runs its streams one operation at a time, when the test says so."""
+"""A fake CUDA device that runs its streams one operation at a time, when the test decides."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ BLOCK_TOKENS: Mapping[checkpoints.Kind, int] = {"lfm2": 32, "granite4": 64, "qwe
 
 
 class StateCopier(GatedCopier):
-    """Copies at once. If the test says so, loads fail, or leave zeros in place of recurrent states."""
+    """Copies at once. If the test wants it, loads fail, or leave zeros in place of recurrent states."""
 
     def __init__(self) -> None:
         super().__init__(held=False)

@@ -39,7 +39,7 @@ WRONG = bytes([0x40, 0x41, 0x42, 0x3F])  # numbers near 1, unlike KV, whose valu
 
 
 class Steered(GatedCopier):
-    """Copies at once. If the test says so, loads fail, or copy wrong bytes and report success."""
+    """Copies at once. If the test wants it, loads fail, or copy wrong bytes and report success."""
 
     def __init__(self) -> None:
         super().__init__(held=False)
