@@ -450,7 +450,7 @@ def test_settings_that_are_no_mapping_are_refused(raw: object) -> None:
 @given(
     st.dictionaries(st.sampled_from([*SETTINGS, *ALIASES]) | st.text() | st.integers(), anything, max_size=6)
 )
-def test_whatever_is_typed_gives_settings_or_one_sentence_for_each_problem(raw: dict) -> None:
+def test_any_input_gives_settings_or_one_sentence_for_each_problem(raw: dict) -> None:
     found: tuple[str, ...] = ()
     try:
         assert parse_config(raw).host_bytes >= 1

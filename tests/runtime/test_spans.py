@@ -505,7 +505,7 @@ def test_without_the_packages_the_error_names_the_extra(monkeypatch: pytest.Monk
         Side(config=make_config(otlp_endpoint=URL))
 
 
-def test_a_worker_that_starts_first_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_starts_first_reports_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(otlp_endpoint=URL)
     spans.check_exporter(config)
     monkeypatch.delitem(sys.modules, "kvoffload.telemetry.otel", raising=False)
