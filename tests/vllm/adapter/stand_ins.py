@@ -1,6 +1,6 @@
 """Objects like vLLM's configurations, for tests without vLLM.
 
-Their specs have vLLM's class names, which are what is checked.
+The specs have vLLM's class names, because the adapter recognizes a spec by the name of its class.
 """
 
 from __future__ import annotations

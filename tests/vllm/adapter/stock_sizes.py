@@ -1,4 +1,7 @@
-"""A stock vLLM's sizes of pages and blocks for a model without weights, with layers on torch's meta device."""
+"""The sizes of pages and blocks that a stock vLLM reports for a model without weights.
+
+The model's layers are on torch's meta device.
+"""
 
 from __future__ import annotations
 

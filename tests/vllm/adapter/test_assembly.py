@@ -1,5 +1,3 @@
-"""How both sides are built from vLLM's configuration."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -16,7 +14,8 @@ from tests.vllm.engine_rig import MARKS
 pytestmark = MARKS
 
 
-# vLLM reports one engine to each engine of a dense model, and the real number to those of a mixture of experts.
+# To the engines of a dense model vLLM reports one engine each; to the engines of a mixture of experts it
+# reports the real number.
 @pytest.mark.parametrize("engines_known", [1, 2])
 @pytest.mark.parametrize(("index", "file"), [(0, "journal"), (1, "journal.dp1")])
 def test_each_engine_of_a_server_has_a_journal_of_its_own(index: int, file: str, engines_known: int) -> None:

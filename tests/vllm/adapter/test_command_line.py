@@ -1,4 +1,4 @@
-"""vLLM's own command line, as the doctor reads it and as a stock vLLM does."""
+"""vLLM's command line, as the doctor reads it and as a stock vLLM reads it."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def read(line: str) -> argparse.Namespace:
 
 
 def values(found: argparse.Namespace) -> dict[str, Any]:
-    """The options that the doctor uses, apart from those that are not given."""
+    """Return the given options that the doctor uses."""
     given = {name: getattr(found, name, None) for name in OURS}
     transfer = given["kv_transfer_config"]
     if transfer is not None:
@@ -167,7 +167,7 @@ def test_the_pasted_line_and_the_doctors_own_options_give_the_same(
     memory, _ = (
         pasted.pop("host memory"),
         options.pop("host memory"),
-    )  # what is left changes from call to call
+    )  # the memory left on the machine changes between calls
     assert pasted == options | {name: pasted[name] for name in ("vllm options", "block hashes")}
     assert "88 blocks fit the KV cache" in " ".join(pasted["model sizes"]["finding"].split())
     assert memory["finding"].startswith("18.0 MiB ")  # 9 MiB for each of two engines
@@ -197,7 +197,8 @@ def test_an_option_before_the_line_overrides_it(tmp_path: Path, capsys: pytest.C
             "unknown",
             "with --config, --hf-overrides are not",
         ),
-        ("--attention-backend FLASHINFER", "model sizes", "ok", "88 blocks"),  # the block size is given
+        # The command line gives the block size.
+        ("--attention-backend FLASHINFER", "model sizes", "ok", "88 blocks"),
         ("--num-gpu-blocks-override 80", "model sizes", "ok", "80 blocks"),
         ("--no-enable-prefix-caching", "vllm options", "error", "start with --enable-prefix-caching"),
         ("--enable-sleep-mode", "vllm options", "error", "start without --enable-sleep-mode"),
@@ -256,7 +257,7 @@ def test_a_stock_vllm_reads_the_same() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")
 def test_the_names_are_those_of_a_stock_vllm() -> None:
-    """Words that a stock vLLM takes for another option are no abbreviation of one of ours."""
+    """A word that a stock vLLM takes for another option must not abbreviate an option of the doctor."""
     ours = argparse.ArgumentParser(add_help=False)
     doctor._add_options(ours.add_argument)
     named = {name for action in ours._actions for name in action.option_strings} - {"--device-blocks"}

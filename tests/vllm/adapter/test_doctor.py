@@ -1,5 +1,3 @@
-"""The doctor's checks by vLLM's adapter, before a vLLM starts and at its start."""
-
 from __future__ import annotations
 
 import argparse

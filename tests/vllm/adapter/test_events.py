@@ -1,4 +1,4 @@
-"""Events for routers about blocks that reached or left the host."""
+"""Events for routers about blocks that were stored on the host or removed from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Extra = tuple[tuple[Any, ...] | None, int]
 
 
 def extra_keys(request: Any, start: int, end: int, media: int) -> Extra:
-    """Return extra keys as vLLM does: the salt in the first block, an image in the block where it begins."""
+    """Return extra keys as vLLM does: the salt in the first block, and an image in the block where the image begins."""
     found = [(name, at - start) for name, at in request.images[media:] if start <= at < end]
     salt = [request.salt] if request.salt and not start else []
     return (*found, *salt) or None, media + len(found)
@@ -77,7 +77,7 @@ def test_a_block_that_came_is_published_with_its_tokens_and_parent() -> None:
 
 
 def test_parents_are_published_before_their_children() -> None:
-    """Slots are filled deepest first, the order in which they can be evicted, and one job after another."""
+    """The order of slots here is that of eviction: deepest first, one job after another."""
     maker, (large, small) = reported(request())
     order = [small[1], small[0], large[1], small[3], large[0], small[2]]
     reported_of = [
@@ -140,20 +140,19 @@ def test_a_block_that_comes_again_is_published_in_full_again() -> None:
 
 
 def test_a_block_without_a_note_is_left_out_and_so_is_its_end() -> None:
-    """Without a parent and tokens, it would look like the first block of a prompt."""
+    """Without a parent and tokens, the block would look like the first block of a prompt."""
     maker, (large, _) = reported(request(), computed_tokens=4)
     assert events(maker, (large[1], True)) == []
     assert [fields["block_hashes"] for _, fields in events(maker, (large[0], True))] == [["01"]]
     ((kind, fields),) = events(maker, (large[0], False), (large[1], False))
     assert (kind, fields["block_hashes"]) == ("removed", ["01"])
-    assert len(events(maker, (large[1], False))) == 1  # skipped only once
+    assert len(events(maker, (large[1], False))) == 1  # only the first removal is left out
 
 
 # -- notes ----------------------------------------------------------------------------------------------------------
 
 
 def taker(holds: Callable[[BlockKey], bool], device_blocks: int, *, count: int = 1) -> BlockNotes:
-    """Return notes for `count` groups with blocks of 2 tokens."""
     config = cache_config(*[group(full(2))] * count, num_blocks=device_blocks + 1)
     return BlockNotes(vllm_groups(vllm_config(), config, features=Features(), sizes=(2, 2)), WIRE, holds)
 
@@ -176,7 +175,7 @@ def test_only_blocks_that_are_computed_are_noted_each_once() -> None:
     assert notes.take(prompt(range(4)), 0, 5) == 2
     assert count_of(notes) == 2
     assert notes.take(prompt(range(4)), 2, 5) == 2
-    assert notes.take(prompt(range(4)), 2, 100) == 4  # More tokens are computed than are hashed yet.
+    assert notes.take(prompt(range(4)), 2, 100) == 4  # more tokens are computed than hashed
     assert notes.take(prompt(range(4)), 0, 8) == 4
     assert count_of(notes) == 4
 
@@ -255,7 +254,7 @@ def test_each_tier_reports_what_came_to_it_and_left_it() -> None:
 
 
 def test_a_block_that_came_before_its_note_is_reported_with_it() -> None:
-    """An earlier process left it on the disk, or another engine wrote it to the store."""
+    """An earlier process has left the block on the disk, or another engine has written the block to the store."""
     published, indexes, large = tiers()
     for tier in (Tier.DISK, Tier.REMOTE):
         indexes[tier].add(large[:2], [SlotId(0), SlotId(1)])

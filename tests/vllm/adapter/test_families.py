@@ -1,4 +1,4 @@
-"""The metrics in a front end: the whole catalogue, with given classes, once per process."""
+"""The metrics in a front end: every metric of the catalogue exists once per process, made of the given classes."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_name_that_is_somebody_elses_is_an_error() -> None:
 
 
 class Alien:
-    """A metric with Ray's interface: no registry, and no way to unregister."""
+    """A metric with Ray's interface, which has no registry and cannot be unregistered."""
 
     made: list[dict[str, Any]]
 

@@ -32,9 +32,10 @@ WRONG: Answer = [(0, [-0.9, -2.0]), (1, [-3.0, -0.1])]
     [
         (RIGHT, 0),
         (WRONG, 0.4),
-        ([(1, [-2.5, -0.2]), (1, [-9.0, -9.0])], 2.0),  # positions after a different token are not compared
-        ([(1, [-0.5, -0.3]), RIGHT[1]], 1.7),  # only the other token has become more likely
-        ([(0, [-0.5, -7.0]), RIGHT[1]], 0),  # tokens that neither has chosen do not count
+        # Positions after the first different token are not compared.
+        ([(1, [-2.5, -0.2]), (1, [-9.0, -9.0])], 2.0),
+        ([(1, [-0.5, -0.3]), RIGHT[1]], 1.7),  # only the probability of the other token has grown
+        ([(0, [-0.5, -7.0]), RIGHT[1]], 0),  # tokens that neither engine has chosen do not count
         ([RIGHT[0], (1, [-3.0, float("nan")])], 1e6),
     ],
 )
@@ -44,7 +45,7 @@ def test_the_difference_of_two_answers(answer: Answer, difference: float) -> Non
 
 @dataclass
 class GivenEngine:
-    """Gives prepared answers: while blocks are stored, from the host, and after they were overwritten."""
+    """Gives a prepared answer for each step: blocks are stored, loaded from the host, and loaded after an overwrite."""
 
     stored: Answer = field(default_factory=lambda: RIGHT)
     from_host: Answer = field(default_factory=lambda: RIGHT)

@@ -63,7 +63,8 @@ def test_each_known_spec(one: Any, kind: AttentionKind, reach: int | None) -> No
 
 @pytest.mark.parametrize("length", range(0, 400, 16))
 def test_a_hit_needs_every_block_that_vllm_gives_a_request_for_it(length: int) -> None:
-    # A block that vLLM allocates for a hit counts as computed. If it were not loaded, it would contain garbage.
+    # vLLM counts each block that it allocates for a hit as computed. A block that is not loaded would contain
+    # garbage.
     (translated,) = translate(group(window(80, extra_retained_tokens=5))).shape.groups
     skipped_by_vllm = max(length - 80 + 1 - 5, 0)
     assert translated.first_needed_token(length) == skipped_by_vllm
@@ -177,7 +178,7 @@ def test_keys_of_states_end_in_vllms_number_of_the_group() -> None:
 
 
 def test_a_recurrent_group_never_has_lookahead() -> None:
-    """A draft's prefix needs a state one block earlier, and vLLM keeps no second state after it."""
+    """A draft's prefix needs a state one block earlier, and vLLM keeps no second state after that block."""
     draft = SimpleNamespace(use_eagle_block_drop=lambda: True)
     groups = translate(
         mamba("align"),

@@ -1,4 +1,4 @@
-"""When each side gets the KV identity, and which requests may persist their blocks."""
+"""When each side receives the KV identity, and which requests may persist their blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The identity of vLLM's KV: equal for equal values, different for different values, and refused if unknown."""
+"""The identity of vLLM's KV.
+
+Equal values have equal identities, different values have different identities, and unknown values are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Return vLLM's own configuration, in a process that began after all files were written, with block hashing."""
+    """Return vLLM's own configuration with block hashing, in a process that began after all files were written."""
     from vllm.v1.core import kv_cache_utils
 
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"seed", raising=False)
@@ -157,7 +161,7 @@ def test_what_depends_on_the_longest_request(hf_config: dict[str, Any], *, depen
 
 
 def test_vllm_has_no_other_ropes() -> None:
-    """A new kind of RoPE counts as depending on the length until someone has checked it."""
+    """A new kind of RoPE counts as depending on the length until a developer has checked it."""
     from inspect import getsource
 
     from vllm.model_executor.layers.rotary_embedding import get_rope
@@ -171,14 +175,14 @@ def test_vllm_has_no_other_ropes() -> None:
 
 
 def test_vllm_decides_nothing_else_by_the_longest_request() -> None:
-    """If a new file appears here, it must be checked, because it may change the KV, as in Llama 4."""
+    """If this test finds a new file, check the file: the length may change the KV, as in Llama 4."""
     import vllm
 
     root = Path(vllm.__file__).parent / "model_executor"
     decides = re.compile(r"max_model_len *[<>]|[<>]=? *[\w.]*max_model_len")
     paths = [path for part in ("models", "layers") for path in (root / part).rglob("*.py")]
     found = {path.name for path in paths if decides.search(path.read_text())}
-    # The other files only limit a length.
+    # Except for LongRoPE's and Llama 4's, these files only limit a length.
     assert found == {"phi3_long_rope_scaled_rope.py", "llama4.py", "config.py", "voxtral_realtime.py"}
 
 
@@ -238,7 +242,7 @@ def test_a_snapshot_of_the_hub_is_its_commit(
         (place / "snapshots" / COMMIT / path.name).symlink_to(f"../../blobs/{path.name}")
     config = settings(place / "snapshots" / COMMIT)
     assert find(config, tmp_path).weights == f"commit {COMMIT}"
-    config.model_config.model = "org/name"  # the name if the hub can be reached
+    config.model_config.model = "org/name"  # vLLM keeps this name if it reaches the hub
     config.model_config.revision = COMMIT
     config.load_config.download_dir = str(tmp_path / "hub")
     assert find(config, tmp_path).weights == f"commit {COMMIT}"

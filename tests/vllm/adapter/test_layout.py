@@ -1,7 +1,7 @@
-"""A layout's regions contain every byte of a block and no other block's, for all forms of tensors.
+"""Checks for all forms of tensors that a block's regions contain every byte of this block and no byte of another block.
 
-Each test makes a cache as vLLM does, fills every block with its number through the model's views, and reads the blocks
-through the regions.
+Each test makes a cache as vLLM does, fills every block with its number through the model's views, and reads
+the blocks through the regions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCKS = 7
 
 
 def page(layout: DeviceLayout, block: int) -> bytes:
-    """Return a block's bytes, as a copier would read them."""
+    """Return a block's bytes as a copier would read them."""
     return b"".join(
         ctypes.string_at(region.address + block * region.block_stride, region.page_bytes)
         for region in layout.regions
@@ -100,7 +100,8 @@ def test_blocks_outermost_are_one_region() -> None:
 
 
 def test_differing_pages_of_one_block_are_one_region() -> None:
-    # | A 32 | B 48 | padding 16 |, and a second group in the same bytes.
+    # Each block has 32 bytes of "a", 48 bytes of "b" and 16 bytes of padding. A second group uses the same
+    # bytes.
     raw = torch.zeros(BLOCKS * 96, dtype=torch.int8)
     caches = {
         "a": bytes_view(raw, (BLOCKS, 32), (96, 1), 0),
@@ -166,8 +167,8 @@ def test_a_tensor_each(shape: tuple[int, ...], block_dim: int, regions: int, rat
 
 
 def test_dimensions_in_another_order_in_memory() -> None:
-    # In memory, heads come before tokens, and keys and values are within a block. In the view, both orders are
-    # reversed.
+    # In memory, heads come before tokens, and each block has its keys and values together. The view reverses
+    # both orders.
     stored = torch.zeros(BLOCKS, 2, 2, 4, 8, dtype=torch.float32)
     view = stored.permute(1, 0, 3, 2, 4)
     layout = layout_of_caches({"l": view}, config(older(stored.numel() * 4, ["l"])))

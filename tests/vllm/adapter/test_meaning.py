@@ -45,7 +45,7 @@ def layer(backend: str) -> Any:
 def layout(
     cache: torch.Tensor | None = None, backend: str = "FLASH_ATTN", blocks: int = BLOCKS
 ) -> DeviceLayout:
-    """Return the layout of a worker with one layer, as the connector passes it on."""
+    """Return the layout of a worker with one layer, as the connector passes it to the worker."""
     caches = {"l0": view(blocks) if cache is None else cache}
     made = config(placed(blocks * PAGE, ["l0"], blocks * PAGE, PAGE), blocks=blocks)
     meaning = meaning_of_caches(caches, made, {"l0": layer(backend)})
@@ -66,8 +66,6 @@ NAMES = [*OTHERS, *SAME]
 
 
 class Worker:
-    """A worker on a portal that the test advances."""
-
     def __init__(self, layout: DeviceLayout, **tiers: Any) -> None:
         self.portal, settings = ManualPortal(FakeClock()), OffloadConfig(host_bytes=2**20, disk_bytes=2**20)
         self.side = WorkerSide(Rank(0), 1, settings, self.portal, clock=self.portal.clock, **tiers)
@@ -135,7 +133,7 @@ def older_meaning(cache: Any, blocks: int = BLOCKS) -> str:
 
 
 def test_keys_and_values_outside_or_inside_a_block_differ_before_0_29() -> None:
-    """Like two backends before 0.29, for any number of blocks."""
+    """Before 0.29 each of these layouts belonged to one backend. The number of blocks must not matter."""
 
     def outside(blocks: int) -> torch.Tensor:
         return torch.zeros(2, blocks, TOKENS, HEADS, CONTENT)

@@ -162,7 +162,7 @@ def test_what_does_not_follow_from_the_configuration_is_refused(change: dict[str
     [
         (QWEN3_8B, Options(kv_cache_dtype="nvfp4")),
         (QWEN3_8B, Options(pipeline_parallel_size=5)),
-        (DEEPSEEK_V2_LITE, Options()),  # its block size is chosen by the GPU
+        (DEEPSEEK_V2_LITE, Options()),  # the GPU backend chooses this model's block size
     ],
 )
 def test_options_from_which_no_size_follows(config: dict[str, Any], options: Options) -> None:
@@ -211,7 +211,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache with two revisions of one model; a snapshot's files are links, as in a real one."""
+    """Make a cache with two revisions of one model. As in a real cache, a snapshot's files are links."""
     repository = tmp_path / "hub" / "models--Qwen--Qwen3-8B"
     for commit, layers in ((COMMIT, 36), ("f" * 40, 9)):
         snapshot = repository / "snapshots" / commit

@@ -1,4 +1,4 @@
-"""The form of messages: plain, mergeable, and unchanged by any transport."""
+"""The form of messages. They are plain and mergeable, and no transport changes them."""
 
 from __future__ import annotations
 

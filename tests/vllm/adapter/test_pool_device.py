@@ -1,4 +1,4 @@
-"""Checks of our leases against vLLM's reference counts."""
+"""Compares our leases with vLLM's reference counts."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_a_block_with_fewer_references_than_leases_is_reported() -> None:
 
 
 def test_a_hash_of_a_part_of_a_block_is_not_a_key() -> None:
-    """With finer hashes, vLLM gives a prompt's end a hash within a block. None of our lookups uses it."""
+    """With hashes finer than a block, vLLM hashes a prompt's end within a block. Our lookups use no such hash."""
     keys = [BlockKey(b"hash" + number.to_bytes(4, "big")) for number in (0, 1)]
     blocks = [
         SimpleNamespace(block_hash=key, block_hash_num_tokens=tokens)
         for key, tokens in ((keys[0], 64), (keys[0], 48), (keys[1], 48), (None, None))
     ]
     pool: Any = SimpleNamespace(blocks=blocks)
-    device = VllmDevice({0: 32})  # in group 1 each block has one hash
+    device = VllmDevice({0: 32})  # each block of group 1 has only one hash
     device.bind(pool)
     assert device.keys_of([DeviceBlockId(block) for block in range(4)]) == [keys[0], None, keys[1], None]
 
@@ -43,7 +43,7 @@ def test_a_hash_of_a_part_of_a_block_is_not_a_key() -> None:
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")
 def test_lazy_stores_only_whole_blocks() -> None:
-    """vLLM hashes two blocks of 32 tokens of a prompt of 88, and the first half of the third."""
+    """Of a prompt of 88 tokens, vLLM hashes two blocks of 32 tokens and the first half of the third block."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -60,7 +60,7 @@ def test_lazy_stores_only_whole_blocks() -> None:
         blocks = pool.get_new_blocks(3)
         pool.cache_full_blocks(request, blocks, 0, 2, 32, 0)
         assert pool.cache_partial_block(request, blocks[2], 80, 0, 32) is not None
-        pool.get_new_blocks(BLOCKS - 3)  # now our blocks are the next to be evicted
+        pool.get_new_blocks(BLOCKS - 3)  # the blocks of this prompt are the next that vLLM evicts
         pool.free_blocks(blocks)
         (job,) = side.step(facts.StepScheduled(0)).stores
         assert set(job.targets) == {block.block_id for block in blocks[:2]}

@@ -1,4 +1,4 @@
-"""When the adapter reports requests' progress to the core. The steps have the form of vLLM's."""
+"""When the adapter reports requests' progress to the core. The steps have the form of vLLM's steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Engine:
         return tracked
 
     def step(self, tokens: Mapping[str, int]) -> tuple[dict[Any, Any], list[Any]]:
-        """Run a step; return the reports: confirmed tokens and new blocks by request, and further blocks."""
+        """Run a step; return the confirmed tokens and new blocks that it reports by request, and reallocated blocks."""
         self.steps += 1
         new_blocks: list[Any] = []
         for name, count in tokens.items():
@@ -74,13 +74,14 @@ def test_what_decoding_requests_gain_is_reported_together() -> None:
     engine.add("a", 14)
     engine.add("b", 15)
     engine.step({"a": 14, "b": 15})
-    # Their prompts are reported at once.
+    # The prompts of both requests are reported at once.
     assert engine.step({"a": 1, "b": 1}) == ({"a": (14, []), "b": (15, [])}, [])
     assert engine.step({"a": 1, "b": 1}) == ({}, [5])
-    assert engine.step({"a": 1, "b": 1}) == ({"a": (16, [6]), "b": (17, [5])}, [])  # the fourth step
+    # Every fourth step reports.
+    assert engine.step({"a": 1, "b": 1}) == ({"a": (16, [6]), "b": (17, [5])}, [])
     for _ in range(3):
         assert engine.step({"a": 1, "b": 1}) == ({}, [])
-    assert engine.step({"a": 1, "b": 1}) == ({}, [])  # no block was completed
+    assert engine.step({"a": 1, "b": 1}) == ({}, [])  # no request completed a block
     found = [engine.step({"a": 1, "b": 1}) for _ in range(4)]
     assert found == [({}, []), ({}, []), ({}, [7]), ({"b": (25, [7]), "a": (24, [8])}, [])]
 
@@ -113,7 +114,7 @@ def test_chunks_of_a_prompt_are_reported_in_the_step_behind_them() -> None:
 
 @pytest.mark.parametrize("tokens", [2, 3, 5, 7])
 def test_nothing_is_late_by_a_block(tokens: int) -> None:
-    """With a draft's tokens or small chunks, a window must not pass a block before it is reported."""
+    """With a draft's tokens or small chunks, a window must not pass a block before that block is reported."""
     engine = Engine(every=16)
     engine.add("a", 8)
     engine.step({"a": 8})
@@ -141,7 +142,7 @@ def test_blocks_that_were_not_reported_are_handed_over_at_the_end() -> None:
 
 
 def test_a_preemption_reported_after_the_next_allocation_keeps_the_new_table() -> None:
-    """vLLM's reset preempts outside a step, and the step that reports it may allocate again."""
+    """vLLM's reset preempts outside a step, and the step that reports the preemption may allocate again."""
     engine = Engine()
     engine.add("a", 15)
     for tokens in (15, 1, 1):
@@ -150,7 +151,7 @@ def test_a_preemption_reported_after_the_next_allocation_keeps_the_new_table() -
     engine.add("a", 15)
     engine.reports.forget("a")
     engine.step({"a": 15})
-    assert engine.step({"a": 1}) == ({"a": (15, [])}, [])  # nothing of the earlier table
+    assert engine.step({"a": 1}) == ({"a": (15, [])}, [])  # nothing of the earlier table is reported
 
 
 def test_a_request_that_was_preempted_is_not_reported() -> None:
@@ -163,12 +164,12 @@ def test_a_request_that_was_preempted_is_not_reported() -> None:
 
 
 def test_a_request_that_is_not_scheduled_is_reported_later() -> None:
-    """It may have been preempted, which vLLM reports only when it is allocated again."""
+    """vLLM may have preempted the request, and reports this only when it allocates again."""
     engine = Engine()
     engine.add("a", 15)
     for tokens in (15, 1, 1):
         engine.step({"a": tokens})
-    assert engine.step({}) == ({}, [])  # the fourth step
+    assert engine.step({}) == ({}, [])  # the fourth step, in which requests report
     engine.free = 0
     assert engine.step({}) == ({}, [])
     engine.free = 1000

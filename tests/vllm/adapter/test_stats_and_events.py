@@ -128,7 +128,7 @@ def test_events_are_vllms_own() -> None:
 
 
 def test_events_say_what_vllms_own_say() -> None:
-    """Compared with the block pool's own events about the same blocks. Only the location differs."""
+    """Compare with the block pool's own events about the same blocks. Only the location may differ."""
     from vllm.lora.request import LoRARequest
     from vllm.v1.core.block_pool import BlockPool
 

@@ -1,4 +1,4 @@
-"""The fields that are read from vLLM's request."""
+"""The fields that the adapter reads from vLLM's request."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_hashes_that_were_rewritten_are_noticed(hashes: list[bytes], is_rewritte
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")
 def test_it_is_where_vllm_keeps_it() -> None:
-    from tests.vllm.stock import engines  # This sets environment variables that vLLM reads at its import.
+    from tests.vllm.stock import engines  # sets environment variables that vLLM reads at its import
 
     assert engines.ENVIRONMENT
     from vllm import SamplingParams

@@ -96,7 +96,7 @@ def mixed_pages() -> list[Any]:
 LAYER_OUTERMOST = ("LBHNC", "LBNHC")
 BLOCK_OUTERMOST = ("BLHNC", "BLNHC")
 PLACEMENTS = [
-    # vLLM supports different page sizes only if a block's page is in one piece, and splits blocks only in this case.
+    # Only if a block's page is in one piece does vLLM support different page sizes and split blocks.
     *(
         (layout, model, 32)
         for layout in (*LAYER_OUTERMOST, *BLOCK_OUTERMOST)
@@ -134,7 +134,7 @@ def test_every_placement_is_described(layout_name: str, model: str, kernel_token
 
 
 def check_written_blocks(layout: Any, view: Any, ratio: int) -> None:
-    """Check that a block's page contains all that a layer writes into the block, and nothing of other blocks."""
+    """Check that a block's page contains every byte that a layer writes into it, and no byte of another block."""
     for block in range(BLOCKS):
         before = [page(layout, other) for other in range(BLOCKS)]
         part = view[block * ratio : (block + 1) * ratio]
@@ -280,7 +280,7 @@ def test_keys_are_vllms_own() -> None:
 
 
 def test_the_connectors_halves_and_vllms_base_share_no_name() -> None:
-    """An object has both halves' methods, so methods with the same name would replace each other."""
+    """An object has the methods of both, so a method would replace another method of the same name."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     from kvoffload_vllm.scheduler import VllmScheduler
@@ -324,6 +324,6 @@ def test_the_policy_for_failed_loads_is_the_outermost(
     given = engine()
     given.kv_transfer_config = KVTransferConfig(**{**config, "kv_load_failure_policy": outer})
     given.scheduler_config.disable_hybrid_kv_cache_manager = True
-    with set_current_vllm_config(given):  # like vLLM's worker
+    with set_current_vllm_config(given):  # vLLM's worker sets the configuration too
         KVConnectorFactory.create_connector(given, KVConnectorRole.WORKER, cache_config(attention()))
     assert policies == [outer]

@@ -1,4 +1,7 @@
-"""The dashboards' checks are not in the wheel, so they are imported from the checkout, after the wheel's packages."""
+"""Imports the dashboards' checks from the checkout, because the wheel does not contain them.
+
+The checkout comes after the wheel's packages on the path.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a `vllm serve` with the connector, sends requests, and checks its log and what it leaves behind."""
+"""Runs a `vllm serve` with the connector, sends requests, and checks its log and the resources left after its end."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.vllm.stock.client import Metrics, Reply
 MARKS = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
 BLOCK = engines.BLOCK
-SLOT_BYTES = 32768  # bytes of a block of either checkpoint, for all ranks together
-START_S = 400  # time limit on a busy machine; on an idle one a start takes 15 s
+SLOT_BYTES = 32768  # the bytes of a block of either checkpoint, for all ranks together
+START_S = 400  # for a busy machine; on an idle machine a start takes 15 s
 _PATIENCE_S = 120.0
 _BURST, _BURSTS = 16, 20  # requests per burst, and the most bursts until a copy is open
 
@@ -63,7 +63,7 @@ def ask(
     at_once: int = 4,
     salted: bool = False,
 ) -> list[Reply]:
-    """Continue several prompts at a time. With `salted`, each has a different salt, so that none finds any block."""
+    """Continue up to `at_once` prompts concurrently. With `salted`, each has a different salt and finds no block."""
 
     def one(at: int) -> Reply:
         return client.stream(server, prompts[at], count, salt=f"of prompt {at}" if salted else None)
@@ -120,7 +120,7 @@ def burst(server: engines.Server) -> Iterator[list[Future[Reply]]]:
 
 
 def processes(server: engines.Server) -> dict[int, str]:
-    """Return the server's running processes by id. They all belong to its session."""
+    """Return the running processes of the server's session, by id."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (name := _member(entry, server.process.pid)):
@@ -144,7 +144,7 @@ def check_nothing_is_left(server: engines.Server, shared: set[Path]) -> None:
 
 
 def check_log(server: engines.Server) -> None:
-    """Check that the log has no error of ours, and no traceback through our code."""
+    """Check that the log has no error of kvoffload, and no traceback through its code."""
     log = server.log.read_text()
     assert not _OUR_FRAME.search(log), log[-8000:]
     assert not [word for word in _OUR_WORDS if word in log], log[-8000:]
@@ -152,7 +152,7 @@ def check_log(server: engines.Server) -> None:
 
 def _member(entry: Path, session: int) -> str | None:
     try:
-        # pid (name) state parent group session ...; the name may contain any characters
+        # The line has the form: pid (name) state parent group session. The name may contain any characters.
         name, _, rest = entry.joinpath("stat").read_text().partition(" (")[2].rpartition(") ")
         state, _, _, leader = rest.split()[:4]
         title = entry.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode().strip()

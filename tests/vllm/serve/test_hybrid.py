@@ -33,18 +33,18 @@ DEVICE_BLOCKS = 72
 HOST_BLOCKS = 512
 PROMPTS = [*draw_families(5), *draw(6, 4, 500)]
 COUNT = 8
-ENGINES_OWN = [  # vLLM's own series that must show this work
+ENGINES_OWN = [  # vLLM's own series that must show the traffic
     "vllm:external_prefix_cache_hits_total",
     "vllm:kv_cache_usage_perc",
     "vllm:prefix_cache_queries_total",
     "vllm:time_to_first_token_seconds_bucket",
 ]
-LEAST_S, MOST_S = 12, 240  # seconds of work, so that rates over Prometheus's scrapes show it
+LEAST_S, MOST_S = 12, 240  # seconds of traffic, so that rates between Prometheus's scrapes show it
 
 
 @dataclass(frozen=True)
 class Served:
-    """This module's server, the files it has mapped, and the answers of an engine without the connector."""
+    """This module's server, its shared memory, and the answers of an engine without the connector."""
 
     server: Server
     shared: set[Path]
@@ -53,7 +53,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The module's last test shuts the server down."""
+    """Start the server. The module's last test shuts it down."""
     folder = tmp_path_factory.mktemp("hybrid")
     checkpoint = checkpoints.make("gemma3", folder / "gemma3")
     with engines.in_process(checkpoint) as plain:
@@ -109,7 +109,7 @@ def test_every_query_of_the_dashboards_is_answered_by_a_prometheus_that_scrapes_
 
 
 def evict_and_return(server: Server) -> None:
-    """Send prompts again before the host evicts them, and then more prompts than the host has room for."""
+    """Send prompts twice, until the host has evicted blocks and `LEAST_S` have passed."""
     begun, seed = time.monotonic(), 100
     evicted = server.metric("kvoffload_evicted_blocks_total")
     while time.monotonic() < begun + LEAST_S or server.metric("kvoffload_evicted_blocks_total") == evicted:
@@ -117,7 +117,7 @@ def evict_and_return(server: Server) -> None:
         prompts = draw(seed, 6, 500)
         for _ in range(2):
             ask(server, prompts, COUNT)
-        ask(server, prompts[-1:] * 2, COUNT, at_once=1)  # The second one is found on the device.
+        ask(server, prompts[-1:] * 2, COUNT, at_once=1)  # the device has the prompt when it is sent again
         seed += 1
 
 

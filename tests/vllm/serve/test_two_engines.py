@@ -45,7 +45,7 @@ def by_engine(server: Server, name: str, *labels: str) -> list[int]:
 
 @contextmanager
 def serving(folder: Path, life: int) -> Iterator[Server]:
-    """Run two engines, each with its own part of the folder's disk, and shut them down normally."""
+    """Run two engines that each use a part of the folder's disk, and shut them down normally."""
     config = connector(SLOTS)
     config["kv_connector_extra_config"] |= {
         "journal_path": str(folder / f"journal{life}"),
@@ -70,14 +70,14 @@ def serving(folder: Path, life: int) -> Iterator[Server]:
 
 
 def ask_again_and_again(server: Server, expected: Sequence[Reply]) -> int:
-    """Send the prompts three times, each time with an empty device cache; return the tokens found."""
+    """Send the prompts three times with an empty device cache; return the number of tokens found."""
     found = 0
     for _ in range(3):
         replies = ask(server, PROMPTS)
         check_same(replies, expected)
         found += sum(reply.cached_tokens for reply in replies)
         settled(server)
-        # This succeeds only when no block of the device is held.
+        # The reset succeeds only when no block of the device is held.
         assert server.post("/reset_prefix_cache") == {"success": True}
     return found
 
@@ -91,7 +91,7 @@ def test_two_engines_behind_two_api_servers_and_a_restart(tmp_path: Path) -> Non
         loaded = by_engine(server, "kvoffload_load_blocks_total", "loaded")
         assert len(loaded) == 2
         assert all(loaded)
-        # All API servers together report the engines' counts, whichever of them is scraped.
+        # Whichever API server answers a scrape, it reports the counts of both engines.
         for _ in range(4):
             metrics = client.scrape(server)
             assert metrics("kvoffload_load_blocks_total", "loaded") == sum(loaded)
@@ -119,7 +119,7 @@ def test_two_engines_behind_two_api_servers_and_a_restart(tmp_path: Path) -> Non
 
 
 def ask_until_its_disk_is_read(server: Server, expected: Sequence[Reply]) -> None:
-    """Idle engines report nothing, so each attempt sends a prompt that no engine can find."""
+    """Idle engines report nothing, so each attempt sends prompts that no engine can find."""
 
     def is_read() -> bool:
         check_same(ask(server, PROMPTS[:4], salted=True), expected[:4])

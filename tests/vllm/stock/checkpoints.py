@@ -1,7 +1,7 @@
 """Small checkpoints with random weights, the same bytes on every machine: full attention, sliding window, recurrent.
 
-The weights have a wide spread, so that every token depends on the whole context, and a block of wrong KV changes the
-tokens. The tokenizer has one token per byte, so that servers also accept text.
+The weights have a wide spread, so that every token depends on the whole context, and a block of wrong KV
+changes the tokens. The tokenizer has one token per byte, so that servers also accept text.
 
     python checkpoints.py qwen3 FOLDER
 """
@@ -26,7 +26,7 @@ RECURRENT: tuple[Kind, ...] = ("lfm2", "granite4", "qwen3_next")
 VOCABULARY = 320  # 256 bytes, the end of a text, and some unused tokens
 END = 256
 WINDOW = 80  # not a multiple of the block size, so that windows begin inside a block
-WIDTH = 0.15  # standard deviation of the weights
+WIDTH = 0.15  # the standard deviation of the weights
 CONTEXT = 4096
 
 SHAPE: dict[str, Any] = {
@@ -83,18 +83,17 @@ def _model(kind: Kind, shape: dict[str, Any]) -> PreTrainedModel:
 
 
 def draw(model: PreTrainedModel, seed: int) -> None:
-    """Draw every weight, with a wide spread."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters()):
-            if weight.dim() > 1:  # The norms keep their initial weights.
+            if weight.dim() > 1:  # norms keep their initial weights
                 weight.normal_(0.0, WIDTH, generator=generator)
 
 
 def make_adapter(folder: Path, seed: int) -> None:
-    """Write a LoRA adapter for `qwen3`, replacing an existing one."""
+    """Write a LoRA adapter for `qwen3`, replacing an existing adapter."""
     import torch
     from safetensors.torch import save_file
 
@@ -111,7 +110,6 @@ def make_adapter(folder: Path, seed: int) -> None:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast as Fast
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.vllm.stock.engines import Answer, Server
 
 _DATA, _END = b"data: ", b"[DONE]"
-_THEIRS = frozenset({"engine", "model_name"})  # the labels of all of a server's series
+_THEIRS = frozenset({"engine", "model_name"})  # labels that every series of a server has
 _TIMEOUT_S = 180
 
 
@@ -25,7 +25,7 @@ class Reply:
     """The answer to one prompt.
 
     Args:
-        tokens, logprobs: those of the answer.
+        tokens, logprobs: the answer's tokens and their log-probabilities.
         prompt_tokens: tokens of the prompt.
         cached_tokens: prompt tokens that were not computed, as reported by vLLM.
         first_token_s: seconds from sending the prompt to the first token.
@@ -38,7 +38,7 @@ class Reply:
     first_token_s: float
 
     def agrees_with(self, other: Reply | Answer, limit: float = 1e-3) -> bool:
-        """Return whether both answers agree: tokens exactly, log-probabilities within a limit."""
+        """Return whether both answers have the same tokens, and log-probabilities that differ by at most `limit`."""
         if self.tokens != other.tokens or len(self.logprobs) != len(other.logprobs):
             return False
         return all(abs(one - two) <= limit for one, two in zip(self.logprobs, other.logprobs, strict=True))
@@ -53,10 +53,10 @@ def stream(
 ) -> Reply:
     """Continue a prompt greedily by `count` tokens, and read them as a stream. Call `began` at the first token.
 
-    With a salt, it only finds blocks computed with the same salt.
+    A prompt with a salt finds only blocks computed with the same salt.
 
     Raises:
-        OSError: the server does not answer, or stopped before the end of its answer.
+        OSError: the server does not answer, or stops before the end of its answer.
     """
     tokens: list[int] = []
     logprobs: list[float] = []
@@ -83,7 +83,7 @@ class Metrics:
 
     def __init__(self, text: str) -> None:
         self.series: dict[tuple[str, tuple[str, ...]], float] = {}
-        self.written: dict[tuple[str, tuple[str, ...]], str] = {}  # A series, as written in `/metrics`.
+        self.written: dict[tuple[str, tuple[str, ...]], str] = {}  # each series as written in `/metrics`
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 labels = {name: value for name, value in sample.labels.items() if name not in _THEIRS}
@@ -97,7 +97,7 @@ class Metrics:
         return int(self.exact(name, *labels))
 
     def exact(self, name: str, *labels: str) -> float:
-        """Like a call, but the sum need not be a whole number."""
+        """Return the sum over the series of this name with these label values."""
         return sum(value for at, value in self.labelled(name) if set(labels) <= set(at))
 
     def labelled(self, name: str) -> Iterator[tuple[tuple[str, ...], float]]:
@@ -106,7 +106,6 @@ class Metrics:
 
 
 def scrape(server: Server) -> Metrics:
-    """Return the server's current metrics."""
     return Metrics(server.get("/metrics"))
 
 

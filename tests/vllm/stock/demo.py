@@ -2,9 +2,9 @@
 
     python tests/vllm/stock/demo.py [--model gemma3] [--conversations 8] [--turns 4] [--show-log]
 
-Run it in an environment with vLLM and kvoffload (`make vllm-demo` creates one in `.venv/vllm`). The model is small with
-random weights, so its answers are meaningless but depend on every block of the KV cache. If the environment's torch has
-a GPU, the server uses it.
+Run this demo in an environment with vLLM and kvoffload (`make vllm-demo` creates one in `.venv/vllm`). The
+model is small with random weights, so its answers are meaningless, but they depend on every block of the KV
+cache. If the environment's torch has a GPU, the server uses the GPU.
 
 Exit status: 0; 1 if an answer differs or nothing was found on the host; 130 after Ctrl-C or SIGTERM.
 """
@@ -27,7 +27,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 if torch.cuda.is_available():
-    os.environ.setdefault("VLLM_TARGET_DEVICE", "cuda")  # The next import would set it to "cpu".
+    os.environ.setdefault("VLLM_TARGET_DEVICE", "cuda")  # the next import would set "cpu"
 
 from kvoffload.cli.demo.command import Screen
 from kvoffload.cli.demo.options import DemoOptions
@@ -37,7 +37,7 @@ from tests.vllm.stock import checkpoints, client, demo_report, engines
 from tests.vllm.stock.demo_report import Play
 
 CONNECTOR: dict[str, Any] = {
-    "kv_connector": "KVOffloadConnector",  # vLLM finds this name through the wheel's entry point.
+    "kv_connector": "KVOffloadConnector",  # vLLM finds this name through the wheel's entry point
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"host_bytes": "64MiB"},
@@ -46,7 +46,7 @@ FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 640, 64, 16
 MOST_TURNS = 1 + (engines.OPTIONS["max_model_len"] - FIRST_TOKENS - ANSWER_TOKENS) // (
     TURN_TOKENS + ANSWER_TOKENS
 )
-AT_ONCE = 2  # conversations that run at the same time
+AT_ONCE = 2  # conversations that run concurrently
 START_S = 400  # the longest wait for a server in seconds; a start takes 15 s on an idle machine
 DEVICE_BLOCKS = {"qwen3": 64, "gemma3": 112}  # at most a third of the blocks that eight conversations need
 SETTLE_S = 30
@@ -54,7 +54,7 @@ SETTLE_S = 30
 
 @dataclass(frozen=True)
 class Scene:
-    """The conversations, and the model that runs them."""
+    """The conversations, and the model that answers them."""
 
     kind: checkpoints.Kind
     conversations: Sequence[Conversation]
@@ -63,7 +63,6 @@ class Scene:
 
 
 def make_scene(asked: argparse.Namespace, folder: Path) -> Scene:
-    """Draw a model and conversations."""
     options = DemoOptions(
         conversations=asked.conversations,
         turns=asked.turns,
@@ -79,7 +78,8 @@ def make_scene(asked: argparse.Namespace, folder: Path) -> Scene:
 def play(scene: Scene, name: str, screen: Screen, script: Play | None, **options: Any) -> Play:
     """Start a server, run every turn of every conversation, and stop the server.
 
-    `script` is an earlier run. The prompts contain its answers, so that both runs have the same prompts.
+    `script` is an earlier run. The prompts contain the earlier answers, so that both runs have the same
+    prompts.
     """
     screen.say(f"starting `vllm serve` {name} kvoffload")
     begun = time.monotonic()
@@ -92,7 +92,7 @@ def play(scene: Scene, name: str, screen: Screen, script: Play | None, **options
         **options,
     ) as server:
         screen.say(f"ready after {time.monotonic() - begun:.0f} s; the conversations begin")
-        client.stream(server, range(FIRST_TOKENS // 2), ANSWER_TOKENS)  # Warm up.
+        client.stream(server, range(FIRST_TOKENS // 2), ANSWER_TOKENS)  # a warm-up
         before = settled(server)
         replies = _take_turns(server, scene.conversations, screen, script)
         return Play(replies, before, settled(server))
@@ -133,7 +133,7 @@ def settled(server: engines.Server) -> client.Metrics:
 
 
 def run(asked: argparse.Namespace, screen: Screen) -> int:
-    """Run the conversations twice, and print the report."""
+    """Run the conversations twice, and print the report; return the exit status."""
     with tempfile.TemporaryDirectory(prefix="kvoffload-demo-") as scratch:
         scene = make_scene(asked, Path(scratch))
         try:
@@ -150,7 +150,6 @@ def run(asked: argparse.Namespace, screen: Screen) -> int:
 
 
 def main() -> int:
-    """Read the command line and run the demo."""
     parser = argparse.ArgumentParser(
         description="conversations with `vllm serve`, without and with kvoffload"
     )

@@ -22,7 +22,7 @@ _SHOWN_MISMATCHES = 5
 
 @dataclass(frozen=True)
 class Play:
-    """All turns on one server, and its metrics before and after them."""
+    """All turns on one server, and the server's metrics before and after them."""
 
     replies: Mapping[TurnId, Reply]
     before: Metrics
@@ -46,7 +46,7 @@ class Play:
         return self.grown("vllm:external_prefix_cache_hits_total")
 
     def first_tokens_s(self, *, returning: bool) -> list[float]:
-        """Return the times to the first token of first turns, or of later ones."""
+        """Return the times to first token of each conversation's first turn, or of its later turns."""
         return [reply.first_token_s for turn, reply in self.replies.items() if (turn.turn > 0) == returning]
 
 
@@ -56,7 +56,6 @@ def holds(without: Play, with_it: Play) -> bool:
 
 
 def render(head: str, device_blocks: int, without: Play, with_it: Play) -> str:
-    """Return the whole report."""
     lines = [
         head,
         f"KV cache on the device: {device_blocks} blocks; random weights, no two conversations alike",

@@ -1,6 +1,6 @@
 """Starts a stock vLLM on a machine without a GPU, in this process or as a server, with options that make it small.
 
-vLLM reads its environment at its import, so this module, which sets the environment, must be imported first.
+Import this module before vLLM: it sets the environment that vLLM reads at its import.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Foreign = Any  # an object of vLLM, which is not installed where types are check
 BLOCK = 32  # tokens of a block; vLLM's CPU platform requires a multiple of 32
 
 ENVIRONMENT: Mapping[str, str] = {
-    "VLLM_TARGET_DEVICE": "cpu",  # The wheel is for CUDA. This makes it choose its CPU platform.
-    "TORCHDYNAMO_DISABLE": "1",  # Otherwise compiling the sampler's log-probabilities takes 20 s.
-    "OMP_NUM_THREADS": "1",  # The tensors are tiny, so more threads would be slower.
+    "VLLM_TARGET_DEVICE": "cpu",  # the wheel is for CUDA; this selects the CPU platform
+    "TORCHDYNAMO_DISABLE": "1",  # compiling the sampler's log-probabilities would take 20 s
+    "OMP_NUM_THREADS": "1",  # the tensors are tiny, so more threads would be slower
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_SERVER_DEV_MODE": "1",  # This enables the route that resets the prefix cache.
+    "VLLM_SERVER_DEV_MODE": "1",  # enables the route that resets the prefix cache
     "HF_HUB_OFFLINE": "1",
 }
 
@@ -51,29 +51,27 @@ OPTIONS: Mapping[str, Any] = {
     "compilation_config": {"custom_ops": ["none"]},
     "num_gpu_blocks_override": 128,
     "kv_cache_memory_bytes": 1
-    << 26,  # Without this, the worker requires nearly all of the machine's memory to be free.
+    << 26,  # without this, the worker requires nearly all of the machine's memory to be free
     "max_model_len": 1024,
-    "max_num_batched_tokens": 128,  # Longer prompts are computed in chunks.
+    "max_num_batched_tokens": 128,  # longer prompts are computed in chunks
     "max_num_seqs": 16,
 }
 
 TWO_WORKERS: Mapping[
     str, Any
-] = {  # For `serving`: tensor parallelism on a machine with one memory node and two cores.
+] = {  # for `serving`: tensor parallelism on a machine with one memory node and two cores
     "tensor_parallel_size": 2,
     "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
 }
 IS_V2_RUNNER = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"  # set by tests/vllm/versions/matrix.py
-# Environment for a KV cache that may have its blocks outermost.
+# The environment for a KV cache that may have its blocks outermost.
 BLOCK_LAYOUTS: Mapping[str, str] = {"VLLM_CPU_OPS_BLOCK_LAYOUTS": "1"}
-# Environment for asynchronous scheduling.
+# The environment for asynchronous scheduling.
 TWO_STEPS: Mapping[str, str] = {"VLLM_CPU_OPS_ASYNC_SCHEDULING": "1"}
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The engine's answer to one prompt."""
-
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]  # of the chosen tokens
     cached: int  # the number of prompt tokens that were not computed
@@ -83,13 +81,14 @@ class Answer:
 def in_process(checkpoint: Path, **options: object) -> Iterator[LLM]:
     """Yield an engine in this process, so that a test can access its scheduler, block pool and connector.
 
-    Only one can exist at a time, because vLLM keeps the worker's connector in a global variable.
+    Only one engine may exist at the same time, because vLLM keeps the worker's connector in a global variable.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
-    # An engine's start and end collect garbage seven times. With the imported objects frozen this takes 0.1 s instead
-    # of 2 s. vLLM would also freeze the engine, and unfreeze everything at its end.
+    # vLLM collects garbage seven times while an engine starts and ends. With the imported objects frozen this
+    # takes 0.1 s instead of 2 s. vLLM itself would freeze the engine too, and unfreeze all objects at the
+    # engine's end.
     if not gc.get_freeze_count():
         gc.collect()
         gc.freeze()
@@ -102,12 +101,12 @@ def in_process(checkpoint: Path, **options: object) -> Iterator[LLM]:
 
 
 def scheduler_of(llm: LLM) -> Foreign:
-    """Return the scheduler of an engine in this process. Its connector is `.connector`."""
+    """Return the scheduler of an engine in this process. The scheduler's connector is `.connector`."""
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
 def generate(llm: LLM, prompts: Sequence[Sequence[int]], count: int, **sampling: object) -> list[Answer]:
-    """Continue each prompt greedily by `count` tokens, all prompts at the same time."""
+    """Continue each prompt greedily by `count` tokens, all prompts concurrently."""
     from vllm import SamplingParams
 
     wanted = SamplingParams(
@@ -119,7 +118,7 @@ def generate(llm: LLM, prompts: Sequence[Sequence[int]], count: int, **sampling:
 
 
 def drain(llm: LLM, steps: int = 10_000) -> None:
-    """Step until the engine has nothing left to do, because `generate` returns while a connector still copies."""
+    """Step until the engine has no work left. `generate` returns while a connector still copies."""
     scheduler = scheduler_of(llm)
     for _ in range(steps):
         if not scheduler.has_requests():
@@ -129,7 +128,7 @@ def drain(llm: LLM, steps: int = 10_000) -> None:
 
 
 def held_blocks(llm: LLM) -> int:
-    """Return how many device blocks are not free, without the null block."""
+    """Return the number of device blocks that are not free, without the null block."""
     pool = scheduler_of(llm).kv_cache_manager.block_pool
     return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
@@ -142,20 +141,17 @@ def _answer(output: Foreign) -> Answer:
 
 
 class Server:
-    """A running `vllm serve`."""
-
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         self.process = process
         self.log = log
         self.root = f"http://127.0.0.1:{port}"
 
     def get(self, path: str) -> str:
-        """Return the body of the server's answer."""
         with urllib.request.urlopen(self.root + path, timeout=60) as answer:
             return str(answer.read().decode())
 
     def post(self, path: str, body: Mapping[str, object] | None = None) -> dict[str, Any]:
-        """Send `body` as JSON; return the answer, empty for an empty one."""
+        """Send `body` as JSON; return the decoded answer, or an empty dict for an empty answer."""
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.root + path, json.dumps(body or {}).encode(), headers)
         with urllib.request.urlopen(request, timeout=120) as answer:
@@ -173,7 +169,7 @@ class Server:
         return sum(float(line[-1]) for line in lines if line and line[0].partition("{")[0] == name)
 
     def wait_until_ready(self, seconds: float) -> None:
-        """Wait until the server answers. On a timeout, raise an error with the end of its log."""
+        """Wait until the server answers. On a timeout, raise an error with the end of the server's log."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
@@ -204,7 +200,7 @@ def serving(
     environment: Mapping[str, str] | None = None,
     **options: object,
 ) -> Iterator[Server]:
-    """Yield a `vllm serve` on a free port when it is ready, and end it with the block.
+    """Start a `vllm serve` on a free port, yield it when it is ready, and end it afterwards.
 
     Underscores in options become dashes.
     """

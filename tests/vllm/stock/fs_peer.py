@@ -1,8 +1,8 @@
 """Runs vLLM's own `OffloadingConnector` with its `fs` tier on a machine without a GPU, for comparisons.
 
-The connector, the scheduler's side, the CPU tier, the `fs` tier and the worker are vLLM's. Only the parts that use the
-device are replaced: streams and events by fakes, and copies between device and host by copies within host memory, on
-one thread per direction. Select it with `kv_transfer`.
+The connector, the scheduler's side, the CPU tier, the `fs` tier and the worker are vLLM's. Only the parts
+that use the device are replaced: streams and events by fakes, and copies between device and host by copies
+within host memory, on one thread per direction. `kv_transfer` selects this connector.
 """
 
 from __future__ import annotations
@@ -63,26 +63,26 @@ class TieringOnHost(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not
 
 
 class _OnDevice(torch.Tensor):
-    """A tensor that claims to be on a GPU, as the worker requires."""
+    """A tensor that claims to be on a GPU, because the worker requires this."""
 
     is_cuda = True
 
 
 class _Stream:
-    """Copies in order of submission. `last` is the most recent copy."""
+    """Runs copies in order of submission. `last` is the most recent copy."""
 
     def __init__(self) -> None:
         self.last: Future[float] | None = None
 
     def wait_stream(self, other: _Stream) -> None:
-        """Do nothing: on a CPU the forward pass has already ended."""
+        pass
 
     def wait_event(self, event: _Event) -> None:
-        """Do nothing: all copies of a direction run on one thread."""
+        pass
 
 
 class _Event:
-    """Replaces a CUDA event. It has passed when the copies submitted before it have ended."""
+    """Replaces a CUDA event. The event has passed when all copies submitted before it have ended."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self._after: Future[float] | None = None
@@ -130,7 +130,7 @@ class Device:
     def swap_blocks_batch(
         self, src: torch.Tensor, dst: torch.Tensor, sizes: torch.Tensor, *, is_src_access_order_any: bool
     ) -> None:
-        """Copy between addresses on the direction's thread. Only loads read their sources in any order."""
+        """Copy between addresses on the direction's thread. Only loads set `is_src_access_order_any`."""
         orders = zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True)
         self._current.last = self._threads[is_src_access_order_any].submit(_copy, list(orders))
 
@@ -142,7 +142,7 @@ def _copy(orders: list[tuple[int, int, int]]) -> float:
 
 
 class _TorchWithoutDevice:
-    """Replaces torch in the worker's module: it is torch, except for events."""
+    """Replaces torch in the worker's module. Every name except `Event` is torch's."""
 
     Event = _Event
 

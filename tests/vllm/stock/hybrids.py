@@ -1,6 +1,6 @@
 """Models with recurrent layers and one attention layer: short convolutions, Mamba2, gated delta nets.
 
-Each has the shape of a published family. Groups have several layers, so that a block has several pages.
+Each model has the shape of a published family. Groups have several layers, so that a block has several pages.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Sets up a stock vLLM on a machine without a GPU, in `.venv/vllm`, from the versions in `.ci/vllm.lock`.
 
-It creates one environment with torch's CPU build, the lock's vLLM and this project. For each further version, a folder
-`.venv/vllm-overlays/<version>` contains only that version's Python files, for `PYTHONPATH`. Requirements of packages
-are ignored, so that no CUDA packages are downloaded; the lock contains all that is needed. A second run changes
-nothing. Only Python's standard library is needed.
+It creates one environment with torch's CPU build, the lock's vLLM and this project. For each further version,
+a folder `.venv/vllm-overlays/<version>` contains only that version's Python files, for `PYTHONPATH`. pip
+ignores the packages' requirements, so that it downloads no CUDA packages; the lock contains every needed
+package. A second run changes nothing. This script needs only Python's standard library.
 
     python3 tests/vllm/stock/install.py [--versions 0.28.0 0.33.0] [--torch-index URL]
 """
@@ -44,7 +44,7 @@ def pins() -> list[str]:
 
 
 def overlay_versions() -> list[str]:
-    """Return the lock's versions of vLLM except the installed one."""
+    """Return the lock's versions of vLLM except the installed version."""
     return re.findall(r"^# overlay (\S+)$", LOCK.read_text(), flags=re.MULTILINE)
 
 
@@ -67,7 +67,7 @@ def set_up_environment(torch_index: str | None) -> None:
 
 
 def set_up_project() -> None:
-    """Make this project's sources and entry points importable there."""
+    """Make this project's sources and entry points importable in the environment."""
     for folder in OURS:
         pyproject = folder / "pyproject.toml"
         done = ENVIRONMENT / f"editable-{folder.name}"
@@ -79,7 +79,7 @@ def set_up_project() -> None:
 
 
 def set_up_overlay(version: str) -> None:
-    """Unpack the Python files of another vLLM version into its folder, unless it exists."""
+    """Unpack the Python files of another vLLM version into its folder, unless the folder exists."""
     target = OVERLAYS / version
     if not target.exists():
         OVERLAYS.mkdir(parents=True, exist_ok=True)
@@ -103,8 +103,8 @@ def _unpack(wheel: Path, target: Path) -> None:
 def _describe(target: Path, version: str) -> None:
     """Write the version that vLLM reads.
 
-    Up to 0.27, vLLM chooses its CPU platform only if its version contains "cpu". Later versions with "cpu" accept only
-    a Triton for CPUs.
+    Up to 0.27, vLLM chooses its CPU platform only if its version contains "cpu". Later versions with "cpu"
+    accept only a Triton for CPUs.
     """
     build = "+cpu" if tuple(map(int, version.split(".")[:2])) <= (0, 27) else ""
     about = target / f"vllm-{version}.dist-info"
@@ -118,7 +118,7 @@ def _split(lines: list[str]) -> tuple[str, list[str]]:
 
 
 def _pip(*arguments: str) -> None:
-    # pip's messages about missing requirements are irrelevant here; its errors are not.
+    # Only pip's errors matter here. Its messages about missing requirements do not.
     command: list[str] = [
         str(PYTHON),
         "-m",
@@ -141,7 +141,6 @@ def _say(words: str) -> None:
 
 
 def main() -> int:
-    """Read the command line and set up the requested parts."""
     parser = argparse.ArgumentParser(description="set up a stock vLLM on a machine without a GPU")
     parser.add_argument("--versions", nargs="*", default=[], help="further versions, or 'all' of the lock's")
     parser.add_argument("--torch-index", help="the package index that has torch's CPU build")

@@ -1,8 +1,8 @@
 """Runs vLLM's own `SimpleCPUOffloadConnector` on a machine without a GPU, for comparisons on one engine.
 
-Its decisions, hooks and bookkeeping are vLLM's. Only the parts that use the device are replaced: streams and events by
-fakes, and copies between device and host by copies within host memory, also on a thread. Select it with
-`kv_transfer("PeerOnHost", ...)`.
+The connector's decisions, hooks and bookkeeping are vLLM's. Only the parts that use the device are replaced:
+streams and events by fakes, and copies between device and host by copies within host memory, on a thread or
+inline. `kv_transfer` selects this connector.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-Caches = dict[str, torch.Tensor]  # for each region's name, its `[blocks, bytes of a block]`
+Caches = dict[str, torch.Tensor]  # for each region's name, a tensor `[blocks, bytes of a block]`
 
 
 def kv_transfer(host_bytes: int, *, lazy: bool = False, inline: bool = False) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class HostCopies:
         self._host: Caches = {}
 
     def init(self, gpu_caches: Caches, cpu_caches: Caches, *_: object) -> None:
-        """Set the two sides of all later copies."""
+        """Set the caches of all later copies."""
         self._device, self._host = gpu_caches, cpu_caches
         if not self._inline:
             self._thread.start()
@@ -93,7 +93,7 @@ class HostCopies:
         events_list: list[tuple[int, _Done]],
         wait_event: object = None,  # the forward pass, which has already ended on a CPU
     ) -> None:
-        """Submit a copy. When it has ended, its number is appended to `events_list`."""
+        """Submit a copy. When the copy has ended, its number is appended to `events_list`."""
         sides = (self._device, self._host) if is_store else (self._host, self._device)
         order = partial(_copy, *sides, src_blocks, dst_blocks, event_idx, events_list)
         if self._inline:
@@ -102,7 +102,7 @@ class HostCopies:
             self._orders.put(order)
 
     def shutdown(self) -> None:
-        """End the thread after the submitted copies."""
+        """End the thread after all submitted copies."""
         if self._thread.is_alive():
             self._orders.put(None)
             self._thread.join()
@@ -127,7 +127,7 @@ def _copy(
 
 
 class _Done:
-    """Replaces a CUDA event. It has always passed."""
+    """Replaces a CUDA event. This event has always passed."""
 
     def record(self, stream: object = None) -> None:
         pass
@@ -157,7 +157,7 @@ class _Cuda:
 
 
 class _TorchWithoutDevice:
-    """Replaces torch in the worker's module: it is torch, except for names that need a device."""
+    """Replaces torch in the worker's module. Every name except the device's is torch's."""
 
     cuda = _Cuda
     Event = _Done

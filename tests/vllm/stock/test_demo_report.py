@@ -1,5 +1,3 @@
-"""The demo's result, without a server."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -77,7 +77,7 @@ def test_two_steps_in_flight_change_no_token(folder: Path, monkeypatch: pytest.M
 
 
 def by_transformers(checkpoint: Path, prompt: list[int]) -> list[int]:
-    """Return the same continuation without a cache and without vLLM."""
+    """Return the continuation that transformers computes without a cache."""
     import torch
     from transformers import AutoModelForCausalLM
 

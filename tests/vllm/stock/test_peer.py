@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 COUNT = 8
-SMALL: dict[str, dict[str, int]] = {  # Device blocks: room for one prompt, but not for three.
+SMALL: dict[str, dict[str, int]] = {  # The device has room for one prompt, but not for three.
     "qwen3": {"num_gpu_blocks_override": 24, "max_model_len": 640},
     "gemma3": {"num_gpu_blocks_override": 40, "max_model_len": 640},
 }
@@ -39,8 +39,8 @@ def test_hits_on_the_host_and_the_same_tokens(kind: checkpoints.Kind, tmp_path: 
     checkpoint = checkpoints.make(kind, tmp_path / kind)
     with engines.in_process(checkpoint, **SMALL[kind]) as plain:
         expected = ask_twice(plain)
-    assert [answer.cached for answer in expected] == [0] * 6  # The device alone keeps none of them.
-    for inline in (False, True):  # copies on the peer's thread, and within the hook
+    assert [answer.cached for answer in expected] == [0] * 6  # without a connector, no prompt is found
+    for inline in (False, True):  # copies on the peer's thread, and copies within the hook
         check_hits(kind, checkpoint, inline, expected)
 
 

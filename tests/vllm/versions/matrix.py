@@ -1,12 +1,17 @@
 """Runs the suite of this folder on several versions of vLLM, and writes the table in plugins/kvoffload_vllm/README.md.
 
-It runs one pytest process per version and model runner, with the version's Python files before the installed vLLM, and
-fails if a test fails. With --check, it writes nothing and fails if the table is outdated. It then skips the installed
-version, which `make test` covers, and runs only a part of the suite with runner V2, whose kernels are interpreted. With
---starts, as in `make test`, each other version and runner V2 run the scenes of one model, and the table is not
-compared. If versions or a runner are given, only their rows are updated.
+For each version and model runner, one pytest process runs with the version's Python files in front of the
+installed vLLM. This program fails if a test fails.
 
-    .venv/vllm/bin/python -m tests.vllm.versions.matrix [--check | --starts] [--jobs 2] [--runner V2] [0.28.0 ...]
+* --check writes nothing, and also fails if the table is outdated. It skips the installed version, which `make
+  test` covers. With runner V2, whose kernels are interpreted, it runs only a part of the suite.
+* --starts, as in `make test`, runs only the scenes of one model on each other version and with runner V2, and
+  does not compare the table.
+
+If versions or a runner are given, only their rows are updated.
+
+    .venv/vllm/bin/python -m tests.vllm.versions.matrix [--check | --starts] [--jobs 2] [--runner V2] [0.28.0
+    ...]
 """
 
 from __future__ import annotations
@@ -33,18 +38,18 @@ MORE = (
     "tests/vllm/test_layout_on_engine.py",
     "tests/vllm/adapter/test_stats_and_events.py",
 )
-"""These also run where the connector starts, to check the translation of memory, keys, metrics and events."""
+"""Further tests on each version on which the connector starts: memory, keys, metrics and events are translated."""
 
 WITH_V2 = ("0.30.0", "0.32.0", "0.33.0")
-"""Versions also run with model runner V2, which vLLM chooses if it finds Triton."""
+"""Versions that also run with model runner V2. vLLM chooses V2 if it finds Triton."""
 
 V2_RUNNER = {
     "VLLM_USE_V2_MODEL_RUNNER": "1",
     "TRITON_INTERPRET": "1",
-    "CUDA_VISIBLE_DEVICES": "",  # vLLM accepts Triton without a driver only if no device is visible.
+    "CUDA_VISIBLE_DEVICES": "",  # without a driver, vLLM accepts Triton only if no device is visible
 }
 PART_OF_V2 = ("0.32.0", "bucket or qwen3 and (runners or reloaded or preempted)")
-"""The part that --check runs with V2: a version, and pytest's expression for tests of the suite."""
+"""The part of the suite that --check runs with V2: a version, and pytest's expression for the tests."""
 
 ONE_START = (f"{SUITE}/test_small_suite.py", "-k", "qwen3 and test_scene")
 """The tests that --starts runs on each other version: every scene, on one engine with the connector."""
@@ -103,7 +108,7 @@ class Setup:
 
     @property
     def is_covered(self) -> bool:
-        """Whether `make test` covers it without a separate row."""
+        """Whether `make test` covers this setup without its row."""
         return self.runner == "V2" or self.version == installed()
 
     @property
@@ -125,7 +130,7 @@ class Ran:
     Args:
         setup: the setup.
         passed: whether no test failed, and at least one ran.
-        results: for each test, "passed", "failed", or the reason for skipping it.
+        results: for each test, "passed", "failed", or the reason for skipping the test.
         output: pytest's output.
     """
 
@@ -145,10 +150,7 @@ class Ran:
         return "failed" if "failed" in said else "not run"
 
     def _said(self, pattern: str) -> str:
-        """Return the result for a pattern's tests.
-
-        Some of them may be skipped, because this version lacks a feature.
-        """
+        """Return the result for a pattern's tests, some of which this version may skip."""
         met = {result for test, result in self.results.items() if re.fullmatch(pattern, test)}
         if "failed" in met or met == {REFUSED}:
             return "failed" if "failed" in met else REFUSED
@@ -156,17 +158,17 @@ class Ran:
 
 
 def versions() -> list[str]:
-    """Return the lock's versions."""
+    """Return the lock's versions, oldest first."""
     return sorted([installed(), *install.overlay_versions()], key=lambda one: [*map(int, one.split("."))])
 
 
 def setups() -> list[Setup]:
-    """Return all rows of the table."""
+    """Return the setups of all rows of the table."""
     return [*map(Setup, versions()), *(Setup(version, "V2") for version in WITH_V2)]
 
 
 def installed() -> str:
-    """Return the fully installed version, on which all other tests run."""
+    """Return the version that is installed completely, on which all other tests run."""
     (found,) = (pin.removeprefix("vllm==") for pin in install.pins() if pin.startswith("vllm=="))
     return found
 
@@ -205,13 +207,11 @@ def read_results(junit: str) -> dict[str, str]:
 
 
 def render(rows: Sequence[Sequence[str]]) -> str:
-    """Return the table in Markdown."""
     lines = [["vLLM", *COLUMNS], ["---"] * (len(COLUMNS) + 1), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def filled(page: str, rows: Sequence[Sequence[str]]) -> str:
-    """Return the page with the table inserted."""
     text: str = load_script("readme").filled(page, "versions", render(rows))
     return text
 

@@ -1,4 +1,4 @@
-"""The disk tier on every version: the next engine finds the blocks of the first."""
+"""The disk tier on every version: the next engine finds the blocks of the first engine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ pytestmark = MARKS
 
 def test_put_blocks_are_found_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_refused("qwen3"):
-        pytest.skip("refused at start")  # another test in this folder covers this
-    # Before 0.29, the seed of vLLM's hashes is random without this.
+        pytest.skip("refused at start")  # another test in this folder covers the refusal
+    # Before 0.29, the seed of vLLM's hashes is random without this variable.
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     with living("qwen3", tmp_path) as life:
         expected = life.ask()
@@ -32,7 +32,7 @@ def test_put_blocks_are_found_after_a_restart(tmp_path: Path, monkeypatch: pytes
         assert {answer.cached for answer in answers.values()} == {6 * engines.BLOCK}
         assert life.fetched() > 0
         life.rig.check_clean()
-        # The control: with wrong bytes in place of those from the disk, the comparison fails.
+        # A control: with wrong bytes in place of the disk's bytes, the comparison fails.
         assert life.rig.scheduler.reset_prefix_cache()
         for position in range(len(life.rig.side.core.state.pool.index)):
             corrupt_host(life.rig, position)

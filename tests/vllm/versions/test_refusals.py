@@ -1,4 +1,4 @@
-"""Unsupported setups are refused at start, with one sentence about what to do instead."""
+"""Unsupported setups are refused at start, with one sentence about the remedy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def recovers_several_groups() -> bool:
 
 
 def is_refused(kind: checkpoints.Kind) -> bool:
-    """Return whether a model of this kind must be refused on this version."""
+    """Return whether this version must refuse a model of this kind."""
     return is_too_old() or (kind != "qwen3" and not recovers_several_groups())
 
 
@@ -57,7 +57,7 @@ def test_a_hybrid_model_where_its_failed_loads_cannot_be_reported(folder: Path) 
 
 
 def test_a_version_that_lacks_a_hook(folder: Path) -> None:
-    """On a version that is too old, nothing is changed. On others, a hook is hidden."""
+    """A version that is too old lacks a hook. For other versions, the test requires a hook that no version has."""
     missing = "supports_divergent_local_hybrid_hits" if is_too_old() else "a_hook_of_another_version"
     lacking = nullcontext() if is_too_old() else patch("kvoffload_vllm.support.NEEDED", (missing,))
     with (

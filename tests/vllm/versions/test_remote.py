@@ -1,4 +1,4 @@
-"""The remote tier on every version: one engine finds the blocks that another has written."""
+"""The remote tier on every version: one engine finds the blocks that another engine has written."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_one_engine_finds_blocks_that_another_has_written(
     request: pytest.FixtureRequest, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_refused("qwen3"):
-        pytest.skip("refused at start")  # another test in this folder covers this
-    # Before 0.29, the seed of vLLM's hashes is random without this.
+        pytest.skip("refused at start")  # another test in this folder covers the refusal
+    # Before 0.29, the seed of vLLM's hashes is random without this variable.
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     url = request.getfixturevalue(kind).url
     model = checkpoints.make("qwen3", tmp_path / "qwen3")

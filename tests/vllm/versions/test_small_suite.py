@@ -1,7 +1,7 @@
 """Scenes that must work on every version of vLLM, small enough to run on each. Every scene has a control.
 
-In each scene, a part of the KV comes from the host, and the answers must equal those of an engine without a connector.
-In the control, every load copies wrong bytes, and the comparison must fail.
+In each scene, a part of the KV comes from the host, and the answers must equal those of an engine without a
+connector. In the control, every load copies wrong bytes, and the comparison must fail.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from tests.vllm.versions.test_refusals import is_refused
 
 pytestmark = MARKS
 
-WRONG = bytes([0x40, 0x41, 0x42, 0x3F])  # numbers near 1, unlike KV, whose values are around 0
+WRONG = bytes([0x40, 0x41, 0x42, 0x3F])  # numbers near 1, while the values of KV are around 0
 
 
 class Steered(GatedCopier):
-    """Copies at once. If the test wants it, loads fail, or copy wrong bytes and report success."""
+    """Copies immediately. On the test's request, loads fail, or copy wrong bytes and report success."""
 
     def __init__(self) -> None:
         super().__init__(held=False)
@@ -62,20 +62,18 @@ class Steered(GatedCopier):
 
 @dataclass
 class Stage:
-    """An engine whose copies the test controls."""
-
     rig: Rig
     copier: Steered
 
     def put_on_host(self) -> None:
-        """Leave the blocks of all requests on the host and not on the device."""
+        """Store the blocks of all requests on the host, and remove them from the device."""
         self.copier.fails = False
         self.rig.forget()
         self.rig.run(REQUESTS)
         assert self.rig.scheduler.reset_prefix_cache()
 
     def loaded(self) -> int:
-        """Return how many blocks were loaded so far."""
+        """Return the number of blocks loaded so far."""
         return self.rig.counts.count("kvoffload_load_blocks_total", "loaded")
 
 
@@ -99,7 +97,7 @@ def reloaded(stage: Stage) -> dict[str, Reported]:
 
 
 def preempted(stage: Stage) -> dict[str, Reported]:
-    """The device has room for only a few of these, so vLLM preempts running requests."""
+    """The device has room for only a few requests, so vLLM preempts running requests."""
     stage.put_on_host()
     scheduler = stage.rig.scheduler
     with patch.object(scheduler, "_preempt_request", side_effect=scheduler._preempt_request) as taken_back:
@@ -109,7 +107,7 @@ def preempted(stage: Stage) -> dict[str, Reported]:
 
 
 def aborted(stage: Stage) -> dict[str, Reported]:
-    """Some requests end during their loads, others while they run."""
+    """Some requests are aborted during their loads, others while they run."""
     stage.put_on_host()
     for name, asked in REQUESTS.items():
         stage.rig.ask(name, asked)
@@ -125,7 +123,7 @@ def aborted(stage: Stage) -> dict[str, Reported]:
 
 
 def reset(stage: Stage) -> dict[str, Reported]:
-    """Blocks from before the reset are not found, later blocks are."""
+    """Blocks from before the reset are not found. Later blocks are."""
     stage.put_on_host()
     assert stage.rig.connector.reset_cache()
     before = stage.loaded()
@@ -138,7 +136,7 @@ def reset(stage: Stage) -> dict[str, Reported]:
 
 
 def failed(stage: Stage) -> dict[str, Reported]:
-    """Every load fails, and its tokens are computed again."""
+    """Every load fails, and the engine computes the tokens again."""
     stage.put_on_host()
     stage.copier.fails = True
     reported = stage.rig.run(REQUESTS)
@@ -158,7 +156,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stage(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[Stage, Mapping[str, Reported]]]:
     kind = request.param
     if is_refused(kind):
-        pytest.skip("refused at start")  # another test in this folder covers this
+        pytest.skip("refused at start")  # another test in this folder covers the refusal
     with plain(kind, folder, **DEVICE) as rig:
         expected = rig.run(REQUESTS)
     held = Held(copier=Steered())
@@ -197,4 +195,4 @@ def test_control(
     assert not all(same(one, expected[name]) for name, one in reported.items())
     on.copier.lies = False
     on.rig.finish()
-    on.rig.forget()  # The device's blocks are wrong too.
+    on.rig.forget()  # the device's blocks are wrong too

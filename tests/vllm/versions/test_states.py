@@ -25,7 +25,7 @@ pytestmark = MARKS
 @pytest.fixture(scope="module")
 def on(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     if is_refused("lfm2"):
-        # Another test in this folder covers this, with another model of several groups.
+        # Another test in this folder covers the refusal, with another model of several groups.
         pytest.skip("refused at start")
     with stage("lfm2", tmp_path_factory.getbasetemp() / "checkpoints") as made:
         yield made

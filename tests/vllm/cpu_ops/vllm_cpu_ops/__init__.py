@@ -1,9 +1,9 @@
 """Adds missing ops to a stock vLLM's CPU platform, in plain torch. Only for development, tests and the demo.
 
-vLLM's published wheel has no CPU extension. With `VLLM_TARGET_DEVICE=cpu` its Python side runs, but lacks the few
-compiled ops that the CPU worker calls. vLLM loads this package in every process of the engine through the entry point
-group `vllm.general_plugins`, and it defines those ops, correct but slow. It is not in the kvoffload wheel, and does
-nothing if vLLM runs on a GPU.
+vLLM's published wheel has no CPU extension. With `VLLM_TARGET_DEVICE=cpu` its Python side runs, but lacks the
+few compiled ops that the CPU worker calls. vLLM loads this package in every process of the engine through the
+entry point group `vllm.general_plugins`, and the package defines these ops, correct but slow. The package is
+not in the kvoffload wheel, and does nothing if vLLM runs on a GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention over a paged cache in plain torch: grouped queries, causal, with a sliding window and a soft cap.
 
-The caches are `[blocks, kv heads, tokens of a block, head size]`; they may be views with gaps between their blocks.
-Requests that decode one token each are computed together, all other requests one by one.
+The caches have the shape `[blocks, kv heads, tokens of a block, head size]`, and may be views with gaps
+between blocks. Requests that decode one token each are computed together, all other requests one by one.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ class Pages:
     keys: torch.Tensor
     values: torch.Tensor
     scale: float
-    window: int  # how many tokens a query sees, including itself; below one: all of them
+    window: int  # the number of tokens that a query sees, including its own; all tokens if below one
     softcap: float
     causal: bool
 
     @property
     def block_size(self) -> int:
-        """The number of tokens in a block."""
         return self.keys.shape[2]
 
     def gather(self, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,7 +33,7 @@ class Pages:
         return _laid_out(self.keys[block_ids]), _laid_out(self.values[block_ids])
 
     def sees(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Return whether the token at position `query` attends to the one at position `key`."""
+        """Return whether the token at position `query` attends to the token at position `key`."""
         seen = key <= query if self.causal else torch.ones_like(key <= query)
         return seen & (query - key < self.window) if self.window > 0 else seen
 
@@ -90,7 +89,7 @@ def _decode(query: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, pag
     places = first[:, None] * pages.block_size + torch.arange(keys.shape[2])
     last = (lengths - 1)[:, None]
     seen = pages.sees(last, places) & (places <= last)
-    values = values.masked_fill(~seen[:, None, :, None], 0)  # Unwritten bytes may be NaN.
+    values = values.masked_fill(~seen[:, None, :, None], 0)  # unwritten bytes may be NaN
     return _weighted(query[:, None], keys, values, seen[:, None, None, None], pages)[:, 0]
 
 
@@ -120,7 +119,7 @@ def _weighted(
 
 
 def _first_block(place: torch.Tensor, pages: Pages) -> torch.Tensor:
-    """Return the first block that the token at `place` attends to."""
+    """Return the index of the first block that the token at `place` attends to."""
     if pages.window <= 0:
         return torch.zeros_like(place)
     return (place - pages.window + 1).clamp(min=0) // pages.block_size

@@ -1,6 +1,6 @@
-"""vLLM's models with Mamba2 layers and gated delta nets. Ops that a CPU lacks are replaced by plain torch.
+"""vLLM's models with Mamba2 layers and gated delta nets. Plain torch replaces the ops that a CPU lacks.
 
-vLLM's registry imports this module only when such a model is loaded.
+vLLM's registry imports this module only when an engine loads such a model.
 """
 
 import torch
@@ -22,7 +22,7 @@ def _gdn_attention_core(
     layer_name: LayerNameType,
 ) -> None:
     context = get_forward_context()
-    if context.attn_metadata is not None:  # It is None while vLLM measures a step's memory.
+    if context.attn_metadata is not None:  # None while vLLM measures a step's memory
         layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
         metadata = context.attn_metadata[layer.prefix]
         recurrent.gated_delta_net(layer, metadata, mixed_qkv, b, a, core_attn_out)
@@ -34,11 +34,11 @@ gdn_attention.cpu_gdn_attention_core = _gdn_attention_core
 
 
 class GraniteMoeHybridForCausalLM(granitemoehybrid.GraniteMoeHybridForCausalLM):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """Granite 4's hybrid model."""
+    pass
 
 
 class Qwen3NextForCausalLM(qwen3_next.Qwen3NextForCausalLM):  # type: ignore[misc]  # as above
-    """Qwen3-Next without experts, which need compiled ops."""
+    """Qwen3-Next without experts, because experts need compiled ops."""
 
     def set_moe_parameters(self) -> None:
-        """Do nothing: there are no experts."""
+        pass

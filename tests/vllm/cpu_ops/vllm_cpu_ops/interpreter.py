@@ -8,7 +8,7 @@ from typing import Any
 
 
 def match_the_compiler() -> None:
-    """Drop checks that compiled kernels lack, and accept masks that they accept.
+    """Drop the interpreter's checks that compiled kernels lack, and accept the masks that compiled kernels accept.
 
     Do nothing if Triton does not interpret.
     """
@@ -16,8 +16,8 @@ def match_the_compiler() -> None:
         return
     from triton.runtime.interpreter import InterpreterBuilder, interpreter_builder  # type: ignore[import-not-found]
 
-    # Compiled kernels check integer overflow only in debug mode. The interpreter's checks take 40 % of an engine's
-    # step.
+    # Compiled kernels check integer overflow only in debug mode. The interpreter's checks take 40 % of an
+    # engine's step.
     options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
     interpreter_builder.options = options
 

@@ -1,7 +1,7 @@
 """Enables a KV cache with blocks outermost on a CPU, by an environment variable.
 
-vLLM's CPU attention supports only one layout. Ours uses strides, so an engine can also run with the other layout, as on
-a GPU.
+vLLM's CPU attention supports only one layout. Our attention uses strides, so an engine can also run with the
+other layout, as on a GPU.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
-SWITCH = "VLLM_CPU_OPS_BLOCK_LAYOUTS"  # "1" offers this layout too. Read whenever an engine is configured.
+SWITCH = "VLLM_CPU_OPS_BLOCK_LAYOUTS"  # "1" offers this layout too; read whenever an engine is configured
 
 
 def follow_the_switch() -> None:
-    """Make the CPU's attention backend offer the layout while the switch is set."""
     try:
         from vllm.v1.kv_cache_layout import KVCacheLayout
     except ImportError:  # before 0.29

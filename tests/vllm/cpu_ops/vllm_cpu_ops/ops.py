@@ -13,7 +13,7 @@ from vllm_cpu_ops.slot_mapping import fill_slots
 
 FLOAT8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
-_library = torch.library.Library("_C", "FRAGMENT")  # The ops exist as long as this object.
+_library = torch.library.Library("_C", "FRAGMENT")  # the ops exist as long as this object
 
 
 def define_missing() -> None:
@@ -26,7 +26,7 @@ def define_missing() -> None:
 
 
 def _init_cpu_memory_env(nodes: list[int]) -> None:
-    """Do nothing: there is nothing to prepare."""
+    pass
 
 
 def _get_scheduler_metadata(*_: object) -> torch.Tensor:
@@ -92,7 +92,7 @@ def _greedy_argmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _fused_gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
-    """Return one token per row, sampled from the softmax of its logits. The same seed always gives the same token."""
+    """Return one token per row, sampled from the softmax of the row's logits. The same seed gives the same token."""
     noise = torch.empty_like(logits)
     for row, seed in zip(noise, seeds.tolist(), strict=True):
         row.exponential_(generator=torch.Generator().manual_seed(seed))
@@ -120,8 +120,8 @@ def _fused_add_rms_norm(
     _rms_norm(states, residual, weight, epsilon)
 
 
-#: The implementation of each op, by its schema, with the argument types that vLLM passes. The last five are called only
-#: up to 0.30.
+# The implementation of each op by its schema, with the argument types that vLLM passes. vLLM calls the last
+# five ops only up to 0.30.
 OPS: dict[str, Callable[..., object]] = {
     "init_cpu_memory_env(int[] nodes) -> ()": _init_cpu_memory_env,
     "get_scheduler_metadata(int num_reqs, int num_heads, int num_kv_heads, int head_dim, Tensor seq_lens,"

@@ -1,7 +1,8 @@
 """Enables asynchronous scheduling on a CPU, by an environment variable.
 
-vLLM's CPU platform always switches it off, because it gains nothing there. Tests of plugins with two steps in flight
-need it. The scheduler, the batch queue and the runner are the same code as on a GPU.
+vLLM's CPU platform always switches asynchronous scheduling off, because it gains nothing on a CPU. Tests of
+plugins with two steps in flight need it. The scheduler, the batch queue and the runner are the same code as
+on a GPU.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 SWITCH = (
-    "VLLM_CPU_OPS_ASYNC_SCHEDULING"  # "1" allows two steps in flight. Read whenever an engine is configured.
+    "VLLM_CPU_OPS_ASYNC_SCHEDULING"  # "1" allows two steps in flight; read whenever an engine is configured
 )
 
 
 def follow_the_switch() -> None:
-    """Leave asynchronous scheduling on in the CPU platform while the switch is set."""
     from vllm.platforms.cpu import CpuPlatform
 
     stock = CpuPlatform.check_and_update_config.__func__

@@ -1,7 +1,8 @@
 """Recurrent layers in plain torch, token by token in float32, so that the division into chunks changes nothing.
 
-A state is read from the slot in the request's row, and written back there. vLLM's own Python code for CPUs calls the
-two ops at the end of this file. The other functions replace functions of vLLM (`hybrid_models`).
+A layer reads each request's state from the slot in the request's row, and writes the state back to this slot.
+vLLM's own Python code for CPUs calls the two ops at the end of this file. The other functions replace
+functions of vLLM (`hybrid_models`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def chunk_scan(
 ) -> torch.Tensor:
     """Fill `out` and return the states at the ends of all chunks, or of each request's last chunk.
 
-    vLLM's own function for CPUs only returns the last states, but models with checkpoints inside a chunk need all.
+    vLLM's own function for CPUs returns only the last states, but models with checkpoints inside a chunk need
+    all states.
     """
     assert z is None
     assert seq_idx is not None
@@ -71,13 +73,16 @@ def store_prefill_checkpoint(
     *,
     state_len: int,
 ) -> None:
-    """Write each request's state inside its chunk into the block reserved for it; offset 0 means none."""
+    """Write each request's state at its checkpoint offset into the block reserved for the checkpoint.
+
+    A request with offset 0 has no checkpoint.
+    """
     rows = zip(
         checkpoint.checkpoint_offsets.tolist(),
         checkpoint.state_indices.tolist(),
         chunk_idx.tolist(),
         query_start_loc.tolist(),
-        strict=False,  # The last start is the end of the last request.
+        strict=False,  # the last start is the end of the last request
     )
     for offset, block, chunk, start in rows:
         if offset:
@@ -102,7 +107,8 @@ def _mamba2_token(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the state `[heads, size, states]` after a token, and the token's output `[heads, size]`.
 
-    `dt` and `A` are `[heads, size or 1]`; `B` and `C` are `[groups, states]`, each for several heads.
+    `dt` and `A` are `[heads, size or 1]`. `B` and `C` are `[groups, states]`, and several heads share a
+    group.
     """
     repeats, wide = state.shape[0] // B.shape[0], x.float()
     b, c = (each.float().repeat_interleave(repeats, dim=0) for each in (B, C))
@@ -158,7 +164,7 @@ def gated_delta_net(
     a: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Compute a layer for all requests of a step, into `out`. vLLM's own function only supports bfloat16."""
+    """Compute a layer for all requests of a step, into `out`. vLLM's own function supports only bfloat16."""
     starts, slots = metadata.non_spec_query_start_loc, metadata.non_spec_state_indices_tensor
     conv_states, states = layer.kv_cache[0].transpose(-1, -2), layer.kv_cache[1]
     decay = -layer.A_log.float().exp() * functional.softplus(a.float() + layer.dt_bias.float())
@@ -236,7 +242,7 @@ def _conv1d_update(
 
 
 def _conv1d_weight_pack(weight: torch.Tensor) -> torch.Tensor:
-    """Leave the weights unchanged. 0.30 packs them wherever the CPU has bfloat16, whatever their type."""
+    """Leave the weights unchanged. On a CPU with bfloat16, vLLM 0.30 packs weights of any type."""
     return weight.unsqueeze(1).clone()
 
 

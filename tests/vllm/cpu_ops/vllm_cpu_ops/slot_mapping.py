@@ -9,7 +9,7 @@ import torch
 if TYPE_CHECKING:
     from vllm.v1.worker.block_table import BlockTable
 
-PADDING = -1  # Slots below zero are not written.
+PADDING = -1  # slots below zero are not written
 
 
 def fill_slots(
@@ -26,7 +26,7 @@ def fill_slots(
         positions: each token's position in its request.
         block_table: one row of block ids per request.
         slots: filled in place.
-        block_size: tokens of one entry of the block table.
+        block_size: the number of tokens for each entry of the block table.
     """
     lengths = query_start_loc.diff().long()
     tokens = int(lengths.sum())
@@ -40,8 +40,8 @@ def fill_slots(
 def replace_kernel() -> None:
     """Replace the Triton kernel of vLLM's block table by `fill_slots`.
 
-    Without Triton, vLLM calls a replacement of the kernel, to which 0.32 passes the arguments in a wrong order. A plain
-    method works with every version.
+    Without Triton, vLLM calls a replacement of the kernel, and 0.32 passes the arguments to this replacement
+    in a wrong order. A plain method works with every version.
     """
     from vllm.v1.worker.block_table import BlockTable
 
@@ -52,7 +52,7 @@ def _compute_slot_mapping(
     self: BlockTable, num_reqs: int, query_start_loc: torch.Tensor, positions: torch.Tensor
 ) -> None:
     mode = getattr(self, "slot_mapping_mode", None)
-    if mode is not None and mode.name == "NONE":  # A recurrent group has states instead of slots.
+    if mode is not None and mode.name == "NONE":  # a recurrent group has states instead of slots
         return
     starts = query_start_loc[: num_reqs + 1]
     fill_slots(starts, positions, self.block_table.gpu, self.slot_mapping.gpu, self.block_size)
