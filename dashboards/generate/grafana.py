@@ -128,7 +128,7 @@ def _target(panel: Panel, query: Query, ref: str) -> prometheus.Dataquery:
 
 
 def _named(panel: Panel) -> list[str]:
-    """Titles of panels that a panel's text names, each once."""
+    """Return the titles of panels that a panel's text names, without duplicates."""
     return list(dict.fromkeys(re.findall("`([^`]+)`", panel.description)))
 
 

@@ -123,6 +123,6 @@ async def run_observer(
             while events := await feed.take():
                 await observer(events[0])
         finally:
-            feed.abandon()  # Also when cancelled, because nothing reads the feed any more.
+            feed.abandon()  # Also run if this task is cancelled, because nothing reads the feed any more.
     except Exception as exc:
         call_guarded(on_removed, feed.name, exc)

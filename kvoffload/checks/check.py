@@ -19,7 +19,7 @@ class Verdict(StrEnum):
 
 
 GIVE = "give the engine's own command line: kvoffload doctor -- vllm serve MODEL ..."
-"""The remedy of checks that lack what is in that command line."""
+"""The remedy of checks whose input that command line lacks."""
 FAILING = frozenset([Verdict.WARNING, Verdict.ERROR])
 
 

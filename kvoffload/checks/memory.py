@@ -143,6 +143,6 @@ CHECKS = (
     Check("host pool", _host_pool),
 )
 COPY_SPEED = Check("copy speed", _copy_speed)
-"""For setups whose page sizes are known."""
+"""The check of copy speed, for setups whose page sizes are known."""
 GPU = Check("gpu", _gpu)
 """Calls the driver, so it does not run at an engine's start."""

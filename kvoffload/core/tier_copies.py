@@ -398,7 +398,7 @@ class LowerTiers:
         self._in_flight = stores.in_flight
         self.spills: dict[LowerTier, Spills] = {tier: Spills(state, tier) for tier in state.tiers}
         self.fetches: dict[LowerTier, Fetches] = {tier: Fetches(state, tier, stores) for tier in state.tiers}
-        self._fetches = list(self.fetches.values())  # hooks would call `values` each time
+        self._fetches = list(self.fetches.values())  # A list, because hooks iterate over it often.
         self._spills = list(self.spills.values())
         self._owners: list[Fetches | Spills] = [*self._fetches, *self._spills]
         self.queues = [tier.candidates for tier in state.tiers] + [each.warm for each in self._fetches]
@@ -486,7 +486,7 @@ class LowerTiers:
             jobs.cancel(job)
 
     def cause(self, missing: BlockKey | None, cause: MissCause | None) -> MissCause | None:
-        """Return why a block is missing on the host. `cause` is what is known without the lower tiers."""
+        """Return why a block is missing on the host. `cause` is the cause without regard to the lower tiers."""
         for tier in self._state.tiers:
             if missing is not None and missing in tier.pool.index.parts[missing[0]]:
                 if self._state.shape.count_states((missing,)):

@@ -95,7 +95,7 @@ class StepFacts:
     progress: tuple[Progress, ...]
     # Requests that lost their blocks since the last plan. None of them has got new blocks yet.
     preempted: tuple[str, ...]
-    states: tuple[StateMade, ...] = ()  # of requests in `progress`
+    states: tuple[StateMade, ...] = ()  # states that the step completes, of requests in `progress`
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ def seal(value: memoryview, name: str, layout: bytes, key: TierKey | None = None
 
 
 def is_whole(value: memoryview, arrived: int, name: str, layout: bytes, key: TierKey | None = None) -> bool:
-    """Whether all bytes arrived (`arrived` counts them) and the trailer fits them, this name and this layout."""
+    """Return whether all bytes arrived (`arrived` counts them) and match the trailer, the name and the layout."""
     size = len(value) - TRAILER_BYTES
     return arrived == len(value) and hmac.compare_digest(
         value[size:], _trailer(value[:size], name, layout, key)

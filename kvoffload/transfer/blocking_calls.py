@@ -207,7 +207,7 @@ class BlockingCalls(Generic[ResourceT]):
         """The resource that calls are made to; None while it is not open."""
         self._reads: deque[Call] = deque()
         self._writes: deque[Call] = deque()
-        self._active: dict[int, Call] = {}  # by thread id
+        self._active: dict[int, Call] = {}  # the running calls, by the id of their thread
         self._submitted: set[Future[None]] = set()
         self.ended: deque[Call] = deque()
         """Ended calls that `poll` has not handled yet."""

@@ -67,7 +67,7 @@ def test_as_memory_grows_waiting_offers_are_stored_heads_first() -> None:
 
 
 def test_a_host_that_is_as_large_as_it_gets_is_full() -> None:
-    """Also if memory was refused and there are no slots."""
+    """The same if memory was refused and there are no slots."""
     world = World(host=0, is_growing=True)
     request = computed(world, "runs")
     world.ready_up_to(0)

@@ -637,7 +637,7 @@ def evict(world: World, name: str, text: str) -> None:
 def test_r8_a_block_evicted_in_the_middle_of_a_request_is_stored_again() -> None:
     world = World(host=2)
     world.serve("first", "abcdefghi")
-    request = computed(world, text="abcdefghi")  # on the device and on the host
+    request = computed(world, text="abcdefghi")  # The blocks are on the device and on the host.
     assert world.stores()[StoreOutcome.ALREADY_CACHED] == 2
     evict(world, "b", "012345678")
     assert world.on_host("abcdefgh") == ".."

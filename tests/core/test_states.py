@@ -281,7 +281,7 @@ def jobs_with(state: JobState) -> tuple[Jobs, Job]:
 )
 def test_a_job_that_is_dropped_is_cancelled_or_runs_to_its_end(state: JobState, learnt: list[object]) -> None:
     jobs, job = jobs_with(state)
-    job.settled = state is JobState.ABANDONED  # its owner was called before
+    job.settled = state is JobState.ABANDONED  # A timed-out job's owner was already called.
     jobs.drop(job)
     assert job.owner.learnt == learnt  # type: ignore[attr-defined]
     is_cancelled = state is JobState.PLANNED

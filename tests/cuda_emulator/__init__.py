@@ -193,7 +193,7 @@ class Emulator:
 
 
 class Engine:
-    """An engine's part on one device: a stream, and KV memory whose blocks its kernels write and read.
+    """A simulated engine on one device: it has a stream, and KV memory whose blocks its kernels write and read.
 
     Args:
         emulator: the emulated driver.

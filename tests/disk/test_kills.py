@@ -45,7 +45,7 @@ def write_until_killed(folder: Path, seed: int, to_test: Connection) -> None:
 
 
 class Expected:
-    """Which blocks must be found, which may be found, and which must not be found."""
+    """The blocks that must be found, that may be found, and that must not be found."""
 
     def __init__(self) -> None:
         self.there: set[bytes] = set()

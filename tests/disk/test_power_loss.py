@@ -25,7 +25,7 @@ class Life:
         self.random = Random(seed)
         self.disk = Disk()
         self.durable: set[bytes] = set()  # put, synced with their data, and not invalidated
-        self.gone: set[bytes] = set()  # from before a completed reset
+        self.gone: set[bytes] = set()  # keys of blocks from before a completed reset
         self.pictures: list[tuple[Disk, set[bytes], set[bytes]]] = []
         recorded = RecordedOs(self.disk, self.happened)
         for module in (index, open_folder, slot_file):

@@ -79,7 +79,7 @@ def test_what_is_needed(sizes: Sizes, needed: int) -> None:
 def test_property_a_start_is_refused_where_the_check_says_error(
     pages: list[int], share: int, ranks: int, above: int
 ) -> None:
-    """Tested a few KiB above and below the available memory, which is the error of rounding."""
+    """Tested a few KiB above and below the available memory, because sizes are rounded."""
     layout, share = FakeDevice(1, pages).layout, share + sum(pages)
     left = ranks * share // 1024 + above
     read = {"/proc/meminfo": f"MemAvailable: {left} kB\n"}.get

@@ -51,7 +51,7 @@ def test_a_turn_that_continues_a_conversation_reuses_its_answer_too(kind: str) -
     stream = engine.submit(turn, SamplingParams(4))
     drain(engine)
     assert_same(taken(stream), dense(tiny_config(kind), turn, 4))
-    assert stream.stats.device_hit_tokens == 24  # of the 27 tokens computed in the first turn
+    assert stream.stats.device_hit_tokens == 24  # 24 of the 27 tokens computed in the first turn are found
 
 
 @pytest.mark.parametrize("kind", KINDS)

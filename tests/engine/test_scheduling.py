@@ -108,7 +108,7 @@ def test_a_prefix_is_evicted_from_its_tail() -> None:
     run(engine, tokens(20, seed=1), 1)  # uses the other two blocks, and three of the ten
     stream = engine.submit(tokens(40), SamplingParams(1))
     engine.step()
-    assert stream.stats.device_hit_tokens == 28  # its first seven blocks
+    assert stream.stats.device_hit_tokens == 28  # The request's first seven blocks are found.
 
 
 def test_ids_are_unique_among_open_requests() -> None:

@@ -12,7 +12,7 @@ from tests.explore.scene import Scene
 from tests.explore.worlds import SmallWorld
 
 _END_CHECKED = 8
-"""From one state in this many, all work is run to its end.
+"""One in this many states is also run to the end of its work.
 
 States from which only an empty step is possible are always run to the end.
 """

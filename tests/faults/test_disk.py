@@ -158,7 +158,7 @@ def test_a_torn_write_is_found_when_it_is_read(process: Process) -> None:
     process.order("torn 1")
     process("serve", *ALL)
     state = process("serve", *ALL)
-    assert spilled(state) > 0  # As far as the engine can detect, the blocks were written.
+    assert spilled(state) > 0  # To the engine, the blocks seem to be written.
     process("close")
     process.order()
     process("start", folder)
@@ -204,7 +204,7 @@ def test_a_read_that_hangs_opens_the_breaker_and_closing_waits_for_nothing(
     before = engine.harmed
     engine("serve", *ALL)
     assert engine.harmed == before, "the disk was asked although a call hangs"
-    engine("close")  # while a call hangs
+    engine("close")  # a call still hangs
     folder = str(engine.root / "another")
     engine("start", folder, opens_in_s=0.1)
     engine.order()

@@ -134,7 +134,7 @@ def whole_lines(path: Path) -> list[Any]:
 
 
 def test_after_a_clock_jump_all_copies_are_abandoned_and_every_request_is_served() -> None:
-    """As after a suspended machine or in a debugger: all copies are overdue at once, but end later."""
+    """A suspended machine or a debugger has this effect: all copies are overdue at once, but end later."""
     with rig(num_blocks=150) as made:
         on_host_only(made, text(1, 30))
         made.hold()

@@ -115,7 +115,7 @@ def _try_sample(options: argparse.Namespace, paths: Iterable[Path], tests: Tests
 
 
 def _known(table: Path | None, kept: Path, tests: Tests) -> Iterator[Result]:
-    """Read earlier results, without those whose every noticing test is gone."""
+    """Read earlier results. Drop a result if none of the tests that noticed it exists any more."""
     names = {*tests.seconds, *tests.left_out}
     found = list(read(table.read_text())) if table and table.exists() else []
     if kept.exists():

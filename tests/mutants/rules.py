@@ -117,7 +117,7 @@ def r5_overdue_load_frees_its_blocks() -> list[Patch]:
 
 
 def r7_stale_ids_stay() -> list[Patch]:
-    """Also without the last check, of the engine's own key for a block's contents."""
+    """The last check, which compares a block's key with the engine's, is also disabled."""
     real = Stores._by_block
 
     def by_block(self: Stores, offer: Any, holds: Any) -> Any:  # noqa: ANN401
@@ -225,7 +225,7 @@ def r16_quarantined_slot_comes_back() -> list[Patch]:
 
 
 def r16_timed_out_job_counts_as_ended() -> list[Patch]:
-    """Its owner ends it although copies may still run."""
+    """A job's owner ends the job although copies may still run."""
     real = Jobs.time_out
 
     def time_out(self: Jobs, job: Job) -> None:

@@ -95,7 +95,7 @@ def test_r18_a_reset_of_one_engine_costs_the_others_nothing_and_it_finds_nothing
     third.run(OTHER)
     assert third.copied(Direction.LOAD) > 0
     assert {second.namespace, third.namespace} == {shared}
-    late = start(url, weights_id="others").opened()  # like a restart of the first engine
+    late = start(url, weights_id="others").opened()  # This corresponds to a restart of the first engine.
     for fresh in (first, late):
         for prompt in (PROMPT, OTHER):
             fresh.run(prompt)

@@ -137,7 +137,7 @@ class SideWorld(World):
     # -- what must hold when all has ended ----------------------------------------------------------------------
 
     def problems_at_end(self) -> list[str]:
-        """End all copies, including abandoned ones; return what is wrongly left, without the audit."""
+        """End all copies, including abandoned ones; return what remains by mistake. Does not run the audit."""
         self.drain()
         self.end_copies(list(self.copies))
         self.drain()

@@ -101,7 +101,7 @@ def counted(**settings: Any) -> dict[str, int]:  # noqa: ANN401  # those of a si
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int]]:
-    counted()  # what is made once in a process
+    counted()  # the first run of the process makes more calls
     without, with_ = counted(), counted(portal=True, disk=tmp_path_factory.mktemp("disk"))
     return {what: (without[what], with_[what]) for what in without}
 

@@ -69,7 +69,7 @@ def test_a_lookup_may_wait_for_anothers_load_until_its_patience_ends() -> None:
     assert side.side.lookup(other, 0) is None
     side.clock.jump(0.1)
     assert side.side.lookup(other, 0) == RELOAD
-    side.allocated("b", RELOAD)  # Its waiting time begins again.
+    side.allocated("b", RELOAD)  # The request's waiting time begins again.
     side.done(side.step())
     side.step(("b", RELOAD), preempted=["b"])
     assert not side.side._deferred

@@ -443,7 +443,7 @@ def test_an_exporter_that_blocks_changes_nothing_and_what_does_not_fit_is_counte
     exporter = InMemorySpanExporter()
     side = make(exporter)
     held = executor(side)
-    held._held = True  # Its thread stops in its first batch.
+    held._held = True  # The exporter's thread stops in its first batch.
     seen(side, "early")
     advance(side)
     assert held.waiting == 1

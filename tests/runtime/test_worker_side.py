@@ -77,7 +77,7 @@ def test_the_start_logs_what_was_chosen_and_how_many_times_the_device_that_is() 
         "event": "worker_registered",
         "log_level": "info",
         "rank": 1,
-        "host_bytes": "2.6 KiB",  # of both ranks
+        "host_bytes": "2.6 KiB",  # memory for both ranks
         "slots": 14,
         "slot_bytes": SLOT_BYTES,
         "times_device": 2.0,  # the device has 7 blocks

@@ -319,7 +319,8 @@ def travel(engine: Engine, tracer: Tracer, runs: int = RUNS) -> Journeys:
     fresh, returning, stores, loads = ([] for _ in range(4))
     for number, seed in enumerate(range(2, 2 + 2 * runs, 2)):
         for _ in range(number % 3):
-            _life(engine, tracer, 1)  # so that work for many messages falls into different hooks
+            # Extra requests shift work for many messages into different hooks.
+            _life(engine, tracer, 1)
         fresh.append(_life(engine, tracer, seed))
         engine.forget_device()
         returning.append(_life(engine, tracer, seed))

@@ -81,7 +81,7 @@ class Simulation:
         self.copies_below = Counter[str]()
         self._namespaces: dict[str, None] = {}
         self._reset_namespaces: dict[str, int] = {}
-        self._left_namespaces: dict[str, None] = {}  # of this engine
+        self._left_namespaces: dict[str, None] = {}  # namespaces that this engine has used and left
         self._is_stepping = self._is_over = False
         self._complaints: list[str] = []
         self.loop.set_exception_handler(self._complain)
@@ -119,7 +119,7 @@ class Simulation:
         )
         if self._keep is not None:
             self._follow(self._keep)
-        self.offload.bus.count(JobOverdue, self._note_overdue)  # also if the core has raised
+        self.offload.bus.count(JobOverdue, self._note_overdue)  # Counted even if the core has raised.
         self.offload.bus.count(TierCopyEnded, self._note_copy_below)
         self.offload.bus.count(RemoteOpened, self._check_namespace)
         self.offload.bus.count(DiskOpened, partial(self._check_opened, was_reset=self._was_reset))

@@ -72,7 +72,7 @@ def test_each_process_begins_with_its_provenance(tmp_path: Path) -> None:
 def test_a_bounded_journal_keeps_the_end_and_says_in_each_file_what_it_is_of(
     tmp_path: Path, batch: int
 ) -> None:
-    """Also if the writer is late, and must write more at once than a file may contain."""
+    """The same if the writer is late, and must write more at once than a file may contain."""
     path, most = tmp_path / "journal", 4000
     write(path, 500, max_bytes=most, batch=batch)
     assert files_of(path) == [rotated(path), path]

@@ -376,7 +376,7 @@ def test_the_exit_waits_until_threads_of_a_client_have_left_python(monkeypatch: 
 
     monkeypatch.setattr("time.sleep", pause)
     monkeypatch.setattr(blocking_calls, "_MADE", [Rig().calls])
-    # Like a client's thread, it is not registered with `threading`.
+    # A client's own threads are not registered with `threading` either.
     _thread.start_new_thread(gate.arrive, ())
     gate.wait_for_arrivals(1)
     blocking_calls._exit()

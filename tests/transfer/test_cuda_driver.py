@@ -220,7 +220,7 @@ def test_r9_after_a_refused_slice_no_other_follows_and_those_before_end_first(em
     emulator.fail("cuMemcpyBatchAsync", 2, after=2)
     ticket = copier.submit(Direction.LOAD, bench.load, ())
     assert elsewhere(ticket.query) is TicketState.PENDING
-    assert emulator.calls("cuMemcpyBatchAsync") == 3  # of five slices
+    assert emulator.calls("cuMemcpyBatchAsync") == 3  # Three of five slices were enqueued.
     assert elsewhere(ticket.query) is TicketState.PENDING
     emulator.step()
     assert ticket.query() is TicketState.FAILED

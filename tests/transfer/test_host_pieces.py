@@ -66,7 +66,7 @@ def test_a_load_that_comes_later_is_copied_before_the_rest_of_a_store() -> None:
     executor, loads = ManualExecutor(), list[HostTicket]()
 
     def arrive(runs: CopyRuns) -> None:
-        if not loads:  # while the store's first piece is copied
+        if not loads:  # This happens while the store's first piece is copied.
             loads.append(queue.add(LOAD, runs_of(10, 10, start=500)))
 
     copied = Copied(arrive)
@@ -125,7 +125,7 @@ def test_a_batch_fails_when_its_last_piece_has_ended_and_not_before() -> None:
         states.append(ticket._ended.__len__())
         if runs.source[0] == 0:
             raise OSError("torn")
-        assert ticket.query() is TicketState.PENDING  # although a piece has failed
+        assert ticket.query() is TicketState.PENDING  # The batch is pending although a piece has failed.
 
     states: list[int] = []
     ticket = queue_with(executor, copy).add(LOAD, runs_of(10, 10))

@@ -175,7 +175,7 @@ async def test_the_hook_does_not_wait_for_the_coroutine() -> None:
     async with running(rig):
         rig.pump.submit_loads([load(1, [1], [1])])
         rig.copier.tickets[0].finish()
-        with rig.pump._reaping:  # as the coroutine does on its thread
+        with rig.pump._reaping:  # The coroutine holds this lock on its thread.
             rig.pump.poll()
             rig.pump.submit_loads([load(2, [2], [2])])
             rig.pump.submit_stores([store(3, [3], [3])])

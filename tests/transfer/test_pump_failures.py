@@ -104,7 +104,7 @@ async def test_when_one_part_of_a_store_fails_the_rest_is_not_started() -> None:
         with capture_logs():
             first.fail()
             await rig.clock.advance(0.1)
-        assert rig.outcomes() == {}  # its second part still runs
+        assert rig.outcomes() == {}  # The job's second part still runs.
         assert rig.copier.tickets[2].runs.total_bytes == 96  # the next job, not the rest of this one
         second.finish()
         assert rig.outcomes() == {1: FAILED}

@@ -30,7 +30,7 @@ from tests.conservation import conservation
 from tests.core.audit import audit_side
 from tests.vllm.stock import checkpoints, engines
 
-_SLOWER = 5 if engines.IS_V2_RUNNER else 1  # its kernels are interpreted
+_SLOWER = 5 if engines.IS_V2_RUNNER else 1  # The V2 runner's kernels are interpreted.
 MARKS = [
     pytest.mark.vllm,
     pytest.mark.slow,

@@ -25,7 +25,7 @@ from tests.vllm.stock import checkpoints
 HOST_BLOCKS = 80
 _PATIENCE_S = 600.0
 _DONE = TierOutcome.DONE
-# Outcomes without an error; an abort cancels.
+# outcomes without an error; an abort leads to CANCELLED
 _IN_ORDER = (Tier.REMOTE, _DONE), (Tier.REMOTE, TierOutcome.CANCELLED)
 
 

@@ -261,7 +261,7 @@ def test_r18_an_adapter_with_other_bytes_at_the_same_path_finds_nothing(tmp_path
                 life.rig.finish()
             first, *later = [life.rig.reported[f"{name}a{number}"] for number in range(3)]
             assert first.cached == 0
-            assert all(one.cached for one in later)  # on the device, if the adapter is the same
+            assert all(one.cached for one in later)  # found on the device, because the adapter is the same
             assert life.on_disk() == life.restored == (6 if seed else 0)
             base = [life.rig.run({f"{name}b{number}": asked})[f"{name}b{number}"] for number in range(3)]
             assert base[0].cached == (6 * engines.BLOCK if seed else 0)

@@ -92,7 +92,7 @@ def test_vllms_own_reference_counts_are_compared(hands: Hands) -> None:
     assert leases
     assert device.lease_problems(leases) == []
     block = device._pool.blocks[next(iter(leases))]
-    block.ref_cnt -= 1  # as if vLLM had freed a block that we lease
+    block.ref_cnt -= 1  # This simulates that vLLM has freed a block that we lease.
     assert len(device.lease_problems(leases)) == 1
     block.ref_cnt += 1
     assert audit_side(rig.side) == []

@@ -177,7 +177,7 @@ class NvidiaDriver:
         self._threads = _Threads(lambda: self._exchange_capture_mode(RELAXED), threading.get_ident())
         self.enter()
         self._spare: dict[bool, deque[int]] = {timed: deque() for timed in (True, False)}
-        self._queues: dict[int, _Queue] = {}  # by stream handle
+        self._queues: dict[int, _Queue] = {}  # the counts of each stream, by the stream's handle
         self._kernels: dict[int, PageKernel] = {}
         are_safe = batch_copies == "auto" and self.attribute(_CAPABILITY_MAJOR) < _BLACKWELL
         self._batch = library.batch_copy() if are_safe or batch_copies == "on" else None

@@ -325,6 +325,7 @@ def test_a_seed_that_is_set_is_the_same_in_every_process(
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     assert problems(checkpoint, {"prefix_caching_hash_algo": "xxhash"}) == []
     monkeypatch.delenv("PYTHONHASHSEED")
-    monkeypatch.delattr("vllm.v1.core.kv_cache_utils.get_none_hash_seed")  # as before 0.29
+    # Before 0.29, vLLM does not have this function.
+    monkeypatch.delattr("vllm.v1.core.kv_cache_utils.get_none_hash_seed")
     (problem,) = problems(checkpoint, {})
     assert "PYTHONHASHSEED" in problem

@@ -73,7 +73,7 @@ TWO_STEPS: Mapping[str, str] = {"VLLM_CPU_OPS_ASYNC_SCHEDULING": "1"}
 @dataclass(frozen=True, slots=True)
 class Answer:
     tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]  # of the chosen tokens
+    logprobs: tuple[float, ...]  # log-probabilities of the chosen tokens
     cached: int  # the number of prompt tokens that were not computed
 
 
