@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from tests.vllm.engine_rig import Hands
 
 
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the checkpoints, each of which is made by its first user."""
+    return tmp_path_factory.getbasetemp() / "checkpoints"
+
+
 @pytest.fixture
 def hands(engine: Hands) -> Iterator[Hands]:
     """Yield the module's `engine`, with empty caches and no held copies, and check this at the end."""

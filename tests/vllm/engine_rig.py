@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,6 +69,18 @@ class Reported:
     prompt_logprobs: tuple[float, ...]
     cached: int
     finished: bool
+
+
+def prompt(seed: int, length: int = 264) -> tuple[int, ...]:
+    """Draw a prompt. By default eight whole blocks and some tokens."""
+    draw = random.Random(seed)
+    return tuple(draw.randrange(256) for _ in range(length))
+
+
+def truth(rig: Rig, one: Asked, salt: str = "truth") -> Reported:
+    """Return the answer of a request that reads no cache, and whose blocks no other request finds."""
+    asked = Asked(one.prompt, one.count, salt=salt, prompt_logprobs=True)
+    return rig.run({"truth": asked})["truth"]
 
 
 def transfer_config(host_blocks: int, **extra: Any) -> dict[str, Any]:
@@ -287,6 +300,17 @@ class Held:
 
 
 Hands = tuple[Rig, Held]
+
+
+def start_loading(hands: Hands, asked: Asked) -> Any:
+    """Leave a prompt only on the host, and let request "a" begin to load it; return the held load."""
+    rig, held = hands
+    rig.put_on_host_only(asked.prompt)
+    held.copier.hold()
+    rig.ask("a", asked)
+    rig.until(lambda: held.loads)
+    (load,) = held.loads
+    return load
 
 
 @contextmanager

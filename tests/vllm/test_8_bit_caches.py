@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
-
-import pytest
+from typing import TYPE_CHECKING, Any
 
 from kvoffload.core.machine import SlotState
 from tests.vllm.engine_rig import (
@@ -20,14 +18,12 @@ from tests.vllm.engine_rig import (
     same,
 )
 
+if TYPE_CHECKING:
+    import pytest
+
 pytestmark = MARKS
 
 BLOCKS = 8  # whole blocks of a prompt
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "checkpoints"
 
 
 def draw(count: int) -> dict[str, Asked]:

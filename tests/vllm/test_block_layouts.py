@@ -45,11 +45,6 @@ STORED, LOADED = (3, 1, 8), (5, 6, 2)
 PATIENCE_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "checkpoints"
-
-
 def prompts() -> dict[str, Asked]:
     stem = tuple(range(7, 7 + 96))
     return {f"r{number}": Asked((*stem, *range(number, number + 60))) for number in range(4)}

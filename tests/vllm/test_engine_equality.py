@@ -55,11 +55,6 @@ def draw(seed: int) -> dict[str, Asked]:
     return asked
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "checkpoints"
-
-
 REQUESTS = draw(1)
 SCORED = {
     f"s{number}": Asked(one.prompt, 4, prompt_logprobs=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import random
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -23,21 +22,17 @@ from tests.vllm.engine_rig import (
     Asked,
     Hands,
     Held,
-    Reported,
-    Rig,
     offloading,
+    prompt,
     same,
+    start_loading,
+    truth,
 )
 from tests.vllm.stock import engines
 
 pytestmark = MARKS
 
 TIMEOUT_S = 30
-
-
-def prompt(seed: int, length: int = 200) -> tuple[int, ...]:
-    random_ = random.Random(seed)
-    return tuple(random_.randrange(256) for _ in range(length))
 
 
 @pytest.fixture(scope="module")
@@ -47,20 +42,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hands]:
     folder = tmp_path_factory.getbasetemp() / "checkpoints"
     with offloading("qwen3", folder, held=held, extra=journal) as rig:
         yield rig, held
-
-
-def truth(rig: Rig, one: Asked, salt: str = "truth") -> Reported:
-    """Return the answer of a request that finds nothing."""
-    return rig.run({"truth": Asked(one.prompt, one.count, salt=salt)})["truth"]
-
-
-def start_loading(hands: Hands, asked: Asked) -> Any:
-    rig, held = hands
-    rig.put_on_host_only(asked.prompt)
-    held.copier.hold()
-    rig.ask("a", asked)
-    rig.until(lambda: held.loads)
-    return held.loads[0]
 
 
 def test_an_error_that_comes_after_its_load_was_abandoned(hands: Hands) -> None:

@@ -153,11 +153,6 @@ def side_by_side(
     }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "checkpoints"
-
-
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
 def test_eager_hits_are_at_least_the_peers(kind: checkpoints.Kind, folder: Path) -> None:
     table = side_by_side(kind, folder, "eager", HOST_BLOCKS[kind])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -17,27 +16,18 @@ from tests.vllm.engine_rig import (
     Asked,
     Hands,
     Held,
-    Reported,
     Reports,
     Rig,
     check_same,
     offloading,
+    prompt,
     same,
+    start_loading,
+    truth,
 )
 from tests.vllm.stock import checkpoints, engines
 
 pytestmark = MARKS
-
-
-def prompt(seed: int, length: int = 264) -> tuple[int, ...]:
-    random_ = random.Random(seed)
-    return tuple(random_.randrange(256) for _ in range(length))
-
-
-def truth(rig: Rig, one: Asked) -> Reported:
-    """Return the answer of a request that reads no cache, and whose blocks no other request finds."""
-    asked = Asked(one.prompt, one.count, salt="truth", prompt_logprobs=True)
-    return rig.run({"truth": asked})["truth"]
 
 
 @pytest.fixture(scope="module", params=checkpoints.KINDS)
@@ -48,17 +38,6 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield rig, held
 
 
-def start_loading(hands: Hands, name: str, asked: Asked) -> Any:
-    """Leave a prompt only on the host, and let a request begin to load it; return the held load."""
-    rig, held = hands
-    rig.put_on_host_only(asked.prompt)
-    held.copier.hold()
-    rig.ask(name, asked)
-    rig.until(lambda: held.loads)
-    (load,) = held.loads
-    return load
-
-
 # -- loads that end well, badly or never --------------------------------------------------------------------------------
 
 
@@ -66,7 +45,7 @@ def test_r9_a_failed_load_is_recomputed(hands: Hands) -> None:
     rig, held = hands
     asked = Asked(prompt(1), 12)
     expected = truth(rig, asked)
-    load = start_loading(hands, "a", asked)
+    load = start_loading(hands, asked)
     before = rig.counts
     with Reports(rig) as reports:
         load.tear()
@@ -86,7 +65,7 @@ def test_r9_a_load_that_takes_too_long_is_recomputed_elsewhere(hands: Hands) -> 
     rig, held = hands
     asked = Asked(prompt(3), 12)
     expected = truth(rig, asked)
-    load = start_loading(hands, "a", asked)
+    load = start_loading(hands, asked)
     held.copier._held = False  # for later copies; this one stays open
     held.clock.jump(31)
     with Reports(rig) as reports:
@@ -109,7 +88,7 @@ def test_r9_a_load_that_takes_too_long_is_recomputed_elsewhere(hands: Hands) -> 
 
 def test_abort_while_loading_is_reported_once(hands: Hands) -> None:
     rig, held = hands
-    load = start_loading(hands, "a", Asked(prompt(5)))
+    load = start_loading(hands, Asked(prompt(5)))
     with Reports(rig) as reports:
         rig.abort("a")
         for _ in range(3):

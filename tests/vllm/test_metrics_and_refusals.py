@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,22 +20,13 @@ from tests.vllm.engine_rig import (
     Rig,
     check_threads_gone,
     offloading,
+    prompt,
     same,
     transfer_config,
 )
 from tests.vllm.stock import checkpoints, engines
 
 pytestmark = MARKS
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "checkpoints"
-
-
-def prompt(seed: int, length: int = 264) -> tuple[int, ...]:
-    random_ = random.Random(seed)
-    return tuple(random_.randrange(256) for _ in range(length))
 
 
 def truth(rig: Rig, asked: Mapping[str, Asked]) -> dict[str, Reported]:

@@ -14,11 +14,6 @@ pytestmark = MARKS
 TOKENS = 960
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "checkpoints"
-
-
 def asked(count: int = 4) -> dict[str, Asked]:
     draw = random.Random(3)
     return {

@@ -181,11 +181,6 @@ KINDS: Mapping[
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "checkpoints"
-
-
-@pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, Answers]:
     with plain("qwen3", folder, enable_prefix_caching=False, **OPTIONS) as rig:
         return {name: kind(rig, folder) for name, (kind, _) in KINDS.items()}

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-import pytest
-
 from tests.remote.servers import Bucket
-from tests.vllm.engine_rig import MARKS, Asked, Rig, offloading
+from tests.vllm.engine_rig import MARKS, Asked, Rig, offloading, prompt
 from tests.vllm.stock import checkpoints
 
+if TYPE_CHECKING:
+    import pytest
+
 pytestmark = MARKS
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "checkpoints"
-
-
-def prompt(seed: int, length: int = 264) -> tuple[int, ...]:
-    draw = random.Random(seed)
-    return tuple(draw.randrange(256) for _ in range(length))
 
 
 @contextmanager

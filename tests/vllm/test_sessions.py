@@ -23,11 +23,6 @@ pytestmark = MARKS
 BLOCK = 32
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "checkpoints"
-
-
 def tokens(seed: int, count: int) -> tuple[int, ...]:
     draw = random.Random(seed)
     return tuple(draw.randrange(256) for _ in range(count))

@@ -78,11 +78,6 @@ class Both:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "checkpoints"
-
-
-@pytest.fixture(scope="module")
 def expected(folder: Path) -> Mapping[str, Reported]:
     with plain("qwen3", folder, enable_prefix_caching=False) as rig:
         return rig.run(ASKED)

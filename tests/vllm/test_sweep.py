@@ -6,7 +6,6 @@ It survives, answers correctly, and gets every block back (R12).
 from __future__ import annotations
 
 import logging
-import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -20,7 +19,7 @@ from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.transfer.ports import Clocks
 from tests.sweep import Place, chosen, places, raising
-from tests.vllm.engine_rig import MARKS, Asked, Held, Reported, Reports, Rig, offloading, same
+from tests.vllm.engine_rig import MARKS, Asked, Held, Reported, Reports, Rig, offloading, prompt, same
 from tests.vllm.stock import engines
 
 pytestmark = MARKS
@@ -29,18 +28,13 @@ TIMEOUT_S = 30
 STEPS = 300  # limit on steps, for an engine that hangs
 
 
-def prompt(seed: int, length: int = 200) -> tuple[int, ...]:
-    random_ = random.Random(seed)
-    return tuple(random_.randrange(256) for _ in range(length))
-
-
 ASKED = {
-    "first": Asked(prompt(1), 2),
-    "loads": Asked(prompt(1), 4),
-    "shares": Asked(prompt(1), 3),
+    "first": Asked(prompt(1, 200), 2),
+    "loads": Asked(prompt(1, 200), 4),
+    "shares": Asked(prompt(1, 200), 3),
     "leaves": Asked(prompt(1, 150), 3),
-    "stores": Asked(prompt(2), 4),
-    "later": Asked(prompt(2), 3),
+    "stores": Asked(prompt(2, 200), 4),
+    "later": Asked(prompt(2, 200), 3),
 }
 
 

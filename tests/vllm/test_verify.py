@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,15 +9,10 @@ import pytest
 
 from kvoffload.core.machine import SlotState
 from kvoffload.model.ids import SlotId
-from tests.vllm.engine_rig import MARKS, Asked, Reported, Reports, Rig, offloading, same
+from tests.vllm.engine_rig import MARKS, Asked, Reports, Rig, offloading, prompt, same, truth
 from tests.vllm.stock import checkpoints
 
 pytestmark = MARKS
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "checkpoints"
 
 
 @pytest.fixture(scope="module", params=checkpoints.KINDS)
@@ -33,16 +27,6 @@ def rig(engine: Rig) -> Iterator[Rig]:
     engine.forget()
     yield engine
     engine.check_clean()
-
-
-def prompt(seed: int, length: int = 264) -> tuple[int, ...]:
-    random_ = random.Random(seed)
-    return tuple(random_.randrange(256) for _ in range(length))
-
-
-def truth(rig: Rig, one: Asked) -> Reported:
-    """Return the answer of a request that reads no cache, and whose blocks no other request finds."""
-    return rig.run({"truth": Asked(one.prompt, one.count, salt="truth", prompt_logprobs=True)})["truth"]
 
 
 def ready_slots(rig: Rig) -> list[SlotId]:

@@ -28,11 +28,6 @@ def prompts() -> list[list[int]]:
     return [*own, *(shared + tail for tail in own)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "checkpoints"
-
-
 @cache
 def computed(checkpoint: Path) -> list[engines.Answer]:
     """Return the answers of an engine without prefix caching."""

@@ -15,11 +15,6 @@ from tests.vllm.stock import checkpoints
 pytestmark = MARKS
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "checkpoints"
-
-
 def is_too_old() -> bool:
     """Return whether this version expects states that a hit does not include, as versions before 0.28 do."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from kvoffload.model.wire import Direction
-from tests.vllm.conftest import bucket, mooncake  # noqa: F401  # fixtures
 from tests.vllm.engine_rig import MARKS, check_same
 from tests.vllm.sharing_rig import sharing
 from tests.vllm.stock import checkpoints

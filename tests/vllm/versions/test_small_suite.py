@@ -147,11 +147,6 @@ def failed(stage: Stage) -> dict[str, Reported]:
 SCENES: tuple[Callable[[Stage], dict[str, Reported]], ...] = (reloaded, preempted, aborted, reset, failed)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "checkpoints"
-
-
 @pytest.fixture(scope="module", params=checkpoints.KINDS)
 def stage(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[Stage, Mapping[str, Reported]]]:
     kind = request.param
