@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvoffload.engine import Engine, SamplingParams
 from kvoffload.model.causes import RejectionCause
 from kvoffload.model.events import FactRejected
 from kvoffload.runtime.portal import Portal
-from kvoffload.telemetry.journal import JournalFile
 from kvoffload.telemetry.logging import LogObserver
 from kvoffload.telemetry.records import read_journal
 from kvoffload.testing import FakeClock
@@ -31,7 +28,6 @@ from tests.reference.rig import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
     import pytest
@@ -91,43 +87,6 @@ def test_an_observer_that_blocks_the_loop_holds_up_stores_and_nothing_else(
     assert engine.audit() == audit_side(plugin.offload) == []
     assert plugin.offload.degraded is None
     engine.close()
-
-
-# -- the journal's disk -----------------------------------------------------------------------------------------------------
-
-
-def test_a_full_disk_ends_the_journals_file_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "journal"
-    with rig(extra={"journal_path": str(path)}) as made:
-        made.run(text(1, 25))
-        made.pass_time()
-
-        def full(file: JournalFile, lines: Iterable[str]) -> None:
-            text = "\n".join(lines)
-            os.write(file._file.fileno(), text[: len(text) // 2].encode())
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        monkeypatch.setattr(JournalFile, "append", full)
-        made.run(text(2, 25))
-        made.pass_time()
-        made.run(text(3, 25))
-        assert made.counts().total("kvoffload_journal_write_errors_total") == 1
-        assert caplog.text.count("journal_stopped") == 1
-        assert "No space left on device" in caplog.text
-        assert sum("RequestEnded" in line for line in made.offload.observation.journal.tail(1000)) == 3
-        assert made.offload.degraded is None
-        made.assert_clean()
-    kept = [record.sequence for record in whole_lines(path)]
-    assert kept == list(range(1, len(kept) + 1))
-
-
-def whole_lines(path: Path) -> list[Any]:
-    """Return the complete lines of a file that was cut off within a line."""
-    text_ = path.read_text()
-    path.write_text(text_[: text_.rfind("\n") + 1])
-    return list(read_journal(path))
 
 
 # -- clocks -----------------------------------------------------------------------------------------------------------------
