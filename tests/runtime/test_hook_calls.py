@@ -13,6 +13,8 @@ import pytest
 
 from kvoffload.model import facts
 from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId
+from kvoffload.model.wire import NOTHING
+from kvoffload.transfer.ports import Clocks
 from tests.operations import calls
 from tests.runtime.parts import BLOCK, RELOAD, Side
 
@@ -110,3 +112,59 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int]
 def test_a_hook_makes_no_more_calls_than_this(what: str, found: dict[str, tuple[int, int]]) -> None:
     most = MOST_CALLS[what]
     assert all(calls <= limit for calls, limit in zip(found[what], most, strict=True)), found
+
+
+def tracking(requests: int) -> Side:
+    """Return a side with this many running requests, some of them stored, that do nothing."""
+    side = Side()
+    for number in range(requests):
+        side.seen(f"r{number}", prefix=f"{number % 5}-", blocks=2)
+        side.allocated(f"r{number}", blocks=2)
+    for _ in range(3):
+        side.done(side.step(*((f"r{number}", 2 * BLOCK) for number in range(0, requests, 2))))
+    return side
+
+
+@pytest.mark.slow
+def test_a_step_costs_the_same_however_many_requests_do_nothing_in_it() -> None:
+    assert calls(tracking(10).step) == calls(tracking(10_000).step)
+
+
+def test_a_step_without_a_planned_job_asks_for_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With cold caches every call matters: a call for the plan made an empty step a fifth longer."""
+    side = tracking(3)
+
+    def asked(*_: object) -> None:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(side.side.core, "plan", asked)
+    monkeypatch.setattr(side.side.copies, "overdue", asked)
+    assert side.step() == NOTHING
+    assert side.side.degraded is None
+
+
+@pytest.fixture
+def readings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record each reading of a clock for state or durations, without the journal's time of a batch."""
+    found: list[str] = []
+
+    def counted(clock: Callable[[], float]) -> Callable[[], float]:
+        def read() -> float:
+            found.append("read")
+            return clock()
+
+        return read
+
+    monkeypatch.setattr(
+        "tests.runtime.parts.Clocks", lambda now, unix, sleep: Clocks(counted(now), unix, sleep)
+    )
+    return found
+
+
+def test_a_hook_reads_the_clock_twice(readings: list[str]) -> None:
+    side, counts = Side(), dict[str, int]()
+    for what, act in hooks(side).items():
+        readings.clear()
+        act()
+        counts[what] = len(readings)
+    assert counts == dict.fromkeys(counts, 2)
