@@ -1,4 +1,4 @@
-"""Shared by the suites on a stock vLLM."""
+"""Fixtures for the suites on a stock vLLM."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hands(engine: Hands) -> Iterator[Hands]:
-    """Yield the module's `engine`, with empty caches and no held copies, and check this at the end."""
+    """Yield the module's `engine` with empty caches and no held copies. At the end, check that nothing is left."""
     rig, held = engine
     rig.reported.clear()
     rig.forget()

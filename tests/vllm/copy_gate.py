@@ -1,6 +1,6 @@
 """A gate that holds the copies of other processes until the test releases them.
 
-The processes also report their end to it.
+Workers also report to the gate when they close their connectors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WHO = struct.Struct("3i")  # process, user and group ids
 
 
 def knock(reason: bytes) -> socket.socket:
-    """Report to the gate of this process's environment. Only copies get an answer."""
+    """Send a message to the gate of this process's environment. The gate answers only copies."""
     gate = socket.socket(socket.AF_UNIX)
     gate.connect(os.environ[GATE])
     gate.sendall(reason)
@@ -38,7 +38,6 @@ class HeldCopy:
     _connection: socket.socket
 
     def release(self) -> None:
-        """Let the copy continue."""
         self._connection.sendall(GO_ON)
 
     def came_to_its_end(self) -> bool:
@@ -64,11 +63,10 @@ class CopyGate:
         self._is_open = False
 
     def next_held(self) -> HeldCopy:
-        """Wait for a copy to arrive, and return it."""
         return self._held.get(timeout=_PATIENCE_S)
 
     def next_closing(self) -> tuple[bytes, int]:
-        """Wait until a worker begins or ends closing its connector; return which, and its process."""
+        """Wait until a worker begins or ends closing its connector; return the message and the worker's process."""
         return self._closings.get(timeout=_PATIENCE_S)
 
     def open(self) -> None:
@@ -78,7 +76,6 @@ class CopyGate:
             self._held.get().release()
 
     def forget(self) -> None:
-        """Drop the reports of closed connectors."""
         while not self._closings.empty():
             self._closings.get()
 

@@ -1,4 +1,4 @@
-"""Controls a process that serves from engines in other processes, and holds their copies."""
+"""Controls a process that serves from engines in other processes, and holds the engines' copies."""
 
 from __future__ import annotations
 
@@ -38,14 +38,13 @@ class Front(engines.Server):
         return answer
 
     def do(self, do: str, **words: Any) -> dict[str, Any]:
-        """Send a command and wait for its answer."""
         self.say(do, **words)
         return self.hear()
 
 
 @contextmanager
 def fronting(checkpoint: Path, folder: Path) -> Iterator[tuple[Front, CopyGate]]:
-    """Yield a front without an engine, and the gate of all its engines' copies. Their files are in `folder`."""
+    """Yield a front without an engine, and the gate of all its engines' copies. `folder` has the files of both."""
     gate = CopyGate(folder / "gate")
     ours, theirs = socket.socketpair()
     ours.settimeout(_PATIENCE_S)

@@ -1,7 +1,8 @@
 """Mixed traffic on a stock vLLM that needs far more than the host's blocks, with aborts, resets and restarts.
 
-The requests need at least 4 times the host's blocks and 20 times the device's. Every answer must equal that of an
-engine without a connector and without prefix caching. At the end of each engine, the audit must find no problem.
+The requests need at least 4 times the host's blocks and 20 times the device's blocks. Every answer must equal
+that of an engine without a connector and without prefix caching. When an engine ends, its audit must find no
+problem.
 
     python -m tests.vllm.disk_traffic [--seeds 1 2] [--ranks 1 2] [qwen3 gemma3 lfm2]
 """
@@ -26,7 +27,7 @@ from tests.vllm.stock import checkpoints, engines
 from tests.vllm.test_disk import KINDS, Life, living
 
 DEVICE_BLOCKS: Mapping[checkpoints.Kind, int] = {"qwen3": 16, "gemma3": 32, "lfm2": 32}
-"""enough for the longest request and a few others"""
+"""The device has room for the longest request and a few others."""
 HOST_TIMES, DEVICE_TIMES = 4, 20
 """The requests need this many times the blocks of the host, and of the device."""
 LONGEST = 320
@@ -37,7 +38,7 @@ Turn = tuple[int, int]  # a conversation and its turn
 
 
 def conversations(seed: int, count: int = STORIES) -> dict[Turn, Asked]:
-    """Return conversations of three turns. A quarter of them have a common beginning."""
+    """Return conversations of three turns. A quarter of the conversations begin with the same blocks."""
     draw = random.Random(seed)
     stem = draw.choices(range(256), k=3 * engines.BLOCK)
     turns = {}
@@ -83,7 +84,7 @@ class Traffic:
 
     @contextmanager
     def life(self) -> Iterator[Life]:
-        """Run an engine with this folder's disk, and check its state at the end."""
+        """Run an engine with this folder's disk, and check the engine's state at the end."""
         options: dict[str, Any] = {
             "num_gpu_blocks_override": self.device_blocks,
             "max_model_len": LONGEST,
@@ -106,7 +107,7 @@ class Traffic:
             self.counts["on disk"] = life.on_disk()
 
     def play(self, life: Life, turns: Sequence[Turn], *, reset_at: int | None = None) -> None:
-        """Run these turns, a few at a time. Abort some of them, and compare the other answers."""
+        """Run these turns, up to `AT_ONCE` concurrently. Abort some of them, and compare the other answers."""
         rig, waiting, running = life.rig, deque(turns), dict[str, Turn]()
         while waiting or running:
             while waiting and len(running) < AT_ONCE and self.draw.random() < 0.7:
@@ -143,14 +144,13 @@ class Traffic:
         return order
 
     def later_turns(self) -> list[Turn]:
-        """Return every conversation again, in another order."""
         order = [(number, self.draw.randrange(1, 3)) for number in range(STORIES)]
         self.draw.shuffle(order)
         return order
 
 
 def run(traffic: Traffic) -> None:
-    """Run five engines on one folder. The third ends at once, and the fourth is reset in the middle."""
+    """Run five engines on one folder. The third serves nothing, and the fourth is reset in the middle."""
     with traffic.life() as life:
         assert life.restored == 0
         traffic.play(life, traffic.first_turns())
@@ -169,7 +169,7 @@ def run(traffic: Traffic) -> None:
         assert life.fetched() > 0
         traffic.play(life, traffic.first_turns()[: STORIES // 2])
     with traffic.life() as life:
-        assert life.restored == 0  # Blocks computed after a reset are only for this process.
+        assert life.restored == 0  # blocks computed after a reset are only for this process
         traffic.play(life, traffic.first_turns()[: STORIES // 4])
 
 
@@ -189,7 +189,7 @@ def main() -> int:
         return 0
     failed = 0
     for kind, ranks, seed in runs:
-        # In a separate process, so that nothing is left of a model's engines.
+        # Each model runs in a separate process, so that none of its engines' memory is left.
         command = [sys.executable, "-m", __spec__.name, kind, "--ranks", str(ranks), "--seeds", str(seed)]
         failed += subprocess.run(command, check=False).returncode != 0
     return int(failed > 0)

@@ -39,21 +39,19 @@ MARKS = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-SLOT_BYTES = 32768  # bytes of a block of either checkpoint
-DEVICE_BLOCKS = {  # too few for all requests at the same time, enough for any one request
+SLOT_BYTES = 32768  # the bytes of a block of either checkpoint
+DEVICE_BLOCKS = {  # too few for all requests at the same time, enough for any single request
     "qwen3": 40,
     "gemma3": 72,
     "lfm2": 90,
     "granite4": 60,
     "qwen3_next": 60,
 }
-_PATIENCE_S = 150.0 * _SLOWER  # time limit on a busy machine
+_PATIENCE_S = 150.0 * _SLOWER  # the time limit on a busy machine
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One request."""
-
     prompt: tuple[int, ...]
     count: int = 8
     salt: str | None = None
@@ -62,8 +60,6 @@ class Asked:
 
 @dataclass
 class Reported:
-    """The results of one request."""
-
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     prompt_logprobs: tuple[float, ...]
@@ -95,7 +91,7 @@ def transfer_config(host_blocks: int, **extra: Any) -> dict[str, Any]:
 
 @dataclass
 class Rig:
-    """An engine in this process that tests step. Requests have names."""
+    """An engine in this process that a test steps. Requests have names."""
 
     llm: Any
     reported: dict[str, Reported] = field(default_factory=dict)
@@ -112,7 +108,7 @@ class Rig:
 
     @property
     def connector(self) -> Any:
-        """The scheduler's connector; with several, ours."""
+        """Return our connector on the scheduler's side, also if vLLM runs several connectors."""
         return _ours(self.scheduler.connector)
 
     @property
@@ -172,7 +168,6 @@ class Rig:
             self.reported[output.request_id] = _reported(output)
 
     def until(self, condition: Callable[[], object]) -> None:
-        """Step until a condition holds."""
         deadline = time.monotonic() + _PATIENCE_S
         while not condition():
             assert time.monotonic() < deadline, "it does not come about"
@@ -181,14 +176,14 @@ class Rig:
     def run(
         self, asked: Mapping[str, Asked], then: Callable[[int], None] | None = None
     ) -> dict[str, Reported]:
-        """Submit all requests, and step until they end. `then` is called before each step with the step's number."""
+        """Submit all requests, and step until they end. Call `then` with the step's number before each step."""
         for name, one in asked.items():
             self.ask(name, one)
         self.finish(then)
         return {name: self.reported[name] for name in asked if name in self.reported}
 
     def finish(self, then: Callable[[int], None] | None = None) -> None:
-        """Step until the engine has nothing left to do, including copies."""
+        """Step until the engine has no work left, including copies."""
         deadline, number = time.monotonic() + _PATIENCE_S, 0
         while self.scheduler.has_requests():
             assert time.monotonic() < deadline, f"the engine still has {list(self.scheduler.requests)}"
@@ -213,7 +208,7 @@ class Rig:
         self.check_bytes()
 
     def check_scheduler_clean(self, *, degraded: bool = False) -> None:
-        """Like `check_clean`, without the worker's side, which may be in another process."""
+        """Run the checks of `check_clean` except those of the worker, which may be in another process."""
         self.finish()
         assert engines.held_blocks(self.llm) == 0
         assert audit_side(self.side) == []
@@ -229,7 +224,7 @@ class Rig:
         assert not self.scheduler.requests
 
     def check_bytes(self) -> None:
-        """Check that device and host have the same bytes for every block that both have."""
+        """Check that device and host have the same bytes for every block that is on both."""
         pool, device, arena = self.side.core.state.pool, self.side.core.state.device, self.pump._arena
         state_bytes = self._state_bytes()
         for key, slot in pool.index.items():
@@ -260,7 +255,7 @@ class Rig:
 
 
 class Reports:
-    """vLLM's information about loads in each step, by request."""
+    """The names of requests whose loads were reported to vLLM as received or failed."""
 
     def __init__(self, rig: Rig) -> None:
         self.received: list[str] = []
@@ -284,14 +279,14 @@ class Reports:
 
 @dataclass
 class Held:
-    """The parts that a test controls."""
+    """The parts of an engine that the test controls."""
 
     copier: GatedCopier = field(default_factory=lambda: GatedCopier(held=False))
     clock: FakeClock = field(default_factory=FakeClock)
 
     @property
     def loads(self) -> list[Any]:
-        """Return the loads that wait for the test."""
+        """Return the loads that the test has not ended yet."""
         return [one for one in self.copier.open_tickets if one.direction.value == "load"]
 
     @property
@@ -325,9 +320,10 @@ def offloading(
     checkpoint: Path | None = None,
     **options: Any,
 ) -> Iterator[Rig]:
-    """Yield an engine with the connector. With `held`, the test controls its copies and its scheduler's clock.
+    """Yield an engine with the connector. With `held`, the test controls the copies and the scheduler's clock.
 
-    With `two_steps`, scheduling is asynchronous. With `checkpoint`, it runs this model instead of `kind`.
+    With `two_steps`, scheduling is asynchronous. With `checkpoint`, the engine runs this model instead of
+    `kind`.
     """
     options = {
         "num_gpu_blocks_override": DEVICE_BLOCKS[kind],
@@ -359,23 +355,22 @@ def check_threads_gone() -> None:
 
 @contextmanager
 def plain(kind: checkpoints.Kind, folder: Path, **options: Any) -> Iterator[Rig]:
-    """Yield an engine without a connector."""
     with engines.in_process(checkpoints.make(kind, folder / kind), **options) as llm:
         yield Rig(llm)
 
 
 def corrupt_host(rig: Rig, position: int = 0) -> None:
-    """For each group of keys, overwrite the block at `position` in the pool among those that can hit."""
+    """Overwrite the block at `position` among the pool's blocks that can hit."""
     pool, arena = rig.side.core.state.pool, rig.pump._arena
     ready = [slot for slot in range(pool.capacity) if pool.state(SlotId(slot)) == SlotState.READY]
     for region in range(len(arena.layout.regions)):
         page = arena.pages(ready[position])[region]
-        # These are numbers near 1, unlike KV, whose values are around 0.
+        # These are numbers near 1, while the values of KV are around 0.
         page[:] = bytes([0x40, 0x41, 0x42, 0x3F]) * (len(page) // 4)
 
 
 def same(reported: Reported, expected: Reported) -> bool:
-    """Return whether two answers agree: tokens exactly, log-probabilities closely."""
+    """Return whether two answers have equal tokens and close log-probabilities."""
     close = partial(pytest.approx, abs=1e-3)
     return (
         reported.tokens == expected.tokens
@@ -390,7 +385,7 @@ def check_same(reported: Mapping[str, Reported], expected: Mapping[str, Reported
 
 
 def _wait_for_host_memory() -> None:
-    """Wait until a worker in this process has its host memory or was refused it. Before that, stores have no slots."""
+    """Wait until the worker in this process has its host memory or was refused. Before that, stores have no slots."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     group = get_kv_transfer_group() if has_kv_transfer_group() else None

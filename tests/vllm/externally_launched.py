@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 -m tests.vllm.externally_launched CHECKPOINT FOLDER
 
-It writes to `FOLDER/RANK` whether the engine started, and the reason if not.
+Each rank writes to `FOLDER/RANK` whether its engine started, and the reason if the engine did not.
 """
 
 from __future__ import annotations

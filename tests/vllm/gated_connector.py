@@ -1,4 +1,4 @@
-"""The connector with copies that wait at a gate before they begin. The engines' processes import it."""
+"""The connector with copies that wait at a gate before they begin. The engines' processes import this module."""
 
 from __future__ import annotations
 
@@ -29,18 +29,17 @@ class KVOffloadConnector(connector.KVOffloadConnector):
 
 
 def copy(runs: CopyRuns) -> None:
-    """Wait at the gate, copy, and report the end."""
     _running.add(id(runs))
     with knock(COPY) as gate:
         gate.recv(1)
         host_copier.copy_by_memmove(runs)
         _running.remove(id(runs))
-        with suppress(BrokenPipeError):  # An open gate does not wait for the end.
+        with suppress(BrokenPipeError):  # an open gate does not wait for the end
             gate.sendall(DONE)
 
 
 async def close(pump: TransferPump) -> None:
-    """Report to the gate that a worker waits for its copies."""
+    """Report to the gate that a worker waits for its copies, then close the pump."""
     knock(CLOSING).close()
     await _close(pump)
 

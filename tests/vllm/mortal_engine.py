@@ -2,8 +2,8 @@
 
     python -m tests.vllm.mortal_engine DESCRIPTOR CHECKPOINT FOLDER
 
-Its engines write their journal and their blocks into the folder. It reads JSON objects from a socket, one per line, and
-answers each with one. `deaths_rig.py` runs it.
+The engines write their journal and their blocks into the folder. The program reads JSON objects from a
+socket, one per line, and answers each object with another. `deaths_rig.py` runs this program.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Front:
         self._asked = itertools.count()
 
     async def start(self, workers: int, **extra: Any) -> dict[str, Any]:
-        """Start an engine, with additional settings for the connector."""
+        """Start an engine. `extra` adds settings of the connector."""
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -58,14 +58,13 @@ class Front:
             **options,
         )
         config = asked.create_engine_config()
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = (
-            "fork"  # The CPU platform prescribes "spawn", which takes 16 s longer per engine.
-        )
+        # The CPU platform prescribes "spawn", which takes 16 s longer per engine.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         self._engine = AsyncLLM.from_vllm_config(config)
         return {}
 
     async def ask(self, prompts: list[list[int]], salt: str | None = None) -> dict[str, Any]:
-        """Serve all prompts at the same time; return each answer, or the name of its error."""
+        """Serve all prompts concurrently; return each answer, or the name of its error."""
         done = await asyncio.gather(*(self._ask(one, salt) for one in prompts), return_exceptions=True)
         return {"answers": [one if isinstance(one, dict) else {"error": type(one).__name__} for one in done]}
 
@@ -85,13 +84,13 @@ class Front:
         }
 
     async def forget(self) -> dict[str, Any]:
-        """Reset the device's cache, which fails while a copy uses its blocks."""
+        """Reset the device's cache. The reset fails while a copy uses the cache's blocks."""
         while not await self._engine.reset_prefix_cache():
             pass
         return {}
 
     async def stop(self) -> dict[str, Any]:
-        """Shut the engine down. A dead one leaves nothing that could affect the next engine."""
+        """Shut the engine down. An engine that has died leaves nothing that could affect the next engine."""
         self._engine.shutdown()
         self._engine = None
         return {}
@@ -103,7 +102,7 @@ async def serve(descriptor: int, front: Front) -> None:
         words = json.loads(line)
         try:
             answer = await getattr(front, words.pop("do"))(**words)
-        except Exception as error:  # The test checks this error.
+        except Exception as error:  # the test checks this error
             traceback.print_exc()
             answer = {"error": type(error).__name__}
         writer.write(json.dumps(answer).encode() + b"\n")

@@ -1,7 +1,7 @@
 """Runs models with recurrent layers in every setting that affects states, and writes a table.
 
-Each row is one engine. All scenes of `recurrent_rig` are compared with an engine without prefix caching and without a
-connector. As a control, loaded states are zeroed, which must change the answers.
+Each row is one engine. All scenes of `recurrent_rig` are compared with an engine without prefix caching and
+without a connector. As a control, loaded states are zeroed, which must change the answers.
 
     python -m tests.vllm.recurrent_matrix [MODEL...]
 """
@@ -49,13 +49,12 @@ def settings(kind: checkpoints.Kind) -> Iterator[tuple[str, int, dict[str, Any],
     yield "no boundaries", HOST, {"recurrent_prefix_boundaries": False}, {}
     yield "states every 2 blocks", HOST, {}, {"prefix_cache_retention_interval": 2 * block}
     yield "all states", HOST, {}, {"prefix_cache_retention_interval": None}
-    if kind != "lfm2":  # With this setting, answers also differ on a stock 0.32 without a connector.
+    if kind != "lfm2":  # LFM2's answers also differ without a connector, on a stock 0.32
         yield "hashes of half blocks", HOST, {}, {"prefix_match_unit": block // 2}
     yield "two steps in flight", HOST, {}, {"two_steps": True}
 
 
 def rows(kind: checkpoints.Kind, folder: Path) -> Iterator[tuple[str, ...]]:
-    """Yield one row per setting."""
     asked = requests(BLOCK_TOKENS[kind], SEED, 10 if kind == "qwen3_next" else 14)
     with plain(kind, folder, num_gpu_blocks_override=512, enable_prefix_caching=False) as rig:
         expected = rig.run(asked)
@@ -88,7 +87,7 @@ def _errors(reported: Mapping[str, Reported], expected: Mapping[str, Reported]) 
 
 
 def render(table: list[list[str]]) -> str:
-    """Return the table in Markdown, with one row per model, and its date."""
+    """Return the table and its date in Markdown, with one row per model."""
     lines = [
         HEAD,
         ["---"] * len(HEAD),
@@ -125,7 +124,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvoffload-recurrent-") as scratch:
         for kind in asked.models or checkpoints.RECURRENT:
             path = Path(scratch) / f"{kind}.jsonl"
-            # In a separate process, so that nothing is left of a model's engines.
+            # Each model runs in a separate process, so that none of its engines' memory is left.
             command = [sys.executable, "-m", __spec__.name, kind, "--rows", str(path)]
             subprocess.run(command, cwd=ROOT, check=True)
             table += map(json.loads, path.read_text().splitlines())

@@ -1,6 +1,7 @@
 """A stock vLLM with recurrent layers, its traffic, and scenes in which states are stored and loaded.
 
-One engine runs every scene. The expected answers are its own, without reading the prefix cache.
+One engine runs every scene. The expected answers are those of the same engine without reading its prefix
+cache.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from tests.vllm.engine_rig import DEVICE_BLOCKS, Asked, Held, Reported, Rig, off
 from tests.vllm.stock import checkpoints
 
 CLOSE = 2e-3
-"""Log-probabilities may differ this much, because other chunks lead to another order of summation."""
+"""Log-probabilities may differ this much, because other chunks change the order of summation."""
 
 BLOCK_TOKENS: Mapping[checkpoints.Kind, int] = {"lfm2": 32, "granite4": 64, "qwen3_next": 64}
 
 
 class StateCopier(GatedCopier):
-    """Copies at once. If the test wants it, loads fail, or leave zeros in place of recurrent states."""
+    """Copies immediately. On the test's request, loads fail, or leave zeros in place of recurrent states."""
 
     def __init__(self) -> None:
         super().__init__(held=False)
@@ -75,7 +76,7 @@ def _suffixes(rig: Rig, kind: AttentionKind) -> set[bytes]:
 
 @dataclass
 class Stage:
-    """An engine whose copies a test controls, and its answers without a cache."""
+    """An engine whose copies a test controls, and the engine's answers without a cache."""
 
     kind: checkpoints.Kind
     rig: Rig
@@ -85,9 +86,10 @@ class Stage:
     draw: random.Random = field(default_factory=lambda: random.Random(0))
 
     def forget_on_device(self) -> None:
-        """Empty the device's cache but not the host's, while no request runs.
+        """Empty the device's cache but not the host's, after all requests have ended.
 
-        Lazy only stores blocks that others displace.
+        The lazy policy stores a block only when another block displaces it. So other prompts displace all
+        blocks first.
         """
         self.rig.finish()
         if isinstance(self.rig.side.core._planner, LazyPlanner):
@@ -98,13 +100,13 @@ class Stage:
         assert self.rig.scheduler.reset_prefix_cache()
 
     def put_on_host(self) -> None:
-        """Leave all blocks of these requests on the host and not on the device."""
+        """Store all blocks of the stage's requests on the host, and remove them from the device."""
         self.rig.forget()
         self.rig.run(self.requests)
         self.forget_on_device()
 
     def different(self, answers: Mapping[str, Reported]) -> list[str]:
-        """Return the requests whose tokens or log-probabilities differ from those without a cache."""
+        """Return the requests whose tokens or log-probabilities differ from the answers without a cache."""
         return [name for name, answer in answers.items() if not same(answer, self.expected[name])]
 
     def counted(self, metric: str, *labels: str) -> int:
@@ -116,7 +118,7 @@ def same(answer: Reported, expected: Reported) -> bool:
 
 
 def requests(block_tokens: int, seed: int = 5, count: int = 14) -> dict[str, Asked]:
-    """Return prompts with common beginnings of whole blocks, some of which repeat or continue others."""
+    """Return prompts with common beginnings of whole blocks. Some prompts continue others."""
     draw = random.Random(seed)
     stems = [[draw.randrange(256) for _ in range(6 * block_tokens)] for _ in range(2)]
     asked: dict[str, Asked] = {}
@@ -124,7 +126,7 @@ def requests(block_tokens: int, seed: int = 5, count: int = 14) -> dict[str, Ask
         kept = draw.choice((1, 2, 3, 4, 5, 6)) * block_tokens
         tail = [draw.randrange(256) for _ in range(draw.randrange(1, 2 * block_tokens))]
         asked[f"r{number}"] = Asked(tuple(stems[number % 2][:kept] + tail), draw.randrange(4, 24))
-        if number % 4 == 3:  # The next turn of a conversation.
+        if number % 4 == 3:  # the next turn of a conversation
             before = asked[f"r{number - 1}"].prompt
             asked[f"r{number}"] = Asked(before + tuple(tail), 8)
     return asked
@@ -152,12 +154,12 @@ def stage(
 ) -> Iterator[Stage]:
     """Yield an engine for a model with recurrent layers.
 
-    Without `expected`, it computes the expected answers itself.
+    Without `expected`, this engine also computes the expected answers.
     """
     copier = StateCopier()
     with offloading(kind, folder, host_blocks, held=Held(copier=copier), extra=extra, **options) as rig:
         copier.rig = rig
-        # Gated delta nets have the slowest of our replacement ops.
+        # The replacement ops of gated delta nets are the slowest.
         asked = asked or requests(BLOCK_TOKENS[kind], count=10 if kind == "qwen3_next" else 14)
         expected = expected or without_cache(rig, asked)
         rig.forget()
@@ -173,7 +175,7 @@ def reloaded(on: Stage) -> dict[str, Reported]:
 
 
 def mixed(on: Stage) -> dict[str, Reported]:
-    """Requests arrive while others run, again and again, and use all of the device's blocks."""
+    """Requests arrive while others run, in three waves, and use all of the device's blocks."""
     on.rig.forget()
     answers: dict[str, Reported] = {}
     names = list(on.requests)
@@ -190,7 +192,7 @@ def mixed(on: Stage) -> dict[str, Reported]:
 
 
 def preempted(on: Stage) -> dict[str, Reported]:
-    """The device has room for only a few of these, so vLLM preempts running requests."""
+    """The device has room for only a few requests, so vLLM preempts running requests."""
     on.put_on_host()
     scheduler = on.rig.scheduler
     longer = {name: Asked(one.prompt, 2 * BLOCK_TOKENS[on.kind]) for name, one in on.requests.items()}
@@ -205,7 +207,7 @@ def preempted(on: Stage) -> dict[str, Reported]:
 
 
 def aborted(on: Stage) -> dict[str, Reported]:
-    """Some requests end during their loads, others while they run."""
+    """Some requests are aborted during their loads, others while they run."""
     on.put_on_host()
     names = list(on.requests)
     on.rig.reported.clear()
@@ -222,7 +224,7 @@ def aborted(on: Stage) -> dict[str, Reported]:
 
 
 def reset(on: Stage) -> dict[str, Reported]:
-    """Blocks from before the reset are not found, later blocks are."""
+    """Blocks from before the reset are not found. Later blocks are."""
     on.put_on_host()
     assert on.rig.connector.reset_cache()
     before = on.counted("kvoffload_load_blocks_total", "loaded")
@@ -234,7 +236,7 @@ def reset(on: Stage) -> dict[str, Reported]:
 
 
 def failed(on: Stage) -> dict[str, Reported]:
-    """Every load fails, and its tokens are computed again."""
+    """Every load fails, and the engine computes the tokens again."""
     on.put_on_host()
     on.copier.fails = True
     answers = on.rig.run(on.requests)
@@ -252,7 +254,6 @@ SHARED_BLOCKS = 6
 
 @contextmanager
 def boundaries(on: Stage, *, are_on: bool) -> Iterator[None]:
-    """Run with the setting `recurrent_prefix_boundaries` on or off."""
     state = on.rig.side.core.state
     before, state.policy = state.policy, dataclasses.replace(state.policy, prefix_boundaries=are_on)
     yield
@@ -270,7 +271,7 @@ def lazily(on: Stage) -> Iterator[None]:
 
 
 def shared_prefix(on: Stage, count: int, seed: int) -> list[Asked]:
-    """Return prompts with a common beginning and different tails."""
+    """Return prompts with the same prefix and different tails."""
     draw = random.Random(seed)
     block = BLOCK_TOKENS[on.kind]
     prefix = [draw.randrange(256) for _ in range(SHARED_BLOCKS * block)]
@@ -280,7 +281,7 @@ def shared_prefix(on: Stage, count: int, seed: int) -> list[Asked]:
 
 
 def found_one_by_one(on: Stage, asked: Sequence[Asked]) -> list[int]:
-    """Return how many tokens each request finds. The device's cache is emptied between requests."""
+    """Serve the requests one by one with an empty device cache; return how many tokens each finds."""
     found = []
     for number, one in enumerate(asked):
         on.forget_on_device()
@@ -289,7 +290,7 @@ def found_one_by_one(on: Stage, asked: Sequence[Asked]) -> list[int]:
 
 
 def chunks(on: Stage, asked: Asked) -> int:
-    """Return the number of steps in which a request's prompt is computed."""
+    """Return the number of steps in which the engine computes a request's prompt."""
     sizes: list[int] = []
     schedule = on.rig.scheduler.schedule
 

@@ -1,6 +1,6 @@
 """Stock vLLMs with two tensor-parallel ranks share a real store, one after the other.
 
-Takes minutes: `make sharing-ranks`.
+`make sharing-ranks` runs this for some minutes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_r18_two_ranks_share_with_two_ranks_and_not_with_one(
         shared = first.do("start", model, tmp_path, url, 2)
         share(first, OF_FIRST, expected)
         check_same(check_not_found(first, OF_SECOND), expected)
-        # Ranks spin while they wait, so four of them would leave no time for anything else on two cores.
+        # Ranks spin while they wait. Four spinning ranks would leave no time for other work on two cores.
         stop([first])
         assert second.do("start", model, tmp_path, url, 2) == shared
         check_found(second, OF_FIRST, expected)

@@ -1,4 +1,4 @@
-"""Engines that share a real store: one in this process, or several at a time, each in a separate process."""
+"""Engines that share a real store: one in this process, or several that run concurrently in separate processes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,12 @@ from tests.vllm.stock import checkpoints
 HOST_BLOCKS = 80
 _PATIENCE_S = 600.0
 _DONE = TierOutcome.DONE
-# outcomes without an error; an abort leads to CANCELLED
+# Outcomes without an error. An abort cancels copies.
 _IN_ORDER = (Tier.REMOTE, _DONE), (Tier.REMOTE, TierOutcome.CANCELLED)
 
 
 @dataclass
 class Sharing:
-    """An engine that has connected to the store."""
-
     rig: Rig
     copies: list[TierCopyEnded]
 
@@ -43,7 +41,6 @@ class Sharing:
         )
 
     def ask(self, name: str, asked: Asked, **options: Any) -> Reported:
-        """Serve a prompt that is not on the device."""
         assert self.rig.scheduler.reset_prefix_cache()
         self.rig.ask(name, asked, **options)
         self.rig.finish()
@@ -54,7 +51,7 @@ class Sharing:
         return self.rig.side.core.state.remote
 
     def wait_until_usable(self) -> None:
-        """Step until each rank has connected to the store and has host memory. Before that nothing is fetched."""
+        """Step until each rank has connected to the store and has host memory. Before that, nothing is fetched."""
         while not (self.remote.is_usable and self.rig.side.gauges()["kvoffload_capacity_slots"]["host",]):
             self.rig.run({"first": Asked((1, 2, 3), 1)})
 
@@ -64,7 +61,7 @@ def sharing(
     model: Path, folder: Path, url: str, workers: int = 1, kind: checkpoints.Kind = "qwen3", **options: Any
 ) -> Iterator[Sharing]:
     """Run an engine with this kind of model, without a disk. Its weights count as loaded now."""
-    # Ranks spin while they wait for each other. With four of them on two cores, a call took 16 s.
+    # Ranks spin while they wait for each other. With four ranks on two cores, a call took 16 s.
     extra = {
         "remote_url": url,
         "remote_min_hits": 1,
@@ -85,7 +82,7 @@ def sharing(
 
 
 class _Host:
-    """Runs the commands of `Apart` in its process, for one engine after another."""
+    """Runs the commands of `Apart` in the separate process, for one engine after another."""
 
     def __init__(self) -> None:
         self._running = ExitStack()
@@ -95,7 +92,7 @@ class _Host:
     def start(
         self, model: Path, folder: Path, url: str | None, workers: int = 1, kind: checkpoints.Kind = "qwen3"
     ) -> str:
-        """Start an engine, without a connector if there is no URL. Return its namespace."""
+        """Start an engine, without a connector if there is no URL; return the engine's namespace in the store."""
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if workers == 2 else "0"
         if url is None:
             self._rig = self._running.enter_context(plain(kind, folder))
@@ -105,9 +102,9 @@ class _Host:
         return str(self._sharing.remote.namespace)
 
     def ask(self, asked: Mapping[str, Asked], abort_after: int | None = None) -> dict[str, Reported]:
-        """Serve prompts that are not on the device, all at the same time.
+        """Serve prompts that are not on the device, all concurrently.
 
-        Abort all after `abort_after` steps, if given.
+        If `abort_after` is given, abort all requests after this many steps.
         """
         assert self._rig is not None
         assert self._rig.scheduler.reset_prefix_cache()
@@ -120,7 +117,7 @@ class _Host:
         return self._rig.run(asked, step)
 
     def copied(self, direction: Direction) -> int:
-        """Return how many blocks were copied from or to the store."""
+        """Return the number of blocks copied from or to the store."""
         assert self._sharing is not None
         return self._sharing.copied(direction)
 
@@ -150,12 +147,12 @@ def _serve(line: Connection) -> None:
         name, arguments = line.recv()
         try:
             line.send((getattr(host, name)(*arguments), None))
-        except Exception as error:  # The test checks this error.
+        except Exception as error:  # the test checks this error
             line.send((None, "".join(traceback.format_exception(error))))
 
 
 class Apart:
-    """An engine in a separate process. Commands to several engines can run at the same time."""
+    """An engine in a separate process. Commands to several engines can run concurrently."""
 
     def __init__(self) -> None:
         self._spawn()
@@ -167,11 +164,11 @@ class Apart:
         self._process.start()
 
     def begin(self, name: str, *arguments: object) -> None:
-        """Call a method of `_Host` in the process."""
+        """Call a method of `_Host` in the process, without waiting for the result."""
         self._line.send((name, arguments))
 
     def end(self) -> Any:
-        """Wait for the oldest call."""
+        """Wait for the oldest call; return its result."""
         assert self._line.poll(_PATIENCE_S), "the engine does not answer"
         answer, error = self._line.recv()
         assert error is None, error
@@ -186,14 +183,13 @@ class Apart:
         self._process.join()
 
     def replace(self) -> None:
-        """Kill the process, whatever it does, and continue with a new one."""
+        """Kill the process, also during a call, and start a new one."""
         self.kill()
         self._spawn()
 
 
 @contextmanager
 def apart(count: int) -> Iterator[list[Apart]]:
-    """Yield this many processes for engines."""
     made = [Apart() for _ in range(count)]
     try:
         yield made

@@ -2,8 +2,9 @@
 
     python -m tests.vllm.short_of_memory FOLDER
 
-The limit (`RLIMIT_AS`) is set when the arena begins to grow and kept until the engine has ended, so that the kernel
-refuses a chunk. The program writes the result of each engine to `FOLDER/told.json`, and its log to standard error.
+The limit (`RLIMIT_AS`) is set when the arena begins to grow and kept until the engine has ended, so that the
+kernel refuses a chunk. The program writes the result of each engine to `FOLDER/told.json`, and its log to
+standard error.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from tests.vllm.engine_rig import SLOT_BYTES, Asked, Reported, Rig, offloading
 
 # Larger than the arena's default, so that vLLM's other allocations need less than one chunk.
 CHUNK_BYTES = 256 * 2**20
-PIECES = 4  # requested chunks
+PIECES = 4  # the number of requested chunks
 PIECE_SLOTS = CHUNK_BYTES // SLOT_BYTES
-GRANTED = (0, 1)  # chunks for which the limit leaves room, for one engine after the other
-_ROOM_BYTES = CHUNK_BYTES // 2  # room besides these chunks for vLLM's other allocations
+GRANTED = (0, 1)  # for each engine, the number of chunks that the limit permits
+_ROOM_BYTES = CHUNK_BYTES // 2  # the limit's margin for vLLM's other allocations
 
 
 @contextmanager
 def limited(granted: int) -> Iterator[None]:
-    """Leave the process room for this many chunks from the beginning of the arena's growth."""
+    """Set the limit when the arena begins to grow, so that it permits this many chunks."""
     prepare, before = Arena.prepare, resource.getrlimit(resource.RLIMIT_AS)
 
     async def prepare_within(arena: Arena, **settings: bool) -> None:
@@ -51,7 +52,6 @@ def limited(granted: int) -> Iterator[None]:
 
 
 def address_space() -> int:
-    """Return the size of this process's address space in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 

@@ -32,8 +32,6 @@ STORES = {"mooncake": LocalMooncake, "s3": LocalBucket}
 
 
 class Traffic:
-    """Two engines, and the requests for both."""
-
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
         self.turns = {f"c{turn[0]}t{turn[1]}": asked for turn, asked in conversations(seed, 16).items()}
@@ -43,7 +41,7 @@ class Traffic:
     def serve(
         self, engines: list[Apart], *, resets: Apart | None = None, killed: Apart | None = None
     ) -> None:
-        """Serve requests on these engines at the same time, and abort some, while another engine is reset or killed."""
+        """Serve requests on these engines concurrently, and abort some. Meanwhile, reset or kill another engine."""
         drawn = [self._deal() for _ in engines]
         for engine, (asked, abort_after) in zip(engines, drawn, strict=True):
             engine.begin("ask", asked, abort_after)

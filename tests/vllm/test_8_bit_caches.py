@@ -1,5 +1,3 @@
-"""Caches of 8-bit floats."""
-
 from __future__ import annotations
 
 import random
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
 pytestmark = MARKS
 
-BLOCKS = 8  # whole blocks of a prompt
+BLOCKS = 8  # the number of whole blocks in a prompt
 
 
 def draw(count: int) -> dict[str, Asked]:
@@ -36,13 +34,13 @@ def draw(count: int) -> dict[str, Asked]:
 
 def test_8_bit_caches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = draw(4)
-    # vLLM's CPU platform accepts fp8 caches if it finds AVX-512. The torch conversions that replace its kernels do not
-    # need it.
+    # vLLM's CPU platform accepts fp8 caches if it finds AVX-512. The torch conversions in place of its
+    # kernels do not need AVX-512.
     monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: True)
     with offloading("qwen3", folder, kv_cache_dtype="fp8") as rig:
 
         def one_by_one(**fields: Any) -> dict[str, Reported]:
-            """Serve one request at a time, so that all runs round in the same way.
+            """Serve one request after the other, so that all runs round numbers in the same way.
 
             Other rounding changes a log-probability by 0.001.
             """

@@ -1,7 +1,8 @@
-"""The setting `layout`, refused if vLLM's backend does not support it; and the bytes in every layout of vLLM.
+"""The setting `layout` on vLLM's backends, and the copied bytes in every layout of vLLM.
 
-vLLM 0.29 and newer have six orders of layers, blocks, heads and tokens. Its CPU attention supports one of them, and our
-replacement supports two, which an engine runs with. Bytes are compared in all six.
+A backend that does not support the setting refuses it. vLLM 0.29 and newer have six orders of layers, blocks,
+heads and tokens. vLLM's CPU attention supports one of these layouts. Our replacement supports two, and the
+engines here run with both. Bytes are compared in all six layouts.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ pytestmark = [
 ]
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-BLOCKS = 64  # vLLM requires enough blocks for one request of the longest length
+BLOCKS = 64  # vLLM requires enough blocks for one request of the greatest length
 STORED, LOADED = (3, 1, 8), (5, 6, 2)
 PATIENCE_S = 60.0
 
@@ -62,7 +63,7 @@ def test_a_backend_that_cannot_is_refused(kind: checkpoints.Kind, pieces: int, f
         offloading(kind, folder, extra={"layout": "blocks"}),
     ):
         pass
-    ensure_kv_transfer_shutdown()  # Otherwise the next engine would use the refused worker's connector.
+    ensure_kv_transfer_shutdown()  # the next engine would otherwise use the refused worker's connector
     check_threads_gone()
 
 
@@ -89,7 +90,7 @@ def test_an_engine_whose_backend_can(
 
 @pytest.fixture(scope="module", params=checkpoints.KINDS)
 def model(request: pytest.FixtureRequest, folder: Path) -> tuple[Any, Any]:
-    """vLLM's configuration of an engine with the connector, and its layers."""
+    """Return vLLM's configuration of an engine with the connector, and the engine's layers."""
     with offloading(request.param, folder) as rig:
         runner = rig.core.model_executor.driver_worker.worker.model_runner
         return rig.llm.llm_engine.vllm_config, runner.get_kv_cache_spec()
@@ -99,7 +100,7 @@ def model(request: pytest.FixtureRequest, folder: Path) -> tuple[Any, Any]:
 def caches(
     request: pytest.FixtureRequest, model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """A KV cache that vLLM has made in one of the layouts: both configurations, and each layer's view."""
+    """Make a KV cache in one of vLLM's layouts; return both configurations, and each layer's view."""
     import torch
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
     from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -116,7 +117,7 @@ def caches(
 
 @pytest.fixture
 def worker(caches: tuple[Any, Any, dict[str, Any]]) -> Iterator[Any]:
-    """A worker's connector with that cache registered."""
+    """Yield a worker's connector with this cache registered."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
@@ -137,7 +138,7 @@ def worker(caches: tuple[Any, Any, dict[str, Any]]) -> Iterator[Any]:
 
 
 def copy(connector: Any, direction: Direction, blocks: tuple[int, ...]) -> None:
-    """Copy between the first host slots and these blocks in a step of the worker, and check that it succeeds."""
+    """Copy between the first host slots and these blocks in a step of the worker, and check that the copy succeeds."""
     from kvoffload_vllm.metadata import KVOffloadMetadata
 
     job = device_job(len(direction.value), direction, range(len(blocks)), blocks, RequestId("r"))
@@ -164,15 +165,15 @@ def until_reported(connector: Any, condition: Callable[[TransferReport], object]
 
 
 def test_every_layer_gets_its_bytes_back(worker: Any, caches: tuple[Any, Any, dict[str, Any]]) -> None:
-    """Blocks are copied to the host and into other blocks.
+    """Blocks are copied to the host, and from there into other blocks.
 
-    Each layer must find its own bytes there, and no other byte changes.
+    Each layer must find its own bytes in these blocks, and no other byte changes.
     """
     import torch
 
     _, config, views = caches
     generator = torch.Generator().manual_seed(0)
-    for view in views.values():  # Groups overlap in memory, so the bytes written last remain.
+    for view in views.values():  # groups overlap in memory, so the bytes written last remain
         view.copy_(torch.randn(view.shape, generator=generator))
     before = {name: view.clone() for name, view in views.items()}
     copy(worker, Direction.STORE, STORED)
@@ -187,7 +188,7 @@ def test_every_layer_gets_its_bytes_back(worker: Any, caches: tuple[Any, Any, di
 
 
 def test_pieces_of_a_block(worker: Any, caches: tuple[Any, Any, dict[str, Any]]) -> None:
-    """One piece if blocks are outermost; otherwise one per layer of a group, or one per head."""
+    """Blocks that are outermost have one piece. Other blocks have one piece per layer of a group, or one per head."""
     _, config, views = caches
     layers = max(len(group.layer_names) for group in config.kv_cache_groups)
     heads = next(iter(views.values())).shape[1]

@@ -1,8 +1,8 @@
 """SIGTERM and SIGKILL of a stock vLLM's engine or of one of its two workers, during loads.
 
-One front end serves from one engine after another. Each test ends one engine and starts the next, which finds the
-previous engine's blocks on the disk. vLLM forks the processes here. Spawning them, its default on a CPU, would take a
-minute longer and not change how they end.
+One front end serves from one engine after another. Each test ends an engine and starts the next, which finds
+the previous engine's blocks on the disk. vLLM forks the processes here. Spawning them, the default on a CPU,
+would take a minute longer and not change how the processes end.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from tests.vllm.stock import checkpoints
 pytestmark = [*MARKS, pytest.mark.full]
 
 PROMPTS = draw(1, 3, 200)
-FOUND = 192  # found tokens of each prompt: all of its whole blocks
+FOUND = 192  # the tokens in the whole blocks of each prompt
 RANKS = 2
-VLLMS_OWN = re.compile(r"[0-9a-f-]{36}")  # sockets that vLLM always leaves behind
+VLLMS_OWN = re.compile(r"[0-9a-f-]{36}")  # the names of sockets that vLLM always leaves behind
 DEAD = {"error": "EngineDeadError"}
 KILLS = int(os.environ.get("KVOFFLOAD_VLLM_KILLS", "1"))
 
 
 @dataclass
 class Life:
-    """An engine that has served, and its resources, which must be gone at its end."""
+    """An engine that has served, and resources that must be gone after the engine's end."""
 
     front: Front
     gate: CopyGate
@@ -77,18 +77,17 @@ class Life:
         assert self.shared  # the queues between an engine and its workers
 
     def on_disk(self) -> int:
-        """Return how many blocks a new engine would find."""
+        """Return the number of blocks that a new engine would find on the disk."""
         (folder,) = self.folder.glob("disk/*/replica0")
         with open_folder(folder) as opened:
             index = load_index(opened, 2**20)
         return len(index.entries) if index is not None else 0
 
     def _times_opened(self) -> int:
-        """Return how many engines have opened the disk."""
         return self.front.log.read_text().count("disk_opened")
 
     def start_loads(self) -> list[HeldCopy]:
-        """Send prompts that are only on the host; return the load of each worker, which has begun and waits."""
+        """Send a prompt that is only on the host; return each worker's load, which waits at the gate."""
         self.gate.hold()
         self.front.say("ask", prompts=PROMPTS[:1])
         held = [self.gate.next_held() for _ in range(RANKS)]
@@ -101,11 +100,11 @@ class Life:
         assert all(one.came_to_its_end() for one in held)
 
     def check_closing(self, *held: HeldCopy) -> None:
-        """Check that these workers are closing, and wait for their copies."""
+        """Check that these workers are closing their connectors."""
         assert {self.gate.next_closing() for _ in held} == {(CLOSING, one.process) for one in held}
 
     def check_closed(self, *held: HeldCopy) -> None:
-        """Check that these workers have closed after their last copy."""
+        """Check that these workers have closed their connectors, and only after the last copy."""
         seen = {one.process: b"" for one in held}
         while CLOSING in seen.values() or b"" in seen.values():
             reason, process = self.gate.next_closing()
@@ -121,7 +120,7 @@ class Life:
         assert self._ask() == [DEAD] * len(PROMPTS)
         self.front.do("stop")
         check_log(self.front)
-        JournalFile(self.folder / "journal").close()  # No process holds the journal.
+        JournalFile(self.folder / "journal").close()  # fails if a process still holds the journal
         self.gate.open()
         self.begin()
 
@@ -146,7 +145,7 @@ class Life:
 def life(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
     folder = tmp_path_factory.mktemp("life")
     with fronting(folder / "qwen3", folder) as (front, gate):
-        checkpoints.make("qwen3", folder / "qwen3")  # while the front end imports vLLM
+        checkpoints.make("qwen3", folder / "qwen3")  # meanwhile, the front end imports vLLM
         made = Life(front, gate, folder)
         made.begin()
         yield made
@@ -157,7 +156,7 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
 
 
 def test_an_engine_that_gets_sigterm_waits_for_its_copies(life: Life) -> None:
-    """Without `--shutdown-timeout` vLLM aborts the requests at once. Their blocks wait for the copies."""
+    """Without `--shutdown-timeout` vLLM aborts the requests at once. Their copies still use their blocks."""
     held = life.start_loads()
     os.kill(life.engine, signal.SIGTERM)
     (answer,) = life.front.hear()["answers"]
@@ -198,7 +197,7 @@ def test_a_worker_that_gets_sigterm_waits_for_its_copies(life: Life) -> None:
     life.check_closing(reported)
     life.release(reported)
     life.check_closed(reported)
-    life.check_closing(other)  # The other worker's engine has noticed.
+    life.check_closing(other)  # the engine of the other worker has noticed the end
     life.release(other)
     life.check_closed(other)
     assert life.front.hear()["answers"] == [DEAD]
@@ -210,7 +209,7 @@ def test_a_worker_that_gets_sigterm_waits_for_its_copies(life: Life) -> None:
 def test_after_a_kill_at_any_moment_the_next_engine_finds_all_put_blocks(
     life: Life, seed: int, how: signal.Signals
 ) -> None:
-    """KVOFFLOAD_VLLM_KILLS=3 runs more kills. The seed is in the test's name."""
+    """KVOFFLOAD_VLLM_KILLS=3 runs more kills. The test's name contains the seed."""
     chance = random.Random(seed)
     turns = [
         (*prompt[: chance.randrange(64, 200)], *tail)
@@ -228,7 +227,7 @@ def test_after_a_kill_at_any_moment_the_next_engine_finds_all_put_blocks(
 
 
 def test_an_engine_ends_while_a_call_to_a_store_hangs(life: Life, mooncake: Mooncake) -> None:
-    """The call would return after 30 s."""
+    """The hanging call itself would return only after 30 s."""
     life.front.do("stop")
     life.front.do("start", workers=RANKS, remote_url=mooncake.url, remote_timeout_s=1.0)
     log = life.front.log

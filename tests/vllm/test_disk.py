@@ -1,4 +1,4 @@
-"""The disk tier on a stock vLLM: the same tokens, and blocks that were written are found after a restart."""
+"""The disk tier on a stock vLLM: the tokens stay the same, and a restarted engine finds written blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = MARKS
 
 KINDS: tuple[checkpoints.Kind, ...] = ("qwen3", "gemma3", "lfm2")
 HOST_BLOCKS = {"qwen3": 80, "gemma3": 160, "lfm2": 120}
-"""A quarter of these slots, which fetches may fill, has room for any prompt's blocks."""
+"""Fetches may fill a quarter of these slots. This quarter has room for the blocks of any prompt."""
 
 
 def draw(seed: int, count: int, blocks: int, tokens: int) -> dict[str, Asked]:
@@ -68,7 +68,7 @@ class Life:
     def wait_for_disk(self) -> None:
         """Step until the disk is open or has failed.
 
-        After `disk_drain_s`, serve requests, because an idle engine stops stepping.
+        An idle engine stops stepping after `disk_drain_s`, so requests are served after this time.
         """
         rig, asked = self.rig, {"opens": Asked((1, 2, 3), 1)}
 
@@ -78,7 +78,7 @@ class Life:
         rig.until(lambda: self.disk.is_open or self.disk.is_closed or serve())
 
     def push_out(self) -> None:
-        """Leave blocks that were found again only on the disk."""
+        """Displace blocks from device and host. Blocks that were found again remain on the disk."""
         self.rig.run(OTHERS)
         assert self.rig.scheduler.reset_prefix_cache()
 
@@ -111,7 +111,7 @@ def living(
 
 @dataclass(frozen=True)
 class Before:
-    """The contents of the first engine's disk, and its answers."""
+    """The contents of the first engine's disk, and the engine's answers."""
 
     folder: Path
     answers: dict[str, Reported]
@@ -132,7 +132,7 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Callable[[checkpoints.Ki
             answers = life.ask()
             assert not any(answer.cached for answer in answers.values())
             life.push_out()
-            assert not life.on_disk()  # Blocks that were not found again are not written.
+            assert not life.on_disk()  # only blocks that were found again are written
             life.ask()
             while grows(life):
                 pass
@@ -151,7 +151,10 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Callable[[checkpoints.Ki
 
 
 def grows(life: Life) -> bool:
-    """Return whether another round writes more to the disk. A block whose store was open is spilled one round later."""
+    """Return whether serving the prompts again writes more blocks to the disk.
+
+    A block whose store was open is spilled one round later.
+    """
     had = life.on_disk()
     life.ask()
     life.rig.finish()
@@ -266,7 +269,7 @@ def test_r18_an_adapter_with_other_bytes_at_the_same_path_finds_nothing(tmp_path
             base = [life.rig.run({f"{name}b{number}": asked})[f"{name}b{number}"] for number in range(3)]
             assert base[0].cached == (6 * engines.BLOCK if seed else 0)
             life.rig.finish()
-            assert life.on_disk() == 6  # blocks of the base model
+            assert life.on_disk() == 6  # the blocks of the base model
             life.rig.check_clean()
         answers.append(first.tokens)
     assert answers[0] != answers[1]

@@ -1,4 +1,4 @@
-"""Mixed traffic of one model with a disk. `make disk-traffic` runs all models, and two ranks."""
+"""Mixed traffic of one model with a disk. `make disk-traffic` runs all models, also on two ranks."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ SCENES = [  # model, policy, host blocks, and whether two steps are in flight
 
 
 def draw(seed: int) -> dict[str, Asked]:
-    """Draw families of prompts with common prefixes of all lengths, and a few without common prefixes."""
+    """Draw families of prompts. The prompts of a family share prefixes of several lengths."""
     random_ = random.Random(seed)
     asked: dict[str, Asked] = {}
     for family in range(6):
@@ -86,7 +86,7 @@ def scene(
 
 
 def test_many_at_once(scene: tuple[Rig, dict[str, Reported], int]) -> None:
-    """More than the device has room for: chunked prefill, preemption, and hits in both caches."""
+    """The requests outgrow the device: prompts are chunked, requests are preempted, and both caches have hits."""
     rig, expected, host = scene
     rig.forget()
     before = rig.counts
@@ -136,7 +136,7 @@ def test_resets_at_random_steps(scene: tuple[Rig, dict[str, Reported], int]) -> 
     def reset(_: int) -> None:
         if random_.random() < 0.1:
             running = random_.random() < 0.5
-            # With a block being copied, or two steps in flight, vLLM refuses to reset running requests.
+            # While a block is copied or two steps are in flight, vLLM refuses to reset running requests.
             with suppress(RuntimeError):
                 rig.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=True)
                 done[running] += 1
@@ -150,8 +150,8 @@ def test_resets_at_random_steps(scene: tuple[Rig, dict[str, Reported], int]) -> 
 def test_a_reset_of_running_requests_with_no_copy_open(scene: tuple[Rig, dict[str, Reported], int]) -> None:
     """With two steps in flight vLLM frees a running request's blocks too late for its own reset, and raises.
 
-    This happens with any connector that loads (plugins/kvoffload_vllm/README.md). No other request may be affected. The
-    request never fills a block, so there is no copy.
+    This happens with any connector that loads (plugins/kvoffload_vllm/README.md). The error must not affect
+    the request. The request never fills a block, so there is no copy.
     """
     rig, _, _ = scene
     rig.forget()
@@ -171,7 +171,7 @@ def test_a_reset_of_running_requests_with_no_copy_open(scene: tuple[Rig, dict[st
 
 
 def test_prompt_logprobs(scene: tuple[Rig, dict[str, Reported], int]) -> None:
-    """Such a request reads no cache. Its blocks are stored like any others."""
+    """A request with prompt log-probabilities reads no cache. Its blocks are stored."""
     rig, expected, _ = scene
     mixed = {**SCORED, **dict(list(REQUESTS.items())[:10])}
     reported = rig.run(mixed)
@@ -197,8 +197,8 @@ def test_salts_keep_apart(scene: tuple[Rig, dict[str, Reported], int]) -> None:
     hits: list[int] = []
     for salt in ("a", "b", "a"):
         salted(salt)
-    # Members of a family share blocks on the device, which are not hits on the host. With different salts nothing is
-    # shared.
+    # Prompts of a family share blocks on the device, and these are no hits on the host. Different salts share
+    # nothing.
     assert hits[:2] == [0, 0]
     if host > 100 and not _is_lazy(rig):
         assert hits[2] > 0
@@ -207,7 +207,7 @@ def test_salts_keep_apart(scene: tuple[Rig, dict[str, Reported], int]) -> None:
 
 @pytest.mark.parametrize("scene", ON_LARGE_HOSTS, ids=_name, indirect=True)
 def test_one_corrupted_block_is_noticed(scene: tuple[Rig, dict[str, Reported], int]) -> None:
-    """The control: the comparisons above detect a wrong block. One engine of each kind is enough."""
+    """A control: the comparisons above detect a wrong block."""
     rig, expected, _ = scene
     rig.forget()
     name = "f0m0"

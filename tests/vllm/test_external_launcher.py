@@ -18,8 +18,8 @@ pytestmark = MARKS
 
 
 def test_each_rank_refuses_with_one_error(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    # Regression: it started and allocated each rank's host memory, but never used it, because a rank's scheduler only
-    # gets reports of its own worker.
+    # Regression: the engine once started and allocated each rank's host memory, but never used it, because a
+    # rank's scheduler receives only the reports of its own worker.
     checkpoint = checkpoints.make("qwen3", tmp_path_factory.getbasetemp() / "checkpoints" / "qwen3")
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])]))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -1,6 +1,6 @@
 """Faults on a stock vLLM that other tests do not cover: late errors, clocks, threads, new weights, and counts.
 
-`test_refused_memory.py` covers refused host memory, and `test_deaths.py` ended processes.
+`test_refused_memory.py` covers refused host memory, and `test_deaths.py` covers ended processes.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_vllms_own_reference_counts_are_compared(hands: Hands) -> None:
 
 
 def retrain(model: Any, factor: float) -> None:
-    """Update the weights in place. The opposite factor undoes it."""
+    """Multiply half of each matrix of weights in place. The reciprocal factor undoes this."""
     for parameter in model.parameters():
         if parameter.dim() == 2:
             parameter.data[: parameter.shape[0] // 2] *= factor
@@ -104,7 +104,7 @@ def test_after_a_reset_new_weights_are_served_from(hands: Hands, in_flight: str)
     rig.llm.apply_model(partial(retrain, factor=2.0))
     try:
         answer = rig.scheduler.reset_prefix_cache(reset_connector=True)
-        assert answer is (in_flight == "nothing")  # Leased blocks keep vLLM from resetting its own cache.
+        assert answer is (in_flight == "nothing")  # leased blocks keep vLLM from resetting its own cache
         assert not rig.side.core.state.pool.index
         held.copier.release()
         rig.finish()
@@ -126,7 +126,7 @@ def test_after_a_reset_new_weights_are_served_from(hands: Hands, in_flight: str)
 def test_loaded_again_imported_twice_and_forked_amid_a_load(
     hands: Hands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a forked child of the engine's process, the worker's threads are gone, and new ones start."""
+    """A forked child of the engine's process has none of the worker's threads, and starts new ones."""
     rig, held = hands
     asked = Asked(prompt(44), 6)
     expected = truth(rig, asked)
@@ -155,7 +155,7 @@ def test_loaded_again_imported_twice_and_forked_amid_a_load(
 
 
 def test_last_of_all_the_workers_loop_dies(hands: Hands) -> None:
-    """The hooks start loads, which work; stores fail. This must be the last test of the file."""
+    """Loads still work, because the hooks start them. Stores fail. This must be the last test of the file."""
     rig, _ = hands
     asked, other = Asked(prompt(41), 6), Asked(prompt(42), 6)
     expected = truth(rig, asked)

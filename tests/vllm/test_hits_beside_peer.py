@@ -1,15 +1,15 @@
 """Compares hits with those of vLLM's own connector, for the same requests and the same host memory.
 
-Both connectors copy within the hook that starts the copy, on one thread, so that the counts are reproducible.
+Both connectors copy on one thread, within the hook that starts the copy, so that the counts are reproducible.
+Hits are compared for several host sizes. `FEWER` has the sizes at which our connector has fewer hits, for
+these reasons:
 
-Hits are compared for several host sizes. `FEWER` has the sizes at which ours are fewer, for these reasons:
-
-* A host smaller than the device cache only helps with blocks that the device has evicted. We evict in LRU order (R15),
-  hits on the device count as uses, and evicted blocks of running requests are stored again (R8), so we keep the same
-  blocks as the device. On a larger host this finds more. The peer evicts in the order of storing, which overlaps less
-  with the device's blocks.
-* With plenty of memory, both save every token that can be saved. The more of them the device finds itself, the fewer
-  hits are left for the host.
+* A host smaller than the device cache helps only with blocks that the device has evicted. We evict in LRU
+  order (R15), hits on the device count as uses, and evicted blocks of running requests are stored again (R8),
+  so our host keeps the same blocks as the device. On a larger host this order finds more. The peer evicts in
+  the order of storing, so its host shares fewer blocks with the device.
+* With plenty of memory, both connectors save every token that can be saved. The more of these tokens the
+  device finds itself, the fewer hits are left for the host.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ HOST_BLOCKS: Mapping[checkpoints.Kind, Sequence[int]] = {
     "gemma3": (32, 64, 96, 128, 512),
 }
 FEWER = {("qwen3", 32): 0.95, ("gemma3", 512): 1.0}
-"""For each peer result, the share of its saved tokens that ours must reach at least."""
+"""The least share of the peer's saved tokens that our connector must save, where it has fewer hits."""
 CONVERSATIONS = 10
 WAVES = 8
 AT_ONCE = 5
 
 
 class Saved(NamedTuple):
-    """Prompt tokens that were not computed: those from the host, and those from host and device together."""
+    """Prompt tokens that were not computed. `hits` came from the host, `tokens` from host and device together."""
 
     hits: int
     tokens: int
@@ -70,8 +70,8 @@ class Counted:
         connector.update_state_after_alloc = counting
 
     def saved(self, seeds: Sequence[int]) -> Saved:
-        """Return the tokens saved in the seeds' workloads, each beginning with empty caches."""
-        self._run([[1] * engines.BLOCK])  # When this has ended, the host's memory is ready.
+        """Return the tokens saved in the seeds' workloads, each of which begins with empty caches."""
+        self._run([[1] * engines.BLOCK])  # makes the host's memory ready
         self._forget()
         self.hits = tokens = 0
         for seed in seeds:
@@ -89,7 +89,7 @@ class Counted:
 
 
 def waves(seed: int) -> Iterator[list[list[int]]]:
-    """Yield several conversations at a time that grow from turn to turn. Half of them have a common beginning."""
+    """Yield waves of prompts from conversations that grow from turn to turn. Half of them have a common beginning."""
     draw = random.Random(seed)
     shared = [draw.randrange(256) for _ in range(96)]
     stories = [list(shared) if number % 2 else [] for number in range(CONVERSATIONS)]
@@ -101,7 +101,7 @@ def waves(seed: int) -> Iterator[list[list[int]]]:
 
 
 class OneThread(TransferPump):
-    """Runs the coroutine's turns in the hooks, and never wakes it."""
+    """Runs the coroutine's turns in the hooks, and never wakes the coroutine."""
 
     def submit_stores(self, jobs: Sequence[DeviceJob]) -> None:
         self._wakeup.set = lambda: None  # type: ignore[method-assign]
@@ -179,7 +179,7 @@ def test_eager_hits_are_at_least_the_peers(kind: checkpoints.Kind, folder: Path)
 def test_hits_of_a_model_with_recurrent_layers_are_at_least_the_peers(
     kind: checkpoints.Kind, policy: str, size: int, folder: Path
 ) -> None:
-    """In every group a state takes one block, and without a state there is no hit."""
+    """A state takes one block in every group, and there is no hit without a state."""
     mine, other = side_by_side(kind, folder, policy, (size,))[size]
     assert other.hits > 0
     assert mine.hits >= other.hits, (mine, other)

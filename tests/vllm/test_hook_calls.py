@@ -1,7 +1,7 @@
-"""The calls that a request makes on vLLM's scheduler in the connector's hooks, with all observers.
+"""The calls that a request causes in the connector's hooks on vLLM's scheduler, with all observers.
 
-Only Python calls within kvoffload and its plugin count, without comprehensions, C functions and vLLM. The counts do not
-depend on the machine, so tests can limit them; `make bench-hooks` measures times.
+Only Python calls within kvoffload and its plugin count, without comprehensions, C functions and vLLM. The
+counts do not depend on the machine, so tests can limit them. `make bench-hooks` measures times.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ pytestmark = MARKS
 
 BLOCK = 32
 WHOLE = 8
-"""Whole blocks of each prompt. A part of a block follows them."""
+"""The number of whole blocks in each prompt. A part of a block follows these blocks."""
 PROMPT = WHOLE * BLOCK + 8
 LIVES = 64
-"""The journal handles many messages at a time, so its cost is averaged over this many requests."""
+"""The journal handles many messages together, so its calls are averaged over this many requests."""
 
 MOST_CALLS = {
     "a fresh request's life": 162,
@@ -76,7 +76,7 @@ class Life:
         self.numbers = count()
 
     def live(self, seed: int) -> None:
-        """Serve one request to its end: look it up, load the hit, compute, store and end it."""
+        """Serve one request: look it up, load the hit, compute, store and end the request."""
         connector, calls, name = self.connector, self.calls, f"r{next(self.numbers)}"
         request = make_request(name, seed)
         calls.of("seen", connector.on_new_request, request)
@@ -155,9 +155,9 @@ def found() -> Iterator[dict[str, float]]:
         connector.__dict__.update(vars(scheduler), _role=KVConnectorRole.SCHEDULER)
         scheduler.offload.reported([TransferReport(Rank(0), (), BLOCKS)])
         warm, fresh, back, idle = (Life(connector, pool, Calls()) for _ in range(4))
-        keep = make_request("keep", 0)  # A request that stays, so that the engine is never idle.
+        keep = make_request("keep", 0)  # keeps the engine from being idle
         connector.on_new_request(keep)
-        for seed in (*range(1, 20), 19):  # The last one has the prompt of an earlier one.
+        for seed in (*range(1, 20), 19):  # the last prompt repeats the one before
             warm.live(seed)
         for seed in range(LIVES):
             fresh.live(100 + seed)

@@ -32,7 +32,7 @@ REQUEST = RequestId("request")
 
 
 class Copies:
-    """One rank's copies. The test ends them."""
+    """One rank's copies, which the test ends."""
 
     def __init__(self, rank: int) -> None:
         self._rank = Rank(rank)
@@ -55,8 +55,6 @@ class Copies:
 
 
 class Workers:
-    """Two of our workers with vLLM's aggregation."""
-
     def __init__(self) -> None:
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 
@@ -67,7 +65,7 @@ class Workers:
         self._join = KVOutputAggregator(expected_finished_count=2)
 
     def step(self, **reported: Any) -> Any:
-        """Return what the scheduler receives after a step in which the workers reported this."""
+        """Run a step of all workers with this metadata; return the scheduler's output of vLLM's aggregation."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         from kvoffload_vllm.metadata import KVOffloadMetadata
@@ -146,7 +144,7 @@ def test_a_report_that_was_not_fetched_grows_and_has_the_present_state() -> None
 
 
 def test_r13_a_step_begins_when_it_is_bound() -> None:
-    """Runner V2 starts loads after the forward pass and later work, which their fence must not include."""
+    """Runner V2 starts loads after the forward pass and later work. The loads' fence must not include this work."""
     from kvoffload_vllm.metadata import KVOffloadMetadata
     from kvoffload_vllm.worker import VllmWorker
 

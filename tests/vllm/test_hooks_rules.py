@@ -1,4 +1,7 @@
-"""The hooks of a stock vLLM with both roles in this process, and copies that the test ends. The core's tests have all cases of each rule."""
+"""The hooks of a stock vLLM with both roles in this process, and copies that the test ends.
+
+The core's tests cover all cases of each rule.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ def test_r9_a_failed_load_is_recomputed(hands: Hands) -> None:
 
 
 def test_r9_a_load_that_takes_too_long_is_recomputed_elsewhere(hands: Hands) -> None:
-    """Its blocks stay leased until the copy ends, because the copy may still write to them."""
+    """The load's blocks stay leased until the copy ends, because the copy may still write to them."""
     rig, held = hands
     asked = Asked(prompt(3), 12)
     expected = truth(rig, asked)
@@ -73,14 +76,14 @@ def test_r9_a_load_that_takes_too_long_is_recomputed_elsewhere(hands: Hands) -> 
     assert same(rig.reported["a"], expected)
     assert (reports.received, reports.failed) == (["a"], ["a"])
     assert load.is_open
-    rig.finish()  # An abandoned copy is not waited for.
+    rig.finish()  # the engine does not wait for an abandoned copy
     leased = engines.held_blocks(rig.llm)
     assert leased > 0
     assert rig.slots(SlotState.QUARANTINED) >= leased
 
     other = Asked(prompt(4, 200), 6)
     right = truth(rig, other)
-    load.finish()  # Its target blocks were not allocated to others.
+    load.finish()  # the copy's target blocks were not allocated again
     assert same(rig.run({"b": other})["b"], right)
     assert engines.held_blocks(rig.llm) == 0
     assert reports.received == ["a"]
@@ -148,13 +151,13 @@ def test_r2_fewer_tokens_accepted(hands: Hands) -> None:
     if len(rig.side.shape.groups) == 1:
         assert reported.cached == 256 - 64
         assert gained.count("kvoffload_load_blocks_total", "loaded") == 6
-    else:  # An earlier end needs other window blocks, which vLLM has not kept.
+    else:  # an earlier end needs other window blocks, which vLLM has not kept
         assert reported.cached == 0
         assert gained.count("kvoffload_contract_violations_total", "tokens_without_pin") == 0
 
 
 def test_r1_a_lookup_without_an_allocation_keeps_nothing(hands: Hands) -> None:
-    """The request is looked up repeatedly while the device is full, and then aborted."""
+    """The scheduler looks the request up repeatedly while the device is full, and the test then aborts it."""
     rig, _held = hands
     wanted = Asked(prompt(13))
     rig.put_on_host_only(wanted.prompt)
@@ -288,7 +291,7 @@ def test_r14_many_requests_with_one_prefix_load_it_once(hands: Hands) -> None:
     rig, held = hands
     shared = prompt(70, 256)
     one = {"one": Asked((*shared, 1), 1)}
-    rig.put_on_host_only((*shared, 99))  # vLLM keeps a window only where a hit may end.
+    rig.put_on_host_only((*shared, 99))  # vLLM keeps a window only where a hit may end
     before = rig.counts
     rig.run(one)
     once = rig.counts.minus(before).count("kvoffload_transfer_bytes_total", "host", "load")
@@ -330,7 +333,7 @@ HOOKS = (
 
 
 def listen_to_hooks(rig: Rig, calls: list[str], *more: tuple[object, str]) -> Any:
-    """Record the worker's hooks, their submissions, and calls of `more`, in order."""
+    """Return patches that record the worker's hooks, its submissions and the calls of `more`, in order."""
     worker, pump = rig.worker_connector, rig.pump
     patches = []
     submitted = ((pump._queue, "add"), (pump, "_start_loads"))

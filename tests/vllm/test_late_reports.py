@@ -1,4 +1,4 @@
-"""What the core learns at once about requests whose progress is reported later."""
+"""What the core receives at once about requests whose progress is reported later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stock vLLM's metrics and events say of offloading, and which settings it refuses at its start."""
+"""The metrics and events of offloading in a stock vLLM, and the settings that vLLM refuses at its start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = MARKS
 
 
 def truth(rig: Rig, asked: Mapping[str, Asked]) -> dict[str, Reported]:
-    """Return the answers of requests that read no cache, and whose blocks no other request finds."""
+    """Return the answers of requests that read no cache. Their salt keeps other requests from finding their blocks."""
     alone = {name: Asked(one.prompt, one.count, "truth", prompt_logprobs=True) for name, one in asked.items()}
     reported = rig.run(alone)
     rig.reported.clear()
@@ -86,7 +86,7 @@ def test_metrics_and_events_of_vllm(folder: Path) -> None:
             assert sample("vllm:external_prefix_cache_hits_total") == 256
             assert sample("vllm:external_prefix_cache_queries_total") > 256
 
-            # A load that fails is computed instead.
+            # The engine computes the blocks of a failed load.
             assert rig.scheduler.reset_prefix_cache()
             held.copier.hold()
             rig.ask("f", asked)
@@ -104,8 +104,8 @@ def test_metrics_and_events_of_vllm(folder: Path) -> None:
             assert any(on_host)
             assert not all(on_host)
 
-        # If this fails, vLLM has removed its limit, and plugins/kvoffload_vllm/README.md need not describe the
-        # workaround.
+        # If this fails, vLLM has removed its limit. Then remove the workaround from
+        # plugins/kvoffload_vllm/README.md.
         names = {one.name for one in rig.llm.get_metrics()}
         assert "vllm:external_prefix_cache_hits" in names
         assert not [name for name in names if "kvoffload" in name]

@@ -1,4 +1,4 @@
-"""Prompts with a picture are found again with the same picture, and not with another."""
+"""A prompt with a picture is found again with the same picture, and not with another picture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.vllm.stock import picture_model
 pytestmark = MARKS
 
 TEXT = [random.Random(1).randrange(256) for _ in range(70)]
-CACHED = 96  # the whole blocks in 40 tokens of a picture and 70 of text
+CACHED = 96  # the tokens in whole blocks, of 40 tokens of a picture and 70 of text
 
 
 def picture(seed: int) -> Any:
@@ -27,7 +27,7 @@ def picture(seed: int) -> Any:
 
 
 def ask(rig: Rig, *pictures: int, reads: bool = True) -> dict[str, Reported]:
-    """Send the same prompt with each picture, all at the same time."""
+    """Send the same prompt with each picture, all concurrently."""
     from vllm import SamplingParams
 
     params = SamplingParams(
@@ -36,7 +36,7 @@ def ask(rig: Rig, *pictures: int, reads: bool = True) -> dict[str, Reported]:
         ignore_eos=True,
         detokenize=False,
         logprobs=0,
-        prompt_logprobs=None if reads else 0,  # such a request reads no cache
+        prompt_logprobs=None if reads else 0,  # a request with prompt log-probabilities reads no cache
     )
     rig.reported.clear()
     for seed in pictures:
@@ -75,7 +75,7 @@ def test_answers_are_those_of_an_uncached_run(rig: Rig) -> None:
     assert rig.counts.minus(before).count("kvoffload_load_blocks_total", "loaded") >= 5 * CACHED // 32
     rig.check_clean()
 
-    # The control: the comparison detects wrong KV.
+    # A control: the comparison detects wrong KV.
     for position in range(rig.slots(SlotState.READY)):
         corrupt_host(rig, position)
     assert rig.scheduler.reset_prefix_cache()

@@ -1,7 +1,8 @@
-"""Pipeline stages with tensor-parallel ranks. Each rank has other layers, so the size of a block differs between ranks.
+"""Pipeline stages with tensor-parallel ranks. Ranks have different layers, and so blocks of different sizes.
 
-The scheduler runs in this process, each rank in a separate one. Tokens are compared with those of one rank without a
-connector. As a control, the host's bytes are corrupted on one rank, and the comparison must fail.
+The scheduler runs in this process, each rank in a separate process. Tokens are compared with those of one
+rank without a connector. As a control, the host's bytes are corrupted on one rank, and the comparison must
+fail.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ class Shape:
     """The distribution of an engine's layers.
 
     Args:
-        layers: the layers of each pipeline stage.
-        ranks: tensor-parallel ranks of each stage.
-        pages: pages of one block on the ranks of each stage. Groups overlay each other, so a stage has as many as its
-            largest group has layers there.
+        layers: the number of layers in each pipeline stage.
+        ranks: the number of tensor-parallel ranks in each stage.
+        pages: the number of a block's pages on the ranks of each stage. Groups share memory, so this is the
+        largest number of layers that a group has in the stage.
         kind: the kind of model.
     """
 
@@ -59,8 +60,8 @@ class Shape:
         return f"{self.kind}-{'+'.join(map(str, self.layers))}x{self.ranks}"
 
 
-# Gemma 3's layers: two of a sliding window, one of full attention, and the same again. LFM2's: twice three short
-# convolutions, whose channels are split between the ranks, and one of full attention.
+# Gemma 3 has two layers with a sliding window, one with full attention, and the same three again. LFM2 twice
+# has three short convolutions, whose channels are split between the ranks, and one layer of full attention.
 SHAPES = (Shape((4, 2), 2, (2, 1)), Shape((8,), 2, (2,), "lfm2"))
 
 
@@ -78,7 +79,7 @@ REQUESTS = _requests()
 
 
 class Ranks:
-    """An engine with several processes, and the answers of one rank."""
+    """An engine with several ranks, and the answers of an engine with one rank."""
 
     def __init__(self, rig: Rig, shape: Shape, expected: Mapping[str, Reported]) -> None:
         self.rig = rig
@@ -91,7 +92,7 @@ class Ranks:
         return found
 
     def put_on_host(self) -> None:
-        """Leave the blocks of all requests on the host and not on the device."""
+        """Store the blocks of all requests on the host, and remove them from the device."""
         self.rig.forget()
         check_same(self.rig.run(REQUESTS), self.expected)
         assert self.rig.scheduler.reset_prefix_cache()
@@ -115,13 +116,12 @@ def open_loads(_: Any) -> int:
 
 
 def pages_of_a_block(_: Any) -> list[int]:
-    """Return the bytes of each page of a block."""
     arena = _our_worker().offload.pump._arena
     return [region.page_bytes for region in arena.layout.regions]
 
 
 def corrupt(worker: Any, rank: int) -> None:
-    """Overwrite all host memory of one rank with numbers near 1, unlike KV, whose values are around 0."""
+    """Overwrite all host memory of one rank with numbers near 1, while the values of KV are around 0."""
     if worker.vllm_config.parallel_config.rank != rank:
         return
     arena = _our_worker().offload.pump._arena
@@ -166,12 +166,12 @@ def test_each_rank_keeps_the_layers_of_its_stage(ranks: Ranks) -> None:
 
 
 def test_answers_from_the_host_are_those_without_it(ranks: Ranks) -> None:
-    """The device has room for only a few of the requests, so vLLM also preempts requests of attention models."""
+    """The device has room for only a few requests, so vLLM also preempts requests of attention models."""
     ranks.put_on_host()
     before, scheduler = ranks.rig.counts, ranks.rig.scheduler
     with patch.object(scheduler, "_preempt_request", side_effect=scheduler._preempt_request) as preempted:
         check_same(ranks.rig.run(REQUESTS), ranks.expected)
-    # LFM2's states take two blocks per group, however long a request is, so they fit.
+    # A request of LFM2 takes two state blocks per group at any length, so all requests fit.
     assert preempted.call_count > 0 or ranks.shape.kind == "lfm2"
     ranks.check_clean()
     assert ranks.rig.counts.minus(before).count("kvoffload_load_blocks_total", "loaded") > 0

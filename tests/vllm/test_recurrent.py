@@ -35,11 +35,11 @@ OPTIONS: Mapping[checkpoints.Kind, dict[str, Any]] = {
     "granite4": {"prefix_match_unit": 32},  # a part of a block has a separate hash
     "qwen3_next": {"prefix_cache_retention_interval": 64},  # a state at each block end
 }
-"""Options of the engine, so that each of vLLM's ways to keep states is used once."""
+"""The engine's options. Each of vLLM's ways to keep states is used once."""
 
 
 MODELS = checkpoints.RECURRENT[:1] if engines.IS_V2_RUNNER else checkpoints.RECURRENT
-"""Only the first on a runner with interpreted kernels, because the layers are slow already."""
+"""Only one model where kernels are interpreted, because the recurrent layers are already slow."""
 
 SPARSE = [kind for kind in MODELS if "prefix_cache_retention_interval" not in OPTIONS[kind]]
 """models that do not keep a state at each block end"""
@@ -77,17 +77,16 @@ def test_answers_are_those_without_any_cache(
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
 def test_a_state_of_zeros_is_noticed(on: Stage, scene: Callable[[Stage], dict[str, Reported]]) -> None:
-    """A control for the test above."""
     on.copier.zeroes_states = True
     answers = scene(on)
     assert on.different(answers)
     on.copier.zeroes_states = False
     on.rig.finish()
-    on.rig.forget()  # the blocks computed from zeros
+    on.rig.forget()  # removes the blocks computed from zeros
 
 
 def test_a_state_that_is_stored_before_the_forward_pass_is_noticed(on: Stage) -> None:
-    """The block already has its key, but not its bytes."""
+    """At this time the block already has its key, but not its bytes."""
     from kvoffload_vllm.worker import VllmWorker
 
     bind = VllmWorker.bind
@@ -143,13 +142,13 @@ def test_a_boundary_costs_one_chunk_once_and_nothing_where_no_prefix_is_shared(o
                 on.forget_on_device()
                 costs[are_on].append(chunks(on, asked))
     first, alone_cost, second = costs[False]
-    # A step ends at its token budget in any case.
+    # A boundary costs no step where a step ends at its token budget anyway.
     budget = on.rig.scheduler.scheduler_config.max_num_batched_tokens
     more = int(SHARED_BLOCKS * BLOCK_TOKENS[on.kind] % budget > 0)
     assert costs[True] == [first, alone_cost, second + more]
 
 
-@pytest.mark.parametrize("on", MODELS[:1], indirect=True)  # the other layers are slow on a CPU
+@pytest.mark.parametrize("on", MODELS[:1], indirect=True)  # other recurrent layers are slow on a CPU
 def test_lazy_stores_states_too(on: Stage) -> None:
     before = on.rig.counts
     with lazily(on):
@@ -161,7 +160,7 @@ def test_lazy_stores_states_too(on: Stage) -> None:
 
 
 def test_events_name_the_kind_of_each_group(on: Stage) -> None:
-    """Otherwise a router could take a state for a block of attention."""
+    """Without the kind, a router could take a state for a block of attention."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
     batches: list[Any] = []

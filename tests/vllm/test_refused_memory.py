@@ -28,7 +28,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=240,
-        # Otherwise each thread reserves 64 MiB.
+        # By default, each thread reserves 64 MiB of address space.
         env={**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "2"},
         check=False,
     )
@@ -40,7 +40,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str,
 def test_an_engine_runs_with_the_host_memory_that_it_gets(
     granted: int, ended: tuple[str, list[dict[str, Any]]]
 ) -> None:
-    """No memory at all, or one chunk of four."""
+    """The engine gets no memory at all, or one chunk of four."""
     log, engines = ended
     reported = engines[GRANTED.index(granted)]
     assert reported["capacity"] == reported["gauge"] == granted * PIECE_SLOTS
@@ -56,6 +56,6 @@ def test_an_engine_runs_with_the_host_memory_that_it_gets(
         for line in log.splitlines()
         if f"host_memory_refused ready_slots={granted * PIECE_SLOTS} " in line
     )
-    assert ("WARNING" if granted else "ERROR") in line  # Without any slot, nothing is offloaded.
+    assert ("WARNING" if granted else "ERROR") in line  # without any slot, nothing is offloaded
     assert f"wanted_slots={PIECES * PIECE_SLOTS} " in line
     assert "Cannot allocate memory" in line

@@ -48,7 +48,7 @@ def test_r18_a_fresh_engine_finds_the_first_ones_prefix_and_no_adapters_or_other
         assert expected.cached == 0
         adapted = [first.ask(f"a{number}", OF_ADAPTER, lora_request=adapter) for number in range(3)]
         assert [each.cached for each in adapted] == [0, CACHED, CACHED]
-        assert first.copied(STORE) == 0  # A prefix found again is stored, also with an adapter.
+        assert first.copied(STORE) == 0  # blocks of an adapter are not stored, even if they are found again
         first.ask("n1", PROMPT)
         assert first.copied(STORE) == BLOCKS
         first.rig.check_clean()
@@ -64,7 +64,7 @@ def test_r18_a_fresh_engine_finds_the_first_ones_prefix_and_no_adapters_or_other
 
 
 def start(both: list[Apart], *arguments: object) -> list[str]:
-    """Start engines at the same time; return the namespaces in which they share."""
+    """Start engines concurrently; return the engines' namespaces in the store."""
     for engine in both:
         engine.begin("start", *arguments)
     return [engine.end() for engine in both]
@@ -87,7 +87,7 @@ def answers(engine: Apart, model: Path, folder: Path) -> Answers:
 
 
 def serve_at_once(both: list[Apart], expected: Answers) -> None:
-    """Serve the same traffic on both in two orders, so that each computes prompts that the other looks up later."""
+    """Serve the same traffic on both engines in opposite orders, so that each finds prompts of the other."""
     for engine, traffic in zip(both, (TRAFFIC, dict(reversed(TRAFFIC.items()))), strict=True):
         engine.begin("ask", traffic)
     for engine in both:
@@ -95,14 +95,14 @@ def serve_at_once(both: list[Apart], expected: Answers) -> None:
 
 
 def share(engine: Apart, asked: dict[str, Asked], expected: Answers) -> None:
-    """Let lookups find a prefix again, so that it is written to the store."""
+    """Serve a prefix until its blocks are written to the store."""
     had = engine.do("copied", STORE)
     while engine.do("copied", STORE) < had + BLOCKS:
         check_same(engine.do("ask", asked), expected)
 
 
 def check_found(engine: Apart, asked: dict[str, Asked], expected: Answers) -> None:
-    """Check that a prefix computed by the other engine is found, with the same answer."""
+    """Check that the engine finds the other engine's prefix, with the same answer."""
     had = engine.do("copied", LOAD)
     found = engine.do("ask", asked)
     check_same(found, expected)
@@ -118,7 +118,7 @@ def check_not_found(engine: Apart, asked: dict[str, Asked]) -> Answers:
 
 
 def share_in_turns(both: list[Apart], expected: Answers) -> None:
-    """Serve, abort and reset on two engines that run at the same time."""
+    """Serve, abort and reset on two engines that run concurrently."""
     first, second = both
     for _ in range(3):
         serve_at_once(both, expected)

@@ -1,8 +1,7 @@
 """Kinds of requests: samples, beams, grammars, adapters, equal ids.
 
-Each answer equals that of an engine without a cache.
-
-The engine with the connector has two steps in flight, and fails requests whose load fails, which is vLLM's default.
+Each answer must equal that of an engine without a cache. The engine with the connector has two steps in
+flight, and fails requests whose load fails, which is vLLM's default.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from tests.vllm.stock import adapters
 
 pytestmark = MARKS
 
-LAYERS = 2  # layers of the checkpoint
-PROMPT_BLOCKS = 8  # whole blocks of a prompt
+LAYERS = 2  # the number of layers in the checkpoint
+PROMPT_BLOCKS = 8  # the number of whole blocks in a prompt
 OPTIONS: dict[str, Any] = {
-    "num_gpu_blocks_override": 160,  # so that all requests can be stored at the same time
-    "skip_tokenizer_init": False,  # beams and grammars need it
+    "num_gpu_blocks_override": 160,  # enough to store all requests at the same time
+    "skip_tokenizer_init": False,  # beams and grammars need a tokenizer
     "structured_outputs_config": {"backend": "xgrammar"},
     "enable_lora": True,
     "max_loras": 2,
     "max_lora_rank": 8,
-    # On a CPU, vLLM raises if the prompt of a request with a seed is computed in chunks.
+    # On a CPU, vLLM raises an error if the prompt of a request with a seed is computed in chunks.
     "max_num_batched_tokens": 4096,
 }
 DEFAULT_POLICY = {
@@ -49,8 +48,6 @@ DEFAULT_POLICY = {
 
 
 class Said(NamedTuple):
-    """One answer."""
-
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
 
@@ -84,7 +81,7 @@ def finish(rig: Rig) -> list[Any]:
 
 
 def answers(rig: Rig) -> Answers:
-    """Finish, and return the answers in the order of the requests' names, or of their tokens for equal names."""
+    """Finish; return the answers in the order of the requests' names and, for equal names, of the tokens."""
     said = [
         (
             output.request_id,
@@ -169,7 +166,7 @@ def equal_ids(rig: Rig, _: Path) -> Answers:
 
 KINDS: Mapping[
     str, tuple[Callable[[Rig, Path], Answers], int]
-] = {  # the prompts, and those that must be found completely
+] = {  # each function, and the number of prompts that must be found completely
     "samples": (samples, 4),
     "beams": (beams, 2),
     "grammars": (grammars, 4),
@@ -220,7 +217,7 @@ def test_answers_are_those_of_an_uncached_run(
     assert loaded >= prompts * PROMPT_BLOCKS
     rig.check_clean()
 
-    # The control: the comparison detects wrong KV.
+    # A control: the comparison detects wrong KV.
     for position in range(rig.slots(SlotState.READY)):
         corrupt_host(rig, position)
     assert rig.scheduler.reset_prefix_cache()
@@ -249,7 +246,7 @@ def test_adapters_share_nothing_on_the_host(hands: Hands, folder: Path) -> None:
 
 
 def test_a_failed_load_fails_only_its_request(hands: Hands) -> None:
-    """This is vLLM's default policy. Other requests with the same prompt compute it, and nothing is left over."""
+    """vLLM's default policy fails the request. Another request with the same prompt computes the blocks."""
     rig, held = hands
     expected = rig.run({"a": Asked(tuple(prompt(52)), 6)})["a"]
     assert rig.scheduler.reset_prefix_cache()

@@ -33,7 +33,7 @@ def publishing(
 
 
 class Router:
-    """Accepts blocks whose parent it has, as radix trees do. It only processes events about the host."""
+    """Like a radix tree, accepts only blocks whose parent it has. Ignores events about other media than the host."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[int, Any], Any] = {}
@@ -60,7 +60,7 @@ def stored_on_host(batch: Any) -> list[Any]:
 
 
 def test_a_router_accepts_every_published_block(folder: Path) -> None:
-    """Eager, with a host large enough for all blocks: each block is published after its parent, with its group."""
+    """Stores are eager, and the host has room for all blocks. Each block comes after its parent, with its group."""
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
     with publishing("gemma3", folder, 512) as (rig, batches):
@@ -73,7 +73,7 @@ def test_a_router_accepts_every_published_block(folder: Path) -> None:
             (int.from_bytes(key[-4:], "big"), maybe_convert_block_hash(key[:-4])) for key in pool.index
         }
         windows = [orphan for orphan in router.orphans if orphan.kv_cache_spec_sliding_window is not None]
-        assert router.orphans == windows  # vLLM only hashes window blocks that a hit can need
+        assert router.orphans == windows  # vLLM hashes only window blocks that a hit can need
         assert {*router.known, *((one.group_idx, one.block_hashes[0]) for one in windows)} == on_host
         theirs = {
             (event.group_idx, event.block_hashes[0]): event
@@ -100,7 +100,7 @@ def test_a_router_accepts_every_published_block(folder: Path) -> None:
 
 
 def test_lazy_stores_are_published_in_full(folder: Path) -> None:
-    """A block is stored when the device is about to evict it. Its request may have ended long before."""
+    """The device stores a block when it is about to evict the block, which may be long after the request's end."""
     options: dict[str, Any] = {"num_gpu_blocks_override": 96, "max_num_batched_tokens": 64}
     with publishing("qwen3", folder, 64, extra={"store_policy": "lazy"}, **options) as (rig, batches):
         prompts = [prompt(number) for number in range(24)]
@@ -127,7 +127,7 @@ def told(batches: Sequence[Any], medium: str, locality: str) -> list[Any]:
 def test_blocks_on_the_disk_and_in_the_store_are_published_with_their_medium(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks found again are written to both. A reset of both caches removes them."""
+    """Blocks found again are written to the disk and to the store. A reset of both caches removes these blocks."""
     (bucket_folder := tmp_path / "bucket").mkdir()
     server = Bucket(bucket_folder)
     for name, value in server.environment.items():

@@ -1,4 +1,4 @@
-"""Sessions whose input comes in parts. vLLM drops tokens that were not computed, and their hashes."""
+"""Sessions whose input comes in parts. vLLM drops tokens that were not computed, and the hashes of these tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tokens(seed: int, count: int) -> tuple[int, ...]:
 
 
 def say(rig: Rig, name: str, part: Sequence[int], count: int, *, is_last: bool = False) -> None:
-    """Give a session its next input. The last one only ends the session, and is not read."""
+    """Give a session its next input. The last input only ends the session, and vLLM does not read it."""
     from vllm import SamplingParams
 
     engine = rig.llm.llm_engine
@@ -42,7 +42,7 @@ def say(rig: Rig, name: str, part: Sequence[int], count: int, *, is_last: bool =
         resumable=not is_last,
     )
     request.external_req_id = name
-    # A separate front-end process has copies, but here vLLM would append to the same lists on both sides.
+    # A separate front-end process has copies. Here vLLM would append to the same lists on both sides.
     engine.output_processor.add_request(copy.deepcopy(request), None, None, 0)
     engine.engine_core.add_request(request)
 
@@ -71,7 +71,7 @@ def go_on(request: Any, part: Sequence[int]) -> None:
 
 
 def scheduled(request: Any, count: int, *, preempted: bool = False) -> Any:
-    """Return a step of only this request, either new in it, or preempted and not running."""
+    """Return a step that schedules only this request as a new one, or preempts it."""
     cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
     return SimpleNamespace(
         preempted_req_ids={request.request_id} if preempted else set(),
@@ -100,7 +100,7 @@ def known_keys(scheduler: Any) -> list[bytes]:
 def test_the_core_has_a_sessions_current_hashes(computed: int) -> None:
     """vLLM drops tokens that were not computed.
 
-    With `computed` at 0, the session was preempted and starts from its next part.
+    With `computed` at 0, vLLM has preempted the session, which starts from its next part.
     """
     with adapter(BLOCK) as (scheduler, _):
         request = session(tokens(1, 100))
@@ -143,16 +143,11 @@ def test_a_session_that_ends_with_rewritten_hashes_reports_none_of_them() -> Non
 # -- a stock engine -----------------------------------------------------------------------------------------------------
 
 PARTS = (60, 36, 5, 90)
-ANSWERS = (
-    5,
-    33,
-    28,
-    12,
-)  # The first part ends with a token that completes a block. vLLM drops the token and the block's hash.
+ANSWERS = (5, 33, 28, 12)
 
 
 def talk(rig: Rig, name: str) -> tuple[list[int], list[Reported]]:
-    """Give a session each part when it waits for one; return its tokens at the end, and its answers."""
+    """Give a session each part when it waits for input; return the session's tokens at the end, and its answers."""
     from vllm.v1.request import RequestStatus
 
     answers: list[Reported] = []
@@ -184,7 +179,7 @@ def test_a_session_is_answered_as_one_that_finds_nothing(folder: Path, two_steps
 
         with patch.object(rig.connector, "build_connector_meta", compared):
             held, answers = talk(rig, "a")
-            assert held[60:65] == [*answers[0].tokens[:4], tokens(11, 36)[0]]  # the fifth was dropped
+            assert held[60:65] == [*answers[0].tokens[:4], tokens(11, 36)[0]]  # vLLM dropped the fifth token
             assert rig.scheduler.reset_prefix_cache()
             before = rig.counts
             again, same_answers = talk(rig, "b")
@@ -192,7 +187,8 @@ def test_a_session_is_answered_as_one_that_finds_nothing(folder: Path, two_steps
             assert [one.tokens for one in same_answers] == [one.tokens for one in answers]
             assert rig.counts.minus(before).count("kvoffload_load_blocks_total", "loaded") > 0
             assert wrong == []
-        # All of it as one prompt. The last turn's answer is on the host, except the last tokens.
+        # One prompt has all tokens of the session. The last turn's answer is on the host, except its last
+        # tokens.
         asked = Asked(tuple(held[:-1]), 1)
         expected = rig.run({"truth": dataclasses.replace(asked, salt="truth")})["truth"]
         assert rig.scheduler.reset_prefix_cache()

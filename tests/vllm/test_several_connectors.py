@@ -28,7 +28,7 @@ from tests.vllm.engine_rig import (
 
 pytestmark = MARKS
 
-BLOCKS = 8  # findable blocks of a prompt
+BLOCKS = 8  # the number of a prompt's blocks that can be found
 
 # ExampleConnector stores a prompt in the request's first step, so one step must have room for whole prompts.
 WHOLE_PROMPTS: dict[str, Any] = {"max_num_batched_tokens": 1024}
@@ -62,7 +62,7 @@ class Both:
     lines: list[dict[str, Any]]
 
     def run(self) -> Snapshot:
-        """Run all requests with an empty device cache; return the counts."""
+        """Run all requests with an empty device cache; return the increase of all counts."""
         assert self.rig.scheduler.reset_prefix_cache()
         before = self.rig.counts
         check_same(self.rig.run(ASKED), self.expected)

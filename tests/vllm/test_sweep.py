@@ -1,6 +1,6 @@
-"""Each call inside the core raises once in a stock vLLM.
+"""Makes each call inside the core raise once in a stock vLLM.
 
-It survives, answers correctly, and gets every block back (R12).
+vLLM must survive, answer correctly, and get every block back (R12).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.vllm.stock import engines
 pytestmark = MARKS
 
 TIMEOUT_S = 30
-STEPS = 300  # limit on steps, for an engine that hangs
+STEPS = 300  # the most steps, for an engine that hangs
 
 
 ASKED = {
@@ -54,7 +54,7 @@ def expected(rig: Rig) -> dict[str, Reported]:
 
 
 def renew(rig: Rig) -> Held:
-    """Replace both sides of the connector, as after a restart, because offloading stays off after an error."""
+    """Replace both sides of the connector, as a restart does, because offloading stays off after an error."""
     from kvoffload_vllm.assembly import start_scheduler, start_worker
 
     held, scheduler, worker = Held(), rig.connector, rig.worker_connector
@@ -71,13 +71,13 @@ def renew(rig: Rig) -> Held:
         start_worker(worker, config, cache)
     worker.register(layout)
     scheduler.bind_gpu_block_pool(rig.scheduler.kv_cache_manager.block_pool)
-    worker.offload._tasks[0].result(TIMEOUT_S)  # Host memory is ready.
+    worker.offload._tasks[0].result(TIMEOUT_S)  # waits for the host memory
     rig.reported.clear()
     return held
 
 
 def live(rig: Rig, held: Held) -> None:
-    """Run requests that are stored, loaded, shared, aborted during a load, and a copy that is abandoned."""
+    """Store, load, share and abort requests, and let the time of a load pass."""
     rig.ask("first", ASKED["first"])
     steps(rig, 12)
     rig.scheduler.reset_prefix_cache()
@@ -89,7 +89,7 @@ def live(rig: Rig, held: Held) -> None:
     steps(rig, 2)
     held.copier.release()
     steps(rig, 12)
-    held.clock.jump(TIMEOUT_S + 1)  # Forgotten loads would be answered now.
+    held.clock.jump(TIMEOUT_S + 1)  # a load that the core had forgotten would time out now
     rig.scheduler.reset_prefix_cache()
     rig.ask("later", ASKED["later"])
     steps(rig, 6)
@@ -101,7 +101,7 @@ def steps(rig: Rig, count: int) -> None:
 
 
 def trial(rig: Rig, expected: dict[str, Reported], place: Place | None) -> list[str]:
-    """Return the problems after the core has raised at this place; without a place, the problems without an error."""
+    """Return the problems after the core has raised at this place, or without an error if there is no place."""
     held = renew(rig)
     with Reports(rig) as reports:
         with raising(place) if place else nullcontext(lambda: False) as has_raised:
@@ -117,7 +117,7 @@ def trial(rig: Rig, expected: dict[str, Reported], place: Place | None) -> list[
     problems += [
         f"{name} was answered twice" for name, count in Counter(reports.received).items() if count > 1
     ]
-    # The length of a run depends on vLLM's threads, so a late call may not happen.
+    # The number of calls depends on vLLM's threads, so a late call may never happen and raise.
     return problems + left_behind(rig) + said(rig, place if has_raised() else None)
 
 
@@ -142,7 +142,7 @@ def said(rig: Rig, place: Place | None) -> list[str]:
 
 
 def right(reported: Reported, expected: Reported) -> bool:
-    """Return whether a request got its answer, or the first part of it."""
+    """Return whether a request got its whole answer, or the beginning of it if the request has not finished."""
     return (
         same(reported, expected)
         if reported.finished

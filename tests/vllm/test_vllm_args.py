@@ -1,4 +1,4 @@
-"""`kvoffload vllm-args` prints the text of docs/install.md, and a stock vLLM reads the same from every form."""
+"""`kvoffload vllm-args` prints the text of docs/install.md, and a stock vLLM reads every form in the same way."""
 
 from __future__ import annotations
 
