@@ -113,7 +113,7 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
         config = parse_config(settings[0] if settings else {}, sizes.ranks, advice)
         read_tier_key(config.tier_key_file)
     except ConfigError as error:  # without usable settings, only the engine's own checks need not guess
-        unusable = replace(fail(str(error), "correct what is named"), check="settings")
+        unusable = replace(fail(str(error), "correct it; see `kvoffload settings`"), check="settings")
         theirs = [*(check for one in given for check in one.checks), *lost]
         return [unusable, *run_checks(theirs, Setup(OffloadConfig(host_bytes=1), sizes))]
     used = ok(", ".join(f"{name} {value}" for name, value in settings[0].items()))

@@ -32,11 +32,10 @@ _BY_HAND = "--block-bytes and --device-blocks"
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
     """Add vLLM's command line, options that have vLLM's own names, and options for the sizes that vLLM logs."""
-    add = group.add_argument
     words = "vLLM's own command line, after --: kvoffload doctor -- vllm serve MODEL ...; the options below override it"
-    add("command_line", metavar="COMMAND", nargs="*", help=words)
-    _add_options(add)
-    add("--block-bytes", metavar="BYTES", type=size, help="a block's bytes on one rank, in all layers")
+    group.add_argument("command_line", metavar="COMMAND", nargs="*", help=words)
+    _add_options(group.add_argument)
+    group.add_argument("--block-bytes", metavar="BYTES", type=size, help="a block's bytes on one rank")
 
 
 def _add_options(add: Callable[..., object]) -> None:
@@ -131,7 +130,7 @@ def load_failures(policy: object) -> Check:
 
     def find(setup: Setup) -> Finding:
         if policy is None:
-            return unknown("what vLLM does when a load fails", GIVE)
+            return unknown("what vLLM does when a load fails", f"give {_OPTION}")
         if policy == RECOMPUTE:
             return ok("vLLM recomputes what fails to load")
         verify = setup.config.verify
@@ -207,16 +206,14 @@ def _sizes(args: argparse.Namespace) -> tuple[Sizes, Finding]:
     sizes = Sizes(ranks, args.block_bytes, (), args.device_blocks, engines)
     if sizes.block_bytes and sizes.device_blocks:
         return sizes, ok("given as vLLM's start logs them")
-    what = "the sizes of the model's blocks"
     if args.model is None:
-        return sizes, unknown(what, "put MODEL directly after serve" if args.command_line else GIVE)
+        return sizes, unknown("no MODEL", "put MODEL directly after serve" if args.command_line else GIVE)
     try:
-        dtypes = args.kv_cache_dtype or "auto", args.dtype or "auto"
-        options = Options(ranks // stages, stages, args.block_size, *dtypes)
+        options = Options(ranks // stages, stages, args.block_size, args.kv_cache_dtype, args.dtype)
         _check_computable(args)
         found = kv_sizes(read_config(args.model, args.revision or "main"), options)
     except SizesNotKnown as error:
-        return sizes, unknown(what, f"{error}; or give {_BY_HAND}, which vLLM's start logs")
+        return sizes, unknown("the model's sizes", f"{error}; or give {_BY_HAND}, which vLLM's start logs")
     if sizes.block_bytes is None:
         sizes = replace(sizes, block_bytes=found.block_bytes, page_bytes=(found.page_bytes,) * found.pages)
     if sizes.device_blocks is None and args.kv_cache_memory_bytes:

@@ -76,8 +76,8 @@ class Options:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     block_size: int | None = None
-    kv_cache_dtype: str = "auto"
-    dtype: str = "auto"
+    kv_cache_dtype: str | None = None
+    dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,14 +233,15 @@ def _layers(model: ModelConfig, options: Options) -> int:
 def _item_bytes(model: ModelConfig, options: Options) -> int:
     if options.kv_cache_dtype in _CACHE_DTYPES:
         return _CACHE_DTYPES[options.kv_cache_dtype]
-    if options.kv_cache_dtype != "auto":
-        raise SizesNotKnown(f"sizes of KV of dtype {options.kv_cache_dtype[:_SHOWN]!r} are not computed")
+    if options.kv_cache_dtype not in (None, "auto"):
+        raise SizesNotKnown(f"sizes of KV of dtype {options.kv_cache_dtype!r:.40} are not computed")
     if _chooses_dtype(model.quantization_config) or _chooses_dtype(model.compression_config):
         raise SizesNotKnown("the model's quantization chooses the KV cache's dtype: give --kv-cache-dtype")
-    for name in (options.dtype, (model.dtype or model.torch_dtype or "auto").removeprefix("torch.")):
+    asked, own = options.dtype or "auto", model.dtype or model.torch_dtype or "auto"
+    for name in (asked, own.removeprefix("torch.")):
         if name not in _DTYPES:
             raise _wrong(f"the dtype {name[:_SHOWN]!r} is not known; known are {', '.join(_DTYPES)}")
-    return _DTYPES[options.dtype]  # with "auto", vLLM converts float32 to a type of 2 bytes
+    return _DTYPES[asked]  # with "auto", vLLM converts float32 to a type of 2 bytes
 
 
 def _chooses_dtype(quantization: object) -> bool:

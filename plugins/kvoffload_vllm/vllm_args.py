@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: the settings cannot be used.
     """
     settings = read_settings(args.config, "--config")
+    if "kv_connector" in settings:
+        raise ConfigError([f"kv_connector belongs around {_KEY}, which this command writes"])
     if args.host_bytes is not None:
         if "host_bytes" in settings:
             raise ConfigError(["host_bytes is set twice: by --host-bytes and by --config"])

@@ -69,6 +69,7 @@ def test_settings_that_cannot_be_used_are_one_line(capsys: pytest.CaptureFixture
     [
         ([], "host_bytes is missing: host memory of one engine, all its ranks together, a number of bytes, such as \"64GiB\"; give --host-bytes"),
         (["--host-bytes", "64GiB", "--config", "host_bytes=3GiB"], "host_bytes is set twice"),
+        (["--config", '{"kv_connector":"X"}'], "kv_connector belongs around kv_connector_extra_config"),
         (["--config", "drain_s=3"], "did you mean disk_drain_s?"),
     ],
 )  # fmt: skip

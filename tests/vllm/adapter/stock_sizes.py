@@ -12,7 +12,7 @@ from typing import Any
 import tests.vllm.stock.engines  # noqa: F401  # sets vLLM's environment before it is imported
 
 
-def stock_sizes(folder: Path, block_size: int, cache_dtype: str) -> tuple[int, int]:
+def stock_sizes(folder: Path, block_size: int, cache_dtype: str, dtype: str) -> tuple[int, int]:
     """Return the bytes of a page and of a block."""
     import torch
     from vllm.config import set_current_vllm_config
@@ -31,6 +31,7 @@ def stock_sizes(folder: Path, block_size: int, cache_dtype: str) -> tuple[int, i
         skip_tokenizer_init=True,
         block_size=block_size,
         kv_cache_dtype=cache_dtype,
+        dtype=dtype,
         enforce_eager=True,
         max_model_len=1024,
     )

@@ -151,7 +151,7 @@ def test_numbers_that_vary_too_much_without_kvoffload_are_a_miss(
 
 
 @pytest.mark.parametrize(
-    ("vllm", "reason"), [(None, "vLLM is not installed"), ("vllm", "the machine has 8 GiB left")]
+    ("vllm", "reason"), [(None, "vLLM is not installed"), ("vllm", "the machine has 8.0 GiB left")]
 )
 def test_where_it_cannot_run_it_says_why(
     vllm: str | None, reason: str, monkeypatch: pytest.MonkeyPatch

@@ -188,6 +188,7 @@ def save(folder: Path, config: dict[str, Any]) -> Path:
 
 def test_the_doctor_uses_the_models_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["doctor", "--json", "--model", str(save(tmp_path, QWEN3_8B)), "--kv-cache-memory-bytes", "3GiB"]
+    argv += ["--config", "host_bytes=8GiB"]
     assert main(argv) == 0
     found = {one["check"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
     assert "1,365 blocks fit the KV cache" in found["model sizes"]["finding"]
@@ -380,7 +381,7 @@ def test_a_hostile_model_is_one_line(name: str, tmp_path: Path, capsys: pytest.C
 def test_a_model_whose_sizes_are_not_computed_is_not_known(
     config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["doctor", "--model", str(save(tmp_path, config))]
+    argv = ["doctor", "--config", "host_bytes=1MiB", "--model", str(save(tmp_path, config))]
     assert main(argv) == 0
     out = capsys.readouterr().out
     assert "model sizes: sizes of " in " ".join(out.split())
@@ -394,15 +395,22 @@ def test_a_model_whose_sizes_are_not_computed_is_not_known(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
-@pytest.mark.parametrize("model", MODELS)
-def test_the_sizes_are_those_of_a_stock_vllm(model: str, cache_dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "cache_dtype", "dtype"),
+    [
+        *((model, cache, "auto") for model in MODELS for cache in ("auto", "fp8")),
+        ("qwen3", "auto", "float32"),
+    ],
+)
+def test_the_sizes_are_those_of_a_stock_vllm(
+    model: str, cache_dtype: str, dtype: str, tmp_path: Path
+) -> None:
     """vLLM makes the layers without weights, and reports the sizes of its pages and blocks."""
     from tests.vllm.adapter.stock_sizes import stock_sizes
 
     tokens = 16 if model == "deepseek" else 32  # the block size that vLLM's CPU backends accept
-    found = sizes(MODELS[model], Options(block_size=tokens, kv_cache_dtype=cache_dtype))
-    stock = stock_sizes(save(tmp_path, MODELS[model]), tokens, cache_dtype)
+    found = sizes(MODELS[model], Options(block_size=tokens, kv_cache_dtype=cache_dtype, dtype=dtype))
+    stock = stock_sizes(save(tmp_path, MODELS[model]), tokens, cache_dtype, dtype)
     assert (found.page_bytes, found.block_bytes) == stock
 
 
@@ -418,3 +426,15 @@ def test_ranks_share_heads_as_those_of_a_stock_vllm(model: str, tmp_path: Path) 
     for ranks in (1, 2, 8, 32):
         share = sizes(MODELS[model], Options(tensor_parallel_size=ranks, block_size=16)).page_bytes
         assert share * stock_kv_heads(folder, 1) == whole * stock_kv_heads(folder, ranks)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 12])
+def test_stages_share_layers_as_those_of_a_stock_vllm(stages: int) -> None:
+    from vllm.distributed.utils import get_pp_indices
+
+    layers = sizes(QWEN3_8B, Options(pipeline_parallel_size=stages)).pages
+    ends = [get_pp_indices(36, stage, stages) for stage in range(stages)]
+    assert ends == [(stage * layers, (stage + 1) * layers) for stage in range(stages)]
