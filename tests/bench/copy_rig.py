@@ -48,7 +48,7 @@ class WrongBytes(KVOffloadError):
 
 
 class WatchedExecutor(Executor):
-    """Threads whose work can be awaited without slowing it down."""
+    """An executor that can wait for its threads' work without slowing the threads down."""
 
     def __init__(self, threads: int) -> None:
         self._inside = DaemonExecutor("bench-copy", threads)

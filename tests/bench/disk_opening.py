@@ -34,7 +34,7 @@ _GOAL_S, _GOAL_STEP_MS = 5.0, 10.0
 def opening(folder: Path, blocks: int, repeats: int) -> Iterator[Line]:
     """Write an index of `blocks` blocks, and open it as an engine does.
 
-    The garbage collector ignores objects that exist before, as in vLLM after its start.
+    Older objects are frozen, as in vLLM after its start, so that the garbage collector ignores them.
 
     Raises:
         CommandError: the index cannot be opened.

@@ -1,8 +1,9 @@
 """Compares prompts that return after a restart: read from kvoffload's disk, read by vLLM's `fs` tier, or computed.
 
 Every engine is a stock vLLM with the same model and the same host memory, which is too small for all prompts.
-The first engine on a folder serves prompts that do not return, and each returning prompt twice. Then in each
-turn another engine on this folder serves the returning prompts; its files are not in the page cache.
+The first engine on a folder serves prompts that do not return, and each returning prompt twice. In each later
+turn, another engine on this folder serves the returning prompts. The folder's files are not in the page
+cache.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The results of benches as lines.
 
 A line says what was measured, and has a median with its interval, the target, and whether the median meets
-it. A bench prints its lines as a table or JSON, and saves them if requested. README.md shows the headlines of
-saved results.
+the target. A bench prints its lines as a table or JSON, and saves them if requested. README.md shows the
+headlines of saved results.
 """
 
 from __future__ import annotations

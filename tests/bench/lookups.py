@@ -1,8 +1,8 @@
 """Compares the time of a lookup with a bare loop of dict lookups over the same keys.
 
-Each sample is a new request whose keys are all on the host. It runs the bare loop, the search and the whole
-hook, in alternating order. The hook also pins the slots and updates counters and journal. A miss is a lookup
-whose first key is not on the host.
+Each sample is a new request whose keys are all on the host. The bare loop, the search and the whole hook look
+up these keys in alternating order. The hook also pins the slots and updates counters and journal. A miss is a
+lookup whose first key is not on the host.
 """
 
 from __future__ import annotations

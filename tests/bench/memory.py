@@ -35,7 +35,7 @@ class Memory(NamedTuple):
     Args:
         start_s: seconds until the scheduler's side has all its slots.
         full, churned: resident bytes per slot, when all slots are full and after each block was replaced
-        twice.
+            twice.
         longest_put_s: the longest processor time for storing 64 blocks.
     """
 

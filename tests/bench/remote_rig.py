@@ -122,7 +122,7 @@ class TierWay:
 
 
 class ClientWay(ABC):
-    """The store's own client. As many threads as the tier has call it in batches.
+    """The store's own client, called in batches by as many threads as the tier has.
 
     Args:
         rig: determines the size and number of blocks.
@@ -176,7 +176,7 @@ class ClientWay(ABC):
 
 
 class MooncakeClient(ClientWay):
-    """Uses a connection of its own. `clear` empties the whole store, so the store must have no other user."""
+    """Uses a separate connection. `clear` empties the whole store, so the store must have no other user."""
 
     def __init__(self, server: LocalMooncake, rig: Rig) -> None:
         super().__init__(rig)
@@ -212,7 +212,7 @@ class MooncakeClient(ClientWay):
 
 
 class BucketClient(ClientWay):
-    """Uses a connection of its own. As in the tier, a batch is one object, and a get reads ranges of it."""
+    """Uses a separate connection. As in the tier, a batch is one object, and a get reads ranges of this object."""
 
     def __init__(self, server: LocalBucket, rig: Rig) -> None:
         import obstore

@@ -38,7 +38,7 @@ BLOCK_TOKENS = 512
 _BATCH = 64  # the number of keys that one call to the store reads or writes
 _GROUP = GroupSpec(GroupId(0), AttentionKind.FULL, BLOCK_TOKENS)
 _DEVICE_BLOCKS = 4096
-# The core serves only a part of the trace, because it decides about each block.
+# The core serves only a part of the trace, because each block costs it time.
 _CORE_ENGINES, _CORE_REQUESTS = 64, 4000
 _MANY = 1000
 _GBIT = 1e9 / 8
@@ -228,7 +228,7 @@ class CoreEngine:
             lower.remote_opened(facts.RemoteOpened("trace"))
 
     def serve(self, prompt: Prompt) -> None:
-        """Run one request from its arrival to its end, and let all copies end."""
+        """Run one request from arrival to end, and let all copies end."""
         core, self._served = self._core, self._served + 1
         name = RequestId(str(self._served))
         core.request_seen(facts.RequestSeen(name, prompt.tokens, (prompt.keys,)))

@@ -84,10 +84,10 @@ class Scene:
         self.left[trouble] -= 1
 
     def tidy(self) -> None:
-        """Drop state that no later action can observe, so that states that differ only there become equal.
+        """Drop state that no later action can observe, so that states which differ only in such state become equal.
 
-        The dropped state is past events, the number of steps, the numbers of jobs except their order, and
-        bytes that no engine may read.
+        Such state is past events, the number of steps, the numbers of jobs except their order, and bytes that
+        no engine may read.
         """
         world = self.world
         world.log.clear()
@@ -110,7 +110,7 @@ class Scene:
 
 
 def _saved(index: KeyIndex) -> tuple[Any, ...]:
-    """Save a dict that serves many first bytes only once. Otherwise it would be most of a saved scene."""
+    """Save a dict that serves many first bytes only once. Repeated dicts would be most of a saved scene."""
     runs = [list(same) for _, same in groupby(index.parts, id)]
     return _restored, ([(len(run), run[0]) for run in runs], index._changes)
 

@@ -20,7 +20,11 @@ States from which only an empty step is possible are always run to the end.
 
 @dataclass(frozen=True)
 class Violation:
-    """A shortest program that breaks a rule, and the error. `at_end`: it shows only after all work has ended."""
+    """A shortest program that breaks a rule, and the error.
+
+    Args:
+        at_end: whether the error shows only after all work has ended.
+    """
 
     program: tuple[Action, ...]
     problem: str

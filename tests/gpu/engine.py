@@ -24,8 +24,9 @@ class TorchEngine:
         device: torch's name of the device.
         blocks: the number of blocks.
         page: the bytes of a block in one layer.
-        whole_blocks: whether the layers of a block are adjacent; otherwise the blocks of a layer are.
-        own_stream: whether it uses a separate stream, as vLLM does.
+        whole_blocks: whether the layers of a block are adjacent; otherwise the blocks of a layer are
+            adjacent.
+        own_stream: whether the engine uses a separate stream, as vLLM does.
     """
 
     def __init__(self, device: str, blocks: int, page: int, *, whole_blocks: bool, own_stream: bool) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the checkpoints, each of which is made by its first user."""
+    """Return the folder of the checkpoints. The first test that needs a checkpoint makes it."""
     return tmp_path_factory.getbasetemp() / "checkpoints"
 
 

@@ -44,7 +44,7 @@ class Front(engines.Server):
 
 @contextmanager
 def fronting(checkpoint: Path, folder: Path) -> Iterator[tuple[Front, CopyGate]]:
-    """Yield a front without an engine, and the gate of all its engines' copies. `folder` has the files of both."""
+    """Yield a front without an engine, and the gate of all its engines' copies. Both keep their files in `folder`."""
     gate = CopyGate(folder / "gate")
     ours, theirs = socket.socketpair()
     ours.settimeout(_PATIENCE_S)

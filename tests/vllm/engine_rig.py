@@ -68,13 +68,13 @@ class Reported:
 
 
 def prompt(seed: int, length: int = 264) -> tuple[int, ...]:
-    """Draw a prompt. By default eight whole blocks and some tokens."""
+    """Draw a prompt, by default of eight whole blocks and some more tokens."""
     draw = random.Random(seed)
     return tuple(draw.randrange(256) for _ in range(length))
 
 
 def truth(rig: Rig, one: Asked, salt: str = "truth") -> Reported:
-    """Return the answer of a request that reads no cache, and whose blocks no other request finds."""
+    """Return the answer of a request that reads no cache. Its salt keeps other requests from finding its blocks."""
     asked = Asked(one.prompt, one.count, salt=salt, prompt_logprobs=True)
     return rig.run({"truth": asked})["truth"]
 
@@ -298,7 +298,7 @@ Hands = tuple[Rig, Held]
 
 
 def start_loading(hands: Hands, asked: Asked) -> Any:
-    """Leave a prompt only on the host, and let request "a" begin to load it; return the held load."""
+    """Store a prompt only on the host, and let request "a" begin to load it; return the held load."""
     rig, held = hands
     rig.put_on_host_only(asked.prompt)
     held.copier.hold()

@@ -88,8 +88,8 @@ class Stage:
     def forget_on_device(self) -> None:
         """Empty the device's cache but not the host's, after all requests have ended.
 
-        The lazy policy stores a block only when another block displaces it. So other prompts displace all
-        blocks first.
+        The lazy policy stores a block only when another block displaces the block. So other prompts first
+        displace all blocks.
         """
         self.rig.finish()
         if isinstance(self.rig.side.core._planner, LazyPlanner):

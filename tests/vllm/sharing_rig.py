@@ -60,7 +60,7 @@ class Sharing:
 def sharing(
     model: Path, folder: Path, url: str, workers: int = 1, kind: checkpoints.Kind = "qwen3", **options: Any
 ) -> Iterator[Sharing]:
-    """Run an engine with this kind of model, without a disk. Its weights count as loaded now."""
+    """Run an engine with this kind of model, without a disk. The model's weights count as loaded now."""
     # Ranks spin while they wait for each other. With four ranks on two cores, a call took 16 s.
     extra = {
         "remote_url": url,

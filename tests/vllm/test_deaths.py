@@ -125,7 +125,7 @@ class Life:
         self.begin()
 
     def check_served(self, prompts: Sequence[Prompt]) -> None:
-        """Check that answers equal those without any cache."""
+        """Check that answers equal the answers without any cache."""
         right = self.front.do("ask", prompts=prompts, salt="truth")["answers"]
         for _ in range(2):
             answers = self.front.do("ask", prompts=prompts)["answers"]
@@ -156,7 +156,7 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
 
 
 def test_an_engine_that_gets_sigterm_waits_for_its_copies(life: Life) -> None:
-    """Without `--shutdown-timeout` vLLM aborts the requests at once. Their copies still use their blocks."""
+    """Without `--shutdown-timeout` vLLM aborts the requests at once. Open copies still use the requests' blocks."""
     held = life.start_loads()
     os.kill(life.engine, signal.SIGTERM)
     (answer,) = life.front.hear()["answers"]

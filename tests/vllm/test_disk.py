@@ -95,7 +95,7 @@ def living(
     host_blocks: int | None = None,
     **options: Any,
 ) -> Iterator[Life]:
-    """Start an engine with its disk in `folder`. Its weights count as loaded now."""
+    """Start an engine with its disk in `folder`. The model's weights count as loaded now."""
     extra = {"disk_path": str(folder / "disk"), "disk_bytes": "32MiB", **options.pop("extra", {})}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("kvoffload_vllm.kv_identity._process_began_ns", time.time_ns)

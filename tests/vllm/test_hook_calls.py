@@ -157,7 +157,7 @@ def found() -> Iterator[dict[str, float]]:
         warm, fresh, back, idle = (Life(connector, pool, Calls()) for _ in range(4))
         keep = make_request("keep", 0)  # keeps the engine from being idle
         connector.on_new_request(keep)
-        for seed in (*range(1, 20), 19):  # the last prompt repeats the one before
+        for seed in (*range(1, 20), 19):  # the last prompt repeats the previous prompt
             warm.live(seed)
         for seed in range(LIVES):
             fresh.live(100 + seed)

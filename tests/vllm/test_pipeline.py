@@ -47,7 +47,7 @@ class Shape:
         layers: the number of layers in each pipeline stage.
         ranks: the number of tensor-parallel ranks in each stage.
         pages: the number of a block's pages on the ranks of each stage. Groups share memory, so this is the
-        largest number of layers that a group has in the stage.
+            largest number of layers that a group has in the stage.
         kind: the kind of model.
     """
 

@@ -28,7 +28,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=240,
-        # By default, each thread reserves 64 MiB of address space.
+        # Without MALLOC_ARENA_MAX, each thread reserves 64 MiB of address space.
         env={**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "2"},
         check=False,
     )

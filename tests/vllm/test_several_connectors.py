@@ -28,7 +28,7 @@ from tests.vllm.engine_rig import (
 
 pytestmark = MARKS
 
-BLOCKS = 8  # the number of a prompt's blocks that can be found
+BLOCKS = 8  # the number of blocks in a prompt that a lookup can find
 
 # ExampleConnector stores a prompt in the request's first step, so one step must have room for whole prompts.
 WHOLE_PROMPTS: dict[str, Any] = {"max_num_batched_tokens": 1024}

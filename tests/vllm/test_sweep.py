@@ -142,7 +142,7 @@ def said(rig: Rig, place: Place | None) -> list[str]:
 
 
 def right(reported: Reported, expected: Reported) -> bool:
-    """Return whether a request got its whole answer, or the beginning of it if the request has not finished."""
+    """Return whether the tokens are the expected answer, or its beginning if the request has not finished."""
     return (
         same(reported, expected)
         if reported.finished

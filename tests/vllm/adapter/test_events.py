@@ -146,7 +146,7 @@ def test_a_block_without_a_note_is_left_out_and_so_is_its_end() -> None:
     assert [fields["block_hashes"] for _, fields in events(maker, (large[0], True))] == [["01"]]
     ((kind, fields),) = events(maker, (large[0], False), (large[1], False))
     assert (kind, fields["block_hashes"]) == ("removed", ["01"])
-    assert len(events(maker, (large[1], False))) == 1  # only the first removal is left out
+    assert len(events(maker, (large[1], False))) == 1  # only the first removal is left out of the events
 
 
 # -- notes ----------------------------------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ def test_a_snapshot_of_the_hub_is_its_commit(
         (place / "snapshots" / COMMIT / path.name).symlink_to(f"../../blobs/{path.name}")
     config = settings(place / "snapshots" / COMMIT)
     assert find(config, tmp_path).weights == f"commit {COMMIT}"
-    config.model_config.model = "org/name"  # vLLM keeps this name if it reaches the hub
+    config.model_config.model = "org/name"  # vLLM keeps this name if it can reach the hub
     config.model_config.revision = COMMIT
     config.load_config.download_dir = str(tmp_path / "hub")
     assert find(config, tmp_path).weights == f"commit {COMMIT}"

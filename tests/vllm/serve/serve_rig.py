@@ -144,7 +144,7 @@ def check_nothing_is_left(server: engines.Server, shared: set[Path]) -> None:
 
 
 def check_log(server: engines.Server) -> None:
-    """Check that the log has no error of kvoffload, and no traceback through its code."""
+    """Check that the log has no error of kvoffload, and no traceback through kvoffload's code."""
     log = server.log.read_text()
     assert not _OUR_FRAME.search(log), log[-8000:]
     assert not [word for word in _OUR_WORDS if word in log], log[-8000:]

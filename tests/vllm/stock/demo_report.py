@@ -22,7 +22,7 @@ _SHOWN_MISMATCHES = 5
 
 @dataclass(frozen=True)
 class Play:
-    """All turns on one server, and the server's metrics before and after them."""
+    """All turns on one server, and the server's metrics before and after the turns."""
 
     replies: Mapping[TurnId, Reply]
     before: Metrics

@@ -108,7 +108,7 @@ class Setup:
 
     @property
     def is_covered(self) -> bool:
-        """Whether `make test` covers this setup without its row."""
+        """Whether `make test` covers this setup, so that --check and --starts may skip its row."""
         return self.runner == "V2" or self.version == installed()
 
     @property
