@@ -230,8 +230,7 @@ class TierCache:
             keys: keys of blocks, at most 64 bytes each; their first bytes are spread evenly, as in digests.
             timeout_s: seconds to wait for the remote tier, by default `remote_timeout_s`; 0 skips the remote tier.
         """
-        until = _until(self._config.remote_timeout_s if timeout_s is None else timeout_s)
-        wanted = _block_keys(keys)
+        until, wanted = _until(timeout_s, self._config.remote_timeout_s), [BlockKey(key) for key in keys]
         with self._changed:
             if timeout_s != 0:
                 self.ask("exists", lambda: self._ask_remote(wanted, until, are_hints_enough=False), None)
@@ -255,8 +254,8 @@ class TierCache:
         Raises:
             ValueError: a page has another size than `page_bytes`.
         """
-        until = self._until(timeout_s)
-        wanted, found = _block_keys(keys), [False] * len(keys)
+        until, wanted = _until(timeout_s, self._config.transfer_timeout_s), [BlockKey(key) for key in keys]
+        found = [False] * len(keys)
         with self._changed:
             epoch = self._state.epoch
             self.ask("get", lambda: self._ask_remote(wanted, until, are_hints_enough=True), None)
@@ -282,8 +281,8 @@ class TierCache:
         Returns:
             For each key, whether a tier has its block.
         """
-        until = self._until(timeout_s)
-        wanted, stored = _block_keys(keys), [False] * len(keys)
+        until, wanted = _until(timeout_s, self._config.transfer_timeout_s), [BlockKey(key) for key in keys]
+        stored = [False] * len(keys)
         with self._changed:
             epoch = self._state.epoch
         for some in self._batches(len(keys)):
@@ -538,9 +537,6 @@ class TierCache:
         for start in range(0, number, most):
             yield range(start, min(start + most, number))
 
-    def _until(self, timeout_s: float | None) -> float:
-        return _until(self._config.transfer_timeout_s if timeout_s is None else timeout_s)
-
     # -- the thread that ends calls to the tiers ----------------------------------------------------------------
 
     def _run(self) -> None:
@@ -619,9 +615,5 @@ def _copy(sources: Page, targets: Page) -> None:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-def _block_keys(keys: Sequence[bytes]) -> list[BlockKey]:
-    return [BlockKey(key) for key in keys]
-
-
-def _until(timeout_s: float) -> float:
-    return time.monotonic() + timeout_s
+def _until(timeout_s: float | None, otherwise_s: float = 0.0) -> float:
+    return time.monotonic() + (otherwise_s if timeout_s is None else timeout_s)

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from kvoffload.checks.check import Setup
 from kvoffload.checks.startup import examine, examine_rank, log_warnings
 from kvoffload.disk.folder import DiskPlace
+from kvoffload.disk.identity import groups_of
 from kvoffload.disk.tier_key import TierKey, read_tier_key
 from kvoffload.logs import ROOT
 from kvoffload.model.config import OffloadConfig, check_promises, parse_config
@@ -171,7 +172,9 @@ def _lower_tiers(
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     log_warnings(examine([block_hashes(algorithm)], Setup(config=config)))
     memory = config.disk_path or Path(envs.VLLM_CACHE_ROOT, "kvoffload")
-    identification = Identification(lambda: find_identity(vllm_config, groups, memory, by_hand, key))
+    identification = Identification(
+        lambda: find_identity(vllm_config, groups_of(groups.shape), groups.hash_tokens, memory, by_hand, key)
+    )
     disk = remote = None
     if config.disk_path is not None:
         disk = DiskPlace(config.disk_path, identification.identify, _replica(vllm_config))

@@ -21,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvoffload.disk.identity import KVIdentity, groups_of, with_key
+from kvoffload.disk.identity import KVIdentity, with_key
 from kvoffload.disk.weights import weights_identity
 from kvoffload.model.errors import DiskError
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from kvoffload.disk.tier_key import TierKey
     from kvoffload.runtime.scheduler_side import SchedulerSide
-    from kvoffload_vllm.groups import VllmGroups
 
 _SEEDED = ("sha256", "sha256_cbor")
 """Hash algorithms for which newer versions of vLLM use the same seed in every process."""
@@ -141,7 +140,8 @@ def find_problems(vllm_config: VllmConfig, *, has_identity: bool) -> list[str]:
 
 def find_identity(
     vllm_config: VllmConfig,
-    groups: VllmGroups,
+    groups: tuple[tuple[str, int, int | None, bool], ...],
+    hash_tokens: int,
     root: Path,
     by_hand: str | None = None,
     key: TierKey | None = None,
@@ -150,7 +150,8 @@ def find_identity(
 
     Args:
         vllm_config: the engine's configuration.
-        groups: the groups that are offloaded.
+        groups: the groups that are offloaded, as in `KVIdentity`.
+        hash_tokens: tokens of a block hash.
         root: folder of the file that caches digests of weights.
         by_hand: the setting `weights_id`, None if it is not set.
         key: authenticates the KV and the cached digests; None if all writers are trusted.
@@ -169,8 +170,8 @@ def find_identity(
                 "tensor": parallel.tensor_parallel_size,
                 "pipeline": parallel.pipeline_parallel_size,
             },  # Each data-parallel engine holds the whole model, so all engines have the same identity.
-            settings={**_settings(vllm_config), "hash_tokens": str(groups.hash_tokens)},
-            groups=groups_of(groups.shape),
+            settings={**_settings(vllm_config), "hash_tokens": str(hash_tokens)},
+            groups=groups,
         )
         return with_key(identity, key)
     except DiskError:

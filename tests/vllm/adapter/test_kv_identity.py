@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.disk.identity import KVIdentity
+from kvoffload.disk.identity import KVIdentity, groups_of
 from kvoffload.disk.tier_key import TierKey
 from kvoffload.model.errors import DiskError
 from tests.vllm.adapter.stand_ins import cache_config, full, group, vllm_config
@@ -58,7 +58,7 @@ def find(config: Any, root: Path, by_hand: str | None = None, key: TierKey | Non
 
     sizes = (32, 32)
     groups = vllm_groups(vllm_config(), cache_config(group(full(32))), features=Features(), sizes=sizes)
-    return find_identity(config, groups, root, by_hand, key)
+    return find_identity(config, groups_of(groups.shape), groups.hash_tokens, root, by_hand, key)
 
 
 def test_the_same_model_at_another_place_is_the_same(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import CanonicalKVCaches
 
 
-def kv_transfer(host_bytes: int, folder: Path) -> dict[str, Any]:
+def kv_transfer(host_bytes: int, folder: Path, tier: Mapping[str, object] | None = None) -> dict[str, Any]:
     """Return the engine's option `kv_transfer_config` for the peer, with its defaults.
 
     Args:
         host_bytes: host memory of all ranks together, in bytes.
-        folder: folder of the tier's files.
+        folder: folder of the `fs` tier's files.
+        tier: the configuration of another tier, which replaces the `fs` tier.
     """
     return {
         "kv_connector": "OffloadingConnector",
@@ -40,7 +41,7 @@ def kv_transfer(host_bytes: int, folder: Path) -> dict[str, Any]:
             "spec_name": "TieringOnHost",
             "spec_module_path": __name__,
             "cpu_bytes_to_use": host_bytes,
-            "secondary_tiers": [{"type": "fs", "root_dir": str(folder)}],
+            "secondary_tiers": [dict(tier or {"type": "fs", "root_dir": str(folder)})],
         },
     }
 

@@ -51,8 +51,11 @@ V2_RUNNER = {
 PART_OF_V2 = ("0.32.0", "bucket or qwen3 and (runners or reloaded or preempted)")
 """The part of the suite that --check runs with V2: a version, and pytest's expression for the tests."""
 
-ONE_START = (f"{SUITE}/test_small_suite.py", "-k", "qwen3 and test_scene")
-"""The tests that --starts runs on each other version: every scene, on one engine with the connector."""
+ONE_START = (
+    *(f"{SUITE}/test_small_suite.py", f"{SUITE}/test_secondary_tier.py"),
+    *("-k", "qwen3 and test_scene"),
+)
+"""Tests that --starts runs on each other version: every scene, on one engine with the connector, and one with the tier."""
 
 ONE_START_OF_V2 = (f"{SUITE}/test_small_suite.py", "-k", "qwen3 and test_scene and reloaded")
 

@@ -1,0 +1,285 @@
+"""A disk and a remote tier below vLLM's own `OffloadingConnector`, for its setting `secondary_tiers`.
+
+    {"type": "KVOffloadTier", "module_path": "kvoffload_vllm.secondary_tier", "disk_path": ..., "disk_bytes": ...}
+
+vLLM calls the tier in the scheduler's process, one call at a time. No call waits, except `drain_jobs` and `shutdown`:
+jobs run on a few threads in `TierCache`, whose calls return in time. A chunk, with the bytes of all ranks, is a page.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Future, wait
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingEvent,
+    OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from kvoffload.disk.tier_key import read_tier_key
+from kvoffload.logs import get_logger
+from kvoffload.model.engine import EngineIdentity
+from kvoffload.model.errors import ConfigError
+from kvoffload.runtime.portal import DaemonExecutor
+from kvoffload.runtime.tier_cache import METRICS, Page, TierCache, tier_config
+from kvoffload.telemetry.catalogue import BY_NAME, Kind
+from kvoffload_vllm.assembly import join_logging
+from kvoffload_vllm.kv_identity import find_identity, find_problems
+from kvoffload_vllm.payload import Changes, split_labels
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadingSpec, OffloadKey, ReqContext, ScheduleEndContext
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+
+    from kvoffload.disk.identity import KVIdentity
+    from kvoffload.model.config import OffloadConfig
+
+Copy = Callable[[Sequence[bytes], Sequence[Page]], list[bool]]
+
+_THREADS = 2  # for each direction; a call copies in batches on more threads
+_CLOSING_S = 5.0
+
+log = get_logger("tiers")
+
+
+class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type checker runs without vLLM
+    """kvoffload's disk and remote tier as a tier of vLLM.
+
+    Args:
+        offloading_spec: what is offloaded.
+        primary_kv_view: vLLM's host memory, [chunks, bytes of a chunk].
+        tier_type: the tier's name in vLLM's metrics.
+        enable_kv_events: publish which blocks come to the disk and leave it, if vLLM publishes events.
+        options: the settings of `tier_config`, and further arguments of the base class.
+
+    Raises:
+        ConfigError: the settings or this vLLM cannot be used; the message lists every problem.
+    """
+
+    medium = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        enable_kv_events: bool = False,
+        **options: Any,  # noqa: ANN401  # settings of several types
+    ) -> None:
+        known = inspect.signature(SecondaryTierManager.__init__).parameters
+        further = {name: options.pop(name) for name in list(options) if name in known}
+        super().__init__(offloading_spec, primary_kv_view, tier_type, **further)
+        join_logging()
+        config = tier_config(options)
+        vllm_config = _config_of_caller()
+        _check(vllm_config, config)
+        self._config = config
+        self._bytes = primary_kv_view.strides[0] if primary_kv_view.strides else 0
+        self._memory = primary_kv_view.cast("B")
+        self._stepped = threading.Event()
+        self._is_closed = False
+        self._idles_until: float | None = None
+        self._cache = TierCache(
+            lambda: self._identify(vllm_config),
+            [self._bytes],
+            config,
+            replica=offloading_spec.config.parallel.data_parallel_index,
+            engine=EngineIdentity("vllm", version("vllm"), str(vllm_config.model_config.model)),
+        )
+        self._lookups = None if config.remote_url is None else _Lookups(tier_type, self._cache)
+        self._loads = DaemonExecutor("kvoffload-tier-load", _THREADS)
+        self._stores = DaemonExecutor("kvoffload-tier-store", _THREADS)
+        self._open: dict[int, tuple[TransferJob, Future[tuple[list[bool], float]]]] = {}
+        # Of each live request, the blocks whose load failed: it does not try them again.
+        self._failed: dict[str, set[OffloadKey]] = {}
+        self._counted = Changes(self._cache)
+        events = offloading_spec.kv_events_config
+        self._has_events = enable_kv_events and events.enable_kv_cache_events
+        if self._has_events:
+            self._cache.take_changes()
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._failed[req_context.req_id] = set()
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if key in self._failed.get(req_context.req_id, ()):
+            return LookupResult.MISS
+        if self._cache.exists([key], 0) == [True]:
+            return LookupResult.HIT
+        found = False if self._lookups is None else self._lookups.lookup(key, req_context)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._failed.pop(req_context.req_id, None)
+        if self._lookups is not None:
+            self._lookups.cleanup(req_context.req_id)
+
+    # -- jobs ---------------------------------------------------------------------------------------------------
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        self._start(job_metadata, self._stores, self._cache.put)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self._start(job_metadata, self._loads, self._cache.get)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        ended = [number for number, (_, future) in self._open.items() if future.done()]
+        return [self._result(*self._open.pop(number)) for number in ended]
+
+    def drain_jobs(self) -> None:
+        """Wait for every job. vLLM calls this only to reset its cache, so invalidate all blocks too (R10)."""
+        wait([future for _, future in self._open.values()])
+        if not self._cache.reset():
+            log.warning("reset_incomplete", note="a process that starts now may find blocks from before")
+
+    def _start(self, job: TransferJob, executor: DaemonExecutor, copy: Copy) -> None:
+        keys, chunks = list(job.keys), [int(chunk) for chunk in job.chunk_ids]
+        self._open[job.job_id] = job, executor.submit(self._run, copy, keys, chunks)
+
+    def _run(self, copy: Copy, keys: Sequence[bytes], chunks: Sequence[int]) -> tuple[list[bool], float]:
+        began, size = time.perf_counter(), self._bytes
+        pages = [(self._memory[chunk * size : (chunk + 1) * size],) for chunk in chunks]
+        return copy(keys, pages), time.perf_counter() - began
+
+    def _result(self, job: TransferJob, future: Future[tuple[list[bool], float]]) -> JobResult:
+        answers, seconds = future.result()
+        done = [key for key, is_done in zip(job.keys, answers, strict=True) if is_done]
+        failed = self._failed.get(job.req_context.req_id)
+        if job.is_promotion and failed is not None:
+            failed.update(set(job.keys).difference(done))
+        some = tuple(done) if job.is_promotion and 0 < len(done) < len(answers) else None
+        size = len(done) * self._bytes
+        return JobResult(job.job_id, len(done) == len(answers), some, seconds, size)
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._stepped.set()
+        if self._lookups is not None:
+            self._lookups.flush()
+
+    def has_pending_work(self) -> bool:
+        """Whether an idle engine must step: at its start, for at most `disk_drain_s`, until the tiers are open."""
+        now = time.monotonic()
+        if self._idles_until is None:
+            self._idles_until = now + self._config.disk_drain_s
+        if now < self._idles_until and self._cache.wait_open(0):
+            self._idles_until = now
+        return now < self._idles_until
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        if self._has_events:
+            for is_stored, some in groupby(self._cache.take_changes(), key=itemgetter(1)):
+                keys = [key for key, _ in some]
+                yield OffloadingEvent(keys, self.medium, removed=not is_stored, locality=Locality.LOCAL)
+
+    # -- metrics ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        kinds = {Kind.COUNTER: OffloadingCounterMetadata, Kind.GAUGE: OffloadingGaugeMetadata}
+        return {
+            metric.name: OffloadingHistogramMetadata(metric.help, metric.label_names, metric.buckets)
+            if metric.kind is Kind.HISTOGRAM
+            else kinds[metric.kind](metric.help, metric.label_names)
+            for metric in METRICS
+        }
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        stats, names = OffloadingConnectorStats(), {metric.name for metric in METRICS}
+        add = {Kind.COUNTER: stats.increase_counter, Kind.GAUGE: stats.set_gauge}
+        for name, series in (self._counted.take() or {}).items():
+            for joined, value in series.items() if name in names else ():
+                labels, kind = split_labels(joined), BY_NAME[name].kind
+                for number in value if kind is Kind.HISTOGRAM else (value,):
+                    add.get(kind, stats.observe_histogram)(name, number, labels)
+        return stats
+
+    # -- start and end ------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        self._is_closed = True
+        self._stepped.set()
+        self._cache.close()  # ends all calls
+        if self._lookups is not None:
+            self._lookups.shutdown()
+        wait([future for _, future in self._open.values()], _CLOSING_S)
+        self._memory.release()
+
+    def _identify(self, vllm_config: VllmConfig) -> KVIdentity:
+        """Return the KV's identity. Waits for the first step: before it, vLLM has not seeded its block hashes."""
+        from vllm import envs
+
+        self._stepped.wait()
+        if self._is_closed:
+            raise CancelledError
+        config, offloaded = self._config, self._offloading_spec.config
+        root = config.disk_path or Path(envs.VLLM_CACHE_ROOT, "kvoffload")
+        key = read_tier_key(config.tier_key_file)
+        tokens = offloaded.cache.tokens_per_hash
+        identity = find_identity(vllm_config, (), tokens, root, config.weights_id, key)
+        sizes = {name: size for name, size in asdict(offloaded.parallel).items() if name.endswith("p_size")}
+        layout = offloaded.cache, offloaded.worker_kv_bytes_per_block, offloaded.groups
+        form = offloaded.replicated_layout, offloaded.canonical_layout, offloaded.kv_cache_layout
+        settings = {**identity.settings, "offloaded": repr((layout, form))}
+        return replace(identity, parallel={**identity.parallel, **sizes}, settings=settings)
+
+
+class _Lookups(AsyncLookupManager):  # type: ignore[misc]  # as above
+    """Asks the remote tier on a thread."""
+
+    def __init__(self, tier_type: str, cache: TierCache) -> None:
+        self._cache = cache
+        super().__init__(tier_type)
+
+    def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
+        return self._cache.exists(keys)
+
+
+def _check(vllm_config: VllmConfig, config: OffloadConfig) -> None:
+    problems = find_problems(vllm_config, has_identity=config.weights_id is not None)
+    if vllm_config.lora_config is not None:
+        problems.append(
+            "the tier is not told which requests use LoRA, and vLLM's hashes do not tell an adapter from a later one of "
+            "the same name; use KVOffloadConnector"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _config_of_caller() -> VllmConfig:
+    """Return the configuration of the engine that is being made: vLLM does not pass it to tiers, so look in its frames.
+
+    Raises:
+        ConfigError: no caller has one.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if isinstance(found := frame.f_locals.get("vllm_config"), VllmConfig):
+            return found
+        frame = frame.f_back
+    raise ConfigError(["this vLLM makes its tiers where the engine's configuration cannot be found"])

@@ -1,0 +1,322 @@
+"""kvoffload's tier below vLLM's own `OffloadingConnector`: the same tokens, found after a restart, and no harm from it.
+
+Only the copies between device and host are replaced, as for the `fs` tier (`tests/vllm/stock/fs_peer.py`).
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.disk.slot_file import SlotFile
+from kvoffload.model.errors import ConfigError
+from tests.captured_logs import capture_logs
+from tests.gates import ThreadGate
+from tests.remote.fake_store import FakeStore
+from tests.vllm.engine_rig import MARKS, SLOT_BYTES
+from tests.vllm.stock import checkpoints, engines
+
+tiers = pytest.importorskip("vllm.v1.kv_offload.tiering.base", reason="this vLLM has no such tiers")
+is_here = hasattr(tiers.SecondaryTierManager, "config_info") and not engines.IS_V2_RUNNER
+
+pytestmark = [*MARKS, pytest.mark.skipif(not is_here, reason="for vLLM 0.33 and later, on runner V1")]
+
+BLOCKS = 6
+HOST_CHUNKS = 12
+TOKENS = 8
+KILLS = 3
+Prompt = tuple[int, ...]
+
+
+def draw(seed: int, count: int, blocks: int) -> list[Prompt]:
+    chance = random.Random(seed)
+    return [tuple(chance.choices(range(256), k=blocks * engines.BLOCK + 9)) for _ in range(count)]
+
+
+PROMPTS, OTHERS = draw(1, 3, BLOCKS), draw(2, 6, 10)
+
+
+@dataclass
+class Life:
+    """An engine with the tier."""
+
+    llm: Any
+
+    @property
+    def tier(self) -> Any:
+        (tier,) = engines.scheduler_of(self.llm).connector.connector_scheduler.manager.secondary_tiers
+        return tier
+
+    def ask(self, prompts: Sequence[Prompt] = PROMPTS) -> list[engines.Answer]:
+        """Ask one after the other; all copies have ended then."""
+        answers = []
+        for prompt in prompts:
+            answers += engines.generate(self.llm, [prompt], TOKENS)
+            engines.drain(self.llm)
+        return answers
+
+    def push_out(self) -> None:
+        """Leave what was asked for on the tier alone."""
+        self.ask(OTHERS)
+        assert engines.scheduler_of(self.llm).reset_prefix_cache()
+
+    def count(self, *labels: str) -> float:
+        return float(self.tier._cache.statistics().get(",".join(("kvoffload_tier_blocks_total", *labels)), 0))
+
+
+@contextmanager
+def living(
+    folder: Path,
+    *,
+    seed: int = 0,
+    store: FakeStore | None = None,
+    engine: Mapping[str, object] | None = None,
+    **settings: object,
+) -> Iterator[Life]:
+    """An engine on a folder, or on a store. For the weights it counts as begun now."""
+    from tests.vllm.stock import fs_peer
+
+    tier: dict[str, object] = {"type": "KVOffloadTier", "module_path": "kvoffload_vllm.secondary_tier"}
+    tier |= {"disk_path": str(folder / "disk"), "disk_bytes": "8MiB"} if store is None else REMOTE
+    transfer = fs_peer.kv_transfer(HOST_CHUNKS * SLOT_BYTES, folder, {**tier, **settings})
+    options = {"num_gpu_blocks_override": 40, "max_model_len": 512, "kv_transfer_config": transfer}
+    options |= engine or {}
+    checkpoint = checkpoints.make("qwen3", folder / f"model{seed}", seed=seed)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("kvoffload_vllm.kv_identity._process_began_ns", time.time_ns)
+        patched.setattr(
+            "kvoffload.runtime.tier_cache._STAGING_BYTES", 0
+        )  # eight slots, so that the disk is read
+        for side in ("worker_side", "remote_catalog") if store is not None else ():
+            patched.setattr(f"kvoffload.runtime.{side}.open_store", lambda *_: store)
+        with engines.in_process(checkpoint, **options) as llm:
+            life = Life(llm)
+            life.ask([(1, 2, 3)])  # with the first step the hashes have their seed, and the tier opens
+            assert life.tier._cache.wait_open(60.0)
+            yield life
+
+
+def tokens(answers: Sequence[engines.Answer]) -> list[tuple[int, ...]]:
+    return [answer.tokens for answer in answers]
+
+
+def cached(answers: Sequence[engines.Answer]) -> list[int]:
+    return [answer.cached for answer in answers]
+
+
+REMOTE = {"remote_url": "s3://bucket/blocks", "remote_timeout_s": 10.0}
+ALL = [BLOCKS * engines.BLOCK] * len(PROMPTS)
+NONE = [0] * len(PROMPTS)
+
+
+def test_scene_of_qwen3_what_left_the_host_is_found_on_the_tier(tmp_path: Path) -> None:
+    with living(tmp_path) as life:
+        expected = life.ask()  # computed
+        assert cached(expected) == NONE
+        life.push_out()
+        found = life.ask()
+        assert (tokens(found), cached(found)) == (tokens(expected), ALL)
+        assert life.count("disk", "load", "done") >= len(PROMPTS) * (BLOCKS - 1)
+        stats = life.tier.get_stats().data
+        assert set(stats["data"]) <= set(life.tier.build_metric_definitions({}))
+        assert life.llm.llm_engine.reset_prefix_cache(reset_connector=True)
+        again = life.ask()
+        assert (tokens(again), cached(again)) == (tokens(expected), NONE), "nothing is found after a reset"
+        assert life.tier._cache.core.audit() == []
+
+
+@dataclass(frozen=True)
+class Before:
+    """What the first life has left in its folder, and what it answered."""
+
+    folder: Path
+    answers: list[engines.Answer]
+
+    def copy(self, folder: Path) -> Path:
+        return shutil.copytree(self.folder, folder / "copy")
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> Before:
+    folder = tmp_path_factory.mktemp("before")
+    with living(folder) as life:
+        return Before(folder, life.ask())
+
+
+@pytest.mark.full
+def test_a_second_life_finds_what_the_first_wrote(before: Before, tmp_path: Path) -> None:
+    with living(before.copy(tmp_path)) as life:
+        found = life.ask()
+        assert (tokens(found), cached(found)) == (tokens(before.answers), ALL)
+        assert life.count("disk", "store", "done") <= 1, "what is there is not written again"
+
+
+@pytest.mark.full
+def test_r18_other_weights_find_nothing(before: Before, tmp_path: Path) -> None:
+    folder = before.copy(tmp_path)
+    with living(folder, seed=1) as life:
+        assert cached(life.ask()) == NONE
+    with living(folder) as life:
+        assert cached(life.ask()) == ALL
+
+
+@pytest.mark.full
+def test_r17_flipped_bytes_are_computed_again(
+    before: Before, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flipped = before.copy(tmp_path)
+    (path,) = flipped.rglob("slots0")
+    data = bytearray(path.read_bytes())
+    signs = slice(4096 + 3, None, 4)  # behind the header, of every float32
+    data[signs] = bytes(byte ^ 0x80 for byte in data[signs])
+    path.write_bytes(data)
+    with capture_logs() as lines, living(shutil.copytree(flipped, tmp_path / "life")) as life:
+        found = life.ask()
+        assert (tokens(found), cached(found)) == (tokens(before.answers), NONE)
+        assert life.count("disk", "load", "corrupt") > 0
+    assert "tier_copy_failed" in {line["event"] for line in lines}
+
+    # The control: without the comparison of checksums, the answers are others.
+    monkeypatch.setattr("kvoffload.transfer.disk.are_equal", lambda *_: True)
+    with living(shutil.copytree(flipped, tmp_path / "control")) as life:
+        assert tokens(life.ask()) != tokens(before.answers)
+
+
+@pytest.mark.full
+def test_r17_a_full_disk_costs_its_hits(
+    before: Before, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "the test says so")
+
+    monkeypatch.setattr(SlotFile, "write", full)
+    with capture_logs() as lines, living(tmp_path) as life:
+        assert tokens(life.ask()) == tokens(before.answers)
+        life.push_out()
+        found = life.ask()
+        assert (tokens(found), cached(found)) == (tokens(before.answers), NONE)
+        assert life.count("disk", "store", "failed") > 0
+    assert "disk_call_failed" in {line["event"] for line in lines}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("what", ["read", "write"])
+def test_r17_a_disk_that_hangs_costs_its_hits(
+    before: Before, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    gate = ThreadGate()
+    monkeypatch.setattr(SlotFile, what, lambda *_: gate.arrive())
+    with capture_logs() as lines, living(before.copy(tmp_path), transfer_timeout_s=1.0) as life:
+        answers = life.ask(PROMPTS if what == "read" else [*OTHERS, *PROMPTS])[-len(PROMPTS) :]
+        assert tokens(answers) == tokens(before.answers)
+        if what == "read":
+            assert cached(answers) == NONE
+        gate.wait_for_arrivals(1)
+        monkeypatch.undo()
+        gate.open()
+    assert "disk_call_hangs" in {line["event"] for line in lines}
+
+
+@pytest.mark.full
+def test_a_second_life_finds_what_the_first_wrote_to_a_store(before: Before, tmp_path: Path) -> None:
+    store = FakeStore()
+    with living(tmp_path, store=store) as life:
+        assert tokens(life.ask()) == tokens(before.answers)
+    with living(tmp_path, store=store) as life:
+        found = life.ask()  # each lookup waits for the store's answer
+        assert (tokens(found), cached(found)) == (tokens(before.answers), ALL)
+        assert life.count("remote", "load", "done") > 0
+
+
+@pytest.mark.full
+def test_r17_a_store_that_hangs_costs_its_hits(before: Before, tmp_path: Path) -> None:
+    store = FakeStore()
+    with living(tmp_path, store=store) as life:
+        life.ask()
+    with capture_logs() as lines, living(tmp_path, store=store, remote_timeout_s=0.5) as life:
+        store.gate = ThreadGate()
+        found = life.ask()
+        assert (tokens(found), cached(found)) == (tokens(before.answers), NONE)
+        store.gate.wait_for_arrivals(1)
+        store.gate.open()
+    assert "remote_fails" in {line["event"] for line in lines}
+
+
+@pytest.mark.full
+def test_events_say_what_came_to_the_disk_and_left_it(tmp_path: Path) -> None:
+    publishes = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
+    with living(tmp_path, engine=publishes, enable_kv_events=True, disk_bytes=4096 + 10 * SLOT_BYTES) as life:
+        taken: list[Any] = []
+        real = life.tier.take_events
+
+        def take_events() -> Iterator[Any]:
+            for event in real():
+                taken.append(event)
+                yield event
+
+        life.tier.take_events = take_events
+        life.ask()
+        came, left = (
+            [key for event in taken if event.removed is removed for key in event.keys]
+            for removed in (False, True)
+        )
+        assert len(came) == len(PROMPTS) * BLOCKS
+        assert set(left) <= set(came)
+        assert len(came) - len(left) == 10, "the disk has ten slots"
+        assert {event.medium.value for event in taken} == {"STORAGE"}
+
+
+@pytest.mark.full
+def test_settings_that_cannot_be_kept_are_refused_at_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean disk_bytes"), living(tmp_path, disk_byte=1):
+        pass
+    with pytest.raises(ConfigError, match="LoRA"), living(tmp_path, engine={"enable_lora": True}):
+        pass
+
+
+def live_until_killed(folder: str) -> None:
+    with living(Path(folder)) as life:
+        while True:
+            for prompt in (*PROMPTS, *OTHERS):
+                life.ask([prompt])
+                sys.stdout.write("asked\n")
+                sys.stdout.flush()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_after_a_kill_at_any_moment_the_tokens_are_right(before: Before, tmp_path: Path) -> None:
+    found = 0
+    child = f"import sys; from {__name__} import live_until_killed; live_until_killed(sys.argv[1])"
+    for seed in range(KILLS):
+        with subprocess.Popen(
+            [sys.executable, "-c", child, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            for _ in range(random.Random(seed).randint(1, 12)):
+                while process.stdout.readline() != "asked\n":
+                    assert process.poll() is None
+            process.kill()
+        with living(tmp_path) as life:
+            answers = life.ask()
+            assert tokens(answers) == tokens(before.answers)
+            found += sum(cached(answers))
+    assert found
+
+
+def test_without_the_engines_configuration_the_start_is_refused() -> None:
+    from kvoffload_vllm.secondary_tier import _config_of_caller
+
+    with pytest.raises(ConfigError, match="cannot be found"):
+        _config_of_caller()
