@@ -54,7 +54,7 @@ def _measure(args: argparse.Namespace) -> Iterator[Line]:
             with Rig(page_kib * 1024, size, threads) as rig:
                 ways = (
                     list(Direction) if threads == min(args.threads) else [Direction.LOAD]
-                )  # one thread copies stores
+                )  # One thread copies stores.
                 for way in ways:
                     yield from _measure_case(rig, page_kib, way, args.repeats, threads)
     yield from copy_lanes.measure_loads(size // 2, args.repeats)

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 REGIONS = 8
 PAGE = 64 * 2**10
-STORES = 4  # the bytes of stores queued before a load, as a multiple of the load's bytes
+STORES = 4  # The stores before a load have this many times the load's bytes.
 _POLL_S = 0.0002
-_HEAD_START_S = 0.005  # the time in which the first stores begin
+_HEAD_START_S = 0.005  # The first stores begin in this time.
 
 
 class Lanes:

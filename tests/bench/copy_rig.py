@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
     from kvoffload.transfer.runs import Numbers
 
-    Pages = NDArray[np.uint8]  # has the shape [regions, blocks or slots, page]
+    Pages = NDArray[np.uint8]  # The shape is [regions, blocks or slots, page].
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 REGIONS = 8
-POOL = 4  # the pool's size, as a multiple of one copy
-_ALIGNMENT = 4096  # the alignment of a large copy
+POOL = 4  # The pool has room for this many copies.
+_ALIGNMENT = 4096
 
 
 class WrongBytes(KVOffloadError):
@@ -68,15 +68,6 @@ class WatchedExecutor(Executor):
 
 
 class Rig:
-    """The memory for one page size.
-
-    Args:
-        page: bytes of a block in each region.
-        size: about how many bytes one copy moves.
-        threads: the number of copy threads.
-        regions: the number of pages in a block.
-    """
-
     def __init__(self, page: int, size: int, threads: int = 1, regions: int = REGIONS) -> None:
         self.count = max(size // (page * regions), 1)
         self.size = self.count * page * regions
@@ -93,7 +84,7 @@ class Rig:
             self.layout,
             self.blocks,
             make_allocator(self.layout, executor=at_once),
-            chunk_bytes=max(CHUNK_BYTES, POOL * self.size),  # one chunk has room for a large copy
+            chunk_bytes=max(CHUNK_BYTES, POOL * self.size),  # One chunk has room for a large copy.
         )
         asyncio.run(self.arena.prepare())
         bases = [int(base) for base in self.arena.geometry.host_base[0]]
@@ -117,7 +108,6 @@ class Rig:
         self.arena.close()
 
     def draw(self) -> tuple[Numbers, Numbers]:
-        """Return random slots and blocks for a copy."""
         slots, blocks = (self._draw.permutation(self.blocks)[: self.count] for _ in range(2))
         return slots, blocks
 
@@ -139,7 +129,7 @@ class Rig:
         host, device = (int(self._draw.integers(places)) * _ALIGNMENT for _ in range(2))
         addresses = [self._host.ctypes.data + host, self._device.data_ptr() + device]
         target, source = addresses if way is Direction.STORE else reversed(addresses)
-        threads = 1 if way is Direction.STORE else self._threads  # one thread copies stores
+        threads = 1 if way is Direction.STORE else self._threads  # One thread copies stores.
         part = self.size // threads
         begun = time.perf_counter()
         for start in range(0, part * threads, part):

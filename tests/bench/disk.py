@@ -41,8 +41,8 @@ from tests.bench.tier_hooks import HOST, NEVER, OUTGROWS, hook_seconds, moved, s
 
 _GOAL, _GOAL_FROM_KIB = 0.8, 1024
 _PIECE = 2**20
-_POOL = 4  # the number of disk slots, as a multiple of one pass
-_REGIONS = 8  # the number of pages in a block
+_POOL = 4  # The slot file has this many times the slots of one pass.
+_REGIONS = 8
 _PLAYS = 3
 
 
@@ -155,7 +155,7 @@ class _Tier:
         self._slots: list[int] = []
         self._places: list[int] = []
         self._sums: tuple[tuple[int, ...], ...] = ()
-        self._pass_over(os.pwritev, _POOL * self.size)  # file systems allocate space at the first write
+        self._pass_over(os.pwritev, _POOL * self.size)  # File systems allocate space at the first write.
         self._file.sync()
 
     def shuffle(self) -> None:
@@ -163,7 +163,6 @@ class _Tier:
         self._places = self._draw.sample(range(self._file.slots), self._rig.count)
 
     def spill(self) -> None:
-        """Write the host slots to their disk slots, and sync."""
         self._sums = tuple((each,) for each in self._job(is_spill=True))
         self._file.sync()
 

@@ -26,7 +26,7 @@ from kvoffload.runtime.portal import Portal
 from tests.bench.engineless import CountedBlocks
 from tests.bench.lines import Line, line
 
-_RANKS, _KEY_BYTES = 2, 33  # a key consists of a group's number and a SHA-256 hash
+_RANKS, _KEY_BYTES = 2, 33  # A key has a group's number and a SHA-256 hash.
 _TIMEOUT_S = 600
 _GOAL_S, _GOAL_STEP_MS = 5.0, 10.0
 
@@ -66,7 +66,7 @@ def _write(folder: Path, blocks: int) -> KVIdentity:
     keys = random.bytes(blocks * _KEY_BYTES)
     puts = np.empty(blocks, record_type(_RANKS))
     puts["slot"] = random.permutation(blocks)
-    puts["kind"] = 1  # marks a put record
+    puts["kind"] = 1  # This kind is a put record.
     puts["key_bytes"] = _KEY_BYTES
     puts["key"] = np.frombuffer(keys, f"V{_KEY_BYTES}")
     puts["sums"] = random.integers(0, 2**63, (blocks, _RANKS), np.uint64)

@@ -17,7 +17,7 @@ from tests.keys import block_key
 from tests.settings import make_config
 
 BLOCK_TOKENS = 16
-_HASH_BYTES = 32  # the length of SHA-256 hashes, which engines use
+_HASH_BYTES = 32  # Engines use SHA-256 hashes.
 _GROUP = GroupId(0)
 _DEVICE_BLOCKS = 4096
 _AT_ONCE = 64
@@ -98,5 +98,4 @@ class Engineless:
 
 
 def fresh_keys(draw: random.Random, count: int) -> list[BlockKey]:
-    """Return random keys of the usual length."""
     return [block_key(draw.randbytes(_HASH_BYTES), _GROUP) for _ in range(count)]

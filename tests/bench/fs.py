@@ -64,7 +64,7 @@ class Size:
     """The blocks of a prompt, the bytes of a block, and the model's shape."""
 
     blocks: int = 64
-    # tokens, keys and values, layers, heads, their size, float32
+    # The factors are tokens, keys and values, layers, heads, the size of a head, and bytes of float32.
     block_bytes: int = engines.BLOCK * 2 * 4 * 8 * 64 * 4
     shape: Mapping[str, int] = field(default_factory=lambda: LARGER)
 
@@ -129,7 +129,6 @@ class Side:
         self.read.append(moved("read_bytes") - began)
 
     def left(self) -> int:
-        """Return the bytes of the connector's files."""
         return sum(path.stat().st_blocks * 512 for path in files_in(self.folder))
 
     @contextmanager
@@ -147,7 +146,7 @@ class Side:
         with (
             patch(
                 "kvoffload_vllm.kv_identity._process_began_ns", time.time_ns
-            ),  # the weights must be older than the engine
+            ),  # The weights must be older than the engine.
             engines.in_process(self.checkpoint, **options) as llm,
         ):
             serve(llm, [1, 2, 3])

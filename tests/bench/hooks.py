@@ -100,7 +100,7 @@ def measure(
     for model in models:
         with open_riders(model, connectors, max(running)) as riders:
             draw = random.Random(0)
-            _ride(riders, draw_prompts(draw, max(running)), tokens)  # a warm-up
+            _ride(riders, draw_prompts(draw, max(running)), tokens)  # This is a warm-up.
             for count in running:
                 yield from _measure_case(model, riders, count, repeats, tokens, draw)
 

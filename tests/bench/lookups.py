@@ -17,7 +17,7 @@ from kvoffload.model.ids import BlockKey, RequestId, SlotId
 from tests.bench.engineless import BLOCK_TOKENS, Engineless, fresh_keys
 from tests.bench.lines import Line, line, ratios
 
-_PROMPTS = 32  # samples rotate through these prompts, so that no cache still has their keys
+_PROMPTS = 32  # Samples rotate through these prompts, so that no cache still has their keys.
 _WARM_UP = 5
 
 

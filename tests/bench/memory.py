@@ -23,8 +23,8 @@ from kvoffload.cli.exits import CommandError
 from tests.bench.engineless import Engineless
 from tests.bench.lines import Line, line
 
-_TARGETS_AT = 1_000_000  # the number of slots to which the targets apply
-_REPLACED = 2  # rounds; the first round grows the dicts, the second round rebuilds them
+_TARGETS_AT = 1_000_000  # The targets apply to this number of slots.
+_REPLACED = 2  # The first round grows the dicts, the second round rebuilds them.
 _ROOT = Path(__file__).resolve().parents[2]
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -70,9 +70,9 @@ def resident_bytes() -> int:
 def fill(slots: int) -> Memory:
     """Measure in this process. The process must be new, because reused memory would hide growth."""
     draw = random.Random(0)
-    Engineless(16).put([])  # imports everything, and creates objects that exist once
+    Engineless(16).put([])  # This imports everything, and creates objects that exist once.
     gc.collect()
-    gc.disable()  # disabled, as in an idle engine
+    gc.disable()  # An idle engine does not collect garbage either.
     before = resident_bytes()
     begun = time.perf_counter()
     rig = Engineless(slots)

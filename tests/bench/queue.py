@@ -33,7 +33,7 @@ from tests.bench.vllm_engines import (
 
 RUNNING = 16
 FEW = 10
-_STEPS = 64  # in this many steps each running request completes two blocks
+_STEPS = 64  # In this many steps, each running request completes two blocks.
 _WAITING_TOKENS = 64
 _PEER = "OffloadingConnector"
 _PEER_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
@@ -77,7 +77,7 @@ def _measure(waiting: Sequence[int], pairs: int) -> Iterator[Line]:
         for rider in riders[1:]:
             rider.follow(_peers_side, _all_ended)
         for rider in riders:
-            _steps_us(rider, FEW, draw)  # a warm-up
+            _steps_us(rider, FEW, draw)  # This is a warm-up.
         for count in waiting:
             yield from _measure_case(riders, count, pairs, draw)
 

@@ -38,8 +38,8 @@ LocalStore: TypeAlias = LocalMooncake | LocalBucket
 _NODE_BYTES = 2**29
 _ANSWER = 4
 _RING, _RING_TOKENS, _CLIENTS = 32, 320, 2
-_HOST_SHARE = 3  # a third of the ring; a quarter of this host has room for a prompt of each client
-_FLOAT_BYTES = 4  # the bytes of a number in the engine's KV
+_HOST_SHARE = 3  # A quarter of this share has room for a prompt of each client.
+_FLOAT_BYTES = 4  # The engine's KV has numbers of this many bytes.
 
 
 def measure_engines(args: argparse.Namespace) -> Iterator[Line]:
@@ -144,7 +144,7 @@ async def _hooks(kind: str) -> list[Line]:
 async def _without_a_store(args: argparse.Namespace) -> float:
     options = _ring_options(args)
     async with served(options, {"host_bytes": _ring_host(options)}) as (engine, _), _ring(engine) as tokens:
-        await _rate(tokens, args.seconds)  # a warm-up
+        await _rate(tokens, args.seconds)  # This is a warm-up.
         return await _rate(tokens, args.seconds)
 
 
@@ -164,7 +164,7 @@ async def _hanging(server: LocalStore, args: argparse.Namespace) -> tuple[float,
             "half the ring to be fetched",
             lambda: moved(side, "remote", "load") >= _RING * _RING_TOKENS // 16 // 2,
         )
-        await _rate(tokens, 1)  # waits for the beginning of a second
+        await _rate(tokens, 1)  # This waits for the beginning of a second.
         before = await _rate(tokens, args.seconds)
         suspend(process)
         meanwhile = await _rate(tokens, args.seconds)
@@ -243,5 +243,5 @@ async def _first_token_s(engine: Engine, prompt: list[int]) -> float:
 
 
 def _prompts(count: int, tokens: int) -> list[list[int]]:
-    draw = random.Random(1)  # not the warm-up's seed, which gives the same first prompt
+    draw = random.Random(1)  # The warm-up's seed would give the same first prompt.
     return [draw.choices(range(256), k=tokens) for _ in range(count)]

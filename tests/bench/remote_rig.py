@@ -39,17 +39,17 @@ if TYPE_CHECKING:
     from kvoffload.remote.local import LocalBucket
     from tests.bench.copy_rig import Rig
 
-TIMEOUT_S = 60.0  # the time limit of a call, long enough to measure a slow call
+TIMEOUT_S = 60.0  # This is long enough to measure a slow call.
 _KEY_BYTES = 33
-_POLL_S = 1e-3  # shorter pauses take processor time from the threads
-REGIONS = 8  # the number of pages in a block
+_POLL_S = 1e-3  # Shorter pauses would take processor time from the threads.
+REGIONS = 8
 
 
 class Way(Protocol):
     """A way to transfer the bytes of a repeat."""
 
     def put(self) -> None:
-        """Write the bytes."""
+        pass
 
     def get(self) -> None:
         """Read the bytes of the last `put`."""

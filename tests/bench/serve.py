@@ -38,7 +38,7 @@ PROMPT_TOKENS = 1024
 TURN_TOKENS = 64
 TURNS = 3
 _CACHE_SHARE = 4
-_SHAPE: Mapping[str, Any] = {  # so large that computing a prompt takes longer than scheduling the prompt
+_SHAPE: Mapping[str, Any] = {  # Computing a prompt takes longer than scheduling it.
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_attention_heads": 4,
@@ -75,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
 def _measure(connectors: Mapping[str, Mapping[str, Any]], pairs: int, conversations: int) -> Iterator[Line]:
     longest = PROMPT_TOKENS + TURNS * TURN_TOKENS
     needed = conversations * (longest // BLOCK)
-    blocks = max(needed // _CACHE_SHARE, AT_ONCE * (longest // BLOCK + 1)) + 1  # the null block is never used
+    # One more block, because the null block is never used.
+    blocks = max(needed // _CACHE_SHARE, AT_ONCE * (longest // BLOCK + 1)) + 1
     options = {"num_gpu_blocks_override": blocks, "max_model_len": longest, "kv_cache_memory_bytes": 1 << 30}
     draw = random.Random(0)
     with open_riders("qwen3", {PLAIN: None, **connectors}, AT_ONCE, _SHAPE, **options) as riders:

@@ -49,7 +49,7 @@ def test_a_bench_measures_and_prints_its_lines(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # the bench measures the disk of the current folder
+    monkeypatch.chdir(tmp_path)  # The bench measures the disk of the current folder.
     assert main([*command.split(), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert [line["median"] > 0 for line in printed["lines"]] == [True] * lines
@@ -61,7 +61,7 @@ def test_an_index_is_opened_as_an_engine_does(tmp_path: Path) -> None:
 
 
 def break_copies(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[CopyRuns], None]) -> None:
-    """Call `spoil` with each copy that has ended."""
+    """Make `spoil` alter the bytes of each copy that has ended."""
 
     def copy(runs: CopyRuns) -> None:
         host_copier.copy_by_memmove(runs)

@@ -35,7 +35,7 @@ from tests.bench.results import add_output_arguments, give_out
 from tests.keys import block_key
 
 BLOCK_TOKENS = 512
-_BATCH = 64  # the number of keys that one call to the store reads or writes
+_BATCH = 64  # One call to the store reads or writes this many keys.
 _GROUP = GroupSpec(GroupId(0), AttentionKind.FULL, BLOCK_TOKENS)
 _DEVICE_BLOCKS = 4096
 # The core serves only a part of the trace, because each block costs it time.
@@ -46,8 +46,6 @@ _SPEEDS = (10, 25, 100, 400)
 
 
 class Prompt(NamedTuple):
-    """One request of the trace."""
-
     at_s: float
     tokens: int
     keys: tuple[BlockKey, ...]
@@ -146,7 +144,8 @@ class PaperEngine:
     def __init__(self, tiers: Tiers, store: set[BlockKey]) -> None:
         self._tiers = tiers
         self._store = store
-        self._host: OrderedDict[BlockKey, int] = OrderedDict()  # how often each key was found again
+        # The value is how often the key was found again.
+        self._host: OrderedDict[BlockKey, int] = OrderedDict()
         self._disk: OrderedDict[BlockKey, None] = OrderedDict()
         self.count: Counter[str] = Counter()
 

@@ -20,7 +20,7 @@ from tests.bench.lines import Line, line, ratios
 from tests.bench.results import add_output_arguments, give_out
 
 MODES = ("off", "sample", "full")
-REGIONS = 32  # pages of a block: keys and values of 16 layers, or 32 layers with both in one tensor
+REGIONS = 32  # A block has keys and values of 16 layers, or 32 layers with both in one tensor.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

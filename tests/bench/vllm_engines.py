@@ -20,8 +20,8 @@ from typing import Any
 from kvoffload.cli.exits import CommandError
 
 ENVIRONMENT: Mapping[str, str] = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the scheduler and the worker in this process
-    "TORCHDYNAMO_DISABLE": "1",  # compiling would take longer than it saves here
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # The scheduler and the worker run in this process.
+    "TORCHDYNAMO_DISABLE": "1",  # Compiling would take longer than it saves here.
     "OMP_NUM_THREADS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -43,7 +43,7 @@ _SHAPE: Mapping[str, Any] = {
     "pad_token_id": 1,
     "bos_token_id": None,
 }
-HOST_BYTES = 1 << 28  # so much that nothing is evicted
+HOST_BYTES = 1 << 28  # This is so much that nothing is evicted.
 
 HOOKS = (
     "on_new_request",
@@ -297,7 +297,8 @@ def _write_checkpoint(kind: str, folder: Path, shape: Mapping[str, Any]) -> Path
             **{"num_hidden_layers": 1, "architectures": ["Qwen3ForCausalLM"], **_SHAPE, **shape}
         )
     else:
-        layers = ["sliding_attention"] * 5 + ["full_attention"]  # six groups, as in the real models
+        # This makes six groups, as in the real models.
+        layers = ["sliding_attention"] * 5 + ["full_attention"]
         config = transformers.Gemma3TextConfig(
             num_hidden_layers=len(layers),
             layer_types=layers,

@@ -271,7 +271,7 @@ def check_end(scene: Scene) -> None:
             world.end(request)
     world.drain()
     assert not core.state.jobs.pending
-    world.finish(*world.copies)  # includes abandoned copies
+    world.finish(*world.copies)  # These include abandoned copies.
     assert not world.requests, f"R9: the load of {list(world.requests)} was never answered"
     assert not world.device.held, f"R5: blocks {dict(world.device.held)} are held"
     assert not world.device.leased, f"R5: blocks {dict(world.device.leased)} are leased"

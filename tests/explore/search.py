@@ -56,7 +56,7 @@ def explore(kind: SmallWorld, *, states: int) -> Found:
     """Explore a world until this many states are known, no state is left, or a rule is broken."""
     try:
         first = Scene.first(kind)
-    except Exception as problem:  # building the scene serves texts, and may already break a rule
+    except Exception as problem:  # Building the scene serves texts, and may already break a rule.
         return Found(violation=Violation((), _said(problem), False))
     return _Search(first).run(states)
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 _LAYERS = 8
-_SIDE = {"cpu": 32, "cuda": 2048}  # size of the matrices that keep the device busy
+_SIDE = {"cpu": 32, "cuda": 2048}  # Matrices of this size keep the device busy.
 _PRODUCTS = 8
 
 

@@ -28,7 +28,7 @@ GPU = os.environ.get("KVOFFLOAD_GPU", "cuda:0")
 DEVICES = ["cpu", pytest.param(GPU, marks=pytest.mark.gpu)]
 BLOCKS = {"cpu": 64, "cuda": 512}
 STEPS = {"cpu": 60, "cuda": 2000}
-LONG_GIB = 16  # pinning this much host memory takes longer than a start may take
+LONG_GIB = 16  # Pinning this much host memory takes longer than a start may take.
 
 
 class Life(Steps):

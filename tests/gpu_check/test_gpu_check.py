@@ -57,7 +57,7 @@ def test_it_runs_whole_and_keeps_every_line(
     assert len(printed) == len(lines)
     assert lines["GPU"]["words"].startswith("emulated device 1, CUDA 13.0")
     wrong = [one for what, one in lines.items() if what.startswith("wrong bytes")]
-    assert sum(one.get("is_met", False) for one in wrong) == 2 * 2  # in two directions and of two sizes
+    assert sum(one.get("is_met", False) for one in wrong) == 2 * 2  # There are two directions and two sizes.
     figures = [one for one in lines.values() if one.get("unit")]
     assert all(one["what"].endswith("(emulated)") and "is_met" not in one for one in figures)
     goals = {"at least 0.9x", "at least 0.95x", "at most 5 ms"}
@@ -206,7 +206,7 @@ def test_a_capture_is_judged_by_the_calls_that_the_workers_threads_make(
     lines = list(hazards.captures(OPTIONS))
     assert {line.words for line in lines} == {"0 0 0"}
     assert [line.verdict for line in lines] == ["pass", ""] + ["pass"] * 5 + ["", ""]
-    monkeypatch.setattr(hazards, "RELAXED", 0)  # the mode "global"
+    monkeypatch.setattr(hazards, "RELAXED", 0)  # This is the mode "global".
     harmed = [line for line in hazards.captures(OPTIONS) if line.words == "0 900 901"]
     assert [line.what.split(", ")[1] for line in harmed] == [
         f"{name} on a relaxed thread" for name in ("register", "unregister", "query")
@@ -217,7 +217,7 @@ def test_a_capture_is_judged_by_the_calls_that_the_workers_threads_make(
 @pytest.mark.slow
 def test_the_depth_of_a_stream_is_found(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hazards, "_GATE_S", 2.0)
-    monkeypatch.setattr(hazards, "_WAITED_S", 0.5)  # longer than the pauses of a busy machine
+    monkeypatch.setattr(hazards, "_WAITED_S", 0.5)  # This is longer than the pauses of a busy machine.
     emulator.set_depth(1200)
     first, stood_still = hazards._depth(OPTIONS, "off", 1, "copies one by one")
     assert first.words == "the call that made them 1,200"
@@ -236,7 +236,7 @@ def test_calls_are_timed_alone_and_beside_pinning(
     ]
     longest = [line for what, line in lines.items() if "64 MiB are pinned, the longest of" in what]
     assert [line.target for line in longest] == ["at most 5 ms"] * 2
-    assert emulator.registrations == 1  # the registration of the rig's own memory
+    assert emulator.registrations == 1  # The rig registers its own memory.
 
 
 @pytest.mark.slow
@@ -286,8 +286,8 @@ def test_the_profile_is_written_and_an_engine_reads_it(
     assert lines[-1].words == str(path)
     assert path.name == "emulated-device-0-cuda-13-0.json"
     found = read_profile("emulated device 0", "13.0")
-    assert found.programs == 4  # chosen because all settings are equally fast
-    assert not found.stores  # the value in the operator's file
+    assert found.programs == 4  # All settings are equally fast.
+    assert not found.stores  # The operator's file says so.
     path.write_text('{"programs": 7, "fewest": 3}')
     monkeypatch.setattr(crossover.Trial, "limit", lambda *_: 4096)
     copier = made_copier(emulator, monkeypatch)

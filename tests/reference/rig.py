@@ -37,10 +37,10 @@ LAYERS = {
     "chunked_local": 6,
     "recurrent": 6,
 }
-PLENTY = 2000  # enough host slots for all blocks
+PLENTY = 2000
 TIMEOUT_S = 5.0
 TOLERANCE = 1e-3
-STEP_S = 0.02  # in fake seconds; longer than any pause of the pump
+STEP_S = 0.02  # In fake time, a step is longer than any pause of the pump.
 
 
 class Options(TypedDict, total=False):
@@ -53,9 +53,9 @@ class Options(TypedDict, total=False):
     host_blocks: int
     timeout_s: float
     plugin: str
-    extra: dict[str, object]  # further keys of the plugin's configuration
+    extra: dict[str, object]
     promises: Promises
-    starts_ready: bool  # whether host memory is ready before the first request
+    starts_ready: bool
 
 
 def config_of(kind: str, **options: Unpack[Options]) -> EngineConfig:
@@ -103,8 +103,8 @@ class Rig:
         self.engine = Engine(config_of(kind, **options), self.plugin, clock=now)
         self.streams: list[tuple[tuple[int, ...], int, TokenStream]] = []
         if options.get("starts_ready", True):
-            self.portal.advance()  # prepares the host memory
-            self.engine.step()  # reports the ready memory to the scheduler's side
+            self.portal.advance()  # This prepares the host memory.
+            self.engine.step()  # This reports the memory to the scheduler's side.
 
     def _make_copier(self, rank: Rank) -> GatedCopier:
         assert rank == len(self.copiers)
@@ -277,7 +277,7 @@ def text(seed: int, tokens: int) -> tuple[int, ...]:
 def on_host_only(made: Rig, *prompts: tuple[int, ...]) -> None:
     """Store these prompts on the host, and remove them from the device."""
     for prompt in prompts:
-        made.run(prompt, 6)  # long enough to store all blocks of the prompt under the lease limit
+        made.run(prompt, 6)  # With so many tokens, all blocks are stored under the lease limit.
     made.forget_device()
 
 

@@ -79,7 +79,7 @@ def test_a_preempted_request_is_looked_up_with_its_generated_tokens() -> None:
         made.pass_time()
         made.forget_device()
         made.drain()
-        assert stream.stats.resumed_tokens == 20  # two blocks of the prompt and three generated blocks
+        assert stream.stats.resumed_tokens == 20  # The prompt has two blocks, the answer three.
         assert made.count("load_blocks", "loaded") == 5
         made.assert_outputs()
         made.assert_clean()

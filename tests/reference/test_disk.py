@@ -47,7 +47,7 @@ def start(tmp_path: Path) -> Iterator[StartEngine]:
             made = running.enter_context(rig(kind, **options))
             made.events = []  # type: ignore[attr-defined]
             made.offload.bus.count(TierCopyEnded, made.events.append)  # type: ignore[attr-defined]
-            made.drain()  # reads the index and passes it to the core
+            made.drain()  # This reads the index and passes it to the core.
             return made
 
         yield begin
@@ -154,7 +154,7 @@ def test_r17_blocks_that_were_forged_with_their_checksums_are_not_served_if_ther
     [folder] = tmp_path.glob("disk/*/replica0")
     forge(folder, None if key is None else key.of(folder.parent.name))
     made = start(extra={**extra})
-    with nullcontext() if has_key else pytest.raises(AssertionError):  # the tokens differ
+    with nullcontext() if has_key else pytest.raises(AssertionError):  # The tokens differ.
         made.run(PROMPT)
     assert (copied(made, Direction.LOAD) > 0) is not has_key
 

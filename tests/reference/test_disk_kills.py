@@ -148,7 +148,7 @@ class Lives:
         assert not lost, f"{len(lost)} blocks were put, not invalidated, and are not found"
         self.restored += len(found)
         answers = [from_engine.recv() for _ in range(random.choice([0, 1, random.randrange(_MOST_ANSWERS)]))]
-        while not (found or noted):  # the first process must leave a block to the next
+        while not (found or noted):  # The first process must leave a block to the next.
             answers.append(from_engine.recv())
         self._end(process, random.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
         _collect(from_engine, answers)

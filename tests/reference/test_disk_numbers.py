@@ -7,7 +7,7 @@ from kvoffload.telemetry.catalogue import TierState, tier_state
 from tests.conservation import conservation, slot_problems
 from tests.reference.rig import rig, slot_bytes
 from tests.reference.test_disk import PROMPT, StartEngine, copied, leave_on_disk
-from tests.reference.test_disk import start as start  # a fixture
+from tests.reference.test_disk import start as start  # This is a fixture.
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

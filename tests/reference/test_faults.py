@@ -99,13 +99,13 @@ def test_bad_settings_end_the_start_with_one_error_and_nothing_half_started(
     with pytest.raises(ConfigError, match=problem):
         Engine(config_of("full", **options), plugin, clock=lambda: 0.0)
     assert_no_threads_but(before)
-    gc.collect()  # reports a task that was left behind
+    gc.collect()  # This would report a task that was left behind.
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def assert_no_threads_but(before: set[threading.Thread]) -> None:
     for thread in set(threading.enumerate()) - before:
-        thread.join(PATIENCE_S)  # the thread was asked to end, which takes some time
+        thread.join(PATIENCE_S)  # The thread was asked to end, which takes some time.
         assert not thread.is_alive(), thread
 
 

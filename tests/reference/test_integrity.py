@@ -102,7 +102,7 @@ def test_the_engine_closes_while_a_load_is_being_checked() -> None:
     made.submit(PROMPT, 3)
     made.step()
     arena = made.workers[0].pump._arena
-    made.close()  # waits for the timeout, and keeps the memory, which copies may still read
+    made.close()  # The memory must stay, because copies may still read it.
     assert arena.ready_slots > 0
 
 

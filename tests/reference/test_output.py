@@ -42,7 +42,7 @@ TIGHT = {
     "sliding_window": 22,
     "chunked_local": 20,
     "recurrent": 12,
-}  # so few blocks that two long requests preempt each other
+}  # With so few blocks, two long requests preempt each other.
 TURNS = 3
 
 
@@ -157,7 +157,7 @@ async def test_the_plugin_is_found_or_made(
     config = config_of(kind, num_blocks=TIGHT[kind] + 1, step_tokens=8)
     async with Engine(config, plugin) as engine:
         offload = engine._plugin._offload  # type: ignore[attr-defined]  # it is ours
-        while offload.core.state.pool.capacity == 0:  # a background thread prepares host memory
+        while offload.core.state.pool.capacity == 0:  # A background thread prepares host memory.
             await _answer(engine, text(9, 3))
         answers = [await _answer(engine, prompt) for prompt in prompts]
         # On a busy machine copies are slower than steps. Then the few blocks have no room for the state that

@@ -56,7 +56,7 @@ def test_a_boundary_costs_one_step_once_and_nothing_where_no_prefix_is_shared() 
     for are_on in (False, True):
         with rig("recurrent", step_tokens=64, extra={"recurrent_prefix_boundaries": are_on}) as made:
             costs[are_on] = [steps_with_tokens(made, prompt) for prompt in prompts]
-    assert costs[False] == [2] * 8  # one step to the last whole block, and one step for the rest
+    assert costs[False] == [2] * 8  # One step ends at the last whole block, and one computes the rest.
     assert costs[True] == [2, 3, *[2] * 6]
 
 
@@ -73,7 +73,7 @@ def test_a_load_copies_only_the_last_state() -> None:
 
 
 def test_states_of_zeros_are_noticed() -> None:
-    """A control: a wrong state changes the tokens."""
+    """A control: the comparison detects a wrong state."""
     with rig("recurrent") as made:
         on_host_only(made, PROMPT)
         core = made.offload.core.state
@@ -96,7 +96,7 @@ def test_a_state_that_is_stored_before_the_forward_pass_is_noticed() -> None:
         def load_and_store(worker: ReferenceWorker, plan: object) -> None:
             start_loads(worker, plan)
             start_stores(worker, plan)
-            made.pass_time()  # runs the coroutine that copies
+            made.pass_time()  # This runs the coroutine that copies.
 
         with (
             mock.patch.object(ReferenceWorker, "start_loads", load_and_store),

@@ -39,7 +39,7 @@ def test_a_failed_load_is_recomputed_and_not_tried_again(kind: str, how: str) ->
         assert made.count("miss_blocks", "load_failed") == 1
         made.assert_outputs()
         made.forget_device()
-        made.run(text(1, 30), 3)  # the failed blocks were removed, and the recomputed blocks were stored
+        made.run(text(1, 30), 3)  # The failed blocks were removed, and the recomputed blocks were stored.
         assert made.count("load_blocks", "loaded") > 0
         made.assert_clean()
 
@@ -54,7 +54,7 @@ def test_a_load_that_one_rank_fails_is_recomputed_when_the_other_has_ended() -> 
         quick.open_tickets[0].fail()
         for _ in range(3):
             made.step()
-            assert made.engine.statistics().loading == 1  # the slow rank still writes to its blocks
+            assert made.engine.statistics().loading == 1  # The slow rank still writes to its blocks.
         slow.open_tickets[0].finish()
         made.release()
         made.drain()
@@ -65,7 +65,7 @@ def test_a_load_that_one_rank_fails_is_recomputed_when_the_other_has_ended() -> 
 
 @pytest.mark.parametrize(
     ("refusal", "loaded_tokens"),
-    [("refuse_submit", 0), ("refuse_fence", 28)],  # submitting the load records another fence
+    [("refuse_submit", 0), ("refuse_fence", 28)],  # Submitting the load records another fence.
 )
 def test_copies_that_cannot_be_started_fail(refusal: str, loaded_tokens: int) -> None:
     with rig() as made:
@@ -98,10 +98,10 @@ def test_a_load_that_never_ends_is_recomputed_and_its_memory_is_abandoned(kind: 
         assert lost == made.count("load_blocks", "abandoned")
         assert made.offload.gauges()["kvoffload_slots"]["host", "quarantined"] == lost
         assert made.engine.has_work is False
-        for n in range(12):  # overwrite all memory that can be allocated on the device and the host
+        for n in range(12):  # This overwrites all memory that can be allocated on the device and the host.
             made.run(text(50 + n, 60), 2)
         made.assert_clean(lost_blocks=lost)
-        stuck.finish()  # the abandoned copy still writes to its target
+        stuck.finish()  # The abandoned copy still writes to its target.
         for _ in range(3):
             made.step(TIMEOUT_S / 4)
         for n in range(12):

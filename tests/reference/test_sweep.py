@@ -18,7 +18,7 @@ ENGINES: dict[str, tuple[str, Options]] = {
     "window, two ranks": ("sliding_window", {"num_blocks": 120, "step_tokens": 16, "ranks": 2}),
 }
 
-LATE_S = 2.0  # longer than `STEP_S`, because abandoned copies are queried rarely
+LATE_S = 2.0  # Abandoned copies are queried rarely.
 
 
 @pytest.fixture(autouse=True)

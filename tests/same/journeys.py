@@ -313,7 +313,7 @@ def vllm() -> Journeys:
 
 def travel(engine: Engine, tracer: Tracer, runs: int = RUNS) -> Journeys:
     """Make each journey `runs` times, and return the journeys by name."""
-    _life(engine, tracer, 1)  # the first use in a process makes more calls
+    _life(engine, tracer, 1)  # The first use in a process makes more calls.
     engine.forget_device()
     _life(engine, tracer, 1)
     fresh, returning, stores, loads = ([] for _ in range(4))

@@ -54,7 +54,7 @@ def _explored(states: int, world: str) -> str:
 
 def hooks() -> Rows:
     """Count the calls of Python and C functions in each hook, and in the core for each fact."""
-    test_hook_calls.counted()  # the first use in a process makes more calls
+    test_hook_calls.counted()  # The first use in a process makes more calls.
     rows = test_hook_calls.counted()
     with tempfile.TemporaryDirectory() as folder:
         on_disk = test_hook_calls.counted(portal=True, disk=Path(folder))

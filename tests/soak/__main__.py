@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.soak.growth import Growth, Reading, growth_of, table
 
-_WARM_UP = 0.25  # the share of the time in which pools, rings and memories of a fixed size fill up
+_WARM_UP = 0.25  # In this share of the time, pools, rings and memories of a fixed size fill up.
 _READINGS = 60
 _PYTHON_WITH_VLLM = Path(__file__).parents[2] / ".venv" / "vllm" / "bin" / "python"
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--half", choices=("reference", "vllm"), help=argparse.SUPPRESS)
     asked = parser.parse_args(argv)
     if asked.half is not None:
-        logging.disable(logging.ERROR)  # copies fail on purpose
+        logging.disable(logging.ERROR)  # Copies fail on purpose.
         minutes = asked.reference_minutes if asked.half == "reference" else asked.vllm_minutes
         return run(_reference if asked.half == "reference" else _vllm, minutes)
     halves = [("reference", sys.executable, asked.reference_minutes)]

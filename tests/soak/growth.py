@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvoffload.telemetry.catalogue import Series
 
-MOST = 0.01  # the largest relative growth that passes
+MOST = 0.01  # This is the largest relative growth that passes.
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _OWN_MATTER = frozenset(
     # Estimates of the machine's speed, which hold no memory.

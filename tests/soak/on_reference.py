@@ -23,13 +23,13 @@ from tests.engine.tiny import assert_same, taken
 from tests.reference import rig
 from tests.soak.growth import Reading, read
 
-KIND = "sliding_window"  # sliding windows and full attention, in separate groups
+KIND = "sliding_window"  # The model has sliding windows and full attention, in separate groups.
 STEP_S = 0.25
 _PEOPLE = 12
 _THINK_S = 8.0
-_LONGEST = 100  # tokens after which a conversation begins again
-_CHECKED = 25  # compare every 25th answer with the answer of an engine without offloading
-_MISSES = 2000  # few enough remembered misses that their memory is full after the warm-up
+_LONGEST = 100  # After this many tokens a conversation begins again.
+_CHECKED = 25  # Every 25th answer is compared with that of an engine without offloading.
+_MISSES = 2000  # This memory is full after the warm-up.
 
 
 class SlowTicket:
@@ -59,7 +59,7 @@ class SlowCopier:
     def __init__(self, clock: FakeClock, choose: random.Random) -> None:
         self._clock = clock
         self._choose = choose
-        self.open_tickets: Sequence[Any] = ()  # the rig checks held copies, and this copier holds none
+        self.open_tickets: Sequence[Any] = ()  # The rig checks held copies. This copier holds none.
 
     def fence(self) -> Fence:
         return None

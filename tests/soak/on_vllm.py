@@ -18,7 +18,7 @@ from tests.soak.growth import Reading, read
 from tests.vllm.engine_rig import DEVICE_BLOCKS, Asked, Rig, offloading
 from tests.vllm.stock import checkpoints
 
-_MODEL: checkpoints.Kind = "gemma3"  # a model with window groups and full attention
+_MODEL: checkpoints.Kind = "gemma3"  # The model has window groups and full attention.
 _PEOPLE = 6
 _LONGEST = 420
 _MISSES = 2000
