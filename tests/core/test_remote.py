@@ -13,7 +13,7 @@ from kvoffload.model.events import LookupDeferred
 from kvoffload.model.ids import BlockKey, JobId
 from kvoffload.model.wire import Direction, Tier
 from tests.core.remote_world import RemoteWorld
-from tests.core.world import FAILED, Req, World, full, keys_of, window
+from tests.core.world import FAILED, Req, World, full, keys_of
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 TEXT = "abcdefghijklmnop"  # four blocks, of which a lookup finds three
@@ -119,46 +119,6 @@ def test_so_many_keys_are_asked_for_at_most() -> None:
     assert [len(ask.keys) for ask in world.asked] == [MOST_ASKED]
 
 
-def test_r14_one_prefix_is_fetched_once() -> None:
-    _, other = two(host=32)
-    requests = [other.add(f"late{number}", TEXT) for number in range(4)]
-    assert [other.lookup(each) for each in requests] == [None] * 4
-    other.idle_step()
-    assert [other.lookup(each) for each in requests] == [None] * 4
-    assert len(other.remote_jobs(LOAD)) == 1
-    other.finish()
-    assert other.admit(requests[0]) == 12
-
-
-def test_where_no_request_can_wait_the_next_one_finds_it() -> None:
-    _, other = two(host=32)
-    first = other.add("first", TEXT)
-    assert other.admit(first, may_wait=False) == 0
-    assert other.miss() is MissCause.IN_REMOTE
-    other.step()
-    other.finish()
-    other.run(first)
-    other.end(first)
-    other.drain()
-    other.device.forget_keys()
-    assert other.admit(other.add("second", TEXT), may_wait=False) == 12
-
-
-def test_a_window_is_found_too() -> None:
-    groups = full(), window(6, group=1)
-    first = RemoteWorld(*groups, host=64)
-    first.share(TEXT + "qrst")
-    other = RemoteWorld(*groups, host=64, store=first.store)
-    request = other.add("late", TEXT + "qrst")
-    assert other.lookup(request) is None
-    other.idle_step()
-    other.finish()
-    assert other.admit(request)
-    other.step()
-    other.finish()
-    other.run(request)
-
-
 # -- failures ---------------------------------------------------------------------------------------------------
 
 
@@ -213,16 +173,7 @@ def test_r17_a_fetch_that_fails_costs_its_request_one_wait() -> None:
 
 
 def test_r17_a_put_that_fails_leaves_no_hint() -> None:
-    world = RemoteWorld(ranks=2)
-    world.serve("once", TEXT)
-    request = world.add("again", TEXT)
-    world.admit(request)
-    world.step()
-    world.finish()
-    world.run(request)
-    world.end(request)
-    world.idle_step()
-    [job] = world.remote_jobs(STORE)
+    world, job, _ = putting()
     world.report(0, job)
     world.report(1, job, FAILED)
     assert len(world.remote.pool.index) == 0
@@ -305,16 +256,7 @@ def test_r10_r18_nothing_from_before_a_reset_is_found_with_any_jobs_open() -> No
 
 
 def test_r18_a_put_under_way_at_a_reset_leaves_no_hint() -> None:
-    world = RemoteWorld()
-    world.serve("once", TEXT)
-    request = world.add("again", TEXT)
-    world.admit(request)
-    world.step()
-    world.finish()
-    world.run(request)
-    world.end(request)
-    world.idle_step()
-    assert len(world.remote_jobs(STORE)) == 1
+    world, _, _ = putting()
     world.reset()
     world.tell(facts.RemoteOpened("print/its own"))
     world.finish()

@@ -238,16 +238,17 @@ def test_a_loss_and_its_end_are_each_logged_once(caplog: pytest.LogCaptureFixtur
     assert caplog.text.count("net_benefit_positive") == 1
 
 
-def test_a_loss_too_small_to_matter_is_not_reported() -> None:
+@pytest.mark.parametrize(("loss_s", "is_negative"), [(0.5, 0), (0.7, 1)])
+def test_a_loss_below_a_hundredth_of_the_time_is_not_reported(loss_s: float, is_negative: int) -> None:
     side = Side()
     measure_prefill(side)
     plan = loading(side)
-    side.clock.jump(RELOAD * PER_TOKEN_S + 0.5)
+    side.clock.jump(RELOAD * PER_TOKEN_S + loss_s)
     arrived(side, plan)
     for _ in range(2):
         side.clock.jump(60.0)
         side.step()
-    assert value(side.side, "net_benefit_negative") == 0
+    assert value(side.side, "net_benefit_negative") == is_negative
 
 
 # -- min_load_tokens = "auto" -------------------------------------------------------------------------------------------
