@@ -1,9 +1,9 @@
 """Writes requirements.lock: every package that development needs, with its version.
 
-The input is pyproject.toml: what the package needs, what building it needs, and the groups "dev" and "docs". pip
+The input is pyproject.toml: the package's requirements, its build requirements, and the groups "dev" and "docs". pip
 resolves them in a dry run, so nothing is installed. The lock's first lines carry a digest of the input; `--check`
-recognizes a stale lock by it without an index. Local versions ("+cpu") are left out: which build of torch is right
-depends on the machine.
+compares this digest to recognize a stale lock, without a package index. Local versions ("+cpu") are left out: which
+build of torch is right depends on the machine.
 """
 
 import argparse

@@ -25,7 +25,7 @@ PAGES = {
     "otlp_endpoint": "watch.md#spans",
     "recurrent_prefix_boundaries": "#models-with-recurrent-layers",
 }
-"""Where docs/configure.md sends readers of a key."""
+"""For each of these settings, the section of docs/configure.md that describes it."""
 BENCHES = ROOT / "tests" / "bench"
 sys.path.append(str(ROOT))
 
@@ -36,7 +36,7 @@ def filled(text: str, name: str, content: str) -> str:
     """Return `text` with the part between `<!-- name -->` and `<!-- /name -->` replaced.
 
     Raises:
-        ValueError: the marks do not occur exactly once.
+        ValueError: a mark is missing or occurs more than once.
     """
     pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     text, count = pattern.subn(lambda found: f"{found[1]}{content.strip()}\n{found[2]}", text)

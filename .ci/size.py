@@ -1,6 +1,6 @@
 """Lists Python files of more than 400 lines and functions of more than 40, for a second look.
 
-It warns and does not fail: an idea cut in two, or a loop without names for its parts, is worse than a long function.
+The check only warns, because a long function is better than one idea cut into two functions.
 
 A function's lines are those from its first decorator to its last statement, with docstring and nested functions.
 """
@@ -15,7 +15,7 @@ FUNCTION_LINES = 40
 
 
 def too_large(path: Path) -> Iterator[str]:
-    """One message for each limit that the file exceeds."""
+    """Yield a message for each limit that the file exceeds."""
     source = path.read_text(encoding="utf-8")
     lines = len(source.splitlines())
     if lines > FILE_LINES:

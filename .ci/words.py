@@ -57,7 +57,7 @@ FORMS = {
 PATTERN = re.compile("|".join(rf"\b(?P<f{i}>{form})\b" for i, form in enumerate(FORMS)), re.IGNORECASE)
 INSTEAD = list(FORMS.values())
 
-# lines that keep such a word: the end of the path, and a part of the line
+# allowed lines: the end of the file's path, and a part of the line
 EXCEPTIONS = (
     ("tests/cli/test_journal_lines.py", "request nobody"),
     ("tests/engine/test_plugin_hooks.py", "'nobody' that is not open"),
@@ -109,7 +109,7 @@ def _markdown(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _tracked(paths: Sequence[Path]) -> list[Path]:
-    """Return the tracked files below these paths, by default all."""
+    """Return the tracked files below these paths; without paths, return all tracked files."""
     command = ["git", "ls-files", "-z", "--", *map(str, paths)]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     return [

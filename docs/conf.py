@@ -32,9 +32,9 @@ include_patterns = [
         "tests/faults/*.md",
     ),
 ]
-exclude_patterns = [".venv", ".git"]  # neither is worth walking through
+exclude_patterns = [".venv", ".git"]
 
-nitpicky = True  # a link to nothing is an error, not a warning
+nitpicky = True  # report a link without a target
 myst_heading_anchors = 4
 suppress_warnings = ["myst.header"]  # a README may begin below the first level
 default_role = "code"  # docstrings quote with single backticks
@@ -42,7 +42,7 @@ default_role = "code"  # docstrings quote with single backticks
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
-# Types that are not documented themselves: they appear in signatures.
+# Types that appear in signatures but have no documentation of their own.
 nitpick_ignore_regex = [("py:.*", r"(?!kvoffload\.engine\.plugin\.).*")]
 
 html_theme = "furo"

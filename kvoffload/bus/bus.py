@@ -22,7 +22,7 @@ M = TypeVar("M")
 
 Handler = Callable[[Any], object]
 Batch = tuple[int, float, list[object]]
-"""A batch: how many messages were published before it, its time, and its messages."""
+"""A batch: the number of messages published before it, its time, and its messages."""
 Keeper = Callable[[list[Batch]], object]
 StateErrorCallback = Callable[[Exception, object], object]
 RemovedCallback = Callable[[str, Exception], object]
@@ -45,7 +45,7 @@ class Bus:
         self._routes: defaultdict[type, list[Handler]] = defaultdict(list)
         """The handlers to call for each message class. The first one owns state."""
         self._keeper: Keeper | None = None
-        self._now: Callable[[], float] = float  # the clock of `keep`
+        self._now: Callable[[], float] = float  # the clock given to `keep`
         self._kept: list[Batch] = []
         self._at_a_time = 0
         self._batch: list[object] | None = None
@@ -96,7 +96,7 @@ class Bus:
         return self._kept
 
     def observe(self, name: str, capacity: int) -> Feed[Any]:
-        """Return a new feed for handlers to fill. Closing the bus closes it."""
+        """Return a new feed for handlers to fill. Closing the bus closes the feed."""
         feed = self.feeds[name] = Feed(name, capacity)
         return feed
 

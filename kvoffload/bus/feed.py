@@ -2,7 +2,7 @@
 
 Two threads share a feed, without a lock. The producer appends and wakes the consumer only if it sleeps; the consumer
 announces that it is about to sleep, *then* looks once more. So either the producer sees the announcement or the
-consumer sees the event, and no event stays unnoticed. At worst the consumer is woken once without need.
+consumer sees the event, and no event is missed. At worst the consumer is woken once without need.
 
     producer                     consumer
     append the event             announce sleep
@@ -23,15 +23,17 @@ from kvoffload.bus.guard import call_guarded
 
 T = TypeVar("T")
 
-_TURN = 64  # a consumer that takes single events lets other tasks of the loop run after this many events
+_TURN = 64  # a consumer that takes one event per call lets the loop's other tasks run after this many events
 
 
 class Feed(Generic[T]):
-    """Events from one producer's thread to one consumer's task. When it is full, new events are dropped and counted.
+    """Events from one producer's thread to one consumer's task.
+
+    When the feed is full, new events are dropped and counted.
 
     Args:
         name: the observer's name.
-        capacity: the most events that may wait.
+        capacity: the maximum number of waiting events.
     """
 
     def __init__(self, name: str, capacity: int) -> None:
@@ -43,7 +45,7 @@ class Feed(Generic[T]):
         self._bell = asyncio.Event()  # bound to the consumer's loop when it first sleeps
         self._loop: asyncio.AbstractEventLoop | None = None
         self._overflowed = 0  # only the producer writes this
-        self._taken = 0  # only the consumer writes this and the next
+        self._taken = 0  # only the consumer writes this and `_left`
         self._left = 0
 
     def offer(self, event: T) -> bool:
@@ -60,10 +62,10 @@ class Feed(Generic[T]):
 
     async def take(self, most: int = 1) -> list[T]:
         """Wait for events and return up to `most` of the oldest. Return [] once the feed is closed and empty."""
-        if self._taken % _TURN == _TURN - 1:  # A consumer that takes many events at a time awaits elsewhere.
+        if self._taken % _TURN == _TURN - 1:  # Consumers that take many events per call await between calls.
             await asyncio.sleep(0)
         while True:
-            # Read this first, because an event may arrive just before the feed is closed.
+            # Read the flag first, because an event may arrive just before the feed is closed.
             closed = self._closed
             if self._waiting:
                 count = min(len(self._waiting), most)
@@ -74,20 +76,20 @@ class Feed(Generic[T]):
             await self._sleep()
 
     def close(self) -> None:
-        """Accept no more events; queued ones are still delivered. The producer calls this."""
+        """Accept no more events; queued events are still delivered. The producer calls this method."""
         self._closed = True
         if self._asleep:
             self._wake()
 
     def abandon(self) -> None:
-        """Accept no more events and drop queued ones. The consumer calls this when it stops reading."""
+        """Accept no more events and drop queued events. The consumer calls this method when it stops reading."""
         self._closed = True
         self._left += len(self._waiting)
         self._waiting.clear()
 
     @property
     def dropped(self) -> int:
-        """How many events were dropped, because the feed was full or its consumer stopped reading."""
+        """The number of events dropped because the feed was full or its consumer had stopped reading."""
         return self._overflowed + self._left
 
     async def _sleep(self) -> None:
@@ -101,7 +103,8 @@ class Feed(Generic[T]):
             self._asleep = False
 
     def _wake(self) -> None:
-        # Clear this first, so that later events find the consumer awake. At worst it is woken once without need.
+        # Clear the flag first, so that later events find the consumer awake. At worst the consumer is woken once
+        # without need.
         self._asleep = False
         assert self._loop is not None, "asleep without a loop"
         try:

@@ -14,25 +14,25 @@ class Verdict(StrEnum):
 
     OK = "ok"
     UNKNOWN = "unknown"  # the result cannot be determined here, or a needed value was not given
-    WARNING = "warning"  # the engine starts, but something costs more or gains less than it could
+    WARNING = "warning"  # the engine starts, but offloading costs more or saves less than it could
     ERROR = "error"  # the engine would not start or would fail requests, or offloading would be useless
 
 
 GIVE = "give the engine's own command line: kvoffload doctor -- vllm serve MODEL ..."
-"""The remedy of checks whose input that command line lacks."""
+"""The remedy for checks whose input comes from the engine's own command line."""
 FAILING = frozenset([Verdict.WARNING, Verdict.ERROR])
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """An engine's sizes; None or empty if they are not known before its start.
+    """An engine's sizes; A size is None or empty if it is not known before the engine starts.
 
     Args:
         ranks: the number of the engine's workers on this machine.
         block_bytes: bytes of one block on one rank, in all tensors together.
         page_bytes: bytes of one block on one rank, in each tensor of the KV cache.
         device_blocks: the number of blocks in the device's KV cache.
-        engines: the number of such engines on this machine.
+        engines: the number of engines of these sizes on this machine.
     """
 
     ranks: int = 1

@@ -15,7 +15,7 @@ _SPARE = 10  # a tenth of the memory should stay free
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _LESS = "lower host_bytes, or free memory"
 _GOOD_PAGE = 64 * 2**10
-_WORTH = 1.5  # times the device's blocks; below that, "eager" has less than 0.8 of the hits of "lazy"
+_WORTH = 1.5  # with fewer host blocks per device block, "eager" has less than 0.8 of the hits of "lazy"
 _BATCHED = 12080  # since this CUDA version, one driver call copies many blocks
 
 SPEEDS = ((2 * 2**20, 0.85), (64 * 2**10, 0.8), (4 * 2**10, 0.5))

@@ -58,7 +58,10 @@ def examine_rank(
 
 
 def log_warnings(findings: Iterable[Finding]) -> None:
-    """Log a warning per finding. Call it once the start has succeeded, because a refused start has its own error."""
+    """Log a warning per finding.
+
+    Call this function only after the start has succeeded, because a refused start has its own error.
+    """
     for one in findings:
         verdict = one.verdict.value
         log.warning("doctor_warning", check=one.check, verdict=verdict, finding=one.text, remedy=one.remedy)

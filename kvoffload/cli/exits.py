@@ -10,7 +10,7 @@ from kvoffload.model.errors import KVOffloadError
 
 
 class Exit(IntEnum):
-    """Exit codes. The last three are those that shells report for a process that SIGHUP, SIGINT or SIGTERM ended."""
+    """Exit codes. The last three are the codes that shells report for a process ended by SIGHUP, SIGINT or SIGTERM."""
 
     OK = 0
     FAILED = 1  # the command ran, but found a problem or failed

@@ -35,7 +35,7 @@ COLOURS: dict[str, str] = {
 _SAMPLED = (events.LookupAnswered, events.FirstTokenReached, events.RankReported)
 _ENDS_FILLING = (StoreOutcome.STORED, StoreOutcome.FAILED, StoreOutcome.ABANDONED, StoreOutcome.CANCELLED)
 _COLUMNS = 48
-_MOST_DOTS = 2000  # per colour
+_MOST_DOTS = 2000  # the maximum per colour
 _LARGEST = 1e15  # a broken journal's numbers may be larger than an axis can show
 
 AnySample = TypeVar("AnySample")
@@ -76,7 +76,7 @@ def add_up(records: Iterable[Record]) -> Account:
         if (samples := account.samples.get(type(message))) is not None:
             samples.append((at, message))
         if _count_slots(slots, message):
-            # `+` drops negative counts, which blocks stored before the first line would cause.
+            # `+` drops negative counts, which occur if blocks were stored before the first line.
             account.slots.append((at, +slots))
     account.counted = counters.snapshot()
     return account

@@ -36,7 +36,7 @@ def add_journal_arguments(parser: argparse.ArgumentParser, suffix: str) -> None:
 
 
 def opened(args: argparse.Namespace, suffix: str) -> tuple[Lines, Path]:
-    """Return the lines that the options select, and the path of the output.
+    """Return the selected lines and the path of the output.
 
     Raises:
         CommandError: `--last` and `--since` are both given, or the output would replace the journal.
@@ -61,7 +61,7 @@ class Lines:
         part: the lines to read; None for all.
         words: the part in words; empty for all lines.
         count: the number of lines read so far.
-        seconds: the time from the first of them to the last.
+        seconds: seconds between the first and the last line read.
         gaps: the first and last number of each run of missing lines.
         problem: the error that ended the reading early, or None.
         provenance: the last provenance read; empty if the journal has none.

@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = Exit.INTERRUPTED
     except OSError as error:
         if error.filename is not None or error.errno not in _WRITE_ERRORS:
-            raise  # not standard output: the command should have reported this error
+            raise  # The error does not concern standard output, so the command should have reported it.
         # Drop the buffered output, or the interpreter would try again to write it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):  # the reader closed the pipe on purpose, as `head` does

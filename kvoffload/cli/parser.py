@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from kvoffload.cli.exits import Exit, printable
 
-_SIMILAR = 0.7  # difflib's cutoff; it matches typos, and a lower one would suggest unrelated options
+_SIMILAR = 0.7  # difflib's cutoff: it matches typos; a lower cutoff would suggest unrelated options
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-# Module globals, because signal handlers are per process too.
+# Module globals, because each process has only one set of signal handlers.
 _received = 0
 _cancel: Callable[[], object] | None = None
 

@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
     lines, output = opened(args, _SUFFIX)
     records = iter(lines)
-    first = next(records)  # raises before the file is created
+    first = next(records)  # If the journal cannot be read, this raises before the file is created.
     # Only the owner can read the trace, as with the journal.
     with written(output, is_private=True) as file:
         write_trace(chain([first], records), file, lambda: lines.provenance)

@@ -166,7 +166,7 @@ def page_url(text: str) -> str:
 
 
 def parse_page(text: str, at: float) -> dict[str, Reading]:
-    """Return a page's readings by engine name, which is empty if the server does not name its engine.
+    """Return a page's readings by engine name; the name is empty if the server does not give one.
 
     Raises:
         PageError: the text is not a metrics page, has no kvoffload metrics, or has a value that is not finite.

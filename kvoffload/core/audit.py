@@ -18,9 +18,9 @@ _IN_USE = (SlotState.FILLING, SlotState.PINNED, SlotState.DRAINING)
 
 
 def audit(state: CoreState, stores: Stores) -> list[str]:
-    """Return one line of text for each wrong total. Changes nothing. Two totals are always checked.
+    """Return one line of text for each wrong total. Changes nothing.
 
-    The others are checked only when no request is live and no job is pending.
+    Two totals are always checked; the rest only when no request is live and no job is pending.
     """
     totals = _totals(state, stores)
     return [
@@ -37,7 +37,8 @@ def _totals(state: CoreState, stores: Stores) -> Iterator[tuple[str, int, int]]:
     yield "keys of slots that can hit", len(pool.index), sum(map(pool.count, _CAN_HIT))
     if state.requests.live or state.jobs.pending:
         return
-    # Only jobs that timed out are still open. They keep leases, pins of spilled slots, and their requests' records.
+    # Only jobs that timed out are still open. These jobs keep leases, pins of spilled slots, and their requests'
+    # records.
     spilled = [slot for job in opened if isinstance(job, Spill) for slot in job.slots]
     ended = {record for job in opened if isinstance(job, DeviceJob) for record in job.concerns}
     in_use = [slot for slot in pool.pins if pool.state(slot) in _IN_USE]

@@ -89,7 +89,7 @@ class Failure(Enum):
 
 
 class Owner(Protocol[JobT_contra]):
-    """The part of the core that plans jobs of one kind. Only the owner settles them and releases their memory."""
+    """The part of the core that plans jobs of one kind. Only the owner settles its jobs and releases their memory."""
 
     def reported(self, job: JobT_contra, rank: Rank, report: JobReport, /) -> None:
         """Handle the end of one rank's copy."""
@@ -98,14 +98,14 @@ class Owner(Protocol[JobT_contra]):
         """Settle a job that will not succeed. It may already be settled if it timed out."""
 
     def ended(self, job: JobT_contra, /) -> None:
-        """Release a job's memory after every rank has ended its copy. Settle the job if that has not happened yet."""
+        """Release a job's memory after every rank has ended its copy. Settle the job if it is not settled yet."""
 
 
 class Job(Struct, eq=False):
     """The fields that all jobs share.
 
     Args:
-        owner: the part of the core that planned it.
+        owner: the part of the core that planned the job.
         slots: host slots.
         targets: the other end of each copy, in the order of `slots`: a device block, a disk slot, or a key in the
             remote tier.
@@ -143,7 +143,7 @@ class DeviceJob(Job, eq=False):
     """A job between device and host. Its device blocks stay leased until the last rank has ended its copy.
 
     Args:
-        concerns: the requests whose blocks it copies.
+        concerns: the requests whose blocks the job copies.
     """
 
     concerns: dict[RequestRecord, None] = {}
@@ -195,12 +195,12 @@ class TierJob(Job, kw_only=True, eq=False):
 
     @property
     def read(self) -> list[SlotId]:
-        """Return the slots that its copies read."""
+        """Return the slots that the job's copies read."""
         return self.tier_slots if self.direction is Direction.LOAD else self.slots
 
     @property
     def written(self) -> list[SlotId]:
-        """Return the slots that its copies write."""
+        """Return the slots that the job's copies write."""
         return self.slots if self.direction is Direction.LOAD else self.tier_slots
 
 
@@ -348,7 +348,7 @@ class Jobs:
 
 
 class InFlight:
-    """Keys being copied to a tier, and the offers that wait for them. The only writer of both.
+    """Keeps the keys that are being copied to a tier, and the offers that wait for these keys. The only writer of both.
 
     A key is removed as soon as its job has an outcome. After a failure, another block with this key can then be stored,
     while the failed job's block stays leased until its last copy has ended.
@@ -398,7 +398,7 @@ class Leases:
         """Release blocks in reverse order, the deepest first. Changes the engine's reference counts.
 
         Raises:
-            KeyError: one of them is not leased; nothing has changed.
+            KeyError: a block is not leased; nothing has changed.
         """
         uncount(self.counts, blocks)
         self._device.release(blocks[::-1])

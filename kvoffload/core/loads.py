@@ -1,4 +1,4 @@
-"""Loads: a lookup pins the slots it finds, an allocation turns the hit into a load job, and the request runs after it.
+"""Loads: a lookup pins the slots that it finds, and the engine's allocation turns the hit into a load job.
 
     lookup ─▶ hit, pinned ─▶ allocated ─▶ _load ─▶ submit ─▶ reported ─▶ _arrived │ failed ─▶ _answer
                 │                           └─ nothing to load, or the host lacks some of it ─▶ _answer
@@ -93,11 +93,11 @@ class PendingHits:
         return hit.tokens - device_tokens
 
     def _not_yet(self, record: RequestRecord, owner: RequestId | None = None) -> None:
-        """Report that a request waits, once per load, fetch or remote query, no matter how often the engine looks up.
+        """Report that a request waits: once per load, fetch or remote query, even if the engine repeats the lookup.
 
         Args:
             record: the request that waits.
-            owner: the request whose load it waits for; None if it waits for a lower tier.
+            owner: the request whose load `record` waits for; None if `record` waits for a lower tier.
         """
         cause: RequestId | JobId | Tier | None = owner
         if owner is None:
@@ -115,8 +115,8 @@ class PendingHits:
         """Remove the last lookup's answer from the record, report it and return it; None if there is none.
 
         The caller unpins the answer's slots. The report counts the block positions after the device's own hit. Only
-        positions that the engine accepted count as hits. It may decline the end of a hit, or the whole hit if another
-        connector's hit came first.
+        positions that the engine accepted count as hits. The engine may decline the end of a hit, or the whole hit if
+        another connector's hit came first.
         """
         hit, record.hit = record.hit, None
         if hit is None:
@@ -212,7 +212,7 @@ class Loads:
             self._load(record, fact, hit)
             return
         if hit is not None and hit.slots:
-            # The engine declined the whole hit, which its contract allows (R2).
+            # The engine declined the whole hit, as its contract allows (R2).
             self._unpin_hit(record, hit, ())
         self._state.requests.move(record, RequestEvent.ALLOCATE)
 
@@ -354,7 +354,8 @@ class Loads:
     def _distrust(self, job: Load, report: JobReport) -> None:
         """Invalidate the slots of a failed copy at once, although other ranks may still read them (R4).
 
-        If checksums show which blocks are corrupt, only these are lost. Their slots are never allocated again.
+        If checksums show which blocks are corrupt, only these blocks are lost, and their slots are never allocated
+        again.
         """
         pool, tally = self._state.pool, self._state.tally
         if report.outcome is CopyOutcome.CORRUPT:

@@ -1,7 +1,7 @@
 """Finds the longest prefix whose blocks are on the device or the host, across groups of every attention kind.
 
-A hit of L tokens is usable if, in every group, the host has all blocks that the token at L reads and that are not on
-the device (D tokens are):
+The device has the blocks of D tokens. A hit of L tokens is usable if, in every group, the host has all other blocks
+that the token at L reads:
 
     device    |=========D
     full                [D ................ L)     all of them
@@ -114,7 +114,7 @@ class _Search:
         """Whether a missing recurrent state ruled out the next longer length."""
 
     def descend(self, length: int) -> tuple[int, BlockKey | None]:
-        """Return the longest usable length up to `length`, and the first missing key after it."""
+        """Return the longest usable length up to `length`, and the first missing key after that length."""
         length, blocker = self.descend_full(length)
         self.full_length = length
         moved = True
@@ -173,9 +173,9 @@ class _Search:
         return min(limit, self.aligned(position * tokens - self._behind(group)))
 
     def _last_hole(self, group: GroupSpec, length: int) -> int | None:
-        """Return the position of the deepest block that a length needs and that is neither on the host nor the device.
+        """Return the position of the deepest missing block that a length needs; None if no such block is missing.
 
-        Return None if there is no such block.
+        A block is missing if it is neither on the host nor on the device.
         """
         if length <= self._start:
             return None

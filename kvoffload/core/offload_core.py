@@ -238,7 +238,7 @@ class OffloadCore:
                 self._preempt(record)
 
     def _advance(self, fact: facts.StepScheduled) -> list[RequestRecord]:
-        """Apply new blocks and confirmed tokens; return the running requests that got any."""
+        """Apply new blocks and confirmed tokens; return the running requests that got blocks or tokens."""
         state, advanced = self.state, list[RequestRecord]()
         if state.tables.entries or state.tables.shared:
             # Zero all of the step's new ids in other tables before any of them is recorded.

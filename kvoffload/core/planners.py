@@ -49,7 +49,7 @@ class EagerPlanner:
 
         Args:
             fact: the step.
-            advanced: running requests that got blocks or confirmed tokens in it.
+            advanced: running requests that got blocks or confirmed tokens in the step.
         """
         if not (self._due or advanced):
             return
@@ -158,8 +158,8 @@ class LazyPlanner:
             if key is None or (state.epoch and block not in state.computed_since_reset):
                 continue
             if (slot := state.pool.index.get(key)) is not None:
-                # The engine will soon evict its copy. Mark the host's copy as used. Otherwise storing its neighbours
-                # could evict it, and storing it again could evict them.
+                # The engine will soon evict the block, so mark the host's copy as used. Otherwise storing the
+                # neighbouring blocks could evict this copy, and storing the block again could evict the neighbours.
                 room -= state.pool.use((slot,), {})
             elif key not in self._stores.in_flight.keys:
                 offers.append(Offer(key, block))
@@ -168,7 +168,8 @@ class LazyPlanner:
         is_all = stored == fitting and not (no_slot and state.growing)
         self._clean = len(blocks) - len(stored) if is_all else 0
         self._stored += len(stored)
-        self._stores.offer(stored[::-1])  # The device evicts the deepest first, and a job lists heads first.
+        # The device evicts the deepest blocks first, but a job lists heads first.
+        self._stores.offer(stored[::-1])
         outcome = StoreOutcome.NOT_READY if state.growing else StoreOutcome.HOST_FULL
         cause = MISS_CAUSES[outcome]
         refused = [offer for offer in no_slot if state.misses.cause(offer.key) is not cause]

@@ -37,7 +37,8 @@ class PendingHit(NamedTuple):
     device_tokens: int  #: tokens on the device
     tokens: int  #: tokens on the device or the host
     slots: tuple[SlotId, ...]  #: the slots that the lookup found and pinned, heads first
-    cause: MissCause | None  #: why the first block position after `tokens` missed; None if there is none
+    # why the first block position after `tokens` missed; None if there is no such position
+    cause: MissCause | None
     missing: BlockKey | None = None  #: the key of that position, if it has one
 
 
@@ -45,39 +46,41 @@ class RequestRecord(Struct, eq=False):
     """What the core stores about one request. Jobs and offers refer to a record and its incarnation.
 
     Args:
-        request: its id.
+        request: the request's id.
         prompt_tokens: tokens that must be computed or found before the first new token.
-        keys: per group, the keys of its whole blocks so far.
-        reads_cache: False if it asked not to read cached blocks.
-        persists: its blocks may be written to lower tiers, and looked up there.
-        incarnation: identifies its block table. Jobs and offers made for an earlier table do not change the record.
+        keys: per group, the keys of the request's whole blocks so far.
+        reads_cache: False if the request asked not to read cached blocks.
+        persists: True if the request's blocks may be written to lower tiers and looked up there.
+        incarnation: identifies the request's block table. Jobs and offers made for an earlier table do not change the
+            record.
         table: per group, the device block of each position; None without a table. `BlockTables` writes it.
-        hit: the answer to its last lookup, with pinned slots, until an allocation takes it. `PendingHits` writes it.
-        loading: the slots of its open load, for which other requests may wait. `Requests` writes it.
+        hit: the answer to the last lookup, with pinned slots, until an allocation takes it. `PendingHits` writes it.
+        loading: the slots of the request's open load, for which other requests may wait. `Requests` writes it.
         found_tokens, loaded_tokens: where the device's own hit ended, and where the load after it ended.
         confirmed_tokens: tokens that this incarnation is known to have computed.
         offered: per group, the first position not offered yet. The planners write it.
         waiting: positions whose offers are not decided yet.
-        held: slots that it stored or hit, in the order of use; `Retention` keeps them from eviction.
+        held: slots that the request stored or hit, in the order of use; `Retention` keeps them from eviction.
         held_to: the first token of the last block that a store added to `held`.
-        shares: True if `held` does not list every block it used in order, because another request stored some of them
-            or a tail was stored before its head. `Retention` writes it.
-        watched: keys that it offered and that the host already had. If the host evicts one, it is offered again.
-        stored_again: keys that it offered again after an eviction, each only once.
-        jobs: the number of open jobs that copy its blocks. `Requests` writes it.
-        has_timed_out: one of its jobs timed out and may never end.
-        load_failed: one of its loads failed; from now on its lookups return 0.
+        shares: True if `held` does not list every block that the request used, in order: another request stored some of
+            these blocks, or a tail was stored before its head. `Retention` writes it.
+        watched: keys that the request offered although the host already had them. If the host evicts such a key, it is
+            offered again.
+        stored_again: keys that the request offered again after an eviction, each only once.
+        jobs: the number of open jobs that copy the request's blocks. `Requests` writes it.
+        has_timed_out: True if one of the request's jobs timed out; the job may never end.
+        load_failed: True after one of the request's loads has failed; from then on its lookups return 0.
         may_store: False if any of its blocks was computed before the last reset.
-        least_tokens: hits shorter than this are recomputed. Its first lookup sets it; 0 before.
+        least_tokens: hits shorter than this are recomputed. The first lookup sets this value; it is 0 before.
         boundary: after how many tokens the engine is asked for a recurrent state, because the last lookup could not use
             a longer prefix without this state; 0 for never. `PendingHits` writes it.
-        fetched_blocks: how many blocks were fetched from lower tiers for it.
-        fetched_from: the tier of the last of these fetches; None before one.
-        asks_tiers: False after one of its fetches has failed; no other fetch is planned for it.
-        awaits_answer: the remote tier was asked for its blocks and has not answered.
-        awaits_fetch: the fetch that its lookups wait for, and how many tokens the prefix will have with the fetched
-            blocks. `LowerTiers` writes it.
-        waits_for: why its last lookup was answered "not yet": the request that loads, the job that fetches, or REMOTE
+        fetched_blocks: how many blocks were fetched from lower tiers for this request.
+        fetched_from: the tier of the last of these fetches; None before the first.
+        asks_tiers: False after one of the request's fetches has failed; then no other fetch is planned.
+        awaits_answer: True while a query of the request's blocks in the remote tier is not answered.
+        awaits_fetch: the fetch that the request's lookups wait for, and how many tokens the prefix will have with the
+            fetched blocks. `LowerTiers` writes it.
+        waits_for: why the last lookup was answered "not yet": the request that loads, the job that fetches, or REMOTE
             for the remote tier's answer; None after any other answer.
     """
 

@@ -5,9 +5,9 @@ has ended. If each store released its own slots, a prefix's head would be evicte
 without the head. For the same reason, blocks that the request used but another request stored are marked as used at the
 same moment.
 
-Only storing or loading a recurrent state counts as a use of it. A conversation's next turn reads the state of the last
-turn once, on the device, and leaves a deeper state. If that read counted, states that no turn reads again would push
-others out.
+A recurrent state counts as used only when it is stored or loaded. A conversation's next turn reads the state of the
+last turn once, on the device, and leaves a deeper state. If that read counted, states that no turn reads again would
+push others out.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ class Retention:
     def release_if_over(self, record: RequestRecord) -> None:
         """Release a request's slots if it has no block table and no open job.
 
-        If one of its jobs has timed out, open jobs are ignored.
+        If one of the request's jobs has timed out, open jobs are ignored.
         """
         is_waiting = record.table is not None or (record.jobs and not record.has_timed_out)
         if (record.held or record.shares or record.found_tokens) and not is_waiting:
             self.release(record)
 
     def release(self, record: RequestRecord) -> None:
-        """Release all slots that a request holds. Its deepest blocks will be evicted first."""
+        """Release all slots that a request holds. The deepest blocks will be evicted first."""
         if self._tiers and record.loaded_tokens and record.persists:
             keys = self._keys(record, record.loaded_tokens, state=record.loaded_tokens)
             on_host = self._pool.index.parts

@@ -116,7 +116,7 @@ def uncount(counts: dict[Item, int], items: Sequence[Item]) -> Sequence[Item]:
     """Undo one use of each item; return the items that are no longer used, in the same order.
 
     Raises:
-        KeyError: one of them is not used; nothing has changed.
+        KeyError: an item is not used; nothing has changed.
     """
     if sum(map(counts.__getitem__, items)) == len(items):
         for item in items:
@@ -259,7 +259,7 @@ class HostPool:
         """Protect slots from eviction. All of them must be able to hit. The caller must unpin each of them later.
 
         Raises:
-            IllegalTransition: one of them cannot hit; nothing has changed.
+            IllegalTransition: a slot cannot hit; nothing has changed.
         """
         pins, once = self.pins, dict.fromkeys(slots, 1)
         again = pins.keys() & slots
@@ -275,10 +275,10 @@ class HostPool:
             pins.update(once)
 
     def unpin(self, slots: Sequence[SlotId]) -> None:
-        """Remove one pin of each slot. The caller lists the first to be evicted first.
+        """Remove one pin of each slot. The caller lists the slots in the order in which they should be evicted.
 
         Raises:
-            KeyError: one of them is not pinned; nothing has changed.
+            KeyError: a slot is not pinned; nothing has changed.
         """
         free = uncount(self.pins, slots[::-1])
         if not free:
@@ -342,7 +342,7 @@ class HostPool:
         return could_hit
 
     def drained(self, slots: Iterable[SlotId]) -> None:
-        """Free those of these slots that are DRAINING. Their last copy or pin must have ended."""
+        """Free the DRAINING slots among these. The last copy or pin of each slot must have ended."""
         empty = [slot for slot in slots if self._states[slot] == _DRAINING]
         if empty:
             self._move_all(empty, SlotEvent.DRAIN)

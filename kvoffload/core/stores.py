@@ -92,7 +92,7 @@ class Stores:
 
     @property
     def room(self) -> int:
-        """How many more device blocks stores may lease now."""
+        """The number of device blocks that stores may still lease."""
         return 0 if self._state.stall.is_on else self._lease_limit - self.leased_blocks
 
     def offer(self, offers: Sequence[Offer], *, last_chance: bool = False) -> None:
@@ -224,8 +224,8 @@ class Stores:
     ) -> None:
         """Accept as many offers as possible, but only the first of each key.
 
-        A duplicate of an accepted offer waits for its store. After a declined offer, its duplicate is decided in the
-        given order, so that heads come before tails.
+        A duplicate of an accepted offer waits for that offer's store. After an offer is declined, its duplicate is
+        decided on in the given order, so that heads come before tails.
         """
         state = self._state
         accepted: dict[BlockKey, Offer] = {}
@@ -257,7 +257,7 @@ class Stores:
         return StoreOutcome.STALLED if self._state.stall.is_on else StoreOutcome.LEASE_LIMIT
 
     def _by_block(self, offer: Offer, holds: BlockKey | None) -> Offer | StoreOutcome:
-        """Return the offer with a block verified to hold its key, or an outcome if there is none (R3, R7, R10)."""
+        """Return the offer with a block that holds the offer's key, or an outcome if no block does (R3, R7, R10)."""
         state, block = self._state, offer.block
         if block == NULL_BLOCK:
             # The position was zeroed, but another block on the device may have the key.
@@ -422,7 +422,10 @@ class Stores:
     # -- waiting ------------------------------------------------------------------------------------------------
 
     def _take_for_room(self, room: int) -> list[Offer]:
-        """Return up to `room` offers that waited for room, states first, with the blocks now in their tables."""
+        """Return up to `room` offers that waited for room, states first.
+
+        Each offer has the block that its request's table names now.
+        """
         taken: list[Offer] = []
         for queue in (self.states_for_room, self.for_room):
             while queue and len(taken) < room:
@@ -454,7 +457,7 @@ _FOR_ROOM = (
     StoreOutcome.NOT_READY,  # the host has no room yet, but more memory is coming
     StoreOutcome.STALLED,  # too many copies timed out, so no new copy starts
 )
-"""Reasons why an offer waits for room. Each step decides on these offers in order, as many as there is room for."""
+"""Reasons why an offer waits for room. Each step decides on these offers in order, until no room is left."""
 
 _WAITS = (
     *_FOR_ROOM,

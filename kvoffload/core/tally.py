@@ -26,8 +26,8 @@ class Tally:
     """Collects events and sums of block counts until the runtime takes them.
 
     Args:
-        planned: the jobs of the next plan. While there are any, sums are not returned, because they must follow the
-            events of these jobs.
+        planned: the jobs of the next plan. While there are such jobs, sums are not returned, because sums must follow
+            the events of these jobs.
     """
 
     def __init__(self, planned: Sized) -> None:
@@ -104,7 +104,7 @@ class Tally:
 class MissMemory:
     """Remembers why keys are not on the host.
 
-    It remembers up to `bound` keys that left the host or never reached it, and all keys that the last reset dropped.
+    The memory has up to `bound` keys that left the host or never reached it, and all keys that the last reset dropped.
 
     The first byte of a key selects one of several dicts. A single `OrderedDict` with many insertions and deletions
     would be rebuilt now and then, which takes 10 ms for 65,536 keys.

@@ -62,7 +62,7 @@ MOST_STEPS = 64
 _ENOUGH = 32
 """A queue of this length does not wait. In a hook, one more job costs as much time as about 80 more blocks."""
 _MOST_WARM = 2**16
-"""The most blocks that a warm start remembers."""
+"""The maximum number of blocks that a warm start remembers."""
 
 # -- jobs -----------------------------------------------------------------------------------------------------------
 
@@ -170,9 +170,9 @@ class Fetches(_Copies[Fetch]):
 
         Args:
             keys: the keys of the blocks, heads first.
-            tier_slots: their slots on the tier.
-            record: the request that needs them; None for a warm start.
-            tokens: how many tokens they add to the request's hit.
+            tier_slots: the blocks' slots on the tier.
+            record: the request that needs the blocks; None for a warm start.
+            tokens: how many tokens the blocks add to the request's hit.
         """
         tier = self._tier
         slots, evicted = self._written.reserve(keys)
@@ -192,7 +192,7 @@ class Fetches(_Copies[Fetch]):
         return bool(self.warm) and self._tier.is_usable and state.degraded is None and not state.stall.is_on
 
     def restored(self, keys: Iterable[BlockKey]) -> None:
-        """Add blocks that an earlier process wrote to the disk to the warm start, in order of use."""
+        """Add to the warm start the blocks that an earlier process wrote to the disk, in order of use."""
         self.warm.extend(keys)
 
     def leave_to(self, record: RequestRecord) -> None:
@@ -229,7 +229,7 @@ class Fetches(_Copies[Fetch]):
     def reported(self, job: Fetch, rank: Rank, report: JobReport) -> None:
         """Record the end of a rank's copy.
 
-        If one rank cannot read a block, no rank uses it (R4). It is removed from the tier's index.
+        If one rank cannot read a block, no rank uses it (R4). The block is then removed from the tier's index.
         """
         if report.corrupt or report.missing:
             job.corrupt.update(report.corrupt)
@@ -264,7 +264,10 @@ class Fetches(_Copies[Fetch]):
             self._tier.read(tier_slots[::-1])
 
     def _lose(self, job: Fetch, positions: Sequence[int], outcome: TierOutcome) -> list[Offer]:
-        """Invalidate these blocks. Requests that wait for them get no other fetch, unless this fetch was cancelled."""
+        """Invalidate these blocks.
+
+        Requests that wait for these blocks get no other fetch, unless this fetch was cancelled.
+        """
         waited = super()._lose(job, positions, outcome)
         self._stores.offer_again(waited)
         if outcome is not TierOutcome.CANCELLED:
@@ -456,7 +459,7 @@ class LowerTiers:
         if record.asks_tiers:
             self._fetch(record, found, hit.slots)
         on_way = self._in_flight.keys
-        # A dict keeps the order, which a set does not. Lookups wait for the last of these jobs.
+        # A dict, because a set would not keep the order. Lookups wait for the last of these jobs.
         jobs = dict.fromkeys([on_way[key] for key, *_ in found.blocks if key in on_way])
         fetches = [job for job in jobs if isinstance(job, Fetch)]
         for job in fetches:
@@ -505,10 +508,10 @@ class LowerTiers:
         return [tier for tier in self._state.tiers if tier.is_usable and tier.has_blocks]
 
     def _first_missing(self, keys: Sequence[BlockKey]) -> BlockKey | None:
-        """Return the first key of a prefix that the host lacks, or None if it has all.
+        """Return the first key of a prefix that the host lacks, or None if the host has all keys.
 
         The search is binary, because the host evicts a prefix's head last. If an earlier block is missing, the
-        request's lookup finds out and fetches it.
+        request's lookup notices, and plans a fetch of this block.
         """
         parts = self._state.pool.index.parts
         first = bisect_left(keys, True, key=lambda key: key not in parts[key[0]])
@@ -528,7 +531,8 @@ class LowerTiers:
         state = self._state
         limit, alignment = record.prompt_tokens - 1, state.shape.alignment
         room = most_fetched(state) - record.fetched_blocks
-        # With one full-attention group, no block before `tokens` is missing. With windows, some may be.
+        # With one full-attention group, no block before `tokens` is missing. With windows, some of these blocks may be
+        # missing.
         start = tokens if state.shape.is_one_full_group else device_tokens
         least = max(record.least_tokens, state.policy.min_load_tokens)
         while True:
@@ -649,7 +653,7 @@ class LowerTiers:
 
 
 def most_fetched(state: CoreState) -> int:
-    """Return how many host slots open fetches may fill. All fetches for one request may copy as many blocks."""
+    """Return how many host slots open fetches may fill. All fetches for one request together have the same limit."""
     return max(state.pool.capacity // 4, 1)
 
 

@@ -33,9 +33,12 @@ Ask = tuple[RequestId, tuple[BlockKey, ...]]
 
 MOST_HINTS = 2**17
 MOST_ASKED = 4096
-"""The most keys to query per request. Mooncake's master takes about 9 microseconds per key."""
+"""The maximum number of keys to query per request. Mooncake's master takes about 9 microseconds per key."""
 _MOST_BYTES = 64 * 2**20
-"""The maximum size of a rank's open spills, in bytes. The next load or fetch waits for them, about 50 ms on a disk."""
+"""The maximum size of a rank's open spills, in bytes.
+
+The next load or fetch waits for these spills, about 50 ms on a disk.
+"""
 _EIGHTH = 1 / 8
 
 
@@ -43,13 +46,13 @@ class LowerTier:
     """One tier below the host.
 
     Args:
-        tier: its name.
+        tier: the tier's name.
         after_hits: how often lookups must find a block before it is written to the tier.
         jobs: the open jobs.
 
     Attributes:
-        takes_all: True if blocks are written to it without having been found again.
-        pool: its slots.
+        takes_all: True if blocks are written to the tier without having been found again.
+        pool: the tier's slots.
         is_open: True once the disk's index has been read, or the remote tier's namespace is known.
         is_closed: True while the tier cannot be used; for the disk this is final.
         failing: ranks whose calls to the tier fail or hang.
@@ -139,7 +142,7 @@ class LowerTier:
     # -- blocks -------------------------------------------------------------------------------------------------
 
     def reuse(self, keys: Sequence[BlockKey]) -> None:
-        """Record that lookups found these blocks again. The keys list a prefix's head last."""
+        """Record that lookups found these blocks again. A prefix's head comes last."""
         on_tier, spilling = self.pool.index.parts, self.in_flight.keys
         for key in keys:
             if key in on_tier[key[0]] or key in self._waiting or key in spilling:
@@ -193,9 +196,9 @@ class DiskTier(LowerTier):
     Attributes:
         capacity: the number of slots with space on the disk, in the parts of the index read so far.
         has_block: for each slot, 1 if it has a block that can hit, else 0.
-        sums: for each rank and slot, the checksum of the rank's shard of the block; 0 without a block. These are arrays
-            because a dict would sometimes be rebuilt inside a hook, and tuples would need several times the memory and
-            slow down the garbage collector.
+        sums: for each rank and slot, the checksum of the rank's shard of the block; 0 without a block. `has_block` and
+            `sums` are arrays because a dict would sometimes be rebuilt inside a hook, and tuples would need several
+            times the memory and slow down the garbage collector.
     """
 
     def __init__(self, after_hits: int, jobs: Jobs, ranks: int) -> None:
@@ -271,9 +274,8 @@ class DiskTier(LowerTier):
 class RemoteTier(LowerTier):
     """A remote tier. It is open once its namespace is known, and closed while it does not answer.
 
-    Args:
-        after_hits, jobs: see `LowerTier`.
-        ranks: all ranks. Each counts as failing until it reports that its calls to the tier work.
+    Args: after_hits, jobs: see `LowerTier`.
+        ranks: all ranks. Each rank counts as failing until it reports that its calls to the tier work.
     """
 
     def __init__(self, after_hits: int, jobs: Jobs, ranks: Iterable[Rank]) -> None:
@@ -298,7 +300,7 @@ class RemoteTier(LowerTier):
         return _take(self.asks)
 
     def note(self, found: Sequence[BlockKey], missing: Sequence[BlockKey]) -> None:
-        """Record the tier's answer. If there is no room for hints of all `found` keys, use the first of them."""
+        """Record the tier's answer. If there is no room for hints of all `found` keys, use the first keys."""
         index, spilling = self.pool.index, self.in_flight.keys
         for key in missing:
             if (slot := index.get(key)) is not None:

@@ -20,7 +20,7 @@ from kvoffload.disk.open_folder import OpenFolder, close_locked, lock, open_root
 from kvoffload.model.errors import DiskError
 
 _LOCK = "lock"
-_LONGEST_HOLDER = 200  # the most characters of the lock file that an error quotes
+_LONGEST_HOLDER = 200  # the maximum number of characters that an error quotes from the lock file
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ _DIGITS = 32
 
 @dataclass(frozen=True, slots=True)
 class KVIdentity:
-    """The properties of an engine's KV. One engine uses another's KV only if all of them are equal.
+    """The properties of an engine's KV. One engine uses another's KV only if all properties are equal.
 
-    The layout of a rank's blocks is not among them; it is in the header of the rank's slot file.
+    The layout of a rank's blocks is not one of these properties; it is in the header of the rank's slot file.
 
     Args:
         engine: name and version, because versions may lay out KV differently.

@@ -14,7 +14,7 @@ slot whose invalidation is lost is still indexed under its old block, but its by
 All records have the same size, so that numpy reads a million of them in a few calls.
 
 Records are only appended. A compacted index, a new generation and an index of other slot files are each written to a
-new file beside the old one, synced and renamed, so that the name always refers to a complete index. Functions of this
+new file next to the old one, synced and renamed, so that the name always refers to a complete index. Functions of this
 module may wait for the disk. One thread at a time calls them, never an engine's thread.
 """
 
@@ -52,7 +52,10 @@ _ID_BYTES = 16
 _KEY_BYTES = 64
 _PUT, _INVALIDATE, _USE = 1, 2, 3
 _MOST_RECORDS = 4096
-"""The most records in one batch of a rewritten index. Only batches before a damaged one can still be read."""
+"""The maximum number of records in one batch of a rewritten index.
+
+The limit is low because only the batches before a damaged one can still be read.
+"""
 _LEAST_GARBAGE = 2**16  # rewriting pays only if more than this many records are obsolete
 _MOST_UNWRITTEN = 2**20  # allowance for records that queue up while the disk hangs
 _HEAD_BYTES = 2**16  # room for the ids of 4,000 ranks' files
@@ -118,7 +121,7 @@ class IndexContents:
     """The contents of an index.
 
     Args:
-        header: its generation and slot files.
+        header: the index's generation and slot files.
         entries: the block in each slot after the last complete batch.
         end: offset in bytes of the end of the last complete batch.
         is_cut: whether an incomplete batch follows `end`.
@@ -270,8 +273,8 @@ class IndexLog:
     """An index that is open for appending; `start_index` returns it.
 
     Attributes:
-        header: its generation and slot files.
-        records: the number of records in it, including those that later records have replaced.
+        header: the index's generation and slot files.
+        records: the number of records in the index, including records that later ones have replaced.
     """
 
     def __init__(
@@ -285,11 +288,12 @@ class IndexLog:
         self._batches = batches
 
     def append(self, records: Sequence[DiskRecord]) -> None:
-        """Append records in order. They survive this process; after `sync`, they also survive a power failure.
+        """Append records in order.
+
+        Appended records survive this process; after `sync`, they also survive a power failure.
 
         Raises:
-            OSError: the disk is full, failing or gone. These records may be missing; the earlier ones are
-                intact.
+            OSError: the disk is full, failing or gone. The new records may be missing; earlier records are intact.
         """
         if not records:
             return
@@ -308,7 +312,7 @@ class IndexLog:
         os.fdatasync(self._descriptor)
 
     def is_mostly_garbage(self, entries: int) -> bool:
-        """Whether `rewritten` would make the index much smaller; `entries` is the number of its entries."""
+        """Whether `rewritten` would make the index much smaller; `entries` is the number of entries in the index."""
         return self.records - entries > max(entries, _LEAST_GARBAGE)
 
     def rewritten(self) -> IndexLog:
@@ -379,7 +383,7 @@ def start_index(folder: OpenFolder, header: IndexHeader, entries: Entries | None
     Args:
         folder: the folder of the index; the caller has locked it.
         header: the header of the new index.
-        entries: its contents; by default none.
+        entries: the entries of the new index; by default none.
 
     Raises:
         OSError: the disk is full, failing or gone; the folder has either the old index or the new one.

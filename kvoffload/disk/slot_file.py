@@ -31,10 +31,12 @@ from kvoffload.model.errors import DiskError
 
 ID_BYTES = 16
 PIECE_BYTES = 2**20
-"""The most bytes in one read or write call. On an NVMe disk, calls of this size were 1.4 times as fast as calls of
-64 KiB and took a quarter of the CPU time."""
+"""The maximum number of bytes in one read or write call.
 
-_MOST_PARTS = 1024  # the kernel's limit for the buffers of one call
+On an NVMe disk, calls of this size were 1.4 times as fast as calls of 64 KiB and took a quarter of the CPU time.
+"""
+
+_MOST_PARTS = 1024  # the kernel's limit on the number of buffers in one call
 
 _Call = Callable[[int, list[memoryview], int], int]
 
@@ -74,9 +76,9 @@ class SlotFile:
     """An open, locked slot file, made by `open_slot_file`. Several threads may read and write at once.
 
     Attributes:
-        id: its random id.
+        id: the file's random id.
         slots: the number of its slots.
-        shape: the shape of its slots.
+        shape: the shape of each slot.
         page_cache_reason: why I/O goes through the page cache; None if I/O is direct.
     """
 
@@ -125,7 +127,10 @@ class SlotFile:
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Close and unlock the file. No read or write may be running: its descriptor could become another file's."""
+        """Close and unlock the file.
+
+        No read or write may be running: the descriptor's number could be reused for another file.
+        """
         close_locked(self._descriptor)
 
     def _transfer(self, slot: int, data: Sequence[memoryview], call: _Call) -> None:

@@ -20,8 +20,8 @@ def round_up(size: int) -> int:
 def aligned_buffer(size: int) -> memoryview:
     """Return zeroed memory that is aligned for direct I/O: `size` bytes, rounded up to a multiple of `PAGE`.
 
-    A buffer of `_LARGE` bytes or more has huge pages, if the kernel supports them. With pages of 4 KiB, a
-    transfer of 1 MiB has 256 parts; on a virtual NVMe disk it took twice as long and four times the CPU time.
+    A buffer of `_LARGE` bytes or more has huge pages, if the kernel supports them. With pages of 4 KiB, a transfer of 1
+    MiB has 256 parts; on a virtual NVMe disk, such transfers took twice as long and four times the CPU time.
     """
     size = max(round_up(size), PAGE)
     room = size if size < _LARGE else -(-size // _HUGE_PAGE) * _HUGE_PAGE + _HUGE_PAGE

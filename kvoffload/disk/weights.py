@@ -26,7 +26,7 @@ from kvoffload.model.errors import DiskError
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CHUNK = 2**23
-_MOST_MEMORY = 2**24  # the most bytes read from the file of remembered digests
+_MOST_MEMORY = 2**24  # the maximum number of bytes read from the file of remembered digests
 _MAC_BYTES = 32  # length of the MAC at the end of that file, if there is a key
 _SETTLED_NS = 2 * 10**9  # longer than one tick of any file system's clock
 
@@ -61,10 +61,10 @@ def weights_identity(
     Args:
         folder: the model's folder.
         memory: the file of remembered digests.
-        key: authenticates that file, because with a forged digest the engine would use the KV of other
-            weights. None if all writers are trusted.
-        loaded_ns: a time before the engine began to load the weights, in nanoseconds since 1970. A file that
-            changed after it may differ from the loaded one. None allows changes at any time.
+        key: authenticates that file, because with a forged digest the engine would use the KV of other weights. None if
+            all writers are trusted.
+        loaded_ns: a time before the engine began to load the weights, in nanoseconds since 1970. A file that changed
+            after this time may differ from the loaded one. None allows changes at any time.
         now_ns: returns nanoseconds since 1970, on the file system's clock.
 
     Raises:

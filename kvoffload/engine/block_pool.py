@@ -29,7 +29,7 @@ class BlockPool:
         self._keys: dict[int, bytes] = {}
         self._index: dict[bytes, dict[int, None]] = {}  # two blocks may hold the same tokens
         # Free blocks in the order in which they will be allocated. Blocks that are found again are removed from the
-        # middle. After that, a plain dict takes time linear in the gaps to find its first entry, an OrderedDict does
+        # middle. After that, a plain dict takes time linear in the gaps to find its first entry; an OrderedDict does
         # not.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
 

@@ -50,7 +50,6 @@ class ModelConfig:
         return self.layers // self.num_groups
 
     def is_recurrent(self, layer: int) -> bool:
-        """Whether the layer is recurrent."""
         return self.attention == "recurrent" and (layer + 1) % self.num_groups != 0
 
     def _problems(self) -> Iterator[str]:
@@ -86,7 +85,7 @@ class EngineConfig:
     num_blocks: int | None = None  # including the null block; None: room for 4 requests of full length
     max_model_len: int = 4096
     step_tokens: int = 512  # token budget of one step, over all its requests
-    max_requests: int = 64  # the most requests that run or load at the same time
+    max_requests: int = 64  # the maximum number of requests that run or load at the same time
     ranks: int = 1  # pipeline stages, all in this process
     device: str = "cpu"  # "cpu", "cuda" or "cuda:N"
     plugin_config: Mapping[str, object] = field(default_factory=dict)

@@ -132,7 +132,10 @@ class Engine:
             self._end(self._open[request_id][0], error=None)
 
     def preempt(self, request_id: str) -> bool:
-        """Take a running request's blocks, so that it is computed again later. Return False if it is not running."""
+        """Take a running request's blocks, so that the request is computed again later.
+
+        Return False if it is not running.
+        """
         request, _ = self._open.get(request_id, (None, None))
         if request is None or request.state is not RequestState.RUNNING:
             return False
@@ -168,7 +171,7 @@ class Engine:
         return bool(batch.chunks)
 
     def reset_prefix_cache(self) -> bool:
-        """Discard all KV on the device and in the plugin. Return False if some is in use and was not discarded."""
+        """Discard all KV on the device and in the plugin. Return False if some KV is in use and was not discarded."""
         device, plugin = self.pool.reset_prefix_cache(), self._plugin.reset()
         self._wake.set()
         return device and plugin

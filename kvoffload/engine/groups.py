@@ -1,4 +1,4 @@
-"""Computes which tokens a group's layers can see, and from that which and how many blocks a request must hold.
+"""Computes which tokens a group's layers can see, and from that which blocks a request must hold, and how many.
 
     full              [0 ................................ p]
     sliding window                    [p - window + 1 ... p]
@@ -78,13 +78,13 @@ class Capacity:
         return self.groups[0].block_tokens
 
     def group_blocks(self, group: GroupFacts, tokens: int) -> int:
-        """Return the most blocks that a request of `tokens` tokens holds in `group` at a time."""
+        """Return the maximum number of blocks that a request of `tokens` tokens holds in `group`."""
         blocks = _blocks(tokens, group)
         cap = self.group_cap_blocks(group)
         return blocks if cap is None else min(blocks, cap)
 
     def group_cap_blocks(self, group: GroupFacts) -> int | None:
-        """Return the most blocks that a request of any length holds in `group`; None for full attention."""
+        """Return the maximum number of blocks that any request holds in `group`; None for full attention."""
         if group.kind == "recurrent":
             return 2
         if group.window_tokens is not None:
@@ -95,11 +95,11 @@ class Capacity:
         return None
 
     def request_blocks(self, tokens: int) -> int:
-        """Return the most blocks that a request of `tokens` tokens holds at a time, over all groups."""
+        """Return the maximum number of blocks that a request of `tokens` tokens holds in all groups together."""
         return sum(self.group_blocks(group, tokens) for group in self.groups)
 
     def pool_blocks(self, requests: int) -> int:
-        """Return the pool size, null block included, in which `requests` requests of full length fit at a time."""
+        """Return the pool size in which `requests` requests of full length fit together, including the null block."""
         return 1 + requests * self.request_blocks(self.max_model_len)
 
     def check_fits(self, tokens: int, usable_blocks: int) -> None:
@@ -114,7 +114,7 @@ class Capacity:
 
 
 def pool_size(config: EngineConfig, capacity: Capacity) -> int:
-    """Return the number of blocks of an engine's pool, the null block included."""
+    """Return the number of blocks of an engine's pool, including the null block."""
     return config.num_blocks or capacity.pool_blocks(_POOL_REQUESTS)
 
 

@@ -11,7 +11,7 @@ One step, in order::
     (tokens)        request_ended for the requests that finished
     update          with the ranks' outputs
 
-All hooks run on the engine's event loop thread and must not block: while one runs, no token is computed. An
+All hooks run on the engine's event loop thread and must not block: while a hook runs, no token is computed. An
 exception in a hook ends the engine.
 """
 
@@ -123,7 +123,7 @@ class SchedulerPlugin:
         """A request was accepted. Called once per request, before any other hook for it."""
 
     def lookup(self, request: Request, device_tokens: int) -> int | None:
-        """Return how many tokens beyond `device_tokens` (whole blocks) can be loaded; None to be called again later.
+        """Return how many tokens beyond `device_tokens` (whole blocks) can be loaded; None to be asked again later.
 
         Called any number of times before an allocation. The engine may accept fewer tokens, always in whole blocks, and
         always leaves at least one token of the request to compute.
@@ -131,7 +131,7 @@ class SchedulerPlugin:
         return 0
 
     def prefix_boundary(self, request: Request) -> int:
-        """Return after how many of this request's tokens to keep a recurrent state; 0 for none.
+        """Return after how many of this request's tokens to keep a recurrent state; 0 to keep none.
 
         Called after a lookup, only for models with recurrent groups. The request's prefill ends a step there.
         """
@@ -143,7 +143,7 @@ class SchedulerPlugin:
         """The request was admitted with these tables. Called even if there are no external tokens.
 
         With external tokens, the tables cover device and external tokens, and the request waits until `update` reports
-        its load. Without external tokens, they also cover the first chunk. Tables of window groups have null ids
+        its load. Without external tokens, the tables also cover the first chunk. Tables of window groups have null ids
         before the window. Tables of recurrent groups have null ids except for the state from which the request
         continues and the state that it writes.
         """

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class RequestState(Enum):
     """The states of a request. Requests hold blocks in LOADING and RUNNING, and in one case in ENDED."""
 
-    WAITING = "waiting"  # new, preempted, or its load failed; nothing is computed
-    # A plugin fills its blocks. It is not scheduled, and its loaded blocks are not indexed yet.
+    WAITING = "waiting"  # new or preempted, or after a failed load; nothing is computed
+    # A plugin fills the request's blocks. The request is not scheduled, and the loaded blocks are not indexed yet.
     LOADING = "loading"
     RUNNING = "running"
     # Finished or aborted. A request that was aborted while LOADING keeps its blocks until the load has ended.
@@ -64,8 +64,8 @@ class RequestStats:
 class KeyChain:
     """The keys of one request's full blocks, extended as tokens are added. Equal keys mean equal prefixes.
 
-    A block's hash covers its tokens and the hash of the block before it. Its key is that hash followed by the group's
-    number in four big-endian bytes.
+    A block's hash covers its tokens and the hash of the block before it. The block's key is that hash followed by the
+    group's number in four big-endian bytes.
     """
 
     def __init__(self, block_tokens: int, groups: int) -> None:
@@ -126,7 +126,7 @@ class Request:
 
     @property
     def max_kv_tokens(self) -> int:
-        """The most tokens whose KV this request can need. The last new token's KV is never computed."""
+        """The maximum number of tokens whose KV this request can need. The last new token's KV is never computed."""
         return self.num_prompt_tokens + self.params.max_new_tokens - 1
 
     @property

@@ -6,7 +6,8 @@ recurrent layer uses a gated linear recurrence instead. Its state has one value 
     state = gate * state + sqrt(1 - gate**2) * value          gate = sigmoid(key + _GATE_BIAS)
     out   = query * state
 
-Its tokens are computed one after the other, so the result does not depend on how a prompt is split into steps.
+A recurrent layer computes its tokens one after the other, so the result does not depend on how a prompt is split into
+steps.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _GATE_BIAS = 3.0  # a recurrent layer remembers a token for about ten more token
 class Runner:
     """Owns the weights and the physical KV tensors.
 
-    There is one KV tensor per layer of a group, [num_blocks, 2, block_tokens, kv_heads, head_dim]. It serves one
-    layer of each group; the layers use different blocks.
+    There is one KV tensor per layer of a group, [num_blocks, 2, block_tokens, kv_heads, head_dim]. Each tensor serves
+    one layer of each group; these layers use different blocks.
     """
 
     def __init__(self, config: EngineConfig, groups: Sequence[GroupFacts], num_blocks: int) -> None:

@@ -6,10 +6,10 @@
 
 Requests cannot deadlock, for these reasons. `running` is in order of admission. If a running request cannot get blocks,
 the latest running requests are preempted until it can. The latest request itself waits and keeps its blocks. So the
-oldest request gets every block that no load or plugin holds. The pool has enough blocks for it, because requests that
-need more are refused. Loads end (the plugin promises this), and a loaded request then runs as the latest one, which can
-be preempted. No request is admitted in a step in which a running request lacked blocks, and an admission leaves free
-the blocks that the oldest request may still need.
+oldest request gets every block that no load or plugin holds. The pool has enough blocks for the oldest request, because
+requests that need more are refused. Loads end (the plugin promises this), and a loaded request then runs as the latest
+one, which can be preempted. No request is admitted in a step in which a running request lacked blocks, and an admission
+leaves free the blocks that the oldest request may still need.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from kvoffload.engine.groups import Capacity
     from kvoffload.engine.tables import BlockTables, NewBlocks
 
-# The most requests that a step skips because the plugin answers "ask again". Without this limit, a long queue waiting
-# for one load would make every step slow.
+# The maximum number of requests that a step skips because the plugin answers "ask again". Without this limit, a long
+# queue waiting for one load would make every step slow.
 _MAX_SKIPPED = 256
 
 
@@ -121,7 +121,7 @@ class Scheduler:
         return Batch(tuple(chunks), facts, self._starved)
 
     def confirm(self, batch: Batch, sampled: Sequence[Token]) -> list[tuple[Request, Token]]:
-        """Apply a step's results; return each new token with its request, which has ended if it is complete.
+        """Apply a step's results; return each new token with its request. Complete requests have ended.
 
         `sampled` has one token for each chunk that samples, in order.
         """
@@ -134,7 +134,7 @@ class Scheduler:
         return emitted
 
     def loads_ended(self, results: LoadResults) -> None:
-        """Let requests run whose load succeeded, and put those whose load failed back in the queue."""
+        """Resume the requests whose load succeeded; requeue the requests whose load failed."""
         for request_id in results.loaded:
             self._load_ended(request_id, self._run_loaded)
         for request_id in reversed(results.failed):

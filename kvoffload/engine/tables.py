@@ -27,12 +27,12 @@ FindBlock = Callable[[int], int | None]
 class PrefixHit:
     """A prefix of whole blocks on the device.
 
-    `tables` has an id per group and position, or null if it needs no block.
+    `tables` has a block id for each group and position; the id is null where the group needs no block.
     """
 
     blocks: int
     tables: tuple[tuple[int, ...], ...]
-    full_blocks: int = 0  # how many blocks of the prefix the full-attention groups have, which may be more
+    full_blocks: int = 0  # how many blocks the full-attention groups have; may be more than the hit's
 
 
 class BlockTables:
@@ -54,7 +54,7 @@ class BlockTables:
     def admit(self, request: Request, hit: PrefixHit, seen: int, end: int, reserve: int) -> bool:
         """Give a request its first blocks if `reserve` blocks stay free; otherwise change nothing and return False.
 
-        Tokens below `seen` will not be computed, those from `seen` to `end` will:
+        Tokens from `seen` to `end` will be computed, and tokens below `seen` will not:
 
             [0 ... hit ... seen)    null if no token from `seen` on can see it, else the hit's block or a new one
             [seen ....... end)      new blocks
@@ -187,8 +187,8 @@ def find_prefix(
 ) -> PrefixHit:
     """Return the longest hit of at most `max_blocks` blocks. The caller must hold its blocks before allocating others.
 
-    Each group shortens the prefix until all agree. Full-attention groups are searched first and only once, because
-    every prefix of their hit is also a hit. Their result limits the search in the other groups.
+    Each group shortens the prefix until all groups agree. Full-attention groups are searched first and only once,
+    because every prefix of their hit is also a hit. Their result limits the search in the other groups.
     """
     finders = [_finder(pool, group_keys) for group_keys in keys]
     blocks = full_blocks = min(

@@ -107,7 +107,10 @@ def exit_code(lines: Iterable[Line]) -> Exit:
 
 
 def _judged(line: Line, before: Sequence[Line]) -> Line:
-    """Return the line. A time or speed on the emulated driver, which the first line names, gets no verdict."""
+    """Return the line, without a verdict if it is a time or speed on the emulated driver.
+
+    The first line names the driver.
+    """
     if before and before[0].words.startswith(_EMULATED) and line.unit:
         return replace(line, what=f"{line.what} ({_EMULATED})", is_met=None)
     return line
@@ -117,7 +120,7 @@ def _chosen(names: Sequence[str] | None) -> list[Part]:
     """Return the parts to run; the first part always runs.
 
     Raises:
-        CommandError: one of the names is unknown.
+        CommandError: a name is unknown.
     """
     known = parts()
     if unknown := set(names or ()) - known.keys():

@@ -70,10 +70,13 @@ def captures(options: Options) -> Iterator[Line]:
 
 
 def _captured(rig: Rig, call: Callable[[], object]) -> str:
-    """Return the error codes of beginning a capture, of `call` on another thread meanwhile, and of ending it."""
+    """Begin a capture, make `call` on another thread, and end the capture.
+
+    Return the error code of each of these steps.
+    """
     library = rig.driver.library
     graph = ctypes.c_void_p()
-    found: list[object] = ["none"]  # it stays "none" if the call hangs
+    found: list[object] = ["none"]  # stays "none" if the call hangs
 
     def make_call() -> None:
         rig.driver.enter()

@@ -14,7 +14,7 @@ from kvoffload.gpu_check.rig import Rig, code_of
 
 _SECONDS = 2.0
 _PINNED_MIB: tuple[int, ...] = (0, 16, 64, 256)
-_ARENA_MIB = 64  # while an engine serves, the arena pins this many MiB at a time
+_ARENA_MIB = 64  # MiB that the arena pins in one call while an engine serves
 _LONGEST_MS = 5.0
 _PAGE = 4096
 # The expected codes: registering a second time and releasing a second time are refused.

@@ -52,7 +52,7 @@ class Part:
 
     Args:
         what: the part's subject, at the start of the line about its failure.
-        where: the function that yields its lines, as MODULE:FUNCTION.
+        where: the function that yields the part's lines, as MODULE:FUNCTION.
         limit_s: seconds after which the process is killed.
         arguments: the function's arguments after the options.
         is_check: whether a failure of this part means that nothing should be offloaded on this machine.
@@ -74,7 +74,7 @@ class Line:
         median: the median of the samples; None if the answer is in words.
         low: the smallest sample.
         high: the largest sample.
-        unit: the unit of these three.
+        unit: the unit of `median`, `low` and `high`.
         words: facts, or the reason why nothing was measured or a part failed.
         target: the goal in words; empty if there is none.
         is_met: whether the goal is met; None if there is none.
@@ -146,7 +146,7 @@ class NotHere(KVOffloadError):
 
 
 def asked(what: str, answers: Iterator[Line], *, is_check: bool = False) -> Iterator[Line]:
-    """Yield the answers to a question. If one raises an exception, this becomes the last answer.
+    """Yield the answers to a question. If `answers` raises an exception, the last line reports it.
 
     Args:
         what: the question.

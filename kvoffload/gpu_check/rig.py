@@ -95,7 +95,8 @@ class Rig:
         """
         tickets = [self._hook.submit(self.copier.submit, way, runs, ()).result() for way, runs in copies]
         pending = tickets
-        while pending:  # Query all of them in turn, because a query also enqueues more of its batch.
+        # Query all pending batches in turn, because a query also enqueues more copies of its batch.
+        while pending:
             states = [(ticket, ticket.query()) for ticket in pending]
             if any(state is TicketState.FAILED for _, state in states):
                 raise CopyError("the driver has refused copies; the log has its error")

@@ -20,25 +20,25 @@ class MissCause(Cause):
     # Only a recurrent state is missing on the host: it was never offered, or not fetched in time.
     NO_STATE = "no_state"
     NEVER_SEEN = "never_seen"  # no block with this key was offered, or the offer was forgotten
-    EVICTED = "evicted"  # it was on the host but was evicted for space
-    STORING = "storing"  # its store is still open
+    EVICTED = "evicted"  # the block was on the host but was evicted for space
+    STORING = "storing"  # the block's store is still open
     DECLINED_HOST_FULL = "declined_host_full"  # offered, but every slot was in use
     DECLINED_NOT_READY = "declined_not_ready"  # offered before host memory was ready
     DECLINED_STALE = "declined_stale"  # offered after the engine had reused its device block
     DECLINED_LEASE_LIMIT = "declined_lease_limit"  # offered while a quarter of the device pool was leased
     DECLINED_STALLED = "declined_stalled"  # offered while copies were stalled
     DECLINED_OTHER = "declined_other"  # offered and declined for another reason
-    LOST = "lost"  # the device evicted it before it was stored
-    STORE_FAILED = "store_failed"  # its copy to the host failed
-    AFTER_RESET = "after_reset"  # a reset removed it from the host
+    LOST = "lost"  # the device evicted the block before it was stored
+    STORE_FAILED = "store_failed"  # the block's copy to the host failed
+    AFTER_RESET = "after_reset"  # a reset removed the block from the host
     LOAD_FAILED = "load_failed"  # a load of this request failed, or the last load of this block did
-    CORRUPT = "corrupt"  # its checksum did not match when it was last checked
+    CORRUPT = "corrupt"  # the block's checksum did not match when it was last checked
     LOAD_DECLINED = "load_declined"  # the hit was shorter than min_load_tokens
-    NOT_ACCEPTED = "not_accepted"  # it was found, but the engine accepted a shorter hit
+    NOT_ACCEPTED = "not_accepted"  # the block was found, but the engine accepted a shorter hit
     LAST_TOKEN = "last_token"  # one token of a prompt must always be computed
     LOOKAHEAD = "lookahead"  # a speculative draft needs the last matched block for lookahead
     PARTIAL_BLOCK = "partial_block"  # the tokens after the last whole block
-    BEHIND_MISS = "behind_miss"  # it comes after a missing block, so it cannot be used
+    BEHIND_MISS = "behind_miss"  # the block comes after a missing one, so it cannot be used
     OPTED_OUT = "opted_out"  # the request asked not to read cached blocks
     STALLED = "stalled"  # copies were stalled, so no load was started
     ON_DISK = "on_disk"  # on the disk, but the request could not wait for it
@@ -60,7 +60,8 @@ class StoreOutcome(Cause):
     LEASE_LIMIT = "lease_limit"  # a quarter of the device pool was leased already
     STALLED = "stalled"  # copies were stalled, so no store was started
     REQUEST_GONE = "request_gone"  # the request ended after losing its blocks
-    LOST = "lost"  # its request was preempted, or the device evicted it before it could be stored
+    # the block's request was preempted, or the device evicted the block before it could be stored
+    LOST = "lost"
     BEFORE_RESET = "before_reset"  # computed at least in part before the last reset
     FAILED = "failed"  # a rank's copy failed
     ABANDONED = "abandoned"  # a rank's copy did not end in time
@@ -85,7 +86,8 @@ class TierOutcome(Cause):
     FAILED = "failed"
     CORRUPT = "corrupt"  # bytes differ from those written: in the tier or, with `verify`, on the host
     ABANDONED = "abandoned"
-    CANCELLED = "cancelled"  # by a reset, by the end of its requests, or because offloading was switched off
+    # cancelled by a reset, by the end of its requests, or because offloading was switched off
+    CANCELLED = "cancelled"
 
 
 class CopyOutcome(Cause):

@@ -20,7 +20,8 @@ _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _MOST = 2**63 - 1  # the highest number of bytes, hits or tokens that a setting may have
-_LONGEST_TIMEOUT_S = 10**9  # thirty years; the standard library rejects timeouts of several hundred
+# about thirty years; the standard library rejects timeouts of several hundred years
+_LONGEST_TIMEOUT_S = 10**9
 _LONGEST_SHOWN = 200  # characters of a name, or of a bad value in an error message
 
 AUTO: Final = "auto"
@@ -30,14 +31,14 @@ ADVICE: Final = "advised: at least three times the device's KV cache"
 """What to set `host_bytes` to, where the machine is not known."""
 
 PER_RANK: Final = "cpu_bytes_to_use_per_rank"
-"""The key of vLLM's own connector that gives the bytes of one rank."""
+"""The key of vLLM's own connector for the host bytes of one rank."""
 
 ALIASES = {
     "cpu_bytes_to_use": "host_bytes",
     PER_RANK: "host_bytes",
     "lazy_offload": "store_policy",
 }
-"""Keys of vLLM's own connector, with the setting that each of them sets."""
+"""Maps the configuration keys of vLLM's own connector to our settings."""
 
 _BACKEND = "kv_offload_backend"
 _NO_DISK = "belongs to another disk backend; kvoffload's own has disk_path and disk_bytes"
@@ -47,14 +48,14 @@ _NOT_HERE = {
     "use_page_cache": _NO_DISK,
     "num_cpu_blocks": "counts blocks; set host_bytes, which counts bytes, instead",
 }
-"""Keys of vLLM's own connector that are refused, with the reason."""
+"""Keys of vLLM's own connector that are refused, each with the reason."""
 
 _RENAMED = {
     "spill_after_hits": "disk_min_hits",
     "share_after_hits": "remote_min_hits",
     "disk_identity": "weights_id",
 }
-"""Earlier names of keys whose present names are not similar."""
+"""Maps former key names to the present ones, where the two are not similar."""
 
 
 def parse_bytes(value: object) -> int:
@@ -63,7 +64,7 @@ def parse_bytes(value: object) -> int:
     A float with a whole value is allowed: vLLM derives `cpu_bytes_to_use` from the float of `--kv-offloading-size`.
 
     Raises:
-        ValueError: the value is neither, or it is not between 1 and 2**63 - 1.
+        ValueError: the value is not a number of bytes, or not between 1 and 2**63 - 1.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         number = value
@@ -121,7 +122,7 @@ HttpUrl = Annotated[
 
 
 def _key(meaning: str, *, unset: str = "not set") -> Meta:
-    """Return the description of a key; `unset` says what holds where the default is None."""
+    """Return the description of a key; `unset` describes the default if this is None."""
     return Meta(description=meaning, extra={"unset": unset})
 
 
@@ -202,7 +203,7 @@ def parse_config(raw: Mapping[str, object], ranks: int = 1, advice: str = ADVICE
     problems: list[str] = []
     values: dict[str, Any] = {}
     typed: dict[str, str] = {}  # the operator's key, by the setting that it sets
-    guessed: set[str] = set()  # what unknown keys probably mean
+    guessed: set[str] = set()  # the keys that unknown keys probably mean
     for name, value in raw.items():
         key = ALIASES.get(name, name)
         kind = _TYPES_OF_VLLM.get(name) or (SETTINGS[key].type if key in SETTINGS else None)
@@ -229,7 +230,7 @@ def parse_config(raw: Mapping[str, object], ranks: int = 1, advice: str = ADVICE
 
 
 def _translated(raw: Mapping[str, object], values: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Return the values, with those of vLLM's own keys converted."""
+    """Return the values, after converting the values of vLLM's own keys."""
     values.pop(_BACKEND, None)  # its only allowed value changes nothing
     if "lazy_offload" in raw:
         values["store_policy"] = "lazy" if values["store_policy"] else "eager"
@@ -291,9 +292,9 @@ class Setting(msgspec.Struct, frozen=True):
     """One key of the settings.
 
     Args:
-        type: what `msgspec.convert` makes of a value.
+        type: the type that `msgspec.convert` converts a value to.
         allowed: the allowed values.
-        default: the default, or what holds without one.
+        default: the default; without one, what happens if the key is missing.
         meaning: what the key sets.
     """
 
@@ -330,4 +331,4 @@ _TYPES_OF_VLLM: dict[str, Any] = {
     "lazy_offload": Switch,
     _BACKEND: Annotated[Literal["cpu"], Meta(title='"cpu": kvoffload keeps blocks in host memory')],
 }
-"""Types of vLLM's own keys whose values differ from those of the setting they set, or that set none."""
+"""Types of vLLM's own keys that set nothing, or that take other values than the setting that they set."""

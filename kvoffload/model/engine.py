@@ -19,8 +19,8 @@ class Promises:
 
     Args:
         can_wait: a lookup may answer "not yet", and the engine then asks again later.
-        recovers_loads: it recomputes the tokens of a failed load.
-        hands_off_states: it reports in each step the recurrent states that the step completes.
+        recovers_loads: the engine recomputes the tokens of a failed load.
+        hands_off_states: the engine reports in each step the recurrent states that the step completes.
     """
 
     can_wait: bool = True
@@ -53,7 +53,7 @@ class EngineShape:
         groups: the KV cache groups, in the order of every per-group tuple.
         ranks: the number of workers; each has its own shard of every block.
         device_blocks: the number of blocks in the device's pool.
-        step_tokens: the most tokens that one step computes.
+        step_tokens: the maximum number of tokens that one step computes.
         match_tokens: the length of a hit must be a multiple of this many tokens; 0 means the least common multiple of
             the groups' block sizes.
         promises: what the engine promises.
@@ -104,17 +104,17 @@ class EngineShape:
 
     @property
     def lease_limit(self) -> int:
-        """The most device blocks that stores may lease at a time: a quarter of the pool, so requests keep the rest."""
+        """How many device blocks stores may lease together: a quarter of the pool, so that requests keep the rest."""
         return max(self.device_blocks // 4, 1)
 
     @property
     def stall_limit(self) -> int:
-        """The most device blocks that several abandoned copies may lease together: an eighth of the pool."""
+        """How many device blocks several abandoned copies may lease together: an eighth of the pool."""
         return self.device_blocks // 8
 
     @property
     def turnover_blocks(self) -> int:
-        """The most device blocks that one step allocates to one request, and usually to all requests together."""
+        """How many device blocks one step allocates at most to one request, and usually to all requests together."""
         return sum(self._turnover_of(group) for group in self.groups)
 
     def _turnover_of(self, group: GroupSpec) -> int:
@@ -140,7 +140,7 @@ class BlockPool(Protocol):
     """The engine's pool of device blocks. No call waits."""
 
     def lease(self, blocks: Sequence[DeviceBlockId]) -> None:
-        """Keep the engine from reusing these blocks. Changes its reference counts."""
+        """Keep the engine from reusing these blocks. Changes the engine's reference counts."""
 
     def release(self, blocks: Sequence[DeviceBlockId]) -> None:
         """Return leased blocks to the engine, in the order in which they may be reused. Changes reference counts."""

@@ -26,11 +26,11 @@ class EngineContractError(KVOffloadError):
 
 
 class IllegalTransition(KVOffloadError):
-    """Raised when a state machine gets an event that its table does not list for its state: a bug in this package.
+    """Raised when a state machine gets an event that is illegal in its current state: a bug in this package.
 
     Args:
         machine: the machine's name.
-        state: its state, which is unchanged.
+        state: the machine's state, which is unchanged.
         event: the event.
     """
 

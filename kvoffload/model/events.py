@@ -65,13 +65,14 @@ class LookupAnswered(Event, frozen=True):
         request: the request that was admitted.
         device_tokens: tokens found on the device; their blocks are not counted.
         hit_blocks: block positions found on the host and accepted by the engine.
-        miss_blocks: the other block positions; the first has `cause`, the ones after it `behind_miss`.
+        miss_blocks: the other block positions; the first missed for `cause`, all later positions for `behind_miss`.
         hit_tokens: tokens in the hit positions.
         miss_tokens: tokens in the missed positions.
         cause: why the first missing position missed; None when nothing missed.
         fetched_tokens: tokens of the hit that were fetched from a lower tier for this request; computed from the share
             of the hit's blocks that were fetched.
-        fetched_from: the tier of `fetched_tokens`, the last of several; None if no tier brought any.
+        fetched_from: the tier that the `fetched_tokens` came from, or the last of several such tiers; None without
+            fetched tokens.
     """
 
     request: RequestId
@@ -107,7 +108,10 @@ class StatesCopied(Event, frozen=True):
 
 
 class LoadScheduled(Event, frozen=True):
-    """A load was scheduled. `slots` stay pinned and its device blocks leased until every rank has ended the copy."""
+    """A load was scheduled.
+
+    Its `slots` stay pinned and its device blocks stay leased until every rank has ended the copy.
+    """
 
     job: JobId
     request: RequestId
@@ -117,7 +121,7 @@ class LoadScheduled(Event, frozen=True):
 
 
 class LoadEnded(Event, frozen=True):
-    """A load has ended: the request continues with its blocks, or recomputes them.
+    """A load has ended: the request continues with the loaded blocks, or recomputes them.
 
     `blocks` is how many blocks had this `outcome`. The intact blocks of a corrupt load follow in a second event, as
     failed.
@@ -206,7 +210,7 @@ class CopiesStalled(Event, frozen=True):
 
     Args:
         blocks: device blocks that abandoned copies still lease.
-        limit_blocks: the most device blocks that they may lease.
+        limit_blocks: the maximum number of device blocks that abandoned copies may lease.
         jobs_in_a_row: jobs abandoned since a job last ended.
     """
 
@@ -216,7 +220,10 @@ class CopiesStalled(Event, frozen=True):
 
 
 class CopiesResumed(Event, frozen=True):
-    """Enough abandoned copies have ended, so new copies start again. The others still lease `blocks` device blocks."""
+    """Enough abandoned copies have ended, so new copies start again.
+
+    The remaining abandoned copies lease `blocks` device blocks.
+    """
 
     blocks: int
 

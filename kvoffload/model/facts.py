@@ -18,11 +18,12 @@ class RequestSeen(Fact, frozen=True):
     """The engine received a request.
 
     Args:
-        request: its id.
+        request: the request's id.
         prompt_tokens: tokens that must be computed or found before the first new token.
         keys: per group, the keys of the whole blocks known so far.
         reads_cache: False if the request asked not to read cached blocks.
-        persists: its KV depends only on its keys and the engine's fingerprint, so lower tiers may store it.
+        persists: True if the request's KV depends only on its keys and the engine's fingerprint, so that lower tiers
+            may store this KV.
     """
 
     request: RequestId
@@ -49,15 +50,17 @@ class BlocksAllocated(Fact, frozen=True):
 
 
 class Progress(NamedTuple):
-    """The tokens, blocks and keys that one request gained since its last report. Requests without any are left out.
+    """The tokens, blocks and keys that one request gained since its last report.
 
-    A report may be delayed for several steps, as long as they compute fewer tokens than the smallest block has. Blocks
-    that are reported late are stored late, and are in `reallocated` of the step that allocated them.
+    Requests that gained nothing are left out.
+
+    A report may be delayed for several steps, as long as these steps compute fewer tokens than the smallest block has.
+    Blocks that are reported late are stored late, and are in `reallocated` of the step that allocated them.
 
     Args:
         request: the request.
         confirmed_tokens: tokens known to have been computed, from the start of the prompt.
-        new_blocks: per group, the new blocks at the end of its table.
+        new_blocks: per group, the new blocks at the end of the request's table.
         new_keys: per group, keys of whole blocks not reported before.
     """
 
@@ -73,9 +76,9 @@ class StateHandedOff(NamedTuple):
     Args:
         request: the request.
         group: the state's group.
-        position: position of the block that holds the state, which covers all tokens up to the block's end.
+        position: position of the block that holds the state; the state covers all tokens up to the end of this block.
         key: the block's key.
-        block: the device block that holds it.
+        block: the device block that holds the state.
     """
 
     request: RequestId
@@ -89,9 +92,9 @@ class StepScheduled(Fact, frozen=True):
     """The engine scheduled a step. Reported exactly once per step, including empty steps.
 
     Args:
-        step: its number.
-        progress: requests with new tokens, blocks or keys, and requests that run for the first time since a load
-            without a new allocation.
+        step: the step's number.
+        progress: requests with new tokens, blocks or keys, and requests that run for the first time after a load, even
+            if they got no new blocks.
         preempted: requests that lost their blocks since the last step.
         reallocated: allocated blocks that are not in `progress`: blocks in no table, such as copy-on-write targets, and
             blocks of requests whose progress is reported later.
@@ -122,9 +125,9 @@ class RequestEnded(Fact, frozen=True):
         request: the request.
         confirmed_tokens: tokens known to have been computed, from the start of the prompt.
         new_keys: per group, keys of whole blocks not reported before.
-        holds_blocks: False if the engine has already freed its blocks, which happens when a preempted request is
-            aborted.
-        new_blocks: per group, blocks at the end of its table that were not reported before.
+        holds_blocks: False if the engine has already freed the request's blocks, which happens when a preempted request
+            is aborted.
+        new_blocks: per group, blocks at the end of the request's table that were not reported before.
     """
 
     request: RequestId
@@ -141,7 +144,7 @@ class TransferReported(Fact, frozen=True):
 
 
 class JobOverdue(Fact, frozen=True):
-    """A job did not end within `transfer_timeout_s` of its submission."""
+    """A job did not end within `transfer_timeout_s` seconds after its submission."""
 
     job: JobId
 
@@ -187,7 +190,7 @@ class RemoteAnswered(Fact, frozen=True):
         request: the request.
         namespace: the namespace in which its blocks were looked up.
         found: blocks that the remote tier claims to have. This is a hint; a read may still fail.
-        missing: blocks that it claims not to have.
+        missing: blocks that the tier claims not to have.
         unanswered: how many blocks have no answer, because the call failed or was not made.
         seconds: how long the call took.
     """

@@ -23,12 +23,12 @@ class GroupSpec:
     """One KV cache group.
 
     Args:
-        group: its number, which is also its index in every per-group tuple.
-        kind: its attention kind.
-        block_tokens: tokens in one of its blocks.
+        group: the group's number, which is also its index in every per-group tuple.
+        kind: the attention kind of the group's layers.
+        block_tokens: tokens in one block of the group.
         reach_tokens: the window or the chunk in tokens, including the token itself; None for full and recurrent.
         has_lookahead: a speculative draft model reads one block ahead, so the last matched block cannot be used.
-        key_number: the number at the end of its keys; by default `group`.
+        key_number: the number at the end of the group's keys; by default `group`.
     """
 
     group: GroupId

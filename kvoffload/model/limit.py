@@ -19,8 +19,8 @@ class AdaptiveLimit:
     * a load was pending when a copy ended, so the two ran at the same time;
     * a copy took twice as long as the best of its kind, so other work uses the same link, perhaps in another process.
 
-    Either one halves the limit, once for all copies that began earlier. A copy that ends undisturbed raises it by one
-    step. So an occasional load hardly matters, and under continuous loads a few copies at a time still run.
+    Either observation halves the limit, once for all copies that began earlier. A copy that ends undisturbed raises the
+    limit by one step. So an occasional load hardly matters, and during continuous loads a few copies still run.
 
         most   ────╮          ╭──────        while the limit is low, a queued store starts only after the previous one
                    ╰─╮     ╭──╯              has ended, so the link is free in between
@@ -40,7 +40,7 @@ class AdaptiveLimit:
         self._least = least
         self._step = step
         self._cut_at = -inf
-        self._best: dict[int, float] = {}  # the best size per second of each kind
+        self._best: dict[int, float] = {}  # the best speed of each kind of copy, in size per second
 
     @property
     def share(self) -> float:

@@ -14,7 +14,7 @@ class Direction(Enum):
     """Which way a job copies."""
 
     STORE = "store"  # away from the device
-    LOAD = "load"  # towards it
+    LOAD = "load"  # towards the device
 
     __hash__ = object.__hash__  # for speed, as in `Cause`
 
@@ -97,9 +97,9 @@ class JobReport(Message, frozen=True):
 
     Args:
         job: the job.
-        direction: its direction.
-        outcome: how it ended. After this report the rank touches none of the job's slots and blocks, except those in
-            `stuck`.
+        direction: the job's direction.
+        outcome: how this rank's part of the job ended. After this report the rank touches none of the job's slots and
+            blocks, except those in `stuck`.
         copied_bytes: bytes that this rank copied; 0 if it failed.
         queue_s: seconds between submission and report in which nothing was copied, including the time for checksums and
             the delay until the end was noticed.

@@ -43,15 +43,17 @@ from kvoffload.remote.values import FORMAT, Shard
 
 LOOK_PERIOD_S = 1.0
 """Seconds between two listings. Packs that others have written since the last listing are not found yet."""
-_PAGE = 1000  # the most names in one listing response of S3
-_INDEXES_AT_ONCE = 128  # indexes read concurrently, so a page takes eight rounds
-_MOST_SHARDS = 2  # shards whose catalogues are kept; a reset adds one, because it changes the namespace
-_SMALL_BYTES = 256  # the most bytes read of an object that is not a pack
-_LOGGED_CHARACTERS = 100  # the most characters quoted of a name that another writer chose
+_PAGE = 1000  # the maximum number of names in one listing response of S3
+_INDEXES_AT_ONCE = 128  # indexes read concurrently; the indexes of a full page thus take eight rounds
+# the number of shards whose catalogues are kept; a reset adds a shard, because it changes the namespace
+_MOST_SHARDS = 2
+_SMALL_BYTES = 256  # the maximum number of bytes read of an object that is not a pack
+_LOGGED_CHARACTERS = 100  # the maximum number of characters quoted of a name that another writer chose
 _GAP_BYTES = 2**20  # the largest gap between values that are read together
 _STATUS = re.compile(r"status code: (\d{3}[A-Za-z ]*)")
 _REASON = re.compile(r"kind: (\w+)[^{]*source: reqwest|InvalidCertificate\(\s*(\w+)|\"(dns error)\"")
-_OF_THE_OBJECT = re.compile(r"4(?!08|29)")  # Another read would also fail, unlike after 408 or 429.
+# After these errors another read would also fail; after 408 or 429 it may succeed.
+_OF_THE_OBJECT = re.compile(r"4(?!08|29)")
 _INSTALL = "the object store's client cannot be loaded ({}); install kvoffload[s3]"
 
 T = TypeVar("T")

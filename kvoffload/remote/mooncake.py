@@ -44,7 +44,7 @@ CONNECT_S = 10.0
 _END_S = 1.0  # seconds to wait for a killed process to exit
 _LEAST_S = 1e-3
 _NOT_FOUND = -704
-_NO_ANSWER = -800  # this code or a lower one: the transfer broke off, or the call got no answer
+_NO_ANSWER = -800  # codes up to this one mean that the transfer broke off, or that the call got no answer
 _NO_REQUEST = bytes(32)
 _CHILD = """
 import json, sys
@@ -55,7 +55,9 @@ main(int(sys.argv[2]), int(sys.argv[3]))
 
 
 class MooncakeStore:
-    """A connection to a Mooncake Store. It contributes no memory to the store. It ends with the thread that opened it.
+    """A connection to a Mooncake Store.
+
+    The connection gives the store no memory, and ends with the thread that opened it.
 
     Args:
         address: the master's address.

@@ -22,9 +22,9 @@ from xxhash import xxh3_64_digest
 from kvoffload.model.ids import BlockKey
 
 MOST_BLOCKS = 2**20
-"""The most blocks in a catalogue. At the limit, the oldest packs are forgotten."""
+"""The maximum number of blocks in a catalogue. At the limit, the oldest packs are forgotten."""
 MOST_PACKS = 2**17
-"""The most packs in a catalogue, including those without blocks."""
+"""The maximum number of packs in a catalogue, including those without blocks."""
 CLOCKS_DIFFER_MS = 600_000
 """The largest assumed difference between two writers' clocks, in milliseconds."""
 _MOST_INDEX_BYTES = 2**14
@@ -157,7 +157,7 @@ class Catalogue:
         self._next_ends = ""
 
     def is_new(self, pack: str) -> bool:
-        """Whether a listed pack must be read: it is not in the catalogue and newer than those dropped at the limit."""
+        """Whether a listed pack must be read: it is neither in the catalogue nor dropped at the limit."""
         return pack not in self.packs and pack < self._floor
 
     def newest_listed(self, newest: str, listed_to: str | None, now_ms: int) -> None:
@@ -184,7 +184,10 @@ class Catalogue:
             self._walk_ends = self._next_ends
 
     def add(self, pack: str, places: dict[BlockKey, Place]) -> None:
-        """Remember a pack. If two packs have a key, the newer one is used, because the older one expires first."""
+        """Remember a pack.
+
+        If two packs have the same key, the newer one is used, because the older one expires first.
+        """
         if pack >= self._floor:
             return
         self.packs[pack] = list(places)

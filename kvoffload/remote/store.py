@@ -69,10 +69,13 @@ class RemoteStore(Protocol):
         """Return which blocks the store claims to have. The claim may be wrong."""
 
     def get(self, shard: Shard, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[int]:
-        """Read values into buffers of their size. Return for each the bytes that arrived, `MISSING` or `FAILED`."""
+        """Read values into buffers of their size.
+
+        For each value, return the bytes that arrived, `MISSING` or `FAILED`.
+        """
 
     def put(self, shard: Shard, keys: Sequence[BlockKey], values: Sequence[memoryview]) -> list[bool]:
-        """Write values; return which of them the store now has. Values that were there before remain unchanged.
+        """Write values; return which of them the store now has. Existing values remain unchanged.
 
         A store that answers but accepts no values, for example because it is full, has not failed: reads still work.
         """

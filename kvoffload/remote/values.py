@@ -83,11 +83,11 @@ def new_generation(name: str, key: TierKey | None, after_ms: int, *, is_after_re
     """Return the value of a new random generation.
 
     Args:
-        name: the store's name for it, from `generation_name`.
-        key: authenticates it; None if all writers are trusted.
-        after_ms: when the previous generation was made, in milliseconds since 1970. The new one gets a later
+        name: the store's name for the generation, from `generation_name`.
+        key: authenticates the generation; None if all writers are trusted.
+        after_ms: when the previous generation was made, in milliseconds since 1970. The new generation gets a later
             time, even if this engine's clock is behind.
-        is_after_reset: whether it is made because of a reset.
+        is_after_reset: whether the generation is made because of a reset.
     """
     text = secrets.token_hex(16).encode() + (_AFTER_RESET if is_after_reset else b"")
     if key is None:

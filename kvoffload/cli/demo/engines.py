@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
 PLUGIN = "kvoffload"
-_CACHE_SHARE = 4  # by default the conversations need this many times the device's cache, unless there are few
+_CACHE_SHARE = 4  # by default, the device's cache has room for one such part of all conversations
 _LEAST_LENGTH = 4096  # tokens; `max_model_len` is at least this
-_SPARE_LENGTH = 16  # tokens; the warm-up's answer may be longer than those of the conversations
+_SPARE_LENGTH = 16  # tokens; the warm-up's answer may be longer than the conversations' answers
 _TINY = ModelConfig(hidden_size=64, heads=4, kv_heads=2, head_dim=16, ffn_size=96)
 _WINDOW_TOKENS = {"small": 256, "tiny": 48}
 _AT_REST = {"empty", "ready", "quarantined"}
@@ -144,8 +144,8 @@ def _make(config: EngineConfig, plugin: EnginePlugin | None) -> Engine:
 
 
 def _device_blocks(options: DemoOptions, config: EngineConfig, capacity: Capacity) -> int:
-    # One request is in the middle of its prompt, where windows and chunks need the most blocks; the others have
-    # finished theirs.
+    # Count one request in the middle of its prompt, where windows and chunks need the most blocks, and all other
+    # requests after their prompts.
     others = min(options.concurrency, options.conversations) - 1
     least = capacity.request_blocks(options.conversation_tokens)
     least += others * _conversation_blocks(options, config)

@@ -20,7 +20,8 @@ LOCAL_STORES = {"mooncake": "Mooncake", "s3": "SeaweedFS (S3)"}
 """The servers for a remote tier that the demo can start, with their display names."""
 LAYERS: dict[str, GroupKind] = {"full": "full", "window": "sliding_window", "recurrent": "recurrent"}
 """Values of --layers, and the engine's names for them."""
-_LEAST_BEFORE = 2  # turns before the kill, because only blocks that were found again are spilled
+# the minimum number of turns before the kill, because only blocks that were found again are spilled
+_LEAST_BEFORE = 2
 _HOST_BYTES, _DISK_BYTES = "256MiB", "1GiB"
 
 
@@ -38,12 +39,11 @@ class DemoOptions:
         model: "small" or "tiny".
         layers: one of `LAYERS`; except for "full", every sixth layer has full attention.
         device: "cpu", "cuda" or "cuda:N".
-        device_blocks: blocks of the device's KV cache; None for about a quarter of those that the
-            conversations need.
+        device_blocks: blocks of the device's KV cache; None for about a quarter of those that the conversations need.
         seed: the seed of the model's weights and of the messages.
         offload: kvoffload's settings.
-        killed_in: the turn, numbered from 0, during which an engine that begins the conversations is killed; None for
-            no such engine.
+        killed_in: the turn, numbered from 0, during which an engine that begins the conversations is killed; None if no
+            engine is killed.
     """
 
     conversations: int = 10
