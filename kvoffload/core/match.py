@@ -204,5 +204,5 @@ class _Search:
         return keys[position] if position < len(keys) else None
 
     def _behind(self, group: GroupSpec) -> int:
-        """Return how many more tokens must match after the hit: one block if a draft model looks ahead, else none."""
+        """Return how many more tokens must match after the hit: one block's if a draft model looks ahead, else 0."""
         return group.block_tokens if group.has_lookahead else 0

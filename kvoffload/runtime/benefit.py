@@ -181,7 +181,7 @@ class NetBenefit:
         now = self._hook.now
         prefill, decode = fact.prefill_tokens, fact.decode_tokens
         copies = self._copying() if self._open.oldest is not None else ()
-        # Inline, because every step runs this: a decode-only step after another one makes only two calls.
+        # Inline, so that a decode-only step that follows another one makes only two calls.
         is_calm = decode > 0 and not prefill
         if self._is_steady or (self._ran and self._copies):
             self._stepped(now)
@@ -278,7 +278,10 @@ class NetBenefit:
     # -- sign changes -----------------------------------------------------------------------------------------------
 
     def _judge(self, now: float) -> None:
-        """End a period and publish a change of the sign. A period without gain or loss changes nothing."""
+        """End a period. Publish the net benefit if it changed from gain to loss or back.
+
+        A period with neither gain nor loss changes nothing.
+        """
         self._price()
         net = self.net_s
         gained = net - self._period_net_s

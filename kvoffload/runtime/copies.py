@@ -45,15 +45,15 @@ class OpenCopy(Struct, eq=False):
 
     Args:
         request: the request that loads or fetches; None for a store.
-        pinned: when host slots were pinned for it; None if none are.
+        pinned: when host slots were pinned for the copy; None if none are pinned.
         job: the job's id; None until it is planned.
         tokens: how many tokens a load or fetch copies.
         planned: when a load or fetch was planned; None after its wait has been counted.
         copy_s: copy time, summed over the ranks.
-        given: the job, once it was sent to the workers; None before.
-        submitted: when it was sent to the workers.
+        given: the job; None until it is sent to the workers.
+        submitted: when the job was sent to the workers.
         running: ranks that are still copying.
-        is_overdue: whether its time limit has passed.
+        is_overdue: whether the job's time limit has passed.
         has_ended: whether the event that reports its end has arrived or can no longer arrive.
     """
 
@@ -71,7 +71,7 @@ class OpenCopy(Struct, eq=False):
 
 
 class LoadAnswers(Struct):
-    """Ended loads to report to the engine. Each is listed once, even if its request is gone.
+    """Ended loads to report to the engine. Each load is listed once, even if its request is gone.
 
     Args:
         loaded, failed: requests whose load succeeded or failed.
@@ -119,13 +119,16 @@ class OpenCopies:
         """The requests whose loads the engine waits for."""
         self.answers = NO_ANSWERS
         """Ended loads that `SchedulerSide.take_answers` has not returned yet."""
-        # Other threads read the next three attributes. They are assigned, never modified in place.
+        # Other threads read the next three attributes, so these are only assigned, never modified in place.
         self.oldest: float | None = None
         """When the oldest running job that is not overdue was submitted; None if there is none."""
         self.oldest_pin: float | None = None
         """When the oldest pin began; None without pins."""
         self.draining = 0
-        """The number of open jobs from before the last reset, without abandoned ones. Their results are dropped."""
+        """The number of open jobs from before the last reset, without abandoned jobs.
+
+        The results of these jobs are dropped.
+        """
         self._epoch = 0
         self._from_before_reset: set[JobId] = set()
         bus.count(events.HitPinned, self._hit_pinned)
@@ -150,7 +153,8 @@ class OpenCopies:
         now = self._hook.now
         for job in jobs:
             copy = self.by_job.get(job.id)
-            if copy is None:  # Either a store, or a load whose event was lost. No event will report its end.
+            # The job is a store, or a load whose event was lost. No event will report its end.
+            if copy is None:
                 load = None if job.extra is None else self.by_request.get(job.extra)
                 copy = self.by_job[job.id] = load or OpenCopy()
                 copy.job = job.id

@@ -52,7 +52,8 @@ WRITE_PERIOD_S = 0.1
 A crash loses the blocks whose records are not written yet.
 """
 _WRITES_A_SYNC = 10
-_PART = 2048  # the most blocks or slots that one step passes to the core, which takes a few milliseconds
+# the maximum number of blocks or slots passed to the core in one step; this takes a few milliseconds
+_PART = 2048
 _GROWTH = 2**16  # slots that the core adds in one step
 
 log = get_logger("disk")
@@ -66,7 +67,7 @@ class DiskCatalog:
         ranks: how many ranks write slot files.
         portal: provides the thread that may wait for the disk.
         sleep: waits for a number of seconds between two writes.
-        closes_in_s: the most seconds for which `close` waits for the disk.
+        closes_in_s: how many seconds `close` waits for the disk at most.
         key: authenticates the index; None to use only checksums.
 
     Attributes:
@@ -200,7 +201,7 @@ class DiskCatalog:
             except CancelledError:  # The engine stopped before its KV was identified.
                 pass
             except Exception as error:
-                # Without this, the tier might be opening forever with nothing in the log.
+                # Without this call, the tier might stay in its opening stage, with nothing in the log.
                 self._fail(reason_of(error))
             return None
 

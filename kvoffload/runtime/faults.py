@@ -26,7 +26,7 @@ log = get_logger("scheduler")
 
 
 class Faults:
-    """Audits the core, and takes its place after it has raised.
+    """Audits the core, and takes the core's place after the core has raised.
 
     Args:
         core: the core.
@@ -84,7 +84,7 @@ class Faults:
             _try(lambda: leases.release([*loose.elements()]))
 
     def _invariant_broken(self, fact: InvariantBroken) -> None:
-        """Record the cause, which no observer may be there to do, and stop using the core."""
+        """Record the cause here, because there may be no observer, and stop using the core."""
         if self.cause is None:
             self.cause = fact.cause
         self._core.invariant_broken(fact)

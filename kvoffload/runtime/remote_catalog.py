@@ -79,7 +79,7 @@ class RemoteCatalog:
         self._calls = remote_calls(connect, executor, monotonic, timeout_s, side="scheduler")
         self._due: list[facts.Fact] = []
         self.ended = self._calls.ended
-        """Ended calls. While there are any, `take_facts` must be called."""
+        """Ended calls. While there are ended calls, `take_facts` must be called."""
         self._fingerprint: str | None = None
         self._generation: str | None = None
         self._made_ms = 0  # when the generation last read from the tier was created

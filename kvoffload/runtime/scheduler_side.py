@@ -75,8 +75,8 @@ class SchedulerSide:
         self._clocks = clocks or Clocks()
         self._hook = HookTime()
         # Requests that were answered "not yet" and are not admitted. `_deferred` has the time of each request's first
-        # such answer; after the time limit the request no longer waits. `_waiting` has the time since when all its
-        # answers were "not yet".
+        # such answer; after the time limit the request no longer waits. `_waiting` has the time from which on all of
+        # the request's answers were "not yet".
         self._deferred: dict[RequestId, float] = {}
         self._waiting: dict[RequestId, float] = {}
         self.shape = shape
@@ -186,7 +186,7 @@ class SchedulerSide:
             self._stop_waiting(request)
 
     def prefix_boundary(self, request: RequestId) -> int:
-        """Return after how many tokens the engine should end a chunk to keep a recurrent state; 0 for nowhere."""
+        """Return after how many tokens the engine should end a chunk to keep a recurrent state; 0 to keep none."""
         return self.faults.ask("boundary", lambda: self.core.boundary(request), 0)
 
     def allocated(self, fact: facts.BlocksAllocated) -> None:
@@ -200,7 +200,7 @@ class SchedulerSide:
         self._hook.spent[_ALLOCATED] += self._clocks.monotonic() - began
 
     def ended(self, fact: facts.RequestEnded) -> None:
-        """Handle a request that finished or was aborted. It still has its blocks."""
+        """Handle a request that finished or was aborted. The request still has its blocks."""
         began = self._hook.now = self._clocks.monotonic()
         request, first_tokens = fact.request, self.observation.first_tokens
         if self._deferred:
@@ -346,8 +346,8 @@ class SchedulerSide:
 
         From now on no lookup finds older blocks. The reset is incomplete while an older copy runs.
         `kvoffload_reset_draining_jobs` counts these copies' jobs, and `reset_ended` is logged when the last one has
-        ended. It is also incomplete, with a warning in the log, while a later process could find older blocks on the
-        disk or in the remote tier. Calling it again is harmless and retries.
+        ended. The reset is also incomplete, with a warning in the log, while a later process could find older blocks on
+        the disk or in the remote tier. Calling `reset` again is harmless and retries.
         """
         began = self._hook.now = self._clocks.monotonic()
         self.bus.dispatch([facts.CacheReset()])
@@ -359,8 +359,8 @@ class SchedulerSide:
     def audit(self) -> list[str]:
         """Return a line for each problem found; any problem switches offloading off (R12).
 
-        Call it on the engine's thread, between two hooks. It also runs whenever the engine becomes idle. While requests
-        run, it can check only a few totals.
+        Call it on the engine's thread, between two hooks. The audit also runs whenever the engine becomes idle. While
+        requests run, the audit can check only a few totals.
         """
         return self.faults.audit()
 

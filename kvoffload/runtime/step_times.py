@@ -18,14 +18,15 @@ from kvoffload.runtime.copies import HookTime
 
 _QUIET_WEIGHT = 1 / 16
 _SLOWDOWN_WEIGHT = 1 / 64
-# First steps of each size; the mean starts at the shortest, because longer ones may include a compilation.
+# The number of first steps of each size. The mean starts at the shortest of these steps, because longer steps may
+# include a compilation.
 _FIRST = 8
-_OUTLIER = 4.0  # a step that takes longer counts as this many times the usual length
+_OUTLIER = 4.0  # a step longer than this many times the usual length counts as exactly that long
 
 # How many recent runs to keep; their median, weighted by tokens, ignores a stall such as a compilation.
 _RUNS = 33
 _LONGEST_RUN = 32  # after this many steps a run becomes a sample even if it continues
-# At least this share of a run's time counts as prefill, even if decode-only steps usually take as long.
+# At least this share of a run's time counts as prefill, even if decode-only steps usually take as long as the run.
 _LEAST_SHARE = 0.1
 
 HasToken = Callable[[], object]
@@ -112,7 +113,7 @@ class PrefillRate:
     def seconds_per_token(self) -> float:
         """The seconds that prefilling adds per token; 0 until measured. Any thread may read it.
 
-        It is computed when it is read, because a median takes too long for a hook.
+        The rate is computed when it is read, because a median takes too long for a hook.
         """
         rate = self._rate
         if rate is None:

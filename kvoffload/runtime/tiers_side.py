@@ -43,7 +43,10 @@ Workers report a call that hangs much earlier, after its own time limit.
 """
 
 _POLL_S = 0.02
-"""Seconds between two polls of the remote tier while no call has ended. They only find calls that take too long."""
+"""Seconds between two polls of the remote tier while no call has ended.
+
+These polls only find calls that take too long.
+"""
 
 OPENING_S = 60.0
 _LONGEST_STEP_S = 1.0
@@ -81,8 +84,8 @@ class TiersSide:
         records: the core's records for the disk's index.
         overdue_at: when the open jobs become overdue, unless a job begins or ends before.
         awaits_files: whether any rank has not opened its slot file yet.
-        is_opening: whether steps must check for tiers that are opening: until all are open, or until the warning about
-            a slow one.
+        is_opening: whether steps must check for tiers that are opening; True until all tiers are open, or until the
+            warning about a slow tier.
     """
 
     def __init__(
@@ -160,7 +163,7 @@ class TiersSide:
         return found
 
     def _look_at_opening(self, now: float) -> None:
-        """Warn once if a tier is still opening after a minute of the engine's steps."""
+        """Warn once if a tier is still opening after the engine has been stepping for a minute."""
         self._opening_s += min(now - self._stepped_at, _LONGEST_STEP_S)
         self._stepped_at = now
         stages = {name: catalog.opening for name, catalog in self._catalogs.items() if catalog.opening}

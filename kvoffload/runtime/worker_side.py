@@ -100,8 +100,8 @@ class WorkerSide:
                 requires each block in one piece and the engine does not store blocks this way.
         """
         check_pieces(self._config.layout, layout)
-        # The machine's first rank checks for all ranks: later ranks see less free memory, because earlier ones took
-        # theirs.
+        # The machine's first rank checks for all ranks: later ranks see less free memory, because earlier ranks have
+        # already allocated memory.
         ranks = self._local_ranks if self._rank % self._local_ranks == 0 else 1
         slots = slots_for(self._config.host_bytes // self._ranks, layout, ranks=ranks)
         executor = self._portal.executor
@@ -148,7 +148,7 @@ class WorkerSide:
         return slots
 
     def begin_step(self, plan: TransferPlan) -> None:
-        """Begin a step. Its loads wait for all device work that this thread has enqueued so far (R13).
+        """Begin a step. The step's loads wait for all device work that this thread has enqueued so far (R13).
 
         The step's own forward pass does not touch the loads' blocks, so an engine may launch it before `start_loads`.
         """
@@ -281,7 +281,8 @@ def open_remote(
 def merged(report: TransferReport, disk: TierReport | None, remote: TierReport | None) -> TransferReport:
     """Add the tiers' reports to the report of the device's copies.
 
-    Spills come first. So a load that ran beside a spill is still open when the spill ends (`AdaptiveLimit`).
+    Spills come first. So a load that ran at the same time as a spill is still open when the spill ends
+    (`AdaptiveLimit`).
     """
     jobs = [job for tier in (disk, remote) if tier is not None for job in tier.jobs]
     return replace(

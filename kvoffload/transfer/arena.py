@@ -49,7 +49,7 @@ log = get_logger("transfer")
 
 
 class Arena:
-    """The host memory of one rank. Slots 0 to `ready_slots - 1` can be used; `prepare` adds the others.
+    """The host memory of one rank. Slots 0 to `ready_slots - 1` can be used; `prepare` adds the remaining slots.
 
     Args:
         layout: the rank's device layout.
@@ -105,7 +105,8 @@ class Arena:
         A refused chunk ends growth: slots that are ready stay usable, and the reason is logged and kept in `refusal`.
 
         Args:
-            with_pauses: after each chunk, pause for as long as it took, because pinning blocks other driver calls.
+            with_pauses: after each chunk, pause for as long as the chunk took, because pinning blocks other driver
+                calls.
         """
         retry_s = _RETRY_S
         while self.is_growing:
@@ -218,7 +219,8 @@ class Arena:
         starts = [chunk.address + offset for offset in region_offsets(sizes, count)[:-1]]
         self.geometry = self.geometry.with_chunk(starts)
         self._pages.append(_pages_at(starts, sizes, count))
-        self.ready_slots += count  # Set last, because other threads read it and then use the addresses.
+        # Set the count last, because other threads read it and then use the addresses.
+        self.ready_slots += count
 
 
 def region_offsets(page_bytes: Sequence[int], count: int) -> list[int]:

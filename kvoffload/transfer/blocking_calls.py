@@ -40,7 +40,7 @@ Containers are accessed only by single operations, which are atomic in Python.
 If a thread returns from a compiled client while the interpreter is shutting down, the process aborts. So the exit of
 the process waits briefly until no thread is in a call, except for calls known to hang. It also waits until the client's
 own threads have left the interpreter: the S3 client's threads wake our event loop, and our thread may finish before
-they return.
+these threads return.
 """
 
 from __future__ import annotations
@@ -392,9 +392,9 @@ class Breaker:
 
     A lost connection counts as a hang. The pause doubles each time until a read other than a probe succeeds, and is at
     least four times as long as the failed call took: requests wait for such calls, so a failing tier takes at most a
-    fifth of their time. A successful read resets the count of failed reads, a successful write that of failed writes. A
-    successful probe or write proves little, because a store's master may answer both alone, and may claim to have
-    values that its dead nodes cannot deliver.
+    fifth of their time. A successful read resets the count of failed reads, and a successful write resets the count of
+    failed writes. A successful probe or write proves little, because a store's master may answer probes and writes
+    without its nodes, and may claim to have values that its dead nodes cannot deliver.
 
     Args:
         log: a logger whose fields identify the owner of the calls.

@@ -58,11 +58,11 @@ at once."""
 
 
 _LONG = 2**16  # size in bytes; for longer pieces the hash library releases the GIL
-# Bytes gathered at a time: enough for one call to copy many pages, and small enough for a core's cache.
+# Bytes gathered together: enough for one call to copy many pages, and few enough to fit in a core's cache.
 _SCRATCH = 2**20
 _LINE = 64
 _STRETCH = 4096  # in bytes; memory is seldom lost or overwritten in smaller units
-_LINES = 4096  # lines gathered at a time; this takes about 100 us, during which numpy may keep the GIL
+_LINES = 4096  # lines gathered in one call, which takes about 100 us; numpy may keep the GIL meanwhile
 
 
 class CheckedTicket:
@@ -70,7 +70,7 @@ class CheckedTicket:
 
     Args:
         copies: the copier's ticket.
-        read: starts reading the slots; the future's result is the positions of corrupt ones.
+        read: starts reading the slots; the future's result is the positions of corrupt slots.
 
     Attributes:
         corrupt: after a load has ended, the positions of slots whose bytes differ from the stored ones.
@@ -105,7 +105,7 @@ class CheckedTicket:
 
 
 class Checksums:
-    """The checksums of one rank's slots. The only writer of them.
+    """The checksums of one rank's slots. The only writer of these checksums.
 
     A slot's checksum is written before its store or fetch is reported and read only later, so two threads never access
     it at once.

@@ -61,17 +61,17 @@ _LOAD_THREADS = 2  # threads that copy one batch of loads; a single thread copie
 
 Copy = Callable[[CopyRuns], None]
 
-_PIECES = 1024  # the most pieces that the kernel copies in one call
+_PIECES = 1024  # the maximum number of pieces that the kernel copies in one call
 _LONG = 2**20  # mean piece size in bytes from which memmove is faster even while the engine is busy
 _MIDDLE = 48 * 2**10  # mean piece size in bytes from which memmove is faster while the GIL is free
 _SHORT = 2**13  # mean piece size in bytes up to which indexing is faster
 _UNIT = 2**12  # maximum size in bytes of the units that indexing copies
 _LEAST_UNIT = 2**9
-_ROWS = 512  # the units that indexing copies in one call; up to 500, numpy keeps the GIL
+_ROWS = 512  # the number of units that indexing copies in one call; numpy keeps the GIL for up to 500
 # Size in bytes; the speed of smaller copies is ignored, because their source may be in a cache.
 _MEASURABLE = 2**21
 _SLOWER = 2.5  # a copy this many times slower than the best is assumed to have waited for the GIL
-# The best speed decays by this with each copy, so that one copy from a cache does not count forever.
+# The best speed decays by this factor with each copy, so that one copy from a cache does not count forever.
 _FORGET = 0.98
 
 
@@ -247,8 +247,8 @@ def choose_copy(*, arena_is_target: bool = False) -> Copy:
 class WatchfulCopy:
     """Copies the quick way, or the patient way while another thread seems to want the GIL.
 
-    It guesses that this is so when a copy takes several times as long as before. A wrong guess costs a few percent of a
-    copy's time.
+    It assumes this when a copy takes several times as long as the best one so far. A wrong guess costs a few percent of
+    a copy's time.
 
     Args:
         quick, patient: two ways to copy.
@@ -301,8 +301,8 @@ def copy_by_index(runs: CopyRuns, rest: Copy) -> None:
 def _vector_copy(*, far_is_target: bool) -> Copy | None:
     """Return the kernel's scattered copy within one process, or None if the system refuses it.
 
-    The kernel looks up the far side page by page. The arena should be that side: it has huge pages if the system
-    supports them; an engine's tensors mostly have none. One call moves at most 2 GiB.
+    The kernel looks up the far side page by page. The arena should be the far side, because it has huge pages if the
+    system supports them, and an engine's tensors mostly have none. One call moves at most 2 GiB.
     """
     try:
         library = ctypes.CDLL(None, use_errno=True)

@@ -33,7 +33,7 @@ log = get_logger("transfer")
 
 _KEPT: list[object] = []  # memory that a device may still access, so it must not be released
 _RESERVE = 256 * 2**20
-"""Bytes left free while an arena grows. They are several chunks, because several ranks may check at the same time."""
+"""Bytes left free while an arena grows: several chunks, because several ranks may check at the same time."""
 _AMPLE = 3  # times the device's KV cache: what README advises
 _SMALL = 1.6  # times the device's KV cache up to which "lazy" found more than "eager" (tests/bench/README.md)
 _NO_LIMIT = 2**60  # cgroup version 1 reports "no limit" as a number above this, version 2 as "max"
@@ -103,7 +103,7 @@ class MmapAllocator:
     Args:
         executor: its threads do the work.
         pin: pins the memory for a device; None if the device is the CPU.
-        node: the NUMA node to allocate from; None leaves that to the kernel.
+        node: the NUMA node to allocate from; None leaves the choice to the kernel.
         read: reads the kernel's files; tests pass their own.
     """
 
@@ -165,7 +165,7 @@ def _unpin(pin: Pin, address: int, memory: mmap.mmap) -> None:
 
 
 def preferred_node(pci_address: str, read: ReadText = read_file) -> PreferredNode | None:
-    """Return the NUMA node of a PCI device. None if the kernel names none, for example if there is only one node.
+    """Return the NUMA node of a PCI device; None if the kernel reports none, for example on a machine with one node.
 
     Args:
         pci_address: the device's address, such as "0000:3b:00.0".
@@ -357,8 +357,8 @@ def _advise(memory: mmap.mmap) -> None:
     pinned pages.
 
     khugepaged scans this memory, and holds the lock of the process's memory map meanwhile. `MADV_COLLAPSE` would avoid
-    the scans, but holds that lock while it waits for a kernel thread on every processor, which took up to 6 s beside
-    vLLM's spinning threads.
+    the scans, but holds that lock while it waits for a kernel thread on every processor, which took up to 6 s while
+    vLLM's threads were spinning.
     """
     for name in ("MADV_HUGEPAGE", "MADV_DONTFORK", "MADV_DONTDUMP"):
         with contextlib.suppress(OSError, AttributeError):

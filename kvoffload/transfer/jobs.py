@@ -26,7 +26,7 @@ _UNRESOLVED = np.empty(0, np.int64)
 
 
 class OpenJob(Struct, eq=False):
-    """One accepted job. A load is submitted as one part, a store in as many as the limit on its bytes requires.
+    """One accepted job. A load is submitted as one part, a store in as many parts as the limit on bytes requires.
 
     Args:
         job: the job.

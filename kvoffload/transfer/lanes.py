@@ -32,8 +32,8 @@ class Batch(Struct, eq=False):
         size: bytes in this batch.
         copies: number of contiguous copies in this batch.
         submitted_at: when the batch was submitted, in seconds on the pump's clock.
-        copy_s: seconds that its copies took; set when it ends.
-        failed: whether it failed; set when it ends.
+        copy_s: seconds that the copies took; set when the batch ends.
+        failed: whether the batch failed; set when the batch ends.
     """
 
     ticket: Ticket

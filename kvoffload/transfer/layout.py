@@ -48,7 +48,7 @@ class DeviceRegion:
 
 @dataclass(frozen=True)
 class DeviceLayout:
-    """All regions of one rank; a block's bytes are its pages in all of them, in this order.
+    """All regions of one rank. A block's bytes are its pages in all regions, in this order.
 
     Args:
         regions: the regions; no address appears twice.

@@ -12,9 +12,9 @@ waits for them and cutting them into batches takes time.
 * The ledger contains each job from acceptance to its report, a lane each submitted batch. Every job ends, whatever the
   copier raises. The last section of this file follows one job; the sections before it decide what each thread does.
 * `_admission` is held while jobs are submitted, and once by `drain`, which ends submission.
-* `_reaping` guards the heads of the lanes and the number of open parts of each store. The hook takes it only if it is
-  free; otherwise the coroutine is already handling ended batches. The coroutine waits for it, because the hook holds it
-  only for a few queries.
+* `_reaping` guards the heads of the lanes and the number of open parts of each store. The hook takes this lock only if
+  it is free; otherwise the coroutine is already handling ended batches. The coroutine waits for it, because the hook
+  holds it only for a few queries.
 * The bytes of stores in flight stay under a limit that adapts below `store_bytes_in_flight` (`AdaptiveLimit`). A batch
   has at most half of the limit, so that the copier has another batch to run until the end of the first is noticed. If
   loads and stores share a resource, a load waits for at most the limit's number of bytes.
@@ -371,7 +371,7 @@ class TransferPump:
     def _reap(self) -> bool:
         """Handle the batches that have ended; return whether there were any."""
         now = self._clock.monotonic()
-        # Read before reaping, because loads that end now ran beside the stores.
+        # Read before reaping, because loads that end now ran at the same time as the stores.
         is_load_pending = bool(self._loads)
         ended = [*self._loads.reap(now)]
         for batch in self._stores.reap(now):

@@ -58,7 +58,7 @@ def remote_calls(
         connect: opens the connection; may raise, and may block for a while.
         executor: its threads make the calls, and may block for any length of time.
         monotonic: returns the time in seconds; callable from any thread.
-        timeout_s: the most seconds that a call may wait in the queue, and the most that it may then take.
+        timeout_s: how many seconds a call may wait in the queue, and how many it may then take.
         who: log fields that identify the owner of the calls.
     """
     return BlockingCalls(connect, executor, monotonic, Breaker(log.bind(**who)), timeout_s)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from kvoffload.transfer.jobs import OpenJob
     from kvoffload.transfer.lanes import Batch
 
-# The highest limit divided by this is the lowest limit, and also the step. If the limit allowed less than a batch or
-# two, stores would wait for the coroutine's next turn.
+# The highest limit divided by this number is the lowest limit, and also the step. If the limit allowed less than a
+# batch or two, stores would wait for the coroutine's next turn.
 _PARTS = 8
 _LOCK_S = 0.01  # extra time that a batch enqueued in several calls may spend waiting for the GIL
 

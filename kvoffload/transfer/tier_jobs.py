@@ -186,7 +186,7 @@ class TierJobs:
         self._reported: bool | None = None
 
     def submit(self, jobs: Iterable[AnyJob]) -> None:
-        """Queue jobs. Those that cannot be started are reported as failed."""
+        """Queue jobs. Jobs that cannot be started are reported as failed."""
         for job in jobs:
             parts = [Part(job, positions) for positions in self._mover.positions_of(job)]
             opened = _OpenJob(job, self._monotonic(), len(parts))

@@ -147,7 +147,7 @@ def join_logging() -> None:
 def _replica(vllm_config: VllmConfig) -> int:
     """Return the engine's index among data-parallel engines.
 
-    This is not its data-parallel rank: for a dense model, vLLM gives all engines rank 0.
+    This is not the engine's data-parallel rank: for a dense model, vLLM gives all engines rank 0.
     """
     return int(vllm_config.parallel_config.data_parallel_index)
 
@@ -155,7 +155,7 @@ def _replica(vllm_config: VllmConfig) -> int:
 def _lower_tiers(
     vllm_config: VllmConfig, config: OffloadConfig, groups: VllmGroups, key: TierKey | None = None
 ) -> tuple[Identification | None, DiskPlace | None, RemotePlace | None]:
-    """Return the KV's identification and its places on the disk and in the remote tier, each None if not used.
+    """Return the KV's identification, its place on the disk and its place in the remote tier; None if not used.
 
     Each data-parallel engine has its own files on the disk; all of them share the remote tier.
 

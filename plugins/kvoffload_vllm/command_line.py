@@ -19,10 +19,10 @@ CHANGE_SIZES = [
     "--config", "--config-format", "--hf-config-path", "--hf-overrides", "--kv-cache-dtype-skip-layers", "--model-class-overrides",
     "--model-impl", "--quantization-config", "--spec-method", "--spec-model", "--spec-tokens", "--speculative-config", "-sc",
 ]  # fmt: skip
-"""Options with which the sizes of blocks do not follow from the other options and the model's `config.json`."""
+"""With one of these options, the sizes of blocks do not follow from the other options and the model's `config.json`."""
 
 CHOOSE_BLOCKS = ["--attention-backend", "--attention-config", "-ac"]
-"""Options with which vLLM may choose another block size than its usual one."""
+"""With one of these options, vLLM may choose a block size other than its usual one."""
 
 _AddOption = Callable[..., object]
 _STARTS = ("serve", "vllm.entrypoints.openai.api_server")
@@ -52,7 +52,7 @@ def read_command_line(words: Sequence[str], add_options: Callable[[_AddOption], 
     rest = list(_plain(words[begin + 1 :]))
     add = (parser := _Parser(add_help=False)).add_argument
     add_options(add)
-    add("--quantization", "-q")  # would be taken for an abbreviation of --quantization-config
+    add("--quantization", "-q")  # otherwise it would be taken for an abbreviation of --quantization-config
     for name in CHANGE_SIZES + CHOOSE_BLOCKS:
         add(name, nargs="*", dest=name)
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction)

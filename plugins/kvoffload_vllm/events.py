@@ -1,10 +1,10 @@
 """KV cache events for routers: which blocks arrived on the host or a tier below it, and which left.
 
-An event contains a block's tokens. They are known only while the block's request is alive, but the block may be stored
-much later. So `BlockNotes` takes a note when a block is computed or loaded, and keeps it while the block may still
-arrive on a tier. Notes contain token ids, so they are kept here instead of in the core, and only if vLLM publishes
-events. A block that another process left on the disk or in the remote tier is published when its note is taken. Events
-about the remote tier cover only the blocks that this engine wrote there or asked it for.
+An event contains a block's tokens. The tokens are known only while the block's request is alive, but the block may be
+stored much later. So `BlockNotes` takes a note when a block is computed or loaded, and keeps it while the block may
+still arrive on a tier. Notes contain token ids, so they are kept here instead of in the core, and only if vLLM
+publishes events. A block that another process left on the disk or in the remote tier is published when its note is
+taken. Events about the remote tier cover only the blocks that this engine wrote there or asked it for.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class BlockNote:
     """The data about one block that its events contain.
 
     Args:
-        parent: hash of the block before it, None for a prompt's first block.
-        tokens: its token ids, packed: a tuple would take eight times the memory.
-        adapter: id and name of the LoRA adapter that computed it, None without one.
-        extra_keys: vLLM's extra keys, which the block's hash covers besides the tokens; None if there are none.
+        parent: hash of the previous block, None for a prompt's first block.
+        tokens: the block's token ids, packed: a tuple would take eight times the memory.
+        adapter: id and name of the LoRA adapter that computed the block, None without one.
+        extra_keys: vLLM's extra keys, which the block's hash covers in addition to the tokens; None if there are none.
     """
 
     parent: bytes | None
@@ -71,9 +71,10 @@ class BlockNotes:
             block stays on the device while it is being copied.
 
     Attributes:
-        awaited: keys of blocks that arrived on tiers and have no note yet, each with these tiers.
+        awaited: for each block that arrived on a tier before its note: the block's key and the tiers on which it
+            arrived.
         late: awaited keys whose note has been taken since the last `TierEvents.take`.
-        by_ratio: for each block size, counted in hashes: the notes by block hash.
+        by_ratio: the notes by block hash, for each block size (measured in hashes).
     """
 
     def __init__(self, groups: VllmGroups, wire: Wire, is_held: Callable[[BlockKey], bool]) -> None:
@@ -210,7 +211,7 @@ class TierEvents:
             yield self._stored(tier, key, came[key])
 
     def _awaits_no_more(self, key: BlockKey, tier: Tier) -> bool:
-        """Stop waiting for the note of a key on a tier. Return whether any block waited for it."""
+        """Stop waiting for the note of a key on a tier. Return whether a block waited for the note."""
         tiers = self.notes.awaited.get(key, set())
         was_left_out = tier in tiers
         tiers.discard(tier)

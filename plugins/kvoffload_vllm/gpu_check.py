@@ -1,8 +1,8 @@
 """vLLM's part of `kvoffload gpu-check`: compares an engine that offloads to a large host memory with one that does not.
 
-Both engines run the same model, with vLLM's dummy weights. On a GPU they use CUDA graphs, because vLLM captures them
-in the same minute in which host memory is pinned. They decode the same prompts in turns, while one of them stores the
-blocks that fill up. Then vLLM's own cache is reset, and the last prompts must be found on the host.
+Both engines run the same model, with vLLM's dummy weights. On a GPU they use CUDA graphs, because vLLM captures them in
+the same minute in which host memory is pinned. The engines decode the same prompts alternately, while one of them
+stores the blocks that fill up. Then vLLM's own cache is reset, and the last prompts must be found on the host.
 """
 
 from __future__ import annotations

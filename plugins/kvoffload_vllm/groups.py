@@ -45,7 +45,7 @@ class VllmGroups:
 
     @property
     def hash_ratios(self) -> tuple[int, ...]:
-        """Per group, how many block hashes one block has; the last of them identifies the block."""
+        """Per group, how many block hashes one block has; the last hash identifies the block."""
         return tuple(spec.block_tokens // self.hash_tokens for spec in self.shape.groups)
 
     @property
@@ -139,7 +139,7 @@ def _drops_for_draft(vllm_config: VllmConfig) -> bool:
     draft: Any = getattr(vllm_config, "speculative_config", None)
     if draft is None:
         return False
-    # VLLM has `use_eagle_block_drop` since 0.30.
+    # vLLM has had `use_eagle_block_drop` since 0.30.
     ask = getattr(draft, "use_eagle_block_drop", None) or draft.use_eagle
     return bool(ask())
 

@@ -283,9 +283,9 @@ def _digest(model: ModelConfig) -> str:
 def _depends_on_length(hf_config: Mapping[str, Any]) -> bool:
     """Whether a model's KV may depend on `max_model_len`.
 
-    vLLM uses it to choose LongRoPE's factors and to switch on Llama 4's temperature tuning, and some models pass it to
-    dynamic NTK as the trained length. For other models it only limits requests, so engines that differ in it
-    can share blocks.
+    vLLM uses this length to choose LongRoPE's factors and to switch on Llama 4's temperature tuning, and some models
+    pass it to dynamic NTK as the trained length. For other models the length only limits requests, so engines with
+    different lengths can share blocks.
     """
     return "llama4" in str(hf_config.get("model_type")) or not _rope_types(hf_config) <= _LENGTHLESS_ROPES
 
@@ -314,7 +314,7 @@ _CPU_FLAGS = ("flags", "Features")  # the prefix of the line with the instructio
 
 
 def _process_began_ns() -> int:
-    """Return when this process began, in nanoseconds since 1970. The engine loaded its weights after that."""
+    """Return when this process began, in nanoseconds since 1970. The engine loaded its weights after that time."""
     fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return time.time_ns() - int(age * 1e9)

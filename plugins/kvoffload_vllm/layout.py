@@ -75,10 +75,10 @@ def layout_of_caches(caches: Caches, kv_cache_config: KVCacheConfig) -> DeviceLa
 
 
 def meaning_of_caches(caches: Caches, kv_cache_config: KVCacheConfig, layers: Mapping[str, object]) -> str:
-    """Return a text that describes a block's bytes: each layer's attention backend and the form of its cache.
+    """Return a description of a block's bytes: each layer's attention backend and the form of its cache.
 
-    vLLM chooses both when it loads the model, so only a worker knows them. The text does not depend on the number of
-    blocks.
+    vLLM chooses both when it loads the model, so only a worker knows them. The description does not depend on the
+    number of blocks.
 
     Args:
         caches: each layer's view of the KV cache, by layer name.

@@ -105,7 +105,10 @@ def profile_path(gpu: str, cuda: str) -> Path:
 
 
 def read_profile(gpu: str, cuda: str) -> GpuProfile:
-    """Return a card's profile, or the default one if it has no file. A file that is not valid only causes a warning."""
+    """Return a card's profile, or the default profile if the card has no file.
+
+    A file that is not valid only causes a warning.
+    """
     path = profile_path(gpu, cuda)
     try:
         return msgspec.json.decode(path.read_bytes(), type=GpuProfile)
@@ -152,7 +155,7 @@ class CudaTicket:
         # Get both events before enqueueing anything, so that no copy is running if this fails.
         self._events = self._driver.event(timed=True), self._driver.event(timed=True)
         self._left = left
-        # Events recorded behind slices, which show how far the stream has come.
+        # Events recorded behind slices; they show which slices the stream has finished.
         self._marks = deque(self._events[:1])
         self._is_whole = True  # True until a copy is refused
         # Loads are submitted on the engine's thread, which must not block.
@@ -224,7 +227,7 @@ class CudaTicket:
         return True
 
     def _go_on(self) -> None:
-        """Find out how far the stream has come, and enqueue more slices."""
+        """Check the stream's progress, and enqueue more slices."""
         for _ in range(_MARKS_A_QUERY):
             if not self._marks or not self._driver.has_passed(self._marks[0]):
                 break

@@ -2,8 +2,8 @@
 
 torch only provides the handle of the engine's current stream. We use our own:
 
-* streams, because they come from a pool of 32 that other code uses too, with one priority;
-* events, because torch creates an event when it is first recorded, when copies may already run;
+* streams, because torch's streams come from a pool of 32 that other code uses too, and have one priority;
+* events, because torch creates an event only when it is first recorded, and by then copies may be running;
 * memory registration, because the CUDA runtime keeps a refusal as an error, which torch's next check would find.
 
 Each method makes the device's context current on the calling thread, and puts every thread except the engine's into the
@@ -52,14 +52,16 @@ _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 _BLACKWELL = 10  # batches of many copies have been reported to crash or hang on these devices
-# The most copies in one batch call. They fit into `_ROOM`. A call with 51,828 copies was reported to crash a driver.
+# The maximum number of copies in one batch call; this many fit into `_ROOM`. A call with 51,828 copies was reported to
+# crash a driver.
 _SLICE = 512
-# The copies in a slice if each is enqueued by a separate call; these calls take about a millisecond.
+# The number of copies in a slice if each copy is enqueued by a separate call; these calls take about a millisecond.
 _CALLS = 256
-# The most operations pending on a stream; about 1,000 launches are known to fit. A copy in a batch may take as much
-# room as a launch, so it counts as one operation.
+# The maximum number of operations pending on a stream; about 1,000 launches are known to fit. A copy in a batch may
+# take as much room as a launch, so it counts as one operation.
 _ROOM = 768
-# The most batched copies pending if only copies are ahead of them: enough to keep the device busy between two queries.
+# The maximum number of batched copies pending if only copies are ahead of them: enough to keep the device busy between
+# two queries.
 _RUNNING = 8192
 _LAUNCH = 2  # counted operations: the copy of the descriptors, and the kernel
 
@@ -158,7 +160,7 @@ class NvidiaDriver:
 
     Attributes:
         is_batched: whether copies go to the driver in batches.
-        slice_copies: how many copies to enqueue at a time; enqueuing them takes a millisecond at most.
+        slice_copies: how many copies to enqueue in one slice; this takes a millisecond at most.
 
     Raises:
         EngineContractError: NVIDIA's driver library cannot be loaded (other vendors' devices are not supported yet).
@@ -268,8 +270,8 @@ class NvidiaDriver:
     def has_room(self, stream: int, copies: int, *, may_wait: bool) -> bool:
         """Return whether `copies` more copies can be enqueued without blocking.
 
-        With `may_wait`, batched copies may also block if only copies are ahead of them. Single copies may not: each
-        call that blocks would release the GIL, and might not get it back for 5 ms.
+        With `may_wait`, batched copies may also block if only copies are ahead of them. Single copies may not block:
+        each blocking call would release the GIL, and might not get it back for 5 ms.
         """
         queue = self._queues[stream]
         is_running = may_wait and self._batch is not None and queue.ended >= queue.waiting
@@ -330,7 +332,7 @@ class NvidiaDriver:
             try:
                 yield CudaScratch(device, host)
             finally:
-                # The stream frees it after all work that uses it.
+                # The stream frees the memory after all work that uses it.
                 self.library.cuMemFreeAsync(device, stream)
 
     @contextmanager
@@ -396,9 +398,9 @@ class NvidiaDriver:
     def _keeps_lock(self, stream: int, operations: int) -> bool:
         """Count `operations` as enqueued; return whether to keep the GIL during the call that enqueues them.
 
-        Short calls keep the GIL, so that a batch's two events do not time a wait for the GIL. Calls that may block
-        release it. Calls on the engine's streams also release it, because the driver does not count what is pending
-        there.
+        Short calls keep the GIL; otherwise the time between a batch's two events could include a wait for the GIL.
+        Calls that may block release it. Calls on the engine's streams also release it, because the driver does not
+        count the operations pending on these streams.
         """
         queue = self._queues.get(stream)
         if queue is None:

@@ -2,9 +2,9 @@
 
 Functions that only query or set state are called with the GIL held (`PyDLL`): they take less than a microsecond, and a
 thread that releases the GIL may wait 5 ms to get it back while the engine computes. Functions that may take long
-release it (`CDLL`). Functions that enqueue are bound both ways, because they block if their stream is full. The caller
-(`driver.py`) counts what is pending and chooses. The caller also checks their return code, because a check here would
-take as long as the call.
+release the GIL (`CDLL`). Functions that enqueue are bound both ways, because they block if their stream is full. The
+caller (`driver.py`) counts the pending operations and chooses between the two. The caller also checks the return code
+of these functions, because a check here would take as long as the call.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class CudaLibrary:
     def __init__(self) -> None:
         quick, long = ctypes.PyDLL("libcuda.so.1"), ctypes.CDLL("libcuda.so.1")
         self._error_name = long.cuGetErrorName
-        self._get_address = getattr(long, "cuGetProcAddress_v2", None)  # Drivers before 12.0 do not have it.
+        # Drivers before 12.0 do not have this function.
+        self._get_address = getattr(long, "cuGetProcAddress_v2", None)
         for library, prototypes in ((quick, _QUICK), (long, _LONG | _ENQUEUE)):
             for name, types in prototypes.items():
                 function = _typed(library[name], types)
