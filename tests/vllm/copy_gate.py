@@ -15,11 +15,10 @@ from queue import Queue
 
 GATE = "KVOFFLOAD_TEST_GATE"
 """the environment variable with the path of the gate's socket"""
-# The messages to the gate.
 COPY, CLOSING, CLOSED, CLOSED_EARLY = b"copy", b"closing", b"closed", b"closed early"
 GO_ON, DONE = b"g", b"d"
 _PATIENCE_S = 120.0
-_WHO = struct.Struct("3i")  # process, user and group ids
+_WHO = struct.Struct("3i")  # The fields are process, user and group ids.
 
 
 def knock(reason: bytes) -> socket.socket:

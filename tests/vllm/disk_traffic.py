@@ -34,7 +34,7 @@ LONGEST = 320
 AT_ONCE = 5
 STORIES = 120
 _NAMES = 0
-Turn = tuple[int, int]  # a conversation and its turn
+Turn = tuple[int, int]  # The numbers are a conversation and its turn.
 
 
 def conversations(seed: int, count: int = STORIES) -> dict[Turn, Asked]:
@@ -169,7 +169,7 @@ def run(traffic: Traffic) -> None:
         assert life.fetched() > 0
         traffic.play(life, traffic.first_turns()[: STORIES // 2])
     with traffic.life() as life:
-        assert life.restored == 0  # blocks computed after a reset are only for this process
+        assert life.restored == 0  # Blocks computed after a reset are only for this process.
         traffic.play(life, traffic.first_turns()[: STORIES // 4])
 
 

@@ -39,15 +39,15 @@ MARKS = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-SLOT_BYTES = 32768  # the bytes of a block of either checkpoint
-DEVICE_BLOCKS = {  # too few for all requests at the same time, enough for any single request
+SLOT_BYTES = 32768  # A block of either checkpoint has this size.
+DEVICE_BLOCKS = {  # This is too few for all requests together, but enough for any single request.
     "qwen3": 40,
     "gemma3": 72,
     "lfm2": 90,
     "granite4": 60,
     "qwen3_next": 60,
 }
-_PATIENCE_S = 150.0 * _SLOWER  # the time limit on a busy machine
+_PATIENCE_S = 150.0 * _SLOWER
 
 
 @dataclass(frozen=True)

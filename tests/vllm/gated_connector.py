@@ -34,7 +34,7 @@ def copy(runs: CopyRuns) -> None:
         gate.recv(1)
         host_copier.copy_by_memmove(runs)
         _running.remove(id(runs))
-        with suppress(BrokenPipeError):  # an open gate does not wait for the end
+        with suppress(BrokenPipeError):  # An open gate does not wait for the end.
             gate.sendall(DONE)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from tests.vllm.engine_rig import DEVICE_BLOCKS, transfer_config
 from tests.vllm.stock import engines
 
-_LONG_S = 300  # so long that a copy held by a test is not abandoned
+_LONG_S = 300  # No copy that a test holds is abandoned in this time.
 
 
 class Front:
@@ -102,7 +102,7 @@ async def serve(descriptor: int, front: Front) -> None:
         words = json.loads(line)
         try:
             answer = await getattr(front, words.pop("do"))(**words)
-        except Exception as error:  # the test checks this error
+        except Exception as error:  # The test checks this error.
             traceback.print_exc()
             answer = {"error": type(error).__name__}
         writer.write(json.dumps(answer).encode() + b"\n")

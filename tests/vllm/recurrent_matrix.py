@@ -49,7 +49,7 @@ def settings(kind: checkpoints.Kind) -> Iterator[tuple[str, int, dict[str, Any],
     yield "no boundaries", HOST, {"recurrent_prefix_boundaries": False}, {}
     yield "states every 2 blocks", HOST, {}, {"prefix_cache_retention_interval": 2 * block}
     yield "all states", HOST, {}, {"prefix_cache_retention_interval": None}
-    if kind != "lfm2":  # then LFM2's answers differ even without a connector, on vLLM 0.32
+    if kind != "lfm2":  # There LFM2's answers differ even without a connector, on vLLM 0.32.
         yield "hashes of half blocks", HOST, {}, {"prefix_match_unit": block // 2}
     yield "two steps in flight", HOST, {}, {"two_steps": True}
 

@@ -126,7 +126,7 @@ def requests(block_tokens: int, seed: int = 5, count: int = 14) -> dict[str, Ask
         kept = draw.choice((1, 2, 3, 4, 5, 6)) * block_tokens
         tail = [draw.randrange(256) for _ in range(draw.randrange(1, 2 * block_tokens))]
         asked[f"r{number}"] = Asked(tuple(stems[number % 2][:kept] + tail), draw.randrange(4, 24))
-        if number % 4 == 3:  # the next turn of a conversation
+        if number % 4 == 3:  # This is the next turn of a conversation.
             before = asked[f"r{number - 1}"].prompt
             asked[f"r{number}"] = Asked(before + tuple(tail), 8)
     return asked

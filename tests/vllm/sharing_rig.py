@@ -147,7 +147,7 @@ def _serve(line: Connection) -> None:
         name, arguments = line.recv()
         try:
             line.send((getattr(host, name)(*arguments), None))
-        except Exception as error:  # the test checks this error
+        except Exception as error:  # The test checks this error.
             line.send((None, "".join(traceback.format_exception(error))))
 
 

@@ -27,10 +27,10 @@ from tests.vllm.engine_rig import SLOT_BYTES, Asked, Reported, Rig, offloading
 
 # Larger than the arena's default, so that vLLM's other allocations need less than one chunk.
 CHUNK_BYTES = 256 * 2**20
-PIECES = 4  # the number of requested chunks
+PIECES = 4  # The arena requests this many chunks.
 PIECE_SLOTS = CHUNK_BYTES // SLOT_BYTES
-GRANTED = (0, 1)  # for each engine, the number of chunks that the limit permits
-_ROOM_BYTES = CHUNK_BYTES // 2  # the limit's margin for vLLM's other allocations
+GRANTED = (0, 1)  # The limit permits this many chunks to each engine.
+_ROOM_BYTES = CHUNK_BYTES // 2  # vLLM's other allocations need this margin.
 
 
 @contextmanager

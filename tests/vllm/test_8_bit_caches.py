@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 pytestmark = MARKS
 
-BLOCKS = 8  # the number of whole blocks in a prompt
+BLOCKS = 8  # A prompt has this many whole blocks.
 
 
 def draw(count: int) -> dict[str, Asked]:

@@ -55,8 +55,8 @@ def test_both_disks_serve_after_restarts_and_change_no_token(tmp_path: Path) -> 
     assert differing(none, ours) == differing(none, fs) == 0
 
     blocks = [file for file in files_in(fs.folder) if file.suffix == ".bin"]
-    assert len(blocks) == 2 * 4 * SMALL.blocks  # includes the prompts that never return
-    for file in blocks:  # wrong bytes must change the answers
+    assert len(blocks) == 2 * 4 * SMALL.blocks  # These include the prompts that never return.
+    for file in blocks:  # Wrong bytes must change the answers.
         file.write_bytes(bytes(SLOT_BYTES))
     fs.answers.clear()
     fs.return_to(draw_prompts(SMALL, 4))

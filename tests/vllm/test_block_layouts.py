@@ -41,7 +41,7 @@ pytestmark = [
 ]
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-BLOCKS = 64  # vLLM requires enough blocks for one request of the greatest length
+BLOCKS = 64  # vLLM requires enough blocks for one request of the greatest length.
 STORED, LOADED = (3, 1, 8), (5, 6, 2)
 PATIENCE_S = 60.0
 
@@ -63,7 +63,7 @@ def test_a_backend_that_cannot_is_refused(kind: checkpoints.Kind, pieces: int, f
         offloading(kind, folder, extra={"layout": "blocks"}),
     ):
         pass
-    ensure_kv_transfer_shutdown()  # the next engine would otherwise use the refused worker's connector
+    ensure_kv_transfer_shutdown()  # The next engine would otherwise use the refused worker's connector.
     check_threads_gone()
 
 
@@ -173,7 +173,7 @@ def test_every_layer_gets_its_bytes_back(worker: Any, caches: tuple[Any, Any, di
 
     _, config, views = caches
     generator = torch.Generator().manual_seed(0)
-    for view in views.values():  # groups overlap in memory, so the bytes written last remain
+    for view in views.values():  # Groups overlap in memory, so the bytes written last remain.
         view.copy_(torch.randn(view.shape, generator=generator))
     before = {name: view.clone() for name, view in views.items()}
     copy(worker, Direction.STORE, STORED)

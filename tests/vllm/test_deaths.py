@@ -32,9 +32,9 @@ from tests.vllm.stock import checkpoints
 pytestmark = [*MARKS, pytest.mark.full]
 
 PROMPTS = draw(1, 3, 200)
-FOUND = 192  # the tokens in the whole blocks of each prompt
+FOUND = 192  # A lookup finds the tokens in a prompt's whole blocks.
 RANKS = 2
-VLLMS_OWN = re.compile(r"[0-9a-f-]{36}")  # the names of sockets that vLLM always leaves behind
+VLLMS_OWN = re.compile(r"[0-9a-f-]{36}")  # vLLM always leaves sockets with such names behind.
 DEAD = {"error": "EngineDeadError"}
 KILLS = int(os.environ.get("KVOFFLOAD_VLLM_KILLS", "1"))
 
@@ -74,7 +74,7 @@ class Life:
         self.front.do("forget")
         self.processes = processes(self.front)
         self.shared = shared_memory(self.front)
-        assert self.shared  # the queues between an engine and its workers
+        assert self.shared  # These are the queues between an engine and its workers.
 
     def on_disk(self) -> int:
         """Return the number of blocks that a new engine would find on the disk."""
@@ -120,7 +120,7 @@ class Life:
         assert self._ask() == [DEAD] * len(PROMPTS)
         self.front.do("stop")
         check_log(self.front)
-        JournalFile(self.folder / "journal").close()  # fails if a process still holds the journal
+        JournalFile(self.folder / "journal").close()  # This fails if a process still holds the journal.
         self.gate.open()
         self.begin()
 
@@ -145,7 +145,7 @@ class Life:
 def life(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
     folder = tmp_path_factory.mktemp("life")
     with fronting(folder / "qwen3", folder) as (front, gate):
-        checkpoints.make("qwen3", folder / "qwen3")  # meanwhile, the front end imports vLLM
+        checkpoints.make("qwen3", folder / "qwen3")  # Meanwhile, the front end imports vLLM.
         made = Life(front, gate, folder)
         made.begin()
         yield made
@@ -197,7 +197,7 @@ def test_a_worker_that_gets_sigterm_waits_for_its_copies(life: Life) -> None:
     life.check_closing(reported)
     life.release(reported)
     life.check_closed(reported)
-    life.check_closing(other)  # the engine of the other worker has noticed the end
+    life.check_closing(other)  # The engine of the other worker has noticed the end.
     life.release(other)
     life.check_closed(other)
     assert life.front.hear()["answers"] == [DEAD]

@@ -132,7 +132,7 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Callable[[checkpoints.Ki
             answers = life.ask()
             assert not any(answer.cached for answer in answers.values())
             life.push_out()
-            assert not life.on_disk()  # only blocks that were found again are written
+            assert not life.on_disk()  # Only blocks that were found again are written.
             life.ask()
             while grows(life):
                 pass
@@ -264,12 +264,12 @@ def test_r18_an_adapter_with_other_bytes_at_the_same_path_finds_nothing(tmp_path
                 life.rig.finish()
             first, *later = [life.rig.reported[f"{name}a{number}"] for number in range(3)]
             assert first.cached == 0
-            assert all(one.cached for one in later)  # found on the device, because the adapter is the same
+            assert all(one.cached for one in later)  # The device has the blocks of the same adapter.
             assert life.on_disk() == life.restored == (6 if seed else 0)
             base = [life.rig.run({f"{name}b{number}": asked})[f"{name}b{number}"] for number in range(3)]
             assert base[0].cached == (6 * engines.BLOCK if seed else 0)
             life.rig.finish()
-            assert life.on_disk() == 6  # the blocks of the base model
+            assert life.on_disk() == 6  # These are the blocks of the base model.
             life.rig.check_clean()
         answers.append(first.tokens)
     assert answers[0] != answers[1]

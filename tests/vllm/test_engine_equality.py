@@ -25,12 +25,12 @@ from tests.vllm.stock import checkpoints
 
 pytestmark = MARKS
 
-LONG = 260  # longer than several steps' token budgets and several windows
+LONG = 260  # This is longer than several steps' token budgets and several windows.
 ON_LARGE_HOSTS: list[tuple[checkpoints.Kind, str, int, bool]] = [
     ("qwen3", "eager", 512, False),
     ("gemma3", "eager", 512, True),
 ]
-SCENES = [  # model, policy, host blocks, and whether two steps are in flight
+SCENES = [  # A scene has model, policy, host blocks, and whether two steps are in flight.
     *ON_LARGE_HOSTS,
     ("qwen3", "eager", 9, False),
     ("qwen3", "lazy", 512, False),

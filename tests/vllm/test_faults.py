@@ -104,7 +104,7 @@ def test_after_a_reset_new_weights_are_served_from(hands: Hands, in_flight: str)
     rig.llm.apply_model(partial(retrain, factor=2.0))
     try:
         answer = rig.scheduler.reset_prefix_cache(reset_connector=True)
-        assert answer is (in_flight == "nothing")  # leased blocks keep vLLM from resetting its own cache
+        assert answer is (in_flight == "nothing")  # Leased blocks keep vLLM from resetting its own cache.
         assert not rig.side.core.state.pool.index
         held.copier.release()
         rig.finish()

@@ -29,7 +29,7 @@ ROUNDS = "while blocks are stored", "from the host"
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_tokens, "_ENGINE_S", 3600)  # the test's own timeout is the limit
+    monkeypatch.setattr(gpu_tokens, "_ENGINE_S", 3600)  # The test's own timeout is the limit.
     own = {"OMP_NUM_THREADS": "1", "VLLM_TARGET_DEVICE": "cpu", **engines.BLOCK_LAYOUTS}
     for name, value in {**gpu_check.ENVIRONMENT, **own}.items():
         monkeypatch.setenv(name, value)

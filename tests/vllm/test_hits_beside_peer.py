@@ -71,7 +71,7 @@ class Counted:
 
     def saved(self, seeds: Sequence[int]) -> Saved:
         """Return the tokens saved in the seeds' workloads, each of which begins with empty caches."""
-        self._run([[1] * engines.BLOCK])  # makes the host's memory ready
+        self._run([[1] * engines.BLOCK])  # After this request, the host's memory is ready.
         self._forget()
         self.hits = tokens = 0
         for seed in seeds:

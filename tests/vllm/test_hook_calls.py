@@ -155,9 +155,9 @@ def found() -> Iterator[dict[str, float]]:
         connector.__dict__.update(vars(scheduler), _role=KVConnectorRole.SCHEDULER)
         scheduler.offload.reported([TransferReport(Rank(0), (), BLOCKS)])
         warm, fresh, back, idle = (Life(connector, pool, Calls()) for _ in range(4))
-        keep = make_request("keep", 0)  # keeps the engine from being idle
+        keep = make_request("keep", 0)  # This request keeps the engine from being idle.
         connector.on_new_request(keep)
-        for seed in (*range(1, 20), 19):  # the last prompt repeats the previous prompt
+        for seed in (*range(1, 20), 19):  # The last prompt repeats the previous prompt.
             warm.live(seed)
         for seed in range(LIVES):
             fresh.live(100 + seed)

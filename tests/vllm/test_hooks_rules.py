@@ -69,21 +69,21 @@ def test_r9_a_load_that_takes_too_long_is_recomputed_elsewhere(hands: Hands) -> 
     asked = Asked(prompt(3), 12)
     expected = truth(rig, asked)
     load = start_loading(hands, asked)
-    held.copier._held = False  # for later copies; this one stays open
+    held.copier._held = False  # Only later copies are not held.
     held.clock.jump(31)
     with Reports(rig) as reports:
         rig.until(partial(rig.is_done, "a"))
     assert same(rig.reported["a"], expected)
     assert (reports.received, reports.failed) == (["a"], ["a"])
     assert load.is_open
-    rig.finish()  # the engine does not wait for an abandoned copy
+    rig.finish()  # The engine does not wait for an abandoned copy.
     leased = engines.held_blocks(rig.llm)
     assert leased > 0
     assert rig.slots(SlotState.QUARANTINED) >= leased
 
     other = Asked(prompt(4, 200), 6)
     right = truth(rig, other)
-    load.finish()  # the copy's target blocks were not allocated again
+    load.finish()  # The copy's target blocks were not allocated again.
     assert same(rig.run({"b": other})["b"], right)
     assert engines.held_blocks(rig.llm) == 0
     assert reports.received == ["a"]
@@ -151,7 +151,7 @@ def test_r2_fewer_tokens_accepted(hands: Hands) -> None:
     if len(rig.side.shape.groups) == 1:
         assert reported.cached == 256 - 64
         assert gained.count("kvoffload_load_blocks_total", "loaded") == 6
-    else:  # an earlier end needs other window blocks, which vLLM has not kept
+    else:  # An earlier end needs other window blocks, which vLLM has not kept.
         assert reported.cached == 0
         assert gained.count("kvoffload_contract_violations_total", "tokens_without_pin") == 0
 
@@ -217,7 +217,7 @@ def test_r5_no_block_under_a_copy_is_allocated(hands: Hands) -> None:
     check_same({name: rig.reported[name] for name in asked}, expected)
 
 
-@pytest.mark.parametrize("engine", ["gemma3"], indirect=True)  # the model with windows
+@pytest.mark.parametrize("engine", ["gemma3"], indirect=True)  # This model has windows.
 def test_r7_window_blocks_are_reallocated(hands: Hands) -> None:
     rig, _held = hands
     asked = {f"r{number}": Asked(prompt(40 + number, 400), 80) for number in range(3)}
@@ -291,7 +291,7 @@ def test_r14_many_requests_with_one_prefix_load_it_once(hands: Hands) -> None:
     rig, held = hands
     shared = prompt(70, 256)
     one = {"one": Asked((*shared, 1), 1)}
-    rig.put_on_host_only((*shared, 99))  # vLLM keeps a window only where a hit may end
+    rig.put_on_host_only((*shared, 99))  # vLLM keeps a window only where a hit may end.
     before = rig.counts
     rig.run(one)
     once = rig.counts.minus(before).count("kvoffload_transfer_bytes_total", "host", "load")
@@ -341,7 +341,7 @@ def listen_to_hooks(rig: Rig, calls: list[str], *more: tuple[object, str]) -> An
         original = getattr(owner, name)
 
         def noting(*args: Any, _name: str = name, _original: Any = original, **fields: Any) -> Any:
-            if not calls or calls[-1] != _name:  # one entry for all layers
+            if not calls or calls[-1] != _name:  # All layers together have one entry.
                 calls.append(_name)
             return _original(*args, **fields)
 

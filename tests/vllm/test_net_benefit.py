@@ -26,7 +26,7 @@ def reload(rig: Rig, requests: dict[str, Asked], times: int) -> None:
         for name, one in requests.items():
             rig.run({name: one})
             rig.reported.clear()
-            assert rig.scheduler.reset_prefix_cache()  # resets only the device's cache
+            assert rig.scheduler.reset_prefix_cache()  # This resets only the device's cache.
 
 
 def value(rig: Rig, name: str, *labels: str) -> float:

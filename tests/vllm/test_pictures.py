@@ -16,7 +16,7 @@ from tests.vllm.stock import picture_model
 pytestmark = MARKS
 
 TEXT = [random.Random(1).randrange(256) for _ in range(70)]
-CACHED = 96  # the tokens in whole blocks, of 40 tokens of a picture and 70 of text
+CACHED = 96  # The picture has 40 tokens and the text 70. These are their whole blocks.
 
 
 def picture(seed: int) -> Any:
@@ -36,7 +36,7 @@ def ask(rig: Rig, *pictures: int, reads: bool = True) -> dict[str, Reported]:
         ignore_eos=True,
         detokenize=False,
         logprobs=0,
-        prompt_logprobs=None if reads else 0,  # a request with prompt log-probabilities reads no cache
+        prompt_logprobs=None if reads else 0,  # A request with prompt log-probabilities reads no cache.
     )
     rig.reported.clear()
     for seed in pictures:
@@ -56,7 +56,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         skip_tokenizer_init=False,
         num_gpu_blocks_override=24,
         max_model_len=512,
-        mm_hasher_algorithm="sha256",  # vLLM's default needs a package that is not in the lock
+        mm_hasher_algorithm="sha256",  # vLLM's default needs a package that is not in the lock.
     ) as rig:
         yield rig
 

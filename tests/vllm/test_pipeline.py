@@ -36,7 +36,7 @@ pytestmark = MARKS
 Result = TypeVar("Result")
 
 MAX_MODEL_LEN = 384
-DEVICE_BLOCKS = 44  # too few for all requests at the same time
+DEVICE_BLOCKS = 44  # This is too few for all requests together.
 
 
 @dataclass(frozen=True)

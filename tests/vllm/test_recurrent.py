@@ -32,8 +32,8 @@ pytestmark = MARKS
 
 OPTIONS: Mapping[checkpoints.Kind, dict[str, Any]] = {
     "lfm2": {},
-    "granite4": {"prefix_match_unit": 32},  # a part of a block has a separate hash
-    "qwen3_next": {"prefix_cache_retention_interval": 64},  # a state at each block end
+    "granite4": {"prefix_match_unit": 32},  # A part of a block has a separate hash.
+    "qwen3_next": {"prefix_cache_retention_interval": 64},  # vLLM keeps a state at each block end.
 }
 """The engine's options. Each of vLLM's ways to keep states is used once."""
 
@@ -42,7 +42,7 @@ MODELS = checkpoints.RECURRENT[:1] if engines.IS_V2_RUNNER else checkpoints.RECU
 """Only one model where kernels are interpreted, because the recurrent layers are already slow."""
 
 SPARSE = [kind for kind in MODELS if "prefix_cache_retention_interval" not in OPTIONS[kind]]
-"""models that do not keep a state at each block end"""
+"""These models do not keep a state at each block end."""
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -82,7 +82,7 @@ def test_a_state_of_zeros_is_noticed(on: Stage, scene: Callable[[Stage], dict[st
     assert on.different(answers)
     on.copier.zeroes_states = False
     on.rig.finish()
-    on.rig.forget()  # removes the blocks computed from zeros
+    on.rig.forget()  # This removes the blocks computed from zeros.
 
 
 def test_a_state_that_is_stored_before_the_forward_pass_is_noticed(on: Stage) -> None:
@@ -148,7 +148,7 @@ def test_a_boundary_costs_one_chunk_once_and_nothing_where_no_prefix_is_shared(o
     assert costs[True] == [first, alone_cost, second + more]
 
 
-@pytest.mark.parametrize("on", MODELS[:1], indirect=True)  # other recurrent layers are slow on a CPU
+@pytest.mark.parametrize("on", MODELS[:1], indirect=True)  # Other recurrent layers are slow on a CPU.
 def test_lazy_stores_states_too(on: Stage) -> None:
     before = on.rig.counts
     with lazily(on):

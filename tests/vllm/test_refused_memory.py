@@ -56,6 +56,6 @@ def test_an_engine_runs_with_the_host_memory_that_it_gets(
         for line in log.splitlines()
         if f"host_memory_refused ready_slots={granted * PIECE_SLOTS} " in line
     )
-    assert ("WARNING" if granted else "ERROR") in line  # without any slot, nothing is offloaded
+    assert ("WARNING" if granted else "ERROR") in line  # Without any slot, nothing is offloaded.
     assert f"wanted_slots={PIECES * PIECE_SLOTS} " in line
     assert "Cannot allocate memory" in line

@@ -48,7 +48,7 @@ def test_r18_a_fresh_engine_finds_the_first_ones_prefix_and_no_adapters_or_other
         assert expected.cached == 0
         adapted = [first.ask(f"a{number}", OF_ADAPTER, lora_request=adapter) for number in range(3)]
         assert [each.cached for each in adapted] == [0, CACHED, CACHED]
-        assert first.copied(STORE) == 0  # blocks of an adapter are not stored, even if they are found again
+        assert first.copied(STORE) == 0  # Blocks of an adapter are not stored, even if they are found again.
         first.ask("n1", PROMPT)
         assert first.copied(STORE) == BLOCKS
         first.rig.check_clean()

@@ -30,11 +30,11 @@ from tests.vllm.stock import adapters
 
 pytestmark = MARKS
 
-LAYERS = 2  # the number of layers in the checkpoint
-PROMPT_BLOCKS = 8  # the number of whole blocks in a prompt
+LAYERS = 2
+PROMPT_BLOCKS = 8  # A prompt has this many whole blocks.
 OPTIONS: dict[str, Any] = {
-    "num_gpu_blocks_override": 160,  # enough to store all requests at the same time
-    "skip_tokenizer_init": False,  # beams and grammars need a tokenizer
+    "num_gpu_blocks_override": 160,  # This is enough to store all requests together.
+    "skip_tokenizer_init": False,  # Beams and grammars need a tokenizer.
     "structured_outputs_config": {"backend": "xgrammar"},
     "enable_lora": True,
     "max_loras": 2,
@@ -52,7 +52,7 @@ class Said(NamedTuple):
     logprobs: tuple[float, ...]
 
 
-Answers = list[list[Said]]  # for each request, its samples or beams
+Answers = list[list[Said]]  # Each request has its samples or beams.
 
 
 def prompt(seed: int) -> list[int]:
@@ -166,7 +166,7 @@ def equal_ids(rig: Rig, _: Path) -> Answers:
 
 KINDS: Mapping[
     str, tuple[Callable[[Rig, Path], Answers], int]
-] = {  # each function, and the number of prompts that must be found completely
+] = {  # A kind has a function, and the number of prompts that must be found completely.
     "samples": (samples, 4),
     "beams": (beams, 2),
     "grammars": (grammars, 4),

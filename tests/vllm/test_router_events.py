@@ -73,7 +73,7 @@ def test_a_router_accepts_every_published_block(folder: Path) -> None:
             (int.from_bytes(key[-4:], "big"), maybe_convert_block_hash(key[:-4])) for key in pool.index
         }
         windows = [orphan for orphan in router.orphans if orphan.kv_cache_spec_sliding_window is not None]
-        assert router.orphans == windows  # vLLM hashes only window blocks that a hit can need
+        assert router.orphans == windows  # vLLM hashes only window blocks that a hit can need.
         assert {*router.known, *((one.group_idx, one.block_hashes[0]) for one in windows)} == on_host
         theirs = {
             (event.group_idx, event.block_hashes[0]): event

@@ -179,7 +179,8 @@ def test_a_session_is_answered_as_one_that_finds_nothing(folder: Path, two_steps
 
         with patch.object(rig.connector, "build_connector_meta", compared):
             held, answers = talk(rig, "a")
-            assert held[60:65] == [*answers[0].tokens[:4], tokens(11, 36)[0]]  # vLLM dropped the fifth token
+            # vLLM has dropped the fifth token.
+            assert held[60:65] == [*answers[0].tokens[:4], tokens(11, 36)[0]]
             assert rig.scheduler.reset_prefix_cache()
             before = rig.counts
             again, same_answers = talk(rig, "b")

@@ -28,7 +28,7 @@ from tests.vllm.engine_rig import (
 
 pytestmark = MARKS
 
-BLOCKS = 8  # the number of blocks in a prompt that a lookup can find
+BLOCKS = 8  # A lookup can find this many blocks of a prompt.
 
 # ExampleConnector stores a prompt in the request's first step, so one step must have room for whole prompts.
 WHOLE_PROMPTS: dict[str, Any] = {"max_num_batched_tokens": 1024}

@@ -25,7 +25,7 @@ from tests.vllm.stock import engines
 pytestmark = MARKS
 
 TIMEOUT_S = 30
-STEPS = 300  # the most steps, for an engine that hangs
+STEPS = 300  # An engine that hangs stops after this many steps.
 
 
 ASKED = {
@@ -71,7 +71,7 @@ def renew(rig: Rig) -> Held:
         start_worker(worker, config, cache)
     worker.register(layout)
     scheduler.bind_gpu_block_pool(rig.scheduler.kv_cache_manager.block_pool)
-    worker.offload._tasks[0].result(TIMEOUT_S)  # waits for the host memory
+    worker.offload._tasks[0].result(TIMEOUT_S)  # This waits for the host memory.
     rig.reported.clear()
     return held
 
@@ -89,7 +89,7 @@ def live(rig: Rig, held: Held) -> None:
     steps(rig, 2)
     held.copier.release()
     steps(rig, 12)
-    held.clock.jump(TIMEOUT_S + 1)  # a load that the core had forgotten would time out now
+    held.clock.jump(TIMEOUT_S + 1)  # A load that the core had forgotten would time out now.
     rig.scheduler.reset_prefix_cache()
     rig.ask("later", ASKED["later"])
     steps(rig, 6)

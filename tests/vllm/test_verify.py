@@ -68,4 +68,4 @@ def test_a_flipped_bit_is_found_counted_and_computed_again(rig: Rig) -> None:
     assert gained.count("kvoffload_load_blocks_total", "loaded") == 0
     assert rig.slots(SlotState.QUARANTINED) - lost == corrupt > 0
     assert gained.count("kvoffload_transfers_total", "host", "load", "corrupt") == 1
-    rig.forget()  # removes corrupt blocks that no load has read yet
+    rig.forget()  # This removes corrupt blocks that no load has read yet.

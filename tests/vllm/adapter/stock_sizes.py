@@ -50,14 +50,13 @@ def stock_sizes(folder: Path, block_size: int, cache_dtype: str, dtype: str) -> 
             }
         finally:
             cleanup_dist_env_and_memory()
-    config.cache_config.kv_cache_layout = "LBNHC"  # an engine requests this layout from its workers
+    config.cache_config.kv_cache_layout = "LBNHC"  # An engine requests this layout from its workers.
     groups = get_kv_cache_groups(config, specs)
     (page,) = {spec.page_size_bytes for spec in specs.values()}
     return page, _get_kv_cache_bytes_per_block(groups, config.cache_config.get_resolved_kv_cache_layout())
 
 
 def stock_kv_heads(folder: Path, ranks: int) -> int:
-    """Return the number of KV heads of each rank."""
     from vllm.engine.arg_utils import EngineArgs
 
     config: Any = EngineArgs(model=str(folder), skip_tokenizer_init=True).create_model_config()

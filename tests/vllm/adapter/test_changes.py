@@ -49,7 +49,7 @@ def test_at_first_every_gauge_is_sent_and_no_counter() -> None:
     first = Engine().first
     assert first is not None
     gauges = {name for name, metric in BY_NAME.items() if metric.kind is Kind.GAUGE}
-    assert first.keys() == gauges - {"kvoffload_info"}  # this engine has no identity
+    assert first.keys() == gauges - {"kvoffload_info"}  # This engine has no identity.
     for name, series in first.items():
         assert set(map(split_labels, series)) == set(BY_NAME[name].series)
 

@@ -167,10 +167,10 @@ def test_the_pasted_line_and_the_doctors_own_options_give_the_same(
     memory, _ = (
         pasted.pop("host memory"),
         options.pop("host memory"),
-    )  # the memory left on the machine changes between calls
+    )  # The memory left on the machine changes between calls.
     assert pasted == options | {name: pasted[name] for name in ("vllm options", "block hashes")}
     assert "88 blocks fit the KV cache" in " ".join(pasted["model sizes"]["finding"].split())
-    assert memory["finding"].startswith("18.0 MiB ")  # 9 MiB for each of two engines
+    assert memory["finding"].startswith("18.0 MiB ")  # Each of two engines gets 9 MiB.
 
 
 def test_an_option_before_the_line_overrides_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,7 +146,7 @@ def test_a_block_without_a_note_is_left_out_and_so_is_its_end() -> None:
     assert [fields["block_hashes"] for _, fields in events(maker, (large[0], True))] == [["01"]]
     ((kind, fields),) = events(maker, (large[0], False), (large[1], False))
     assert (kind, fields["block_hashes"]) == ("removed", ["01"])
-    assert len(events(maker, (large[1], False))) == 1  # only the first removal is left out of the events
+    assert len(events(maker, (large[1], False))) == 1  # Only the first removal is left out of the events.
 
 
 # -- notes ----------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_only_blocks_that_are_computed_are_noted_each_once() -> None:
     assert notes.take(prompt(range(4)), 0, 5) == 2
     assert count_of(notes) == 2
     assert notes.take(prompt(range(4)), 2, 5) == 2
-    assert notes.take(prompt(range(4)), 2, 100) == 4  # more tokens are computed than hashed
+    assert notes.take(prompt(range(4)), 2, 100) == 4  # More tokens are computed than hashed.
     assert notes.take(prompt(range(4)), 0, 8) == 4
     assert count_of(notes) == 4
 

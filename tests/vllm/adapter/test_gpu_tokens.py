@@ -34,8 +34,8 @@ WRONG: Answer = [(0, [-0.9, -2.0]), (1, [-3.0, -0.1])]
         (WRONG, 0.4),
         # Positions after the first different token are not compared.
         ([(1, [-2.5, -0.2]), (1, [-9.0, -9.0])], 2.0),
-        ([(1, [-0.5, -0.3]), RIGHT[1]], 1.7),  # only the probability of the other token has grown
-        ([(0, [-0.5, -7.0]), RIGHT[1]], 0),  # tokens that neither engine has chosen do not count
+        ([(1, [-0.5, -0.3]), RIGHT[1]], 1.7),  # Only the probability of the other token has grown.
+        ([(0, [-0.5, -7.0]), RIGHT[1]], 0),  # Tokens that neither engine has chosen do not count.
         ([RIGHT[0], (1, [-3.0, float("nan")])], 1e6),
     ],
 )

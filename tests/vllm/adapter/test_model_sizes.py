@@ -162,7 +162,7 @@ def test_what_does_not_follow_from_the_configuration_is_refused(change: dict[str
     [
         (QWEN3_8B, Options(kv_cache_dtype="nvfp4")),
         (QWEN3_8B, Options(pipeline_parallel_size=5)),
-        (DEEPSEEK_V2_LITE, Options()),  # the GPU backend chooses this model's block size
+        (DEEPSEEK_V2_LITE, Options()),  # The GPU backend chooses this model's block size.
     ],
 )
 def test_options_from_which_no_size_follows(config: dict[str, Any], options: Options) -> None:
@@ -408,7 +408,7 @@ def test_the_sizes_are_those_of_a_stock_vllm(
     """vLLM makes the layers without weights, and reports the sizes of its pages and blocks."""
     from tests.vllm.adapter.stock_sizes import stock_sizes
 
-    tokens = 16 if model == "deepseek" else 32  # the block size that vLLM's CPU backends accept
+    tokens = 16 if model == "deepseek" else 32  # vLLM's CPU backends accept these block sizes.
     found = sizes(MODELS[model], Options(block_size=tokens, kv_cache_dtype=cache_dtype, dtype=dtype))
     stock = stock_sizes(save(tmp_path, MODELS[model]), tokens, cache_dtype, dtype)
     assert (found.page_bytes, found.block_bytes) == stock

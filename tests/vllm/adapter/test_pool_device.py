@@ -19,7 +19,7 @@ def test_a_block_with_fewer_references_than_leases_is_reported() -> None:
     device = VllmDevice()
     assert isinstance(device, AuditsLeases)
     leases = {DeviceBlockId(1): 1, DeviceBlockId(2): 2}
-    assert device.lease_problems({}) == []  # vLLM has not passed its pool yet
+    assert device.lease_problems({}) == []  # vLLM has not passed its pool yet.
     pool: Any = SimpleNamespace(blocks=[SimpleNamespace(ref_cnt=count) for count in (1, 3, 1)])
     device.bind(pool)
     assert device.lease_problems(leases) == ["block 2 is leased 2 times, vLLM counts 1 references"]
@@ -35,7 +35,7 @@ def test_a_hash_of_a_part_of_a_block_is_not_a_key() -> None:
         for key, tokens in ((keys[0], 64), (keys[0], 48), (keys[1], 48), (None, None))
     ]
     pool: Any = SimpleNamespace(blocks=blocks)
-    device = VllmDevice({0: 32})  # each block of group 1 has only one hash
+    device = VllmDevice({0: 32})  # Each block of group 1 has only one hash.
     device.bind(pool)
     assert device.keys_of([DeviceBlockId(block) for block in range(4)]) == [keys[0], None, keys[1], None]
 
@@ -60,7 +60,7 @@ def test_lazy_stores_only_whole_blocks() -> None:
         blocks = pool.get_new_blocks(3)
         pool.cache_full_blocks(request, blocks, 0, 2, 32, 0)
         assert pool.cache_partial_block(request, blocks[2], 80, 0, 32) is not None
-        pool.get_new_blocks(BLOCKS - 3)  # the blocks of this prompt are the next that vLLM evicts
+        pool.get_new_blocks(BLOCKS - 3)  # vLLM evicts the blocks of this prompt next.
         pool.free_blocks(blocks)
         (job,) = side.step(facts.StepScheduled(0)).stores
         assert set(job.targets) == {block.block_id for block in blocks[:2]}

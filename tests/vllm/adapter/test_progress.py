@@ -18,8 +18,6 @@ EVERY = 4
 
 
 class Engine:
-    """Requests of an engine that allocates blocks in ascending order."""
-
     def __init__(self, every: int = EVERY, free: int = 1000, block: int = BLOCK) -> None:
         shape = EngineShape((GroupSpec(GroupId(0), AttentionKind.FULL, block),), 1, 1000, step_tokens=64)
         self.block, self.free, self.last, self.steps = block, free, 0, 0
@@ -81,7 +79,7 @@ def test_what_decoding_requests_gain_is_reported_together() -> None:
     assert engine.step({"a": 1, "b": 1}) == ({"a": (16, [6]), "b": (17, [5])}, [])
     for _ in range(3):
         assert engine.step({"a": 1, "b": 1}) == ({}, [])
-    assert engine.step({"a": 1, "b": 1}) == ({}, [])  # no request completed a block
+    assert engine.step({"a": 1, "b": 1}) == ({}, [])  # No request has completed a block.
     found = [engine.step({"a": 1, "b": 1}) for _ in range(4)]
     assert found == [({}, []), ({}, []), ({}, [7]), ({"b": (25, [7]), "a": (24, [8])}, [])]
 
@@ -105,7 +103,7 @@ def test_every_step_reports_where_nothing_may_be_late() -> None:
 def test_chunks_of_a_prompt_are_reported_in_the_step_behind_them() -> None:
     engine = Engine()
     engine.add("a", 64)
-    engine.tables["a"], engine.last = 4, 4  # the blocks of the first chunk
+    engine.tables["a"], engine.last = 4, 4  # The first chunk has these blocks.
     assert engine.step({"a": 32}) == ({}, [])
     found, reallocated = engine.step({"a": 32})
     assert (found, sorted(reallocated)) == ({"a": (32, [5, 6, 7, 8])}, [5, 6, 7, 8])
@@ -151,7 +149,7 @@ def test_a_preemption_reported_after_the_next_allocation_keeps_the_new_table() -
     engine.add("a", 15)
     engine.reports.forget("a")
     engine.step({"a": 15})
-    assert engine.step({"a": 1}) == ({"a": (15, [])}, [])  # nothing of the earlier table is reported
+    assert engine.step({"a": 1}) == ({"a": (15, [])}, [])  # Nothing of the earlier table is reported.
 
 
 def test_a_request_that_was_preempted_is_not_reported() -> None:
@@ -169,7 +167,7 @@ def test_a_request_that_is_not_scheduled_is_reported_later() -> None:
     engine.add("a", 15)
     for tokens in (15, 1, 1):
         engine.step({"a": tokens})
-    assert engine.step({}) == ({}, [])  # the fourth step, in which requests report
+    assert engine.step({}) == ({}, [])  # Every fourth step reports.
     engine.free = 0
     assert engine.step({}) == ({}, [])
     engine.free = 1000

@@ -43,7 +43,7 @@ def test_stats_reach_a_front_ends_metrics() -> None:
     assert changed is not None
     stats = KVOffloadStats(changed)
     assert not stats.is_empty()
-    assert bool(stats)  # vLLM's aggregation uses `stats or None`
+    assert bool(stats)  # vLLM's aggregation uses `stats or None`.
     assert changes.take() is None
     reported = getattr(stats, "to_dict", lambda: stats.data)()
     arrived = KVOffloadStats(data=through_the_wire(reported))

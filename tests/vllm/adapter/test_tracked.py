@@ -15,7 +15,7 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 @pytest.mark.parametrize(
     ("fields", "parent"),
     [
-        ({}, None),  # a vLLM without traces
+        ({}, None),  # This vLLM has no traces.
         ({"trace_headers": None}, None),
         ({"trace_headers": {"tracestate": "a=b"}}, None),
         ({"trace_headers": {"traceparent": PARENT, "tracestate": "a=b"}}, PARENT),
@@ -52,7 +52,7 @@ def test_hashes_that_were_rewritten_are_noticed(hashes: list[bytes], is_rewritte
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")
 def test_it_is_where_vllm_keeps_it() -> None:
-    from tests.vllm.stock import engines  # sets environment variables that vLLM reads at its import
+    from tests.vllm.stock import engines  # This sets environment variables that vLLM reads at its import.
 
     assert engines.ENVIRONMENT
     from vllm import SamplingParams

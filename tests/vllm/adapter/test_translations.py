@@ -65,7 +65,6 @@ def grouped(*members: Any) -> list[Any]:
 
 
 def planned(layout: Any, groups: list[Any]) -> Any:
-    """Return vLLM's placement of groups in a layout."""
     try:
         from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
     except ImportError:
@@ -324,6 +323,6 @@ def test_the_policy_for_failed_loads_is_the_outermost(
     given = engine()
     given.kv_transfer_config = KVTransferConfig(**{**config, "kv_load_failure_policy": outer})
     given.scheduler_config.disable_hybrid_kv_cache_manager = True
-    with set_current_vllm_config(given):  # vLLM's worker sets the configuration too
+    with set_current_vllm_config(given):  # vLLM's worker sets the configuration too.
         KVConnectorFactory.create_connector(given, KVConnectorRole.WORKER, cache_config(attention()))
     assert policies == [outer]

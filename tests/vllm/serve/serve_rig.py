@@ -20,10 +20,11 @@ from tests.vllm.stock.client import Metrics, Reply
 MARKS = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
 BLOCK = engines.BLOCK
-SLOT_BYTES = 32768  # the bytes of a block of either checkpoint, for all ranks together
-START_S = 400  # for a busy machine; on an idle machine a start takes 15 s
+SLOT_BYTES = 32768  # A block of either checkpoint has this size on all ranks together.
+START_S = 400  # On an idle machine a start takes 15 s.
 _PATIENCE_S = 120.0
-_BURST, _BURSTS = 16, 20  # requests per burst, and the most bursts until a copy is open
+# A burst has this many requests, and after this many bursts a copy must be open.
+_BURST, _BURSTS = 16, 20
 
 Prompt = tuple[int, ...]
 

@@ -33,13 +33,13 @@ DEVICE_BLOCKS = 72
 HOST_BLOCKS = 512
 PROMPTS = [*draw_families(5), *draw(6, 4, 500)]
 COUNT = 8
-ENGINES_OWN = [  # vLLM's own series that must show the traffic
+ENGINES_OWN = [  # These series of vLLM must show the traffic.
     "vllm:external_prefix_cache_hits_total",
     "vllm:kv_cache_usage_perc",
     "vllm:prefix_cache_queries_total",
     "vllm:time_to_first_token_seconds_bucket",
 ]
-LEAST_S, MOST_S = 12, 240  # seconds of traffic, so that rates between Prometheus's scrapes show it
+LEAST_S, MOST_S = 12, 240  # Rates between Prometheus's scrapes must show the traffic.
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def evict_and_return(server: Server) -> None:
         prompts = draw(seed, 6, 500)
         for _ in range(2):
             ask(server, prompts, COUNT)
-        ask(server, prompts[-1:] * 2, COUNT, at_once=1)  # the device has the prompt when it is sent again
+        ask(server, prompts[-1:] * 2, COUNT, at_once=1)  # The device has the prompt when it is sent again.
         seed += 1
 
 

@@ -35,7 +35,7 @@ from tests.vllm.stock.engines import Answer, Server
 
 pytestmark = MARKS
 
-DEVICE_BLOCKS = 40  # room for 1,248 tokens, while the prompts need thousands
+DEVICE_BLOCKS = 40  # These have room for 1,248 tokens, while the prompts need thousands.
 OPTIONS = {
     **engines.TWO_WORKERS,
     "seconds": START_S,
@@ -77,7 +77,7 @@ def server(
 ) -> Iterator[Server]:
     """Start the server of all tests except the last. The last but one shuts the server down."""
     log = tmp_path_factory.mktemp("offloading") / "log"
-    options = {**OPTIONS, "shutdown_timeout": 60}  # without a timeout vLLM kills its workers at once
+    options = {**OPTIONS, "shutdown_timeout": 60}  # Without a timeout vLLM kills its workers at once.
     with engines.serving(checkpoint, log, kv_transfer_config=connector(), **options) as running:
         yield running
 
@@ -103,7 +103,8 @@ def test_metrics_agree_with_what_was_sent(server: Server, expected: Expected) ->
     found = sum(reply.cached_tokens for reply in replies)
     on_device = grown("vllm:prefix_cache_hits_total")
     assert sent == sum(map(len, LONE)) * 2
-    assert found >= sum(len(prompt) // BLOCK * BLOCK for prompt in LONE)  # all blocks of the second round
+    # The second round must find all blocks.
+    assert found >= sum(len(prompt) // BLOCK * BLOCK for prompt in LONE)
     assert grown(EXTERNAL_HITS) == found - on_device > 0
     assert grown("kvoffload_lookup_tokens_total", "hit") == found - on_device
     assert grown("kvoffload_lookup_tokens_total") == sent - on_device
@@ -114,7 +115,7 @@ def test_metrics_agree_with_what_was_sent(server: Server, expected: Expected) ->
     assert grown("kvoffload_store_blocks_total", "stored") >= sum(len(prompt) // BLOCK for prompt in LONE)
     assert after("kvoffload_slots") == after("kvoffload_capacity_slots") == 512
     assert after("kvoffload_degraded") == after("kvoffload_contract_violations_total") == 0
-    assert grown("kvoffload_transfer_seconds_count", "load") == 2 * len(LONE)  # one copy on each rank
+    assert grown("kvoffload_transfer_seconds_count", "load") == 2 * len(LONE)  # Each rank makes one copy.
     assert grown("kvoffload_first_token_seconds_count") == len(replies)
     assert grown("kvoffload_first_token_seconds_count", "host") == len(LONE)
     check_benefit(before, after, found - on_device)
@@ -153,7 +154,7 @@ def test_after_a_reset_in_full_run_nothing_old_is_found(server: Server, expected
     ask(server, LONE)
     control = settled(server)
     ask(server, LONE)
-    assert settled(server)(EXTERNAL_HITS) > control(EXTERNAL_HITS)  # without a reset, the prompts are found
+    assert settled(server)(EXTERNAL_HITS) > control(EXTERNAL_HITS)  # Without a reset, the prompts are found.
 
     with ThreadPoolExecutor(len(LONG)) as pool:
         begun = threading.Semaphore(0)
@@ -162,7 +163,7 @@ def test_after_a_reset_in_full_run_nothing_old_is_found(server: Server, expected
         answer = server.post("/reset_prefix_cache?reset_external=true")
         assert not any(one.done() for one in running)
         check_same([one.result() for one in running], expected.long)
-    assert answer == {"success": False}  # running requests hold blocks of the device's own cache
+    assert answer == {"success": False}  # Running requests hold blocks of the device's own cache.
 
     before = settled(server)
     check_same(ask(server, LONE), expected.lone)
@@ -179,7 +180,7 @@ def test_ended_amid_transfers_it_ends_in_order(server: Server) -> None:
     with burst(server) as replies:
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(180) == 0
-    assert all(len(reply.result().tokens) == 4 for reply in replies)  # running requests are completed
+    assert all(len(reply.result().tokens) == 4 for reply in replies)  # Running requests are completed.
     check_nothing_is_left(server, shared)
     check_log(server)
     assert "Traceback" not in server.log.read_text()

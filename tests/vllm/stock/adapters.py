@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 RANK = 4
-_WIDTH = 0.2  # the standard deviation of the weights, large enough to change every token's KV
+_WIDTH = 0.2  # This standard deviation is large enough to change every token's KV.
 _QUERIES = SHAPE["num_attention_heads"] * SHAPE["head_dim"]
 _KEYS = SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
 _SIZES = {"q_proj": _QUERIES, "k_proj": _KEYS, "v_proj": _KEYS}

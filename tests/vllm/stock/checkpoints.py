@@ -23,10 +23,10 @@ KINDS: tuple[Kind, ...] = ("qwen3", "gemma3")
 RECURRENT: tuple[Kind, ...] = ("lfm2", "granite4", "qwen3_next")
 """hybrids with recurrent layers, which have separate tests"""
 
-VOCABULARY = 320  # 256 bytes, the end of a text, and some unused tokens
+VOCABULARY = 320  # These are 256 bytes, the end of a text, and some unused tokens.
 END = 256
-WINDOW = 80  # not a multiple of the block size, so that windows begin inside a block
-WIDTH = 0.15  # the standard deviation of the weights
+WINDOW = 80  # This is not a multiple of the block size, so that windows begin inside a block.
+WIDTH = 0.15  # This is the standard deviation of the weights.
 CONTEXT = 4096
 
 SHAPE: dict[str, Any] = {
@@ -88,7 +88,7 @@ def draw(model: PreTrainedModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters()):
-            if weight.dim() > 1:  # norms keep their initial weights
+            if weight.dim() > 1:  # Norms keep their initial weights.
                 weight.normal_(0.0, WIDTH, generator=generator)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.vllm.stock.engines import Answer, Server
 
 _DATA, _END = b"data: ", b"[DONE]"
-_THEIRS = frozenset({"engine", "model_name"})  # labels that every series of a server has
+_THEIRS = frozenset({"engine", "model_name"})  # Every series of a server has these labels.
 _TIMEOUT_S = 180
 
 
@@ -83,7 +83,8 @@ class Metrics:
 
     def __init__(self, text: str) -> None:
         self.series: dict[tuple[str, tuple[str, ...]], float] = {}
-        self.written: dict[tuple[str, tuple[str, ...]], str] = {}  # each series as written in `/metrics`
+        # A series is kept as written in `/metrics`.
+        self.written: dict[tuple[str, tuple[str, ...]], str] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 labels = {name: value for name, value in sample.labels.items() if name not in _THEIRS}

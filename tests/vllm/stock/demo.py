@@ -27,7 +27,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 if torch.cuda.is_available():
-    os.environ.setdefault("VLLM_TARGET_DEVICE", "cuda")  # the next import would set "cpu"
+    os.environ.setdefault("VLLM_TARGET_DEVICE", "cuda")  # The next import would set "cpu".
 
 from kvoffload.cli.demo.command import Screen
 from kvoffload.cli.demo.options import DemoOptions
@@ -37,7 +37,7 @@ from tests.vllm.stock import checkpoints, client, demo_report, engines
 from tests.vllm.stock.demo_report import Play
 
 CONNECTOR: dict[str, Any] = {
-    "kv_connector": "KVOffloadConnector",  # vLLM finds this name through the wheel's entry point
+    "kv_connector": "KVOffloadConnector",  # vLLM finds this name through the wheel's entry point.
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"host_bytes": "64MiB"},
@@ -46,9 +46,9 @@ FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 640, 64, 16
 MOST_TURNS = 1 + (engines.OPTIONS["max_model_len"] - FIRST_TOKENS - ANSWER_TOKENS) // (
     TURN_TOKENS + ANSWER_TOKENS
 )
-AT_ONCE = 2  # conversations that run concurrently
-START_S = 400  # the longest wait for a server in seconds; a start takes 15 s on an idle machine
-DEVICE_BLOCKS = {"qwen3": 64, "gemma3": 112}  # at most a third of the blocks that eight conversations need
+AT_ONCE = 2  # This many conversations run concurrently.
+START_S = 400  # On an idle machine a start takes 15 s.
+DEVICE_BLOCKS = {"qwen3": 64, "gemma3": 112}  # Eight conversations need at least three times as many blocks.
 SETTLE_S = 30
 
 
@@ -92,7 +92,7 @@ def play(scene: Scene, name: str, screen: Screen, script: Play | None, **options
         **options,
     ) as server:
         screen.say(f"ready after {time.monotonic() - begun:.0f} s; the conversations begin")
-        client.stream(server, range(FIRST_TOKENS // 2), ANSWER_TOKENS)  # a warm-up
+        client.stream(server, range(FIRST_TOKENS // 2), ANSWER_TOKENS)  # This is a warm-up.
         before = settled(server)
         replies = _take_turns(server, scene.conversations, screen, script)
         return Play(replies, before, settled(server))

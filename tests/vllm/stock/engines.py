@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
     from vllm import LLM
 
-Foreign = Any  # an object of vLLM, which is not installed where types are checked
+Foreign = Any  # vLLM is not installed where types are checked.
 
-BLOCK = 32  # tokens of a block; vLLM's CPU platform requires a multiple of 32
+BLOCK = 32  # vLLM's CPU platform requires a multiple of 32 tokens.
 
 ENVIRONMENT: Mapping[str, str] = {
-    "VLLM_TARGET_DEVICE": "cpu",  # the wheel is for CUDA; this selects the CPU platform
-    "TORCHDYNAMO_DISABLE": "1",  # compiling the sampler's log-probabilities would take 20 s
-    "OMP_NUM_THREADS": "1",  # the tensors are tiny, so more threads would be slower
+    "VLLM_TARGET_DEVICE": "cpu",  # The wheel is for CUDA. This selects the CPU platform.
+    "TORCHDYNAMO_DISABLE": "1",  # Compiling the sampler's log-probabilities would take 20 s.
+    "OMP_NUM_THREADS": "1",  # The tensors are tiny, so more threads would be slower.
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_SERVER_DEV_MODE": "1",  # enables the route that resets the prefix cache
+    "VLLM_SERVER_DEV_MODE": "1",  # This enables the route that resets the prefix cache.
     "HF_HUB_OFFLINE": "1",
 }
 
@@ -51,19 +51,20 @@ OPTIONS: Mapping[str, Any] = {
     "compilation_config": {"custom_ops": ["none"]},
     "num_gpu_blocks_override": 128,
     "kv_cache_memory_bytes": 1
-    << 26,  # without this, the worker requires nearly all of the machine's memory to be free
+    << 26,  # Without this, the worker requires nearly all of the machine's memory to be free.
     "max_model_len": 1024,
-    "max_num_batched_tokens": 128,  # longer prompts are computed in chunks
+    "max_num_batched_tokens": 128,  # Longer prompts are computed in chunks.
     "max_num_seqs": 16,
 }
 
 TWO_WORKERS: Mapping[
     str, Any
-] = {  # for `serving`: tensor parallelism on a machine with one memory node and two cores
+] = {  # These options of `serving` run tensor parallelism on a machine with one memory node and two cores
     "tensor_parallel_size": 2,
     "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
 }
-IS_V2_RUNNER = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"  # set by tests/vllm/versions/matrix.py
+# tests/vllm/versions/matrix.py sets this variable.
+IS_V2_RUNNER = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 # The environment for a KV cache that may have its blocks outermost.
 BLOCK_LAYOUTS: Mapping[str, str] = {"VLLM_CPU_OPS_BLOCK_LAYOUTS": "1"}
 # The environment for asynchronous scheduling.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-Caches = dict[str, torch.Tensor]  # for each region's name, a tensor `[blocks, bytes of a block]`
+Caches = dict[str, torch.Tensor]  # Each region's name has a tensor `[blocks, bytes of a block]`.
 
 
 def kv_transfer(host_bytes: int, *, lazy: bool = False, inline: bool = False) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class HostCopies:
         is_store: bool,
         event_idx: int,
         events_list: list[tuple[int, _Done]],
-        wait_event: object = None,  # the forward pass, which has already ended on a CPU
+        wait_event: object = None,  # The forward pass has already ended on a CPU.
     ) -> None:
         """Submit a copy. When the copy has ended, its number is appended to `events_list`."""
         sides = (self._device, self._host) if is_store else (self._host, self._device)

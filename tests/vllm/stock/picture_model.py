@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from transformers import Blip2Processor
 
-PICTURE_TOKENS = 40  # a picture's tokens, which precede the prompt
+PICTURE_TOKENS = 40  # A picture's tokens precede the prompt.
 EDGE = 56
 _PICTURE = checkpoints.VOCABULARY - 1
 

@@ -39,8 +39,8 @@ def test_hits_on_the_host_and_the_same_tokens(kind: checkpoints.Kind, tmp_path: 
     checkpoint = checkpoints.make(kind, tmp_path / kind)
     with engines.in_process(checkpoint, **SMALL[kind]) as plain:
         expected = ask_twice(plain)
-    assert [answer.cached for answer in expected] == [0] * 6  # without a connector, no prompt is found
-    for inline in (False, True):  # copies on the peer's thread, and copies within the hook
+    assert [answer.cached for answer in expected] == [0] * 6  # Without a connector, no prompt is found.
+    for inline in (False, True):  # The peer copies on its thread, or within the hook.
         check_hits(kind, checkpoint, inline, expected)
 
 

@@ -46,7 +46,7 @@ WITH_V2 = ("0.30.0", "0.32.0", "0.33.0")
 V2_RUNNER = {
     "VLLM_USE_V2_MODEL_RUNNER": "1",
     "TRITON_INTERPRET": "1",
-    "CUDA_VISIBLE_DEVICES": "",  # without a driver, vLLM accepts Triton only if no device is visible
+    "CUDA_VISIBLE_DEVICES": "",  # Without a driver, vLLM accepts Triton only if no device is visible.
 }
 PART_OF_V2 = ("0.32.0", "bucket or qwen3 and (runners or reloaded or preempted)")
 """The part of the suite that --check runs with V2: a version, and pytest's expression for the tests."""

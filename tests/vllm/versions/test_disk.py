@@ -16,7 +16,7 @@ pytestmark = MARKS
 
 def test_put_blocks_are_found_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_refused("qwen3"):
-        pytest.skip("refused at start")  # another test in this folder covers the refusal
+        pytest.skip("refused at start")  # Another test in this folder covers the refusal.
     # Before 0.29, the seed of vLLM's hashes is random without this variable.
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     with living("qwen3", tmp_path) as life:

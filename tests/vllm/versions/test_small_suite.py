@@ -35,7 +35,7 @@ from tests.vllm.versions.test_refusals import is_refused
 
 pytestmark = MARKS
 
-WRONG = bytes([0x40, 0x41, 0x42, 0x3F])  # numbers near 1, while the values of KV are around 0
+WRONG = bytes([0x40, 0x41, 0x42, 0x3F])  # These are numbers near 1, while the values of KV are around 0.
 
 
 class Steered(GatedCopier):
@@ -88,7 +88,7 @@ def _requests() -> dict[str, Asked]:
 
 
 REQUESTS = _requests()
-DEVICE = {"num_gpu_blocks_override": 512, "max_model_len": 384}  # enough for all requests at the same time
+DEVICE = {"num_gpu_blocks_override": 512, "max_model_len": 384}  # This is enough for all requests together.
 
 
 def reloaded(stage: Stage) -> dict[str, Reported]:
@@ -151,7 +151,7 @@ SCENES: tuple[Callable[[Stage], dict[str, Reported]], ...] = (reloaded, preempte
 def stage(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[Stage, Mapping[str, Reported]]]:
     kind = request.param
     if is_refused(kind):
-        pytest.skip("refused at start")  # another test in this folder covers the refusal
+        pytest.skip("refused at start")  # Another test in this folder covers the refusal.
     with plain(kind, folder, **DEVICE) as rig:
         expected = rig.run(REQUESTS)
     held = Held(copier=Steered())
@@ -190,4 +190,4 @@ def test_control(
     assert not all(same(one, expected[name]) for name, one in reported.items())
     on.copier.lies = False
     on.rig.finish()
-    on.rig.forget()  # the device's blocks are wrong too
+    on.rig.forget()  # The device's blocks are wrong too.

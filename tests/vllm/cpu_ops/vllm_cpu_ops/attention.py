@@ -89,7 +89,7 @@ def _decode(query: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, pag
     places = first[:, None] * pages.block_size + torch.arange(keys.shape[2])
     last = (lengths - 1)[:, None]
     seen = pages.sees(last, places) & (places <= last)
-    values = values.masked_fill(~seen[:, None, :, None], 0)  # unwritten bytes may be NaN
+    values = values.masked_fill(~seen[:, None, :, None], 0)  # Unwritten bytes may be NaN.
     return _weighted(query[:, None], keys, values, seen[:, None, None, None], pages)[:, 0]
 
 

@@ -22,7 +22,7 @@ def _gdn_attention_core(
     layer_name: LayerNameType,
 ) -> None:
     context = get_forward_context()
-    if context.attn_metadata is not None:  # None while vLLM measures a step's memory
+    if context.attn_metadata is not None:  # It is None while vLLM measures a step's memory.
         layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
         metadata = context.attn_metadata[layer.prefix]
         recurrent.gated_delta_net(layer, metadata, mixed_qkv, b, a, core_attn_out)

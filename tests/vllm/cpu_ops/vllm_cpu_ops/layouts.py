@@ -19,7 +19,7 @@ SWITCH = "VLLM_CPU_OPS_BLOCK_LAYOUTS"  # "1" offers this layout too; read whenev
 def follow_the_switch() -> None:
     try:
         from vllm.v1.kv_cache_layout import KVCacheLayout
-    except ImportError:  # before 0.29
+    except ImportError:  # vLLM before 0.29 lacks this module.
         return
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 

@@ -13,7 +13,7 @@ from vllm_cpu_ops.slot_mapping import fill_slots
 
 FLOAT8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
-_library = torch.library.Library("_C", "FRAGMENT")  # the ops exist as long as this object
+_library = torch.library.Library("_C", "FRAGMENT")  # The ops exist as long as this object.
 
 
 def define_missing() -> None:

@@ -82,7 +82,7 @@ def store_prefill_checkpoint(
         checkpoint.state_indices.tolist(),
         chunk_idx.tolist(),
         query_start_loc.tolist(),
-        strict=False,  # the last start is the end of the last request
+        strict=False,  # The last start is the end of the last request.
     )
     for offset, block, chunk, start in rows:
         if offset:

@@ -9,7 +9,7 @@ import torch
 if TYPE_CHECKING:
     from vllm.v1.worker.block_table import BlockTable
 
-PADDING = -1  # slots below zero are not written
+PADDING = -1  # Slots below zero are not written.
 
 
 def fill_slots(
@@ -52,7 +52,7 @@ def _compute_slot_mapping(
     self: BlockTable, num_reqs: int, query_start_loc: torch.Tensor, positions: torch.Tensor
 ) -> None:
     mode = getattr(self, "slot_mapping_mode", None)
-    if mode is not None and mode.name == "NONE":  # a recurrent group has states instead of slots
+    if mode is not None and mode.name == "NONE":  # A recurrent group has states instead of slots.
         return
     starts = query_start_loc[: num_reqs + 1]
     fill_slots(starts, positions, self.block_table.gpu, self.slot_mapping.gpu, self.block_size)
