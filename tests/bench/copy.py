@@ -33,12 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the bench, and print the results.
-
-    Raises:
-        WrongBytes: a copy has copied wrong bytes.
-        CommandError: the results cannot be written.
-    """
     method = (
         f"host memory on both sides, beside one memmove a thread; {args.repeats} pairs of {args.mib} MiB of blocks, scattered "
         "on both sides of a pool of four times that, and as many bytes in one piece, in turns after a warm-up; median of "

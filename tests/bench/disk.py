@@ -67,11 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the bench, and print the results.
-
-    Raises:
-        CommandError: the folder or the results cannot be written.
-    """
     method = (
         f"{args.repeats} repeats of {args.mib} MiB each way, in turns with sequential passes over a file with direct I/O in pieces of "
         f"1 MiB, fdatasync included; median [95 % interval]. Hooks: by turn, {_PLAYS} engines each, one after the other. Restart: "

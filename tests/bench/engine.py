@@ -36,11 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the bench, and print the results.
-
-    Raises:
-        CommandError: the results cannot be written, memory cannot be allocated, or an audit found problems.
-    """
     method = (
         f"reference engine, {args.model} model, on the CPU; {args.pairs} pairs of prompts, {args.conversations} conversations "
         f"of {_TURNS} turns; engines in turns in one process; medians of the pairs' ratios [95 % interval]"

@@ -47,11 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the bench, and print the results.
-
-    Raises:
-        CommandError: vLLM is not installed, or the results cannot be written.
-    """
     require_vllm()
     method = f"{args.prompts} prompts, {args.turns} engines one after the other on each folder, in turns; medians [95 % interval]"
     with tempfile.TemporaryDirectory(dir=args.dir) as root:
@@ -61,8 +56,6 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Size:
-    """The blocks of a prompt, the bytes of a block, and the model's shape."""
-
     blocks: int = 64
     # The factors are tokens, keys and values, layers, heads, the size of a head, and bytes of float32.
     block_bytes: int = engines.BLOCK * 2 * 4 * 8 * 64 * 4

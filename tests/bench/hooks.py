@@ -74,11 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the bench, and print the results.
-
-    Raises:
-        CommandError: vLLM is not installed, or the results cannot be written.
-    """
     require_vllm()
     connectors, note = find_connectors()
     method = (

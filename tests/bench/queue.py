@@ -48,11 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the bench, and print the results.
-
-    Raises:
-        CommandError: vLLM is not installed, or the results cannot be written.
-    """
     require_vllm()
     method = (
         f"{RUNNING} requests decode, {_STEPS} steps each time, hybrid windows; {args.pairs} pairs of {FEW} waiting and "

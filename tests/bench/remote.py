@@ -44,12 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the bench, and print the results.
-
-    Raises:
-        RemoteError: a store is not installed or does not start.
-        CommandError: bytes are wrong, or the results cannot be written.
-    """
     method = (
         f"{args.repeats} repeats of {args.mib} MiB each way on the loopback, in turns by the store's own client (values of "
         "the same sizes, batches and threads) and through the tier; median [95 % interval]. Engines: reference engine, "

@@ -43,12 +43,6 @@ _FLOAT_BYTES = 4  # The engine's KV has numbers of this many bytes.
 
 
 def measure_engines(args: argparse.Namespace) -> Iterator[Line]:
-    """Measure each chosen store.
-
-    Raises:
-        RemoteError: a store does not start.
-        CommandError: the store delivers nothing.
-    """
     for store in args.store:
         with local_store(store, _NODE_BYTES) as server:
             yield from asyncio.run(_second_engine(LOCAL_STORES[store], server, args))

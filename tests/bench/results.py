@@ -22,7 +22,6 @@ _NOT_IN_NAMES = re.compile("[^a-z0-9]+")
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `give_out` reads."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--save", metavar="DIR", type=Path, help="write the results into DIR, as JSON, too")
 

@@ -21,11 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the bench, and print the results.
-
-    Raises:
-        CommandError: a file cannot be written, or there is not enough memory for so many slots.
-    """
     method = (
         f"Real scheduler side, no engine. Times are of the hooks alone, medians [95 % interval] of {args.samples} samples; garbage "
         "collection rests meanwhile. Memory is the resident memory of fresh processes."

@@ -81,11 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the bench, and print or write the results.
-
-    Raises:
-        CommandError: the trace cannot be read.
-    """
     prompts = list(read_trace(args.trace))
     if not prompts:
         raise CommandError(f"{args.trace} has no requests")

@@ -33,11 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the bench, and print the results.
-
-    Raises:
-        CommandError: the results cannot be written.
-    """
     method = (
         f"{args.repeats} repeats of {args.mib} MiB, blocks of {REGIONS} pages, settings in turns on one thread; "
         "median of the time over that of off in the same repeat [95 % interval]"

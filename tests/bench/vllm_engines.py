@@ -149,7 +149,6 @@ class Rider:
         return [first[name] for name in names], time.perf_counter() - begun
 
     def abort(self, names: Sequence[str]) -> None:
-        """Abort these requests, except requests that have ended."""
         self.llm.llm_engine.abort_request(list(names))
 
     def follow(self, make: Callable[[Any, Any], Any], ended: Callable[[Any], Any]) -> None:

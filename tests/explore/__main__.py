@@ -16,7 +16,6 @@ STATES = 50_000
 
 
 def main() -> int:
-    """Explore all worlds; return 1 if one of them breaks a rule."""
     options = _options()
     began = time.monotonic()
     found: dict[str, Found] = {}

@@ -55,7 +55,6 @@ class Scene:
 
     @classmethod
     def first(cls, kind: SmallWorld) -> Scene:
-        """Return the scene before any action."""
         scene = cls(kind, kind.build(), list(kind.texts), dict(kind.often))
         # `act` runs the checks after each action instead, because an action may dispatch several facts.
         scene.world.checks_each_fact = False

@@ -168,7 +168,6 @@ class Lives:
 
 
 def _collect(source: Connection, into: list[Any]) -> None:
-    """Receive all messages until the other end is closed."""
     try:
         while True:
             into.append(source.recv())

@@ -17,7 +17,6 @@ PROMPT = text(1, 8 * BLOCK + 1)
 
 
 def sharers(count: int) -> list[tuple[int, ...]]:
-    """Return prompts with the same prefix and different tails."""
     return [(*text(0, PREFIX), *text(100 + number, 2 * BLOCK + 1)) for number in range(count)]
 
 

@@ -92,12 +92,10 @@ class Tracer:
         threading.setprofile(self._seen)
 
     def close(self) -> None:
-        """Stop tracing new threads."""
         threading.setprofile(None)
 
     @contextmanager
     def record(self, journey: Journey | None = None) -> Iterator[Journey]:
-        """Record into a journey, by default into a new one."""
         self._journey = journey = journey or Journey()
         sys.setprofile(self._seen)
         try:
@@ -312,7 +310,6 @@ def vllm() -> Journeys:
 
 
 def travel(engine: Engine, tracer: Tracer, runs: int = RUNS) -> Journeys:
-    """Make each journey `runs` times, and return the journeys by name."""
     _life(engine, tracer, 1)  # The first use in a process makes more calls.
     engine.forget_device()
     _life(engine, tracer, 1)
@@ -420,7 +417,6 @@ def _row(*cells: object) -> str:
 
 
 def main() -> None:
-    """Print the tables of the chosen engine, by default of every installed engine."""
     parser = argparse.ArgumentParser(prog="make journeys", description=__doc__)
     parser.add_argument("--engine", choices=("reference", "vllm"), help="only this engine, in this Python")
     asked = parser.parse_args().engine

@@ -24,7 +24,6 @@ Half = Callable[[float, float, Callable[[str], object]], tuple[list[Reading], st
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the chosen halves; return 1 if anything grew."""
     parser = argparse.ArgumentParser(prog="make soak", description=__doc__)
     parser.add_argument("--reference-minutes", type=float, default=60, help="of virtual time (60)")
     parser.add_argument("--vllm-minutes", type=float, default=10, help="of real time (10); 0 leaves it out")

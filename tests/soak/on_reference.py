@@ -87,8 +87,6 @@ class SoakRig(rig.Rig):
 
 @dataclass
 class Person:
-    """A client that sends a prompt, waits for the answer, pauses, and continues."""
-
     history: tuple[int, ...] = ()
     next_s: float = 0.0
     stream: TokenStream | None = None
@@ -97,13 +95,6 @@ class Person:
 
 @dataclass
 class Soak:
-    """The traffic of the soak.
-
-    Args:
-        made: the engine.
-        choose: the random numbers.
-    """
-
     made: SoakRig
     choose: random.Random
     people: list[Person] = field(default_factory=lambda: [Person() for _ in range(_PEOPLE)])

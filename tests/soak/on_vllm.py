@@ -25,13 +25,6 @@ _MISSES = 2000
 
 
 class Talk:
-    """Conversations with the engine.
-
-    Args:
-        made: the engine.
-        choose: the random numbers.
-    """
-
     def __init__(self, made: Rig, choose: random.Random) -> None:
         self._made = made
         self._choose = choose

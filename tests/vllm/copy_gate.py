@@ -58,7 +58,6 @@ class CopyGate:
         threading.Thread(target=self._answer, daemon=True, name="gate").start()
 
     def hold(self) -> None:
-        """Hold all new copies from now on."""
         self._is_open = False
 
     def next_held(self) -> HeldCopy:

@@ -27,7 +27,6 @@ class Front(engines.Server):
         self._words = line.makefile("rw")
 
     def say(self, do: str, **words: Any) -> None:
-        """Send a command without waiting for its answer."""
         self._words.write(json.dumps({"do": do, **words}) + "\n")
         self._words.flush()
 

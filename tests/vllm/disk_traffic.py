@@ -52,8 +52,6 @@ def conversations(seed: int, count: int = STORIES) -> dict[Turn, Asked]:
 
 @dataclass
 class Traffic:
-    """The traffic of several engines, one after the other, and its results."""
-
     kind: checkpoints.Kind
     folder: Path
     ranks: int

@@ -156,7 +156,6 @@ class Rig:
         self.llm.llm_engine.abort_request(list(names))
 
     def request(self, name: str) -> Any:
-        """Return vLLM's own record of a live request."""
         (found,) = [one for key, one in self.scheduler.requests.items() if key.partition("-")[0] == name]
         return found
 
@@ -286,7 +285,6 @@ class Held:
 
     @property
     def loads(self) -> list[Any]:
-        """Return the loads that the test has not ended yet."""
         return [one for one in self.copier.open_tickets if one.direction.value == "load"]
 
     @property

@@ -271,7 +271,6 @@ def lazily(on: Stage) -> Iterator[None]:
 
 
 def shared_prefix(on: Stage, count: int, seed: int) -> list[Asked]:
-    """Return prompts with the same prefix and different tails."""
     draw = random.Random(seed)
     block = BLOCK_TOKENS[on.kind]
     prefix = [draw.randrange(256) for _ in range(SHARED_BLOCKS * block)]

@@ -117,12 +117,10 @@ class _Host:
         return self._rig.run(asked, step)
 
     def copied(self, direction: Direction) -> int:
-        """Return the number of blocks copied from or to the store."""
         assert self._sharing is not None
         return self._sharing.copied(direction)
 
     def reset(self) -> str:
-        """Reset all caches; return the new namespace."""
         assert self._sharing is not None
         self._sharing.rig.forget()
         self._sharing.wait_until_usable()

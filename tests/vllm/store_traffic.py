@@ -66,7 +66,6 @@ class Traffic:
 
 
 def run(kind: checkpoints.Kind, store: str, folder: Path, seed: int) -> str:
-    """Run the traffic of one seed; return a summary."""
     (place := folder / "store").mkdir()
     model, server = checkpoints.make(kind, folder / kind), STORES[store](place)
     loaded: list[int] = []

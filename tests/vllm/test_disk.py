@@ -83,7 +83,6 @@ class Life:
         assert self.rig.scheduler.reset_prefix_cache()
 
     def ask(self, asked: Mapping[str, Asked] = PROMPTS) -> dict[str, Reported]:
-        """Send the requests one after the other."""
         return {name: self.rig.run({name: one})[name] for name, one in asked.items()}
 
 
@@ -117,7 +116,6 @@ class Before:
     answers: dict[str, Reported]
 
     def copy(self, folder: Path) -> Path:
-        """Return a copy of the folder, which the test may change."""
         return shutil.copytree(self.folder, folder / "copy")
 
 

@@ -64,7 +64,6 @@ SCORED = {
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, dict[str, Reported]]:
-    """Return the answers without a connector, by kind and name."""
     answers: dict[str, dict[str, Reported]] = {}
     for kind in checkpoints.KINDS:
         with plain(kind, folder, num_gpu_blocks_override=512) as rig:

@@ -146,7 +146,6 @@ def saved(whose: Connector, kind: checkpoints.Kind, folder: Path, size: int, pol
 def side_by_side(
     kind: checkpoints.Kind, folder: Path, policy: str, sizes: Sequence[int]
 ) -> Mapping[int, tuple[Saved, Saved]]:
-    """Return our result and the peer's for each host size."""
     return {
         size: (saved(ours, kind, folder, size, policy), saved(peers, kind, folder, size, policy))
         for size in sizes

@@ -40,13 +40,10 @@ MOST_CALLS = {
 
 
 class Calls:
-    """Counts the calls made by each hook."""
-
     def __init__(self) -> None:
         self.by_hook: dict[str, Counter[str]] = {}
 
     def of(self, what: str, hook: Callable[..., Any], *args: Any) -> Any:
-        """Call a hook; return its result."""
         found = self.by_hook.setdefault(what, Counter())
 
         def seen(frame: FrameType, event: str, _: object) -> None:
@@ -107,7 +104,6 @@ class Life:
         return plan
 
     def report(self, plan: Any) -> None:
-        """Report success for all copies of a plan."""
         from kvoffload_vllm.metadata import KVOffloadWorkerMetadata
 
         if plan == NOTHING:

@@ -81,7 +81,6 @@ def registered(vllm_config: Any, kv_cache_config: Any, caches: dict[str, Any]) -
 
 
 def parts(layout: Any, block: int) -> list[bytes]:
-    """Return a block's page in each region."""
     whole, found = page(layout, block), []
     for region in layout.regions:
         found.append(whole[: region.page_bytes])

@@ -19,7 +19,6 @@ pytestmark = MARKS
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
-    """Return the process's log, and its reports about its engines."""
     folder = tmp_path_factory.mktemp("short")
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])]))
     done = subprocess.run(

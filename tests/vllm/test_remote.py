@@ -64,7 +64,6 @@ def test_r18_a_fresh_engine_finds_the_first_ones_prefix_and_no_adapters_or_other
 
 
 def start(both: list[Apart], *arguments: object) -> list[str]:
-    """Start engines concurrently; return the engines' namespaces in the store."""
     for engine in both:
         engine.begin("start", *arguments)
     return [engine.end() for engine in both]
@@ -77,7 +76,6 @@ def stop(both: list[Apart]) -> None:
 
 
 def answers(engine: Apart, model: Path, folder: Path) -> Answers:
-    """Return the answers of an engine without offloading."""
     engine.do("start", model, folder, None)
     found: Answers = {}
     for asked in (TRAFFIC, *PROMPTS):

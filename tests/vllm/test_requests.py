@@ -73,7 +73,6 @@ def ask(rig: Rig, name: str, text: int, *, adapter: object = None, **sampling: A
 
 
 def finish(rig: Rig) -> list[Any]:
-    """Step until all requests have ended; return vLLM's outputs."""
     done = []
     while rig.scheduler.has_requests():
         done += rig.llm.llm_engine.step()

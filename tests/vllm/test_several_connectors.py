@@ -62,7 +62,6 @@ class Both:
     lines: list[dict[str, Any]]
 
     def run(self) -> Snapshot:
-        """Run all requests with an empty device cache; return the increase of all counts."""
         assert self.rig.scheduler.reset_prefix_cache()
         before = self.rig.counts
         check_same(self.rig.run(ASKED), self.expected)

@@ -48,7 +48,6 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 @pytest.fixture(scope="module")
 def expected(rig: Rig) -> dict[str, Reported]:
-    """Return the answer of each request when it finds nothing."""
     salted = {name: Asked(one.prompt, one.count, salt=name) for name, one in ASKED.items()}
     return rig.run(salted)
 

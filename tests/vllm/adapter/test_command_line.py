@@ -97,7 +97,6 @@ def read(line: str) -> argparse.Namespace:
 
 
 def values(found: argparse.Namespace) -> dict[str, Any]:
-    """Return the given options that the doctor uses."""
     given = {name: getattr(found, name, None) for name in OURS}
     transfer = given["kv_transfer_config"]
     if transfer is not None:

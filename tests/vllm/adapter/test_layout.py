@@ -21,7 +21,6 @@ BLOCKS = 7
 
 
 def page(layout: DeviceLayout, block: int) -> bytes:
-    """Return a block's bytes as a copier would read them."""
     return b"".join(
         ctypes.string_at(region.address + block * region.block_stride, region.page_bytes)
         for region in layout.regions

@@ -54,8 +54,6 @@ SETTLE_S = 30
 
 @dataclass(frozen=True)
 class Scene:
-    """The conversations, and the model that answers them."""
-
     kind: checkpoints.Kind
     conversations: Sequence[Conversation]
     checkpoint: Path

@@ -29,7 +29,6 @@ class Play:
     after: Metrics
 
     def grown(self, name: str, *labels: str) -> int:
-        """Return how much a counter grew during the conversations."""
         return self.after(name, *labels) - self.before(name, *labels)
 
     @property

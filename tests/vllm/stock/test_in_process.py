@@ -30,7 +30,6 @@ def prompts() -> list[list[int]]:
 
 @cache
 def computed(checkpoint: Path) -> list[engines.Answer]:
-    """Return the answers of an engine without prefix caching."""
     with engines.in_process(checkpoint, enable_prefix_caching=False) as llm:
         return engines.generate(llm, prompts(), COUNT)
 

@@ -143,7 +143,6 @@ class Ran:
     output: str
 
     def cells(self) -> list[str]:
-        """Return the setup's row of the table."""
         return [self.setup.label, *(self._cell(patterns) for patterns in COLUMNS.values())]
 
     def _cell(self, patterns: Sequence[str]) -> str:
@@ -161,12 +160,10 @@ class Ran:
 
 
 def versions() -> list[str]:
-    """Return the lock's versions, oldest first."""
     return sorted([installed(), *install.overlay_versions()], key=lambda one: [*map(int, one.split("."))])
 
 
 def setups() -> list[Setup]:
-    """Return the setups of all rows of the table."""
     return [*map(Setup, versions()), *(Setup(version, "V2") for version in WITH_V2)]
 
 
@@ -177,7 +174,6 @@ def installed() -> str:
 
 
 def run(setup: Setup, tests: Sequence[str]) -> Ran:
-    """Run these tests, given in pytest's form."""
     with tempfile.TemporaryDirectory(prefix="kvoffload-versions-") as scratch:
         result = Path(scratch) / "results.xml"
         options = ["-m", "vllm", "-q", f"--junit-xml={result}", f"--basetemp={scratch}/tests"]

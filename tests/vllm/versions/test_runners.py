@@ -33,7 +33,6 @@ def test_both_runners_answer_alike(kind: checkpoints.Kind, tmp_path_factory: pyt
 
 
 def tokens_of_v1(kind: checkpoints.Kind, folder: Path) -> dict[str, Any]:
-    """Return the answers of a process with runner V1."""
     environment = {name: value for name, value in os.environ.items() if name not in V2_RUNNER}
     ended = subprocess.run(
         [sys.executable, "-m", "tests.vllm.versions.plain_tokens", kind, str(folder)],

@@ -73,7 +73,6 @@ class Stage:
         assert self.rig.scheduler.reset_prefix_cache()
 
     def loaded(self) -> int:
-        """Return the number of blocks loaded so far."""
         return self.rig.counts.count("kvoffload_load_blocks_total", "loaded")
 
 
