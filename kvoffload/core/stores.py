@@ -134,9 +134,8 @@ class Stores:
         if not record.waiting:
             return
         sizes = [group.block_tokens for group in self._state.shape.groups]
-        positions = sorted(
-            record.waiting, key=lambda position: position[1] * sizes[position[0]]
-        )  # A request's blocks are listed heads first.
+        # A request's blocks are listed heads first.
+        positions = sorted(record.waiting, key=lambda position: position[1] * sizes[position[0]])
         self._stop_waiting(record)
         self._decide([self._offer_of(record, *position) for position in positions], last_chance=True)
 

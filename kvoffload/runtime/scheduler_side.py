@@ -367,7 +367,7 @@ class SchedulerSide:
     def gauges(self) -> Mapping[str, Series]:
         """Return the series of each metric that has a reader, by name; only `kvoffload_degraded` if a reader raises.
 
-        Any thread may call it.
+        Any thread may call this method.
         """
         try:
             return read_all(self)

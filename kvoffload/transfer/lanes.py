@@ -90,7 +90,7 @@ class Lane:
         self._pending.append(batch)
 
     def reap(self, now: float) -> Iterator[Batch]:
-        """Remove and yield the batches that have ended, oldest first, up to the first that is still being copied."""
+        """Remove and yield the batches that have ended, oldest first, until one is still being copied."""
         for batch in tuple(self._pending):
             state = self._query(batch)
             is_open = state in _OPEN

@@ -96,17 +96,17 @@ class Mover(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _OpenJob:
-    """A job some of whose parts have not ended.
+    """A job with parts that have not ended.
 
     Args:
         job: the job.
         accepted_at: when the job was submitted.
-        open_parts: how many parts have not ended.
-        began, ended: when the first of its calls began, and when the last one ended.
-        whole, corrupt: the positions copied successfully and the corrupt positions, in all parts that have ended.
-        missing: the other positions in ended parts. Cancelled parts are left out, because the tier may have their
-            blocks.
-        stuck: positions whose slots hanging calls may still change.
+        open_parts: how many parts have not ended. began, ended: when the job's first call began, and when its last call
+        ended. whole, corrupt: the positions copied successfully and the corrupt positions, in all parts that have
+        ended.
+        missing: positions in ended parts that are neither whole nor corrupt. Cancelled parts are left out, because the
+            tier may have their blocks.
+        stuck: positions whose slots may still be changed by a hanging call.
         sums: checksums by position.
         is_cancelled: whether a part was cancelled.
     """

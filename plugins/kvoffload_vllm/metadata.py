@@ -20,7 +20,7 @@ class KVOffloadMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the type 
 
     Args:
         plan: the copies of this step.
-        answers: loads that ended. The workers report those without a finished copy to vLLM.
+        answers: loads that ended. The workers report the loads without a finished copy to vLLM.
         disk: the KV identity, which names the folder on the disk; sent once, otherwise None.
     """
 

@@ -27,7 +27,10 @@ _DTYPES = {"auto": 2, "half": 2, "float16": 2, "bfloat16": 2, "float": 4, "float
 
 _MLA = "deepseek_v2"
 MODEL_TYPES = {_MLA: "DeepseekV2ForCausalLM", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""The supported model types, and vLLM's class of each. A test compares the sizes of each with those of a stock vLLM."""
+"""The supported model types, each with vLLM's class.
+
+A test compares the sizes of each type with those of a stock vLLM.
+"""
 
 _DEFAULTS: Mapping[str, Mapping[str, int]] = {"qwen3": {"head_dim": 128, "num_key_value_heads": 32}}
 """Values that the model classes assume when a published `config.json` lacks them."""
@@ -48,7 +51,7 @@ class SizesNotKnown(KVOffloadError):
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that are read from a `config.json`, under the names they have there."""
+    """The fields that are read from a `config.json`, under the names used in the file."""
 
     model_type: str
     num_hidden_layers: _Layers
@@ -184,7 +187,7 @@ def kv_sizes(model: ModelConfig, options: Options) -> ModelSizes:
 
 
 def _token(model: ModelConfig, item: int, options: Options) -> tuple[int, str]:
-    """Return how many bytes a token takes in one layer, and a text that describes the calculation."""
+    """Return how many bytes a token takes in one layer, and a description of how they were calculated."""
     if model.model_type == _MLA:
         width = _needed(model, "kv_lora_rank") + _needed(model, "qk_rope_head_dim")
         _check_block(options, is_usual=False)
@@ -202,7 +205,7 @@ def _token(model: ModelConfig, item: int, options: Options) -> tuple[int, str]:
 
 
 def _check_block(options: Options, *, is_usual: bool) -> None:
-    """Raise an error if the block size is not given and vLLM may choose another than the usual one."""
+    """Raise an error if the block size is not given and vLLM may choose another size than its usual one."""
     if options.block_size is None and not is_usual:
         raise SizesNotKnown("vLLM chooses the block size by the GPU: give --block-size, which its start logs")
 
@@ -215,7 +218,7 @@ def _needed(model: ModelConfig, name: str) -> int:
 
 
 def _layers(model: ModelConfig, options: Options) -> int:
-    """Return the number of a rank's layers; raise an error unless all have full attention."""
+    """Return the number of a rank's layers; raise an error unless all layers have full attention."""
     layers, kind, stages = model.num_hidden_layers, model.model_type, options.pipeline_parallel_size
     if model.layer_types is not None and len(model.layer_types) != layers:
         raise _wrong(f"config.json has {layers} num_hidden_layers and {len(model.layer_types)} layer_types")

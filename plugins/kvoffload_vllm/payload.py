@@ -2,7 +2,7 @@
 
     {metric: {labels: value}}        a counter's increase, a gauge's value, a histogram's samples [seconds, ..]
 
-`labels` are the label values of a series, joined by commas. They come from enums, whose values contain no comma.
+`labels` are the label values of a series, joined by commas. Label values come from enums and contain no comma.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Changes:
     def take(self) -> Payload | None:
         """Return the changes since the last call, None if there are none. The first call returns all gauges.
 
-        Every step adds hook times, so they are returned only together with another change, or after a second.
+        Every step adds hook times, so hook times are returned only together with another change, or after a second.
         """
         counters, now = self._source.counters, self.now()
         if counters.changes == self._changes and now < self.next_s:

@@ -40,7 +40,7 @@ class KeyMaker:
     """Turns a request's block hashes into keys per group.
 
     Args:
-        ratios: per group, how many block hashes one block has; the last of them identifies the block.
+        ratios: per group, how many block hashes one block has; the last hash identifies the block.
         group_ids: per group, vLLM's group number, with which the keys of the group end.
     """
 
@@ -68,7 +68,7 @@ class Tracked(Struct, eq=False):
     Args:
         request: vLLM's request.
         hashes: the number of block hashes reported so far.
-        last_hash: the last reported hash. It covers the earlier ones, so it changes if any of them is rewritten.
+        last_hash: the last reported hash. It covers all earlier hashes, so it changes if an earlier hash is rewritten.
         noted: the number of block hashes noted for events since the request got its block table.
         found_tokens: the number of tokens that the device held at the last lookup.
         boundary: once this many tokens are confirmed, there is progress to report. `ProgressReports` sets it.
@@ -141,9 +141,9 @@ class ProgressReports:
         self._every = self._reports_every(1)
         self.steps = 0
         self._soon: dict[str, int] = {}
-        """For each request with a step of several tokens since its last check, the tokens of its latest such step."""
+        """By request: the tokens of its latest step of several tokens, unless it was checked since that step."""
         self._late: dict[str, _Table] = {}
-        """By request, its newly allocated blocks that are not reported yet."""
+        """By request: newly allocated blocks that are not reported yet."""
 
     def allocated(self, tracked: Tracked, known: int) -> None:
         """Record that a request got a block table with `known` computed tokens. The caller reports the table."""
@@ -163,7 +163,7 @@ class ProgressReports:
     def step(
         self, output: SchedulerOutput, states: Sequence[facts.StateHandedOff]
     ) -> tuple[tuple[facts.Progress, ...], list[DeviceBlockId]]:
-        """Return the progress to report in this step, and newly allocated blocks that it may not include."""
+        """Return the progress to report in this step, and newly allocated blocks that this progress may not include."""
         scheduled, cached, late = output.num_scheduled_tokens, output.scheduled_cached_reqs, self._late
         resumed, groups, tables = cached.resumed_req_ids, self._groups, cached.new_block_ids
         self.steps += 1
@@ -187,7 +187,7 @@ class ProgressReports:
         return progress, reallocated
 
     def _take_soon(self, scheduled: Mapping[str, int]) -> list[str]:
-        """Return the requests to check. Unscheduled ones must wait: if one was preempted, vLLM reports that later."""
+        """Return the requests to check. Unscheduled requests must wait, because vLLM reports preemptions later."""
         found = [
             name
             for name, tokens in self._soon.items()

@@ -94,7 +94,7 @@ class VllmWorker:
             self._loading[load.id] = (load.extra, load.targets)
         answers = metadata.answers
         for job in answers.abandoned:
-            # Copies that have ended on this worker were reported then. A running copy keeps its blocks leased.
+            # Copies on this worker were reported when they ended. A running copy keeps its blocks leased.
             if job in self._loading:
                 self._load_ended(job, failed=True)
         if answers.without_copy:
@@ -102,7 +102,7 @@ class VllmWorker:
             self._received.failed.update({*answers.without_copy} & {*answers.failed})
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
-        """Submit the step's loads. They wait for the kernels that this thread launched before `bind`."""
+        """Submit the step's loads. The loads wait for the kernels that this thread launched before `bind`."""
         if self._metadata is not None:
             self.offload.start_loads(self._metadata.plan)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
 PLUGIN = "kvoffload"
-_CACHE_SHARE = 4  # by default, the device's cache has room for one such part of all conversations
+_CACHE_SHARE = 4  # the default device cache is the size of all conversations, divided by this
 _LEAST_LENGTH = 4096  # tokens; `max_model_len` is at least this
 _SPARE_LENGTH = 16  # tokens; the warm-up's answer may be longer than the conversations' answers
 _TINY = ModelConfig(hidden_size=64, heads=4, kv_heads=2, head_dim=16, ffn_size=96)

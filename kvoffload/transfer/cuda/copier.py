@@ -214,9 +214,8 @@ class CudaTicket:
 
     def _enqueue_one(self, *, may_wait: bool) -> bool:
         """Enqueue the first slice; return False if it has to wait."""
-        if (
-            self._left[0].by_kernel and not self._copier.kernel_below[self._direction]
-        ):  # a launch has failed since this slice was cut
+        # True if a launch has failed since this slice was cut.
+        if self._left[0].by_kernel and not self._copier.kernel_below[self._direction]:
             self._left.extendleft(reversed(self._copier.engine_slices(self._left.popleft().runs)))
         runs, by_kernel = self._left[0]
         if not self._driver.has_room(self._stream, _LAUNCH if by_kernel else len(runs), may_wait=may_wait):
