@@ -65,9 +65,9 @@ def _linked(name: str) -> str:
 
 def metrics_table() -> str:
     """Return the table of dashboards/metrics.md."""
-    rows = ["| metric | type | unit | labels | meaning |", "|---|---|---|---|---|"]
+    rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
     rows += [
-        f"| `{metric.name}` | {metric.kind.value} | {metric.unit} | {_labels_of(metric)} | {metric.help} |"
+        f"| `{metric.name}` | {metric.kind.value} | {_labels_of(metric)} | {metric.help} |"
         for metric in CATALOGUE
     ]
     return "\n".join(rows)

@@ -92,7 +92,7 @@ class Panel(Part, frozen=True):
         width: the number of columns, of 24.
         maximum: the maximum of the axis, if there is a natural one.
         limits: its colours by value.
-        texts: words shown for numbers.
+        texts: words shown for numbers; `<0` and `>0` stand for all of one sign.
         labels: additional columns of a table by label, with their headings.
     """
 

@@ -10,7 +10,7 @@ GREEN, RED, ORANGE, YELLOW, BLUE, GREY = "#5aa64b", "#d44a3a", "#e8862e", "#e5c3
 
 COLOURS: dict[str, str] = {
     # lookups, and where tokens came from
-    "hit": GREEN, "miss": GREY, "host": GREEN, "disk": "#2f8f8f", "remote": "#1f6f8f", "device": BLUE, "nothing": GREY, "host, as vLLM counts": "#8fce7f",
+    "hit": GREEN, "miss": GREY, "host": GREEN, "disk": "#2f8f8f", "remote": "#1f6f8f", "device": BLUE, "nothing": GREY, "computed": "#b8b8b8", "host, as vLLM counts": "#8fce7f",
     # why blocks missed
     "never_seen": "#b8b8b8", "no_state": "#c4a24a", "partial_block": "#8c8c8c", "last_token": "#a3a08c",
     "lookahead": "#75736a", "evicted": ORANGE, "storing": "#7fb3ea", "declined_host_full": "#c4601a",
@@ -27,7 +27,8 @@ COLOURS: dict[str, str] = {
     "prefix boundaries asked for": YELLOW, "prefix boundaries made": "#9fd08f", "avoidable": ORANGE, "declined": "#b8c9dd", "own_load": GREEN, "others_load": "#7fb3ea", "fetch": "#2f8f8f",
     # what a remote tier answers, and the states of a lower tier
     "found": GREEN, "missing": GREY, "none": RED, "ask p50": "#7fb3ea", "ask p99": BLUE,
-    "off": GREY, "opening": YELLOW, "open": GREEN, "failing": ORANGE, "closed": RED,
+    "opening": YELLOW, "open": GREEN, "failing": ORANGE, "closed": RED,
+    "timeout": YELLOW, "unreachable": ORANGE, "denied": "#a06bc9", "full": "#c4601a", "other": GREY,
     # directions and jobs
     "store": BLUE, "load": GREEN, "store planned": "#c9d9ee", "store submitted": BLUE, "store abandoned": "#b02a2a",
     "load planned": "#cfe6c8", "load submitted": GREEN, "load abandoned": "#e2685a",
@@ -36,6 +37,7 @@ COLOURS: dict[str, str] = {
     # the host's slots
     "empty": "#e4e4e4", "filling": "#7fb3ea", "ready": BLUE, "pinned": GREEN, "draining": "#a06bc9",
     "quarantined": RED, "capacity": "#333333", "space": ORANGE, "spill_behind": "#c4601a", "reset": "#a06bc9",
+    "age p10": ORANGE, "age p50": YELLOW, "rewritten": BLUE,
     # bytes of host memory
     "wanted": "#b8b8b8", "reserved": BLUE, "used": GREEN,
     # why pins were dropped
@@ -43,8 +45,6 @@ COLOURS: dict[str, str] = {
     # seconds saved and lost
     "saved": GREEN, "waited": YELLOW, "interference": ORANGE, "net": BLUE, "break-even": GREY, "prefill": "#7fb3ea",
     # health
-    "tokens_without_pin": RED, "unknown_request": YELLOW, "unknown_job": "#a06bc9",
-    "handler_raised": RED, "invariant_broken": "#8b0000", "transfer_dead": ORANGE, "resets": "#a06bc9",
     "loads failed": RED, "oldest pin": GREEN, "oldest job": BLUE, "audits": GREEN, "stale positions": "#d8b98a",
     # hooks, in the order of a step
     "seen": "#c9d9ee", "lookup": GREEN, "allocated": "#9fd08f", "step": BLUE, "ended": GREY,

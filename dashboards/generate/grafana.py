@@ -21,11 +21,13 @@ from dashboards.generate.promql import VARIABLES, choose_engines
 
 TAG = "kvoffload"
 _SOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
-_HEIGHTS = {Kind.NUMBER: 4, Kind.TABLE: 8, Kind.HEATMAP: 9}
+_HEIGHTS = {Kind.NUMBER: 4, Kind.TABLE: 6, Kind.HEATMAP: 9}
 _HEIGHT = 8
 _COLUMNS = 24
 _MIN_WIDTH = 100  # pixels of a table's column; with Grafana's 150 the last columns are not visible
 _INTERVAL_ONLY = ("auto", "auto_min", "auto_count")  # the builder writes them for every kind of variable
+
+_SIGNS: Mapping[str, tuple[float | None, float | None]] = {"<0": (None, -1e-9), ">0": (1e-9, None)}
 
 _ALL_VARIABLES = "${__url_time_range}&${__all_variables}"
 
@@ -140,7 +142,7 @@ def _number(panel: Panel) -> stat.Panel:
     last = common_builders.ReduceDataOptions().calcs(["lastNotNull"]).values(False)
     made = stat.Panel().reduce_options(last).graph_mode(common.BigValueGraphMode.NONE)
     if panel.texts:
-        made = made.mappings([_mapping(panel.texts)])
+        made = made.mappings([_mapping(panel.texts), *_signs(panel.texts)])
     steps = [model.Threshold(value=value, color=colour) for value, colour in _steps(panel.limits)]
     steps = steps or [model.Threshold(value=None, color=COLOURS[panel.names[0]])]
     return made.thresholds(build.ThresholdsConfig().mode(model.ThresholdsMode.ABSOLUTE).steps(steps))
@@ -153,8 +155,23 @@ def _steps(limits: Limits) -> list[tuple[float | None, str]]:
 
 def _mapping(texts: Mapping[str, str]) -> model.ValueMap:
     return model.ValueMap(
-        options={number: model.ValueMappingResult(text=text) for number, text in texts.items()}
+        options={
+            number: model.ValueMappingResult(text=text)
+            for number, text in texts.items()
+            if number not in _SIGNS
+        }
     )
+
+
+def _signs(texts: Mapping[str, str]) -> list[model.RangeMap]:
+    """Return the words for all negative or all positive numbers."""
+    return [
+        model.RangeMap(
+            options=model.DashboardRangeMapOptions(*_SIGNS[sign], model.ValueMappingResult(text=text))
+        )
+        for sign, text in texts.items()
+        if sign in _SIGNS
+    ]
 
 
 def _table(panel: Panel) -> table.Panel:
@@ -318,6 +335,6 @@ def _resets() -> build.AnnotationQuery:
         .name("resets")
         .datasource(_SOURCE)
         .enable(True)
-        .icon_color(COLOURS["resets"])
+        .icon_color(COLOURS["reset"])
         .expr(expr)
     )

@@ -37,6 +37,19 @@ VARIABLES = {
 """The dashboards' variables, and the label that each of them filters. A label that a server lacks filters nothing."""
 ENGINE_LABELS = ", ".join(VARIABLES.values())
 """The labels that distinguish engines."""
+_NET = (
+    "sum$by (increase(kvoffload_prefill_seconds_saved_total[$window]))"
+    " - sum$by (increase(kvoffload_load_wait_seconds_sum[$window]))"
+    " - sum$by (increase(kvoffload_interference_seconds_total[$window]))"
+)
+NET = {
+    "$net_per_engine": _NET.replace("$by", " by ($engine_labels)").replace("$window", "$__range"),
+    "$net_per_second": _NET.replace("$by", "")
+    .replace("increase", "rate")
+    .replace("$window", "$__rate_interval"),
+    "$net": _NET.replace("$by", "").replace("$window", "$__range"),
+}
+"""The only expression of seconds saved less seconds lost, by the names under which panels use it."""
 _CHOSEN = ", ".join(f'{label}=~"${name}"' for name, label in VARIABLES.items())
 _SERIES = re.compile(r"((?:kvoffload_|vllm:|ALERTS)\w*)(?:\{([^}]*)\})?")
 _MATCHER = re.compile(r'(\w+)(=~|!=|=)"([^"]*)"')
@@ -46,11 +59,14 @@ def choose_engines(promql: str) -> str:
     """Return PromQL for the engines that the dashboard's variables choose.
 
     Args:
-        promql: without filters by engine; `$engine_labels` are the labels that distinguish engines.
+        promql: without filters by engine; `$engine_labels` are the labels that distinguish engines, and `NET` has
+            names of the net benefit.
 
     Raises:
         ValueError: it selects a series, or the value of a label, that does not exist.
     """
+    for name, expression in NET.items():
+        promql = promql.replace(name, expression)
     return _SERIES.sub(_choose, promql).replace("$engine_labels", ENGINE_LABELS)
 
 

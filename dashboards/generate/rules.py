@@ -13,7 +13,7 @@ import msgspec
 import yaml
 
 _HEAD = """# Written by `make dashboards` from generate/; do not edit.
-# critical: look now. warning: today. info: when there is time; nothing is broken.
+# critical: look now, serving is in danger. warning: today. info: when there is time; nothing is broken.
 # Set the external labels `kvoffload_runbook_url` and `grafana_url` in prometheus.yml, so that an alert links to your copies.
 """
 _WHERE = "{{ or $labels.pod $labels.instance }}{{ with $labels.engine }}, engine {{ . }}{{ end }}"
@@ -31,7 +31,11 @@ class Alert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         expr: fires while it has a series.
         summary: what is wrong, without a full stop.
         description: the same with numbers; the engine's name precedes it.
-        runbook: the meaning, and what to do.
+        meaning: what happened, and why.
+        impact: what users notice, and what is lost.
+        query: PromQL that shows more.
+        check: what its answer means, and where else to look.
+        do: what to do.
         board: the dashboard that shows it.
         tier: the value of that dashboard's variable `tier`, if it has one.
         wait: how long the condition must hold.
@@ -42,7 +46,11 @@ class Alert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     expr: str
     summary: str
     description: str
-    runbook: str
+    meaning: str
+    impact: str
+    query: str
+    check: str
+    do: str
     board: str
     tier: str = ""
     wait: str = ""
@@ -51,6 +59,12 @@ class Alert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def full_name(self) -> str:
         """The name that Prometheus shows."""
         return f"KVOffload{self.name}"
+
+    @property
+    def runbook(self) -> dict[str, str]:
+        """The runbook's four parts, by their headings."""
+        check = f"`{self.query}`. {self.check}"
+        return {"Meaning": self.meaning, "Impact": self.impact, "Check": check, "Do": self.do}
 
     def to_rule(self) -> dict[str, object]:
         """Return its entry in Prometheus' file of rules."""
@@ -62,7 +76,7 @@ class Alert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         annotations = {
             "summary": self.summary,
             "description": f"{_WHERE}: {self.description}",
-            "runbook": self.runbook,
+            "runbook": " ".join(f"{heading}: {text}" for heading, text in self.runbook.items()),
             "runbook_url": f"{_RUNBOOK}#{self.full_name.lower()}",
             "dashboard_url": f"{_GRAFANA}/d/kvoffload-{self.board}?{'&'.join(filters)}",
         }
@@ -98,10 +112,11 @@ def _sections(alerts: Sequence[Alert]) -> Iterator[str]:
     yield (
         "# Runbook\n\n"
         "What to do when one of kvoffload's alerts fires. Written by `make dashboards` from `generate/`; the alerts\n"
-        "carry the same paragraphs. In all of these cases the engine goes on: at worst it recomputes what it could have loaded.\n"
+        "carry the same text. In all of these cases the engine goes on: at worst it recomputes what it could have loaded.\n"
     )
     for alert in alerts:
-        yield f"## {alert.full_name}\n\n*{alert.severity}*: {alert.summary}.\n\n{alert.runbook}\n"
+        parts = "\n".join(f"* **{heading}**: {text}" for heading, text in alert.runbook.items())
+        yield f"## {alert.full_name}\n\n*{alert.severity}*: {alert.summary}.\n\n{parts}\n"
 
 
 def _represent(dumper: Any, text: str) -> object:  # noqa: ANN401  # the library has no types

@@ -35,7 +35,7 @@ _MISSES = "kvoffload_miss_blocks_total"
 _SAVED = "kvoffload_prefill_seconds_saved_total"
 _HOST_STATES = tuple(state.value for state in HostBytes)
 _HEADINGS = "engine, offloading, hit rate (now), tokens saved (per s), net s saved (per s), top miss cause, host, disk, remote"
-_LOST = ("kvoffload_load_wait_seconds_total", "kvoffload_interference_seconds_total")
+_LOST = ("kvoffload_load_wait_seconds_sum", "kvoffload_interference_seconds_total")
 
 
 class PageError(KVOffloadError):

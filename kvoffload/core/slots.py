@@ -30,15 +30,21 @@ class LruOrder:
     last use. Slots that were used together are added deepest first.
 
     The order is a ring: two lists hold each slot's next and previous slot. The ring begins and ends at -1, which in a
-    Python list is the index of the last item. It takes 16 bytes per slot, and a change touches a few items. An
-    `OrderedDict` takes 100 to 160 bytes per slot, and is sometimes rebuilt inside a hook.
+    Python list is the index of the last item. With the time of each slot's last use it takes 24 bytes per slot, and a
+    change touches a few items. An `OrderedDict` takes 100 to 160 bytes per slot, and is sometimes rebuilt inside a
+    hook.
     """
 
-    __slots__ = ("_after", "_before", "count")
+    __slots__ = ("_after", "_before", "_used_at", "age_s", "count", "now")
 
     def __init__(self) -> None:
         self._after = [_END]
         self._before = [_END]
+        self._used_at = [0.0]
+        self.now = 0.0
+        """The time in seconds, which the caller sets. The order keeps it for slots that are added."""
+        self.age_s = 0.0
+        """Seconds since the last use of the slot that `take` returned last."""
         self.count = 0
         """The number of slots in the order."""
 
@@ -46,12 +52,14 @@ class LruOrder:
         """Make room for slots numbered below `capacity`, so that `add`, which runs in a hook, allocates no memory."""
         for links in (self._after, self._before):
             links[-1:-1] = [_ABSENT] * (capacity + 1 - len(links))
+        self._used_at += [0.0] * (capacity + 1 - len(self._used_at))
 
     def add(self, slots: Sequence[SlotId]) -> None:
         """Add slots; the last one is the most recently used."""
-        after, before = self._after, self._before
+        after, before, used_at, now = self._after, self._before, self._used_at, self.now
         last = before[-1]
         for slot in slots:
+            used_at[slot] = now
             after[last] = slot
             before[slot] = last
             last = slot
@@ -82,6 +90,7 @@ class LruOrder:
         after[_END] = slot
         self._before[slot] = _END
         self.count -= len(taken)
+        self.age_s = self.now - self._used_at[taken[-1]] if taken else self.age_s
         return taken
 
     def __iter__(self) -> Iterator[SlotId]:
@@ -149,7 +158,7 @@ class HostPool:
         """The slots that can hit (READY or PINNED) by key. A slot must be pinned before its bytes are used."""
         self._freed: list[SlotId] = []
         self._fresh = 0
-        self._order = LruOrder()
+        self.order = LruOrder()
         self._counts = [0] * len(SlotState)
 
     # -- queries; they change nothing ---------------------------------------------------------------------------
@@ -161,7 +170,7 @@ class HostPool:
     @property
     def room(self) -> int:
         """Return the number of slots that `reserve` could allocate now."""
-        return self._counts[_EMPTY] + self._order.count
+        return self._counts[_EMPTY] + self.order.count
 
     def count(self, state: SlotState) -> int:
         """Return how many slots are in a state."""
@@ -191,7 +200,7 @@ class HostPool:
         more = max(capacity - len(self._states), 0)
         self._states.extend(bytes(more))
         self._keys.extend([None] * more)
-        self._order.grow(len(self._states))
+        self.order.grow(len(self._states))
         self._counts[SlotState.EMPTY] += more
         return more
 
@@ -231,7 +240,7 @@ class HostPool:
         """
         wanted = len(keys)
         missing = wanted - self._counts[_EMPTY]
-        if missing > self._order.count:
+        if missing > self.order.count:
             raise ValueError(f"{len(keys)} slots asked for, {self.room} to be had")
         # Nothing below can raise.
         evicted = self._evict(missing) if missing > 0 else ()
@@ -253,7 +262,7 @@ class HostPool:
         self._move_all(slots, SlotEvent.FILL)
         self.index.add(list(map(self._keys.__getitem__, slots)), slots)  # type: ignore[arg-type]  # each has a key
         if unheld := self._not_held(slots):
-            self._order.add(unheld)
+            self.order.add(unheld)
 
     def pin(self, slots: Sequence[SlotId]) -> None:
         """Protect slots from eviction. All of them must be able to hit. The caller must unpin each of them later.
@@ -268,7 +277,7 @@ class HostPool:
                 raise IllegalTransition("slot", SlotState(self._states[slot]), SlotEvent.PIN)
         if new := [slot for slot in once if slot not in again]:
             self._move_all(new, SlotEvent.PIN)
-            self._order.remove(self._not_held(new))
+            self.order.remove(self._not_held(new))
         if again or len(once) < len(slots):
             count(pins, slots)
         else:
@@ -288,17 +297,17 @@ class HostPool:
             free = self.pinned(free)
         self._move_all(free, SlotEvent.UNPIN)
         if unheld := self._not_held(free):
-            self._order.add(unheld)
+            self.order.add(unheld)
 
     def hold(self, slots: Sequence[SlotId]) -> None:
         """Keep slots out of the eviction order while a request needs them."""
         if ready := self._ready(tuple(dict.fromkeys(slots))):
-            self._order.remove(self._not_held(ready))
+            self.order.remove(self._not_held(ready))
         count(self.holds, slots)
 
     def release(self, slots: Sequence[SlotId]) -> None:
         """Undo one `hold` of each slot. The caller passes a request's slots deepest first."""
-        self._order.add(self._ready(uncount(self.holds, slots)))
+        self.order.add(self._ready(uncount(self.holds, slots)))
 
     def use(self, slots: Sequence[SlotId], held: Mapping[SlotId, int]) -> int:
         """Mark slots as used in this order, and undo as many holds of each slot as `held` says.
@@ -308,7 +317,7 @@ class HostPool:
         Returns:
             How many of the slots can now be evicted.
         """
-        holds, states, order = self.holds, self._states, self._order
+        holds, states, order = self.holds, self._states, self.order
         moved, last = list[SlotId](), list[SlotId]()
         for slot in reversed(dict.fromkeys(reversed(slots))):
             had = holds.get(slot, 0)
@@ -334,7 +343,7 @@ class HostPool:
         # Remove the key now, because another slot may get the same key while this slot drains.
         could_hit = self._forget_key(slot)
         if self._states[slot] == SlotState.READY:
-            self._order.remove(self._not_held((slot,)))
+            self.order.remove(self._not_held((slot,)))
             self._move(slot, SlotEvent.EVICT)
             self._empty((slot,))
         elif self._states[slot] in (SlotState.FILLING, SlotState.PINNED):
@@ -354,7 +363,7 @@ class HostPool:
             return False
         could_hit = self._forget_key(slot)
         if self._states[slot] == SlotState.READY and slot not in self.holds:
-            self._order.remove((slot,))
+            self.order.remove((slot,))
         self._move(slot, SlotEvent.QUARANTINE)
         self._keys[slot] = None
         return could_hit
@@ -366,7 +375,7 @@ class HostPool:
         """
         ready = [SlotId(slot) for slot, state in enumerate(self._states) if state == _READY]
         pinned = [SlotId(slot) for slot, state in enumerate(self._states) if state == _PINNED]
-        self._order.remove(self._not_held(ready))
+        self.order.remove(self._not_held(ready))
         self._move_all(ready, SlotEvent.EVICT)
         self._empty(ready)
         for slot in pinned:
@@ -410,7 +419,7 @@ class HostPool:
 
     def _evict(self, count: int) -> Sequence[BlockKey]:
         """Free the slots at the front of the eviction order for `reserve`; return their keys."""
-        slots = self._order.take(count)
+        slots = self.order.take(count)
         evicted = [key for slot in slots if (key := self._keys[slot]) is not None]
         self._move_all(slots, SlotEvent.EVICT)
         self.index.remove(evicted)

@@ -412,8 +412,9 @@ class Stores:
         state.misses.note(keys, MissCause.EVICTED)
         # How many of these blocks were evicted before they could be spilled.
         lost = max([tier.evicted(keys) for tier in state.tiers], default=0)
-        state.tally.evicted(EvictionCause.SPILL_BEHIND, lost)
-        state.tally.evicted(EvictionCause.SPACE, len(keys) - lost)
+        age_s = state.pool.order.age_s
+        state.tally.evicted(EvictionCause.SPILL_BEHIND, lost, age_s)
+        state.tally.evicted(EvictionCause.SPACE, len(keys) - lost, age_s)
         if self.evictions.offers and (again := self.evictions.evicted(keys)):
             state.tally.offered(len(again))
             self.again += again

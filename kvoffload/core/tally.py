@@ -35,7 +35,7 @@ class Tally:
         self.events: list[Event] = []
         """Events about requests and jobs. Every part of the core appends its own events here."""
         self._outcomes: dict[StoreOutcome, int] = {}
-        self._evicted: dict[EvictionCause, int] = {}
+        self._evicted: dict[EvictionCause, tuple[int, float]] = {}
         self._offered = self._zeroed = 0
         self.open_offers = 0
         """The number of offers without an outcome."""
@@ -54,10 +54,11 @@ class Tally:
         self.open_offers -= blocks
         self.has_sums = True
 
-    def evicted(self, cause: EvictionCause, blocks: int) -> None:
-        """Count blocks that left the host."""
+    def evicted(self, cause: EvictionCause, blocks: int, age_s: float = 0.0) -> None:
+        """Count blocks that left the host; `age_s` is the time since the last use of the one used last."""
         if blocks:
-            self._evicted[cause] = self._evicted.get(cause, 0) + blocks
+            before, youngest_s = self._evicted.get(cause, (0, age_s))
+            self._evicted[cause] = before + blocks, min(youngest_s, age_s)
             self.has_sums = True
 
     def evicted_below(self, tier: Tier, cause: EvictionCause, blocks: int) -> None:
@@ -90,7 +91,8 @@ class Tally:
         if self._zeroed:
             events.append(BlocksZeroed(self._zeroed))
         if self._evicted:
-            events += [BlocksEvicted(blocks, cause) for cause, blocks in self._evicted.items()]
+            for cause, (blocks, age_s) in self._evicted.items():
+                events.append(BlocksEvicted(blocks, cause, age_s))
             self._evicted = {}
         if self._offered:
             events.append(BlocksOffered(self._offered))

@@ -98,6 +98,16 @@ class CopyOutcome(Cause):
     CORRUPT = "corrupt"
 
 
+class RemoteFault(Cause):
+    """Why a call to the remote tier failed, or why the tier refused values."""
+
+    TIMEOUT = "timeout"
+    UNREACHABLE = "unreachable"
+    DENIED = "denied"  # the credentials are refused, or may not write
+    FULL = "full"
+    OTHER = "other"
+
+
 class EvictionCause(Cause):
     """Why the host lost a block."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvoffload.model.causes import RemoteFault
+
 
 class KVOffloadError(Exception):
     """Base of all errors that this package raises."""
@@ -59,7 +61,11 @@ class DiskError(KVOffloadError):
 
 
 class RemoteError(KVOffloadError):
-    """Raised when the remote tier fails or cannot be reached."""
+    """Raised when the remote tier fails or cannot be reached; `fault` is the kind of failure, for metrics."""
+
+    def __init__(self, message: str, fault: RemoteFault = RemoteFault.OTHER) -> None:
+        self.fault = fault
+        super().__init__(message)
 
 
 class RemoteGone(RemoteError):

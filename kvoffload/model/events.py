@@ -229,11 +229,12 @@ class CopiesResumed(Event, frozen=True):
 
 
 class BlocksEvicted(Event, frozen=True):
-    """Blocks left the host."""
+    """Blocks left the host. `age_s`: seconds since the last use of the one used last; 0 if not evicted for space."""
 
     tier: ClassVar[Tier] = Tier.HOST
     blocks: int
     cause: EvictionCause
+    age_s: float = 0.0
 
 
 class DiskBlocksEvicted(Event, frozen=True):
@@ -317,15 +318,27 @@ class OffloadingDegraded(Event, frozen=True):
 class FirstTokenReached(Event, frozen=True):
     """A request's first token was found in the engine's next step.
 
+    The tokens add up to the request's prompt.
+
     Args:
         request: the request.
         found: where its last lookup found blocks.
         seconds: time since the engine reported the request.
+        device_tokens: prompt tokens that the device held.
+        host_tokens: prompt tokens loaded from the host, without fetched ones.
+        fetched_tokens: prompt tokens loaded after a fetch from a lower tier for this request.
+        computed_tokens: the other prompt tokens, with those of a load that failed.
+        fetched_from: the tier of `fetched_tokens`; None if there are none.
     """
 
     request: RequestId
     found: Found
     seconds: float
+    device_tokens: int = 0
+    host_tokens: int = 0
+    fetched_tokens: int = 0
+    computed_tokens: int = 0
+    fetched_from: Tier | None = None
 
 
 class NetBenefitTurned(Event, frozen=True):

@@ -150,6 +150,7 @@ class TransferReport(Message, frozen=True):
         disk_works: False if this rank's slot file cannot be opened, a call on it hangs, or too many calls have failed.
         disk_file: this rank's slot file, once it is open.
         remote_works: whether the remote tier answers this rank's calls.
+        remote_faults: failed calls and refused writes of this rank so far, in the order of `RemoteFault`.
     """
 
     rank: Rank
@@ -163,6 +164,7 @@ class TransferReport(Message, frozen=True):
     disk_works: bool = True
     disk_file: DiskFile | None = None
     remote_works: bool = False
+    remote_faults: tuple[int, ...] = ()
 
 
 # -- the index of the disk tier: which block each slot holds ------------------------------------------------------

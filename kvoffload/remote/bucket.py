@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from kvoffload.model.causes import RemoteFault
 from kvoffload.model.errors import RemoteError
 from kvoffload.model.ids import BlockKey
 from kvoffload.remote.address import BucketAddress
@@ -54,6 +55,7 @@ _STATUS = re.compile(r"status code: (\d{3}[A-Za-z ]*)")
 _REASON = re.compile(r"kind: (\w+)[^{]*source: reqwest|InvalidCertificate\(\s*(\w+)|\"(dns error)\"")
 # After these errors another read would also fail; after 408 or 429 it may succeed.
 _OF_THE_OBJECT = re.compile(r"4(?!08|29)")
+_FAULTS = {"401": RemoteFault.DENIED, "403": RemoteFault.DENIED, "507": RemoteFault.FULL}
 _INSTALL = "the object store's client cannot be loaded ({}); install kvoffload[s3]"
 
 T = TypeVar("T")
@@ -63,7 +65,7 @@ class _AnsweredError(RemoteError):
     """Raised when the server answers with an error status."""
 
     def __init__(self, message: str, status: str) -> None:
-        super().__init__(message)
+        super().__init__(message, _FAULTS.get(status[:3], RemoteFault.OTHER))
         self.status = status
 
 
@@ -109,7 +111,7 @@ class BucketStore:
         self._address = address
         self._timeout_s = timeout_s
         self._listing_s = timeout_s / 2  # seconds after which a listing reads no more indexes
-        self._refusals = Refusals()
+        self.refusals = Refusals()
         self._lock = threading.Lock()
         self._catalogues: dict[Shard, Catalogue] = {}
         limit = timedelta(seconds=timeout_s)
@@ -163,9 +165,9 @@ class BucketStore:
                 with self._translated():
                     self._obstore.put(self._bucket, pack, _joined([index, *new.values()]))
             except _AnsweredError as error:
-                self._refusals.note(str(error))
+                self.refusals.note(str(error), error.fault)
                 return [key not in new for key in keys]
-            self._refusals.note(None)
+            self.refusals.note(None)
             with self._lock:
                 catalogue.add(pack, {key: Place(pack, *place) for key, *place in entries})
         return [True] * len(keys)
@@ -272,7 +274,7 @@ class BucketStore:
             with self._translated():
                 return asyncio.run(asyncio.wait_for(first(), self._timeout_s))
         except TimeoutError:
-            raise RemoteError(f"{self._address} fails: its listing does not end") from None
+            raise RemoteError(f"{self._address}: its listing does not end", RemoteFault.TIMEOUT) from None
 
     def _read_indexes(
         self, catalogue: Catalogue, page: Sequence[tuple[str, int]], until: float
@@ -339,7 +341,8 @@ class BucketStore:
             if isinstance(error, self._bad_name):
                 raise _BadNameError(f"{self._address} fails: {_reason(error)}") from None
             if (status := _STATUS.search(text)) is None:
-                raise RemoteError(f"{self._address} fails: {_reason(error)}") from None
+                fault = RemoteFault.TIMEOUT if "Time" in _reason(error) else RemoteFault.UNREACHABLE
+                raise RemoteError(f"{self._address} fails: {_reason(error)}", fault) from None
             if status[1].startswith("416"):
                 raise _BeyondEndError from None
             text = f"{self._address} fails: {type(error).__name__}, {status[1]}"

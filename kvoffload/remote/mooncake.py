@@ -33,6 +33,7 @@ from typing import Any
 
 import msgspec
 
+from kvoffload.model.causes import RemoteFault
 from kvoffload.model.errors import RemoteError, RemoteGone
 from kvoffload.model.ids import BlockKey
 from kvoffload.remote.address import MooncakeAddress
@@ -45,6 +46,8 @@ _END_S = 1.0  # seconds to wait for a killed process to exit
 _LEAST_S = 1e-3
 _NOT_FOUND = -704
 _NO_ANSWER = -800  # codes up to this one mean that the transfer broke off, or that the call got no answer
+_NO_SPACE = -200
+_UNREACHABLE = RemoteFault.UNREACHABLE
 _NO_REQUEST = bytes(32)
 _CHILD = """
 import json, sys
@@ -69,7 +72,7 @@ class MooncakeStore:
 
     def __init__(self, address: MooncakeAddress, timeout_s: float) -> None:
         own = own_address(address, timeout_s)
-        self._refusals = Refusals()
+        self.refusals = Refusals()
         self._timeout_s = timeout_s
         self._reason: str | None = None  # why the child was killed
         self._process, self._control = _start(timeout_s)
@@ -86,21 +89,22 @@ class MooncakeStore:
     def ask(self, shard: Shard, keys: Sequence[BlockKey]) -> list[bool]:
         codes = self._call("batch_is_exist", [shard.name(key) for key in keys])
         if codes and min(codes) < 0:
-            raise RemoteError(f"the Mooncake master does not answer (code {min(codes)})")
+            raise RemoteError(f"the Mooncake master does not answer (code {min(codes)})", _UNREACHABLE)
         return [code == 1 for code in codes]
 
     def get(self, shard: Shard, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[int]:
         codes = self._call("batch_get_into", [shard.name(key) for key in keys], list(map(_place, buffers)))
         if all(code <= _NO_ANSWER for code in codes):
-            raise RemoteError(f"Mooncake delivers nothing (code {codes[0]})")
+            raise RemoteError(f"Mooncake delivers nothing (code {codes[0]})", _UNREACHABLE)
         return [code if code >= 0 else MISSING if code == _NOT_FOUND else FAILED for code in codes]
 
     def put(self, shard: Shard, keys: Sequence[BlockKey], values: Sequence[memoryview]) -> list[bool]:
         codes = self._call("batch_put_from", [shard.name(key) for key in keys], list(map(_place, values)))
         if all(code <= _NO_ANSWER for code in codes):
-            raise RemoteError(f"Mooncake takes nothing (code {codes[0]})")
+            raise RemoteError(f"Mooncake takes nothing (code {codes[0]})", _UNREACHABLE)
         refused = [code for code in codes if code]
-        self._refusals.note(f"Mooncake's code {refused[0]}" if refused else None)
+        fault = RemoteFault.FULL if refused[:1] == [_NO_SPACE] else RemoteFault.OTHER
+        self.refusals.note(f"Mooncake's code {refused[0]}" if refused else None, fault)
         return [not code for code in codes]
 
     def read(self, name: str) -> bytes | None:
@@ -150,7 +154,7 @@ class MooncakeStore:
                 ours.shutdown(socket.SHUT_WR)
                 answer, problem = msgspec.msgpack.decode(_received(ours, until))
         except TimeoutError:
-            raise self._gone(f"Mooncake has not answered for {limit_s:g} s") from None
+            raise self._gone(f"Mooncake has not answered for {limit_s:g} s", RemoteFault.TIMEOUT) from None
         except (OSError, msgspec.DecodeError):
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_S)
@@ -160,11 +164,11 @@ class MooncakeStore:
             raise RemoteError(problem)
         return answer
 
-    def _gone(self, reason: str) -> RemoteGone:
+    def _gone(self, reason: str, fault: RemoteFault = RemoteFault.OTHER) -> RemoteGone:
         """Kill the child. Calls from other threads then fail and report the same reason."""
         self._reason = self._reason or reason
         _kill(self._process)
-        return RemoteGone(self._reason)
+        return RemoteGone(self._reason, fault)
 
 
 def _start(timeout_s: float) -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -224,7 +228,7 @@ def own_address(address: MooncakeAddress, timeout_s: float) -> str:
                 connection.sendall(_NO_REQUEST)
                 connection.recv(1)
     except OSError as error:
-        raise RemoteError(f"no Mooncake master answers at {address}: {error}") from error
+        raise RemoteError(f"no Mooncake master answers at {address}: {error}", _UNREACHABLE) from error
     return own
 
 

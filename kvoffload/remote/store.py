@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol, Self
 
 from kvoffload.logs import get_logger
+from kvoffload.model.causes import RemoteFault
 from kvoffload.model.ids import BlockKey
 from kvoffload.remote.address import BucketAddress, MooncakeAddress, RemoteAddress
 from kvoffload.remote.values import Shard
@@ -27,10 +28,13 @@ class Refusals:
     """Logs why the remote tier refuses values, but not the same reason twice in a row."""
 
     def __init__(self) -> None:
+        self.fault = RemoteFault.OTHER
+        """The kind of the last refusal."""
         self._logged: str | None = None
 
-    def note(self, reason: str | None) -> None:
+    def note(self, reason: str | None, fault: RemoteFault = RemoteFault.OTHER) -> None:
         """Record the result of a put: why values were refused, or None if all were accepted."""
+        self.fault = self.fault if reason is None else fault
         if reason is not None and reason != self._logged:
             log.warning("remote_write_refused", reason=reason, note="what is in the store is read as before")
         self._logged = reason
@@ -64,6 +68,8 @@ class RemoteStore(Protocol):
     If it fails for all keys, it raises `RemoteError`. After `RemoteGone` all further calls fail, and a new connection
     is needed.
     """
+
+    refusals: Refusals
 
     def ask(self, shard: Shard, keys: Sequence[BlockKey]) -> list[bool]:
         """Return which blocks the store claims to have. The claim may be wrong."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvoffload.bus.bus import Bus
 from kvoffload.model import events, facts
@@ -26,6 +26,7 @@ from kvoffload.model.wire import Direction, Tier
 from kvoffload.runtime.copies import CopyEnded, HookTime, OpenCopies, OpenCopy
 from kvoffload.runtime.step_times import Copies, PrefillRate, StepTimes
 from kvoffload.telemetry.catalogue import LoadWait
+from kvoffload.telemetry.counters import Histogram
 
 NEVER_TOKENS = 1_000_000
 """A length longer than any prompt, used when copying is slower than computing at every length."""
@@ -110,6 +111,7 @@ class NetBenefit:
         copies: the table of open copies.
         hook: the current hook's time.
         bus: source of facts and events; `NetBenefitTurned` is published on it.
+        waits: the histogram of each kind of wait; without a lower tier none waits for a fetch.
         set_least: called about once a second for each tier, with the fewest tokens worth a load (HOST), or worth a
             fetch from that tier and the load after it; 0 without measurements. None if the operator chose a length.
     """
@@ -121,6 +123,7 @@ class NetBenefit:
         copies: OpenCopies,
         hook: HookTime,
         bus: Bus,
+        waits: Mapping[LoadWait, Histogram],
         set_least: Callable[[Tier, int], object] | None = None,
     ) -> None:
         self._ranks = ranks
@@ -134,7 +137,7 @@ class NetBenefit:
         self._await_fetch: set[RequestId] = set()
         self._unpriced_tokens = 0
         self.saved_s = 0.0
-        self.waited_s = dict.fromkeys(LoadWait, 0.0)
+        self._waits = waits
         self.interference_s = dict.fromkeys(Direction, 0.0)
         # About the last step:
         self._last_s = 0.0  # when the last step was scheduled
@@ -152,9 +155,14 @@ class NetBenefit:
         bus.count(events.LookupDeferred, self._deferred)
 
     @property
+    def waited_s(self) -> float:
+        """Seconds that requests waited."""
+        return sum([wait.total for wait in self._waits.values()])
+
+    @property
     def net_s(self) -> float:
         """The seconds saved minus the seconds lost, since the start."""
-        return self.saved_s - sum(self.waited_s.values()) - sum(self.interference_s.values())
+        return self.saved_s - self.waited_s - sum(self.interference_s.values())
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -223,13 +231,13 @@ class NetBenefit:
         """Add the seconds for which a request's lookups were answered "not yet"."""
         reason = LoadWait.FETCH if request in self._await_fetch else LoadWait.OTHERS_LOAD
         self._await_fetch.discard(request)
-        self.waited_s[reason] += seconds
+        self._waits[reason].observe(seconds)
 
     def ended(self, request: RequestId) -> None:
         """Add the wait of a request that ends while its load is open."""
         load = self._open.by_request[request]
         if load.planned is not None:
-            self.waited_s[LoadWait.OWN_LOAD] += self._hook.now - load.planned
+            self._waits[LoadWait.OWN_LOAD].observe(self._hook.now - load.planned)
             load.planned = None
 
     def _deferred(self, event: events.LookupDeferred) -> None:
@@ -242,7 +250,7 @@ class NetBenefit:
         waited_s = self._hook.now - copy.planned
         copy.planned = None
         if isinstance(event, events.LoadEnded):
-            self.waited_s[LoadWait.OWN_LOAD] += waited_s
+            self._waits[LoadWait.OWN_LOAD].observe(waited_s)
             if event.outcome is not LoadOutcome.LOADED:
                 return
             self._unpriced_tokens += copy.tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -9,12 +10,13 @@ from functools import partial
 from kvoffload.bus.bus import Bus
 from kvoffload.bus.feed import run_observer
 from kvoffload.logs import get_logger
+from kvoffload.model.causes import RemoteFault
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.engine import EngineIdentity, EngineShape
 from kvoffload.model.events import OffloadingDegraded
 from kvoffload.model.facts import TransferReported
 from kvoffload.model.ids import Rank
-from kvoffload.model.wire import TransferReport
+from kvoffload.model.wire import Tier, TransferReport
 from kvoffload.runtime.copies import HookTime
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.step_times import FirstTokens
@@ -55,6 +57,7 @@ class Observation:
         identity: EngineIdentity,
         hook: HookTime,
         clocks: Clocks,
+        tiers: Set[Tier],
     ) -> None:
         self._bus = bus
         self._now = clocks.monotonic
@@ -67,10 +70,12 @@ class Observation:
             provenance=describe_run(identity, shape, config, clocks.unix()),
             on_failure=self._journal_failed,
         )
-        self.counters = Counters()
+        self.counters = Counters(tiers)
         self.counters.subscribe(bus)
         self.reports = {rank: TransferReport(rank, (), 0) for rank in map(Rank, range(shape.ranks))}
         """Each rank's last report. Any thread may read it."""
+        self.remote_faults: Mapping[RemoteFault, int] = {}
+        """Failed calls of the scheduler's side to the remote tier; ranks report their own."""
         bus.count(TransferReported, self._reported)
         self.journal.subscribe(bus)
         self.first_tokens = FirstTokens(hook, bus)

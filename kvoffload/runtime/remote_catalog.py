@@ -78,6 +78,7 @@ class RemoteCatalog:
         connect = partial(open_store, place.address, timeout_s)
         self._calls = remote_calls(connect, executor, monotonic, timeout_s, side="scheduler")
         self._due: list[facts.Fact] = []
+        self.faults = self._calls.faults
         self.ended = self._calls.ended
         """Ended calls. While there are ended calls, `take_facts` must be called."""
         self._fingerprint: str | None = None

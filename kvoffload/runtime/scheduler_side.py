@@ -83,12 +83,16 @@ class SchedulerSide:
         self.core = OffloadCore(shape, _policy(config, shape, disk, remote), device)
         self._jobs = self.core.state.jobs
         self._live = self.core.state.requests.live
+        self._lru = self.core.state.pool.order
         self.bus = Bus(self.core.state.tally)
-        self.observation = Observation(self.bus, shape, config, identity, self._hook, self._clocks)
+        tiers = {tier.tier for tier in self.core.state.tiers}
+        self.observation = Observation(self.bus, shape, config, identity, self._hook, self._clocks, tiers)
         self.counters = self.observation.counters
         self.copies = OpenCopies(shape.ranks, config.transfer_timeout_s, self._jobs, self._hook, self.bus)
         set_least = self.core.set_least if config.min_load_tokens == AUTO else None
-        self.benefit = NetBenefit(shape.alignment, shape.ranks, self.copies, self._hook, self.bus, set_least)
+        self.benefit = NetBenefit(
+            shape.alignment, shape.ranks, self.copies, self._hook, self.bus, self.counters.waits, set_least
+        )
         self.faults = Faults(self.core, self.bus, self.copies, device, self.observation)
         self._tiers_side: TiersSide | None = None
         if self.core.state.tiers:
@@ -96,6 +100,7 @@ class SchedulerSide:
             self._tiers_side = TiersSide(
                 self.core, self.faults, config, portal, self._clocks, disk, remote, tier_key
             )
+            self.observation.remote_faults = self._tiers_side.remote_faults
         self._handle_facts()
         if portal is not None:
             self.observation.start(portal)
@@ -122,7 +127,7 @@ class SchedulerSide:
         self, fact: facts.RequestSeen, has_token: HasToken | None = None, trace_parent: str | None = None
     ) -> None:
         """Handle a new request. `has_token` tells if it has its first token; `trace_parent` is a W3C traceparent."""
-        began = self._hook.now = self._clocks.monotonic()
+        began = self._hook.now = self._lru.now = self._clocks.monotonic()
         watch = self.observation
         if has_token is not None:
             watch.first_tokens.waiting[fact.request] = began, has_token
@@ -223,7 +228,7 @@ class SchedulerSide:
 
     def step(self, fact: facts.StepScheduled) -> TransferPlan:
         """Return the copies that the workers must start in a scheduled step. Call it exactly once per step."""
-        began = self._hook.now = self._clocks.monotonic()
+        began = self._hook.now = self._lru.now = self._clocks.monotonic()
         copies, faults, watch = self.copies, self.faults, self.observation
         if faults.pending_error is not None:
             faults.raised(*faults.pending_error)
@@ -308,6 +313,8 @@ class SchedulerSide:
         if self.faults.cause is not None:
             # After an error in the core, no awaited load can be trusted.
             results.failed += self.copies.awaited
+        for request in results.failed:
+            self.observation.first_tokens.load_failed(request)
         self.copies.answer(results)
 
     @property
@@ -370,7 +377,7 @@ class SchedulerSide:
         Any thread may call this method.
         """
         try:
-            return read_all(self)
+            return read_all(self, self.counters.tiers)
         except Exception as error:
             self.faults.pending_error = error, "gauges"  # Only the engine's thread may stop using the core.
             return {"kvoffload_degraded": {(DegradeCause.HANDLER_RAISED.value,): 1}}

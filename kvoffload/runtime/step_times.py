@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
+from msgspec.structs import replace
+
 from kvoffload.bus.bus import Bus
 from kvoffload.model.causes import Found
 from kvoffload.model.events import FirstTokenReached, LookupAnswered
@@ -190,8 +192,8 @@ class FirstTokens:
         self._hook = hook
         self.waiting: dict[RequestId, tuple[float, HasToken]] = {}
         """The arrival of each request without a token, and a check for its first token. The caller adds requests."""
-        self.admitted: dict[RequestId, Found] = {}
-        """Admitted requests without a token, and the result of each one's last lookup."""
+        self.admitted: dict[RequestId, LookupAnswered] = {}
+        """Admitted requests without a token, and the answer of each one's last lookup."""
         bus.count(LookupAnswered, self._settled)
 
     def look(self) -> list[FirstTokenReached]:
@@ -206,13 +208,23 @@ class FirstTokens:
         self.admitted.pop(request, None)
         return []
 
+    def load_failed(self, request: RequestId) -> None:
+        """Note that a request's tokens are computed, because their load failed."""
+        if (found := self.admitted.get(request)) is not None:
+            computed = found.miss_tokens + found.hit_tokens
+            self.admitted[request] = replace(found, hit_tokens=0, fetched_tokens=0, miss_tokens=computed)
+
     def _settled(self, event: LookupAnswered) -> None:
         if event.request in self.waiting:
-            found = Found.DEVICE if event.device_tokens else Found.NOTHING
-            tier = event.fetched_from if event.fetched_tokens else None
-            host = Found.HOST if tier is None else _FOUND[tier]
-            self.admitted[event.request] = host if event.hit_tokens else found
+            self.admitted[event.request] = event
 
     def _arrived(self, request: RequestId) -> FirstTokenReached:
         waited_s = self._hook.now - self.waiting.pop(request)[0]
-        return FirstTokenReached(request, self.admitted.pop(request), waited_s)
+        answer = self.admitted.pop(request)
+        found = Found.DEVICE if answer.device_tokens else Found.NOTHING
+        if answer.hit_tokens:
+            tier = answer.fetched_from if answer.fetched_tokens else None
+            found = Found.HOST if tier is None else _FOUND[tier]
+        host = answer.hit_tokens - answer.fetched_tokens
+        tokens = answer.device_tokens, host, answer.fetched_tokens, answer.miss_tokens
+        return FirstTokenReached(request, found, waited_s, *tokens, answer.fetched_from)

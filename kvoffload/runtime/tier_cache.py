@@ -178,7 +178,7 @@ class TierCache:
         self.bus = bus = Bus(core.state.tally)
         bus.on_state_error = lambda error, fact: self._broke(error, type(fact).__name__)
         bus.on_removed = log_removed
-        self.counters = Counters()
+        self.counters = Counters({tier.tier for tier in self._tiers})
         self.counters.subscribe(bus)
         bus.handle(facts.TransferReported, core.transfer_reported)
         bus.handle(facts.JobOverdue, core.job_overdue)
@@ -206,6 +206,7 @@ class TierCache:
             remote = RemotePlace(address, lambda: identified.result().fingerprint)
         clocks = Clocks(clock.monotonic, sleep=clock.sleep)
         self._side = TiersSide(core, self, config, portal, clocks, disk, remote, key)
+        self.observation.remote_faults = self._side.remote_faults
         self._side.handle_facts(bus)
         self._disk = None if disk is None else open_disk(disk, *shared)
         self._remote = None if address is None else open_remote(address, *shared)
@@ -557,6 +558,7 @@ class TierCache:
         parts = [None if copies is None else copies.take() for copies in (self._disk, self._remote)]
         report, before = merged(self._report, *parts), jobs.open_on_tiers
         if any(part is not None and part.is_new for part in parts):
+            self.observation.reports[_RANK] = report
             self.bus.dispatch([facts.TransferReported(report)])
         self._side.reported([report], now, has_moved=jobs.open_on_tiers != before)
         if events := self._state.tally.take():

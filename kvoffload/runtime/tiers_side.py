@@ -24,6 +24,7 @@ from kvoffload.disk.folder import DiskPlace
 from kvoffload.disk.tier_key import TierKey
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
+from kvoffload.model.causes import RemoteFault
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.wire import DiskRecord, TransferReport
 from kvoffload.remote.address import RemotePlace
@@ -83,6 +84,7 @@ class TiersSide:
         asks: the core's questions for the remote tier.
         records: the core's records for the disk's index.
         overdue_at: when the open jobs become overdue, unless a job begins or ends before.
+        remote_faults: failed calls of the scheduler's side to the remote tier.
         awaits_files: whether any rank has not opened its slot file yet.
         is_opening: whether steps must check for tiers that are opening; True until all tiers are open, or until the
             warning about a slow tier.
@@ -122,6 +124,7 @@ class TiersSide:
         self._idle_since: float | None = None
         self._late_steps = 0
         self.due: Sized = () if self.disk is None else self.disk.due
+        self.remote_faults: dict[RemoteFault, int] = {} if self._remote is None else self._remote.faults
         self.ended: Sized = () if self._remote is None else self._remote.ended
         self.polls_at = inf if remote is None else -inf
         self.asks: list[Ask] = [] if state.remote is None else state.remote.asks

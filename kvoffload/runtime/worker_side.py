@@ -291,4 +291,5 @@ def merged(report: TransferReport, disk: TierReport | None, remote: TierReport |
         disk_works=disk is None or disk.works,
         disk_file=None if disk is None else disk.file,
         remote_works=remote is not None and remote.works,
+        remote_faults=() if remote is None else remote.faults,
     )

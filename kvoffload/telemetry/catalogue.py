@@ -6,7 +6,7 @@ The exporters, dashboards/metrics.md and the dashboard tests use this table.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Protocol
@@ -23,6 +23,7 @@ from kvoffload.model.causes import (
     MissCause,
     PinDropCause,
     RejectionCause,
+    RemoteFault,
     StoreOutcome,
     TierOutcome,
 )
@@ -60,7 +61,6 @@ class HostBytes(Enum):
 class TierState(Enum):
     """The states of a tier below the host."""
 
-    OFF = "off"  # not configured
     OPENING = "opening"  # a rank's file or the index is not open yet, or the remote tier is not reached yet
     OPEN = "open"
     FAILING = "failing"  # a call hangs or too many calls failed; nothing is copied until it works again
@@ -85,6 +85,16 @@ class LoadWait(Enum):
     FETCH = "fetch"  # the load must first wait for a fetch from a tier below the host
 
     __hash__ = object.__hash__  # by identity, for the same reason as `Cause`
+
+
+class PromptSource(Enum):
+    """Where the KV of a prompt's tokens came from."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+    REMOTE = "remote"
+    COMPUTED = "computed"
 
 
 class Hook(StrEnum):
@@ -139,7 +149,6 @@ class OpenCopies(Protocol):
 
 class Benefit(Protocol):
     saved_s: float
-    waited_s: dict[LoadWait, float]
     interference_s: dict[Direction, float]
     is_negative: bool
 
@@ -151,6 +160,8 @@ class Benefit(Protocol):
 
 class Observed(Protocol):
     """The part of `Observation` that readers use."""
+
+    remote_faults: Mapping[RemoteFault, int]
 
     @property
     def info(self) -> Labels: ...
@@ -225,7 +236,8 @@ class Metric:
         read: returns the series at a scrape and may omit those that are 0; None if events count the metric.
         counts: the events that increase the metric, each with the name of the field to add (None adds 1). Each event
             has a field for every label. Empty if the metric has a reader or `Counters` has a method for it.
-        where: a field's name and a value: only events whose field has this value are counted. None counts all.
+        where: a field's name and values: only events whose field has one of them are counted. None counts all.
+        tiers: the metric has series only with one of these lower tiers; empty if it does not depend on them.
     """
 
     name: str
@@ -236,7 +248,8 @@ class Metric:
     buckets: tuple[float, ...] = ()
     read: Callable[[Side], Series] | None = None
     counts: Mapping[type[events.Event], str | None] = field(default_factory=dict)
-    where: tuple[str, Enum] | None = None
+    where: tuple[str, tuple[Enum, ...]] | None = None
+    tiers: Set[Tier] = frozenset()
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -249,6 +262,24 @@ class Metric:
         Empty if a label has no enum: such a metric has a single series, served once an engine runs.
         """
         return tuple(itertools.product(*(label.values for label in self.labels)))
+
+    def series_with(self, tiers: Set[Tier]) -> list[Labels]:
+        """Return the series that exist with these lower tiers. Those of a tier that is off could only be 0."""
+        if self.tiers and self.tiers.isdisjoint(tiers):
+            return []
+        off = {value for value, needed in _ONLY_WITH.items() if needed.isdisjoint(tiers)}
+        return [labels for labels in self.series if off.isdisjoint(labels)]
+
+
+LOWER_TIERS = frozenset((Tier.DISK, Tier.REMOTE))
+_DISK, _REMOTE = frozenset((Tier.DISK,)), frozenset((Tier.REMOTE,))
+_OF_ANY_TIER = MissCause.TIER_OPENING.value, EvictionCause.SPILL_BEHIND.value, LoadWait.FETCH.value
+# Label values that only engines with one of these tiers can have.
+_ONLY_WITH: Mapping[str, Set[Tier]] = {
+    **dict.fromkeys((Tier.DISK.value, MissCause.ON_DISK.value), _DISK),
+    **dict.fromkeys((Tier.REMOTE.value, MissCause.IN_REMOTE.value), _REMOTE),
+    **dict.fromkeys(_OF_ANY_TIER, LOWER_TIERS),
+}
 
 
 # Copies between host and disk are labelled "disk".
@@ -268,7 +299,9 @@ _INFO = tuple(
 )
 
 # How long a failed copy took says nothing about the link.
-_SUCCEEDED = ("outcome", CopyOutcome.DONE)
+_SUCCEEDED = ("outcome", (CopyOutcome.DONE,))
+# Evictions that more memory would have avoided.
+_FOR_SPACE = ("cause", (EvictionCause.SPACE, EvictionCause.SPILL_BEHIND))
 
 # fmt: off
 # Copy times range from one small block on a fast link to a whole prompt at the default timeout of 30 s.
@@ -277,6 +310,12 @@ _COPY_BUCKETS = (
 )
 # Times to first token range from a short prompt on a fast device to a long prompt behind a queue.
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+# A wait is felt from some milliseconds on; the longest last as long as a copy may.
+_WAIT_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+# A hit is between one small block and the longest prompt.
+_HIT_BUCKETS = (16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+# Blocks that are evicted after seconds make room for prompts that return later than that; after a day they are rarely missed.
+_AGE_BUCKETS = (1, 5, 15, 60, 300, 900, 3600, 14400, 86400)
 # Hooks take a few microseconds when there is nothing to do; a millisecond is far too long.
 _HOOK_BUCKETS = (1e-6, 2.5e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.1)
 # fmt: on
@@ -285,12 +324,12 @@ _HOOK_BUCKETS = (1e-6, 2.5e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-
 # -- readers ------------------------------------------------------------------------------------------------------
 
 
-def tier_state(side: Side, tier: Tier) -> TierState:
-    """Return the state of a tier below the host."""
+def tier_state(side: Side, tier: Tier) -> TierState | None:
+    """Return the state of a tier below the host; None if it is not configured."""
     state = side.core.state
     found = state.disk if tier is Tier.DISK else state.remote
     if found is None:
-        return TierState.OFF
+        return None
     if found is state.disk and found.is_closed:  # only the disk closes permanently
         return TierState.CLOSED
     if not found.is_open:
@@ -299,7 +338,8 @@ def tier_state(side: Side, tier: Tier) -> TierState:
 
 
 def _tier_states(side: Side) -> Series:
-    return {(tier.value, tier_state(side, tier).value): 1 for tier in (Tier.DISK, Tier.REMOTE)}
+    tiers = [lower.tier for lower in side.core.state.tiers]
+    return {(tier.value, state.value): 1 for tier in tiers if (state := tier_state(side, tier))}
 
 
 def _slots(side: Side) -> Series:
@@ -373,7 +413,14 @@ def _degraded(side: Side) -> Series:
     return {(side.degraded.value,): 1} if side.degraded is not None else {}
 
 
-def _by_label(numbers: Mapping[LoadWait, float] | Mapping[Direction, float]) -> Series:
+def _remote_errors(side: Side) -> Series:
+    ranks = [report.remote_faults for report in side.observation.reports.values()]
+    counts = [tuple(side.observation.remote_faults.values()), *ranks]
+    found = zip(RemoteFault, *filter(None, counts), strict=False)
+    return {(fault.value,): sum(each) for fault, *each in found}
+
+
+def _by_direction(numbers: Mapping[Direction, float]) -> Series:
     return {(each.value,): number for each, number in numbers.items()}
 
 
@@ -387,6 +434,8 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_miss_blocks_total", "Looked-up block positions that missed, by cause; the causes sum to the missed blocks.", Kind.COUNTER, (Label("cause", MissCause),), "blocks"),
     Metric("kvoffload_lookups_deferred_total", "Lookups answered with 'not yet', because another request was loading the same prefix or blocks were being fetched from a tier below the host. Each wait counts once, however often the engine asks.", Kind.COUNTER, (Label("reason", LoadWait, served=(LoadWait.OTHERS_LOAD, LoadWait.FETCH)),), "lookups"),
     Metric("kvoffload_fetched_tokens_total", "Tokens of host hits that had been fetched from the tier for the request that found them.", Kind.COUNTER, (_LOWER_TIERS,), "tokens"),
+    Metric("kvoffload_hit_tokens", "Tokens that the host added to a request's prefix, for each admitted request with a hit.", Kind.HISTOGRAM, (), "tokens", _HIT_BUCKETS),
+    Metric("kvoffload_prompt_tokens_total", "Prompt tokens of requests that reached their first token, by where their KV came from. The tokens of a load that failed are computed; disk and remote count what was fetched for the request.", Kind.COUNTER, (Label("source", PromptSource),), "tokens"),
     Metric("kvoffload_pin_dropped_blocks_total", "Blocks that a lookup pinned and that were released without being loaded.", Kind.COUNTER, (Label("cause", PinDropCause),), "blocks", counts={events.HitDropped: "blocks"}),
     # --- outcomes of offers and loads ---
     Metric("kvoffload_offered_blocks_total", "Computed blocks offered to the host; each ends with one outcome.", Kind.COUNTER, (), "blocks", counts={events.BlocksOffered: "blocks"}),
@@ -396,8 +445,9 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_tier_scheduled_blocks_total", "Blocks scheduled to be copied between the host and a tier below it; each ends with one outcome.", Kind.COUNTER, (_LOWER_TIERS, _DIRECTION), "blocks", counts={events.TierCopyScheduled: "blocks"}),
     Metric("kvoffload_tier_blocks_total", "Blocks scheduled to be copied between the host and a tier below it, by final outcome.", Kind.COUNTER, (_LOWER_TIERS, _DIRECTION, Label("outcome", TierOutcome)), "blocks", counts={events.TierCopyEnded: "blocks"}),
     # --- the remote tier ---
-    Metric("kvoffload_remote_asked_blocks_total", "Blocks of arriving requests for which the remote tier was asked, by its answer; none: the call failed or took too long.", Kind.COUNTER, (Label("answer", Answer),), "blocks"),
-    Metric("kvoffload_remote_ask_seconds", "Time of an answered call that asks the remote tier for one request's blocks; the request waits for it.", Kind.HISTOGRAM, (), "seconds", _COPY_BUCKETS),
+    Metric("kvoffload_remote_asked_blocks_total", "Blocks of arriving requests for which the remote tier was asked, by its answer; none: the call failed or took too long.", Kind.COUNTER, (Label("answer", Answer),), "blocks", tiers=_REMOTE),
+    Metric("kvoffload_remote_ask_seconds", "Time of an answered call that asks the remote tier for one request's blocks; the request waits for it.", Kind.HISTOGRAM, (), "seconds", _COPY_BUCKETS, tiers=_REMOTE),
+    Metric("kvoffload_remote_errors_total", "Calls to the remote tier that failed, and writes that it refused, of the scheduler and all ranks.", Kind.COUNTER, (Label("kind", RemoteFault),), "errors", read=_remote_errors, tiers=_REMOTE),
     # --- recurrent states ---
     Metric("kvoffload_state_blocks_total", "Stored and loaded blocks that are recurrent states.", Kind.COUNTER, (_DIRECTION,), "blocks", counts={events.StatesCopied: "blocks"}),
     Metric("kvoffload_prefix_boundaries_asked_total", "Admitted requests whose prefix lacked only a recurrent state, which the engine was asked to keep.", Kind.COUNTER, (), "boundaries", counts={events.BoundaryAsked: None}),
@@ -421,12 +471,13 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_slot_bytes", "Bytes of one slot, all ranks together; multiply by slots for the tier's bytes.", Kind.GAUGE, (_TIER,), "bytes", read=_slot_bytes),
     Metric("kvoffload_host_bytes", "Bytes of host memory, all ranks together: wanted by the settings, reserved (pinned) so far, and used.", Kind.GAUGE, (Label("state", HostBytes),), "bytes", read=_host_bytes),
     Metric("kvoffload_evicted_blocks_total", "Blocks that left the tier.", Kind.COUNTER, (_TIER, Label("cause", EvictionCause)), "blocks", counts={events.BlocksEvicted: "blocks", events.DiskBlocksEvicted: "blocks"}),
+    Metric("kvoffload_eviction_age_seconds", "Time since the last use of blocks that were evicted from the host for space; of blocks evicted together, the one used last.", Kind.HISTOGRAM, (), "seconds", _AGE_BUCKETS, counts={events.BlocksEvicted: "age_s"}, where=_FOR_SPACE),
     Metric("kvoffload_oldest_pin_timestamp_seconds", "Unix time of the oldest pin; 0 if there is none.", Kind.GAUGE, (), "seconds", read=lambda side: {(): side.unix(side.copies.oldest_pin)}),
     # --- is it worth it ---
-    Metric("kvoffload_first_token_seconds", "Time from a request's arrival to the first step after its first token, by what its last lookup found. Up to one step too long.", Kind.HISTOGRAM, (Label("found", Found),), "seconds", _FIRST_TOKEN_BUCKETS, counts={events.FirstTokenReached: "seconds"}),
+    Metric("kvoffload_first_token_seconds", "Time from a request's arrival to the first step after its first token, by what its last lookup found. Up to one step too long.", Kind.HISTOGRAM, (Label("found", Found),), "seconds", _FIRST_TOKEN_BUCKETS),
     Metric("kvoffload_prefill_seconds_saved_total", "Prefill time that loads saved: loaded tokens times the measured prefill time per token. An estimate.", Kind.COUNTER, (), "seconds", read=lambda side: {(): side.benefit.saved_s}),
-    Metric("kvoffload_load_wait_seconds_total", "Time that requests waited, added up: for their own load, from allocation to its end; for another request's load of the same prefix; or for a fetch from a tier below the host.", Kind.COUNTER, (Label("reason", LoadWait),), "seconds", read=lambda side: _by_label(side.benefit.waited_s)),
-    Metric("kvoffload_interference_seconds_total", "Time that copies added to the engine's steps, from comparing decode steps with and without copies. An estimate.", Kind.COUNTER, (_DIRECTION,), "seconds", read=lambda side: _by_label(side.benefit.interference_s)),
+    Metric("kvoffload_load_wait_seconds", "Time that a request waited: for its own load, from allocation to its end; for another request's load of the same prefix; or for a fetch from a tier below the host.", Kind.HISTOGRAM, (Label("reason", LoadWait),), "seconds", _WAIT_BUCKETS),
+    Metric("kvoffload_interference_seconds_total", "Time that copies added to the engine's steps, from comparing decode steps with and without copies. An estimate.", Kind.COUNTER, (_DIRECTION,), "seconds", read=lambda side: _by_direction(side.benefit.interference_s)),
     Metric("kvoffload_prefill_tokens_per_second", "Prefill rate: prefilled tokens per second of the time that they add to the engine's steps, median of the last measurements; 0 until measured.", Kind.GAUGE, (), "tokens", read=lambda side: {(): side.benefit.prefill_tokens_per_s}),
     Metric("kvoffload_break_even_tokens", "Hits of at least this many tokens are faster to load than to compute; 0 until measured, 1000000 if no hit is.", Kind.GAUGE, (), "tokens", read=lambda side: {(): side.benefit.break_even()[Tier.HOST]}),
     Metric("kvoffload_fetch_break_even_tokens", "At least this many tokens of a tier below the host are faster to fetch and load than to compute; 0 until measured, 1000000 if no number is.", Kind.GAUGE, (_LOWER_TIERS,), "tokens", read=_fetch_break_even),
@@ -450,10 +501,12 @@ CATALOGUE: tuple[Metric, ...] = (
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE}
 
 
-def read_all(side: Side) -> dict[str, Series]:
-    """Return all series of each metric that has a reader, by name."""
-    return {
-        metric.name: {**dict.fromkeys(metric.series, 0), **metric.read(side)}
-        for metric in CATALOGUE
-        if metric.read is not None
-    }
+def read_all(side: Side, tiers: Set[Tier]) -> dict[str, Series]:
+    """Return all series that exist with these lower tiers, of each metric that has a reader, by name."""
+    found: dict[str, Series] = {}
+    for metric in CATALOGUE:
+        if metric.read is not None:
+            series = metric.read(side)
+            named = metric.series_with(tiers) if metric.series else series
+            found[metric.name] = {labels: series.get(labels, 0) for labels in named}
+    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -17,8 +17,10 @@ from typing import Any, Protocol
 from kvoffload.bus.bus import Bus
 from kvoffload.model import events, facts
 from kvoffload.model.causes import MissCause
+from kvoffload.model.wire import Tier
 from kvoffload.telemetry.catalogue import (
     CATALOGUE,
+    LOWER_TIERS,
     Answer,
     Hook,
     Kind,
@@ -26,6 +28,7 @@ from kvoffload.telemetry.catalogue import (
     LoadWait,
     LookupResult,
     Metric,
+    PromptSource,
     Series,
 )
 
@@ -33,6 +36,7 @@ from kvoffload.telemetry.catalogue import (
 _KEPT = 1 << 14
 _HIT = (LookupResult.HIT.value,)
 _MISS = (LookupResult.MISS.value,)
+_DEVICE, _HOST, _, _, _COMPUTED = ((source.value,) for source in PromptSource)
 _BEHIND = (MissCause.BEHIND_MISS.value,)
 _FOUND_THERE, _MISSING_THERE, _NO_ANSWER = ((answer.value,) for answer in Answer)
 
@@ -125,22 +129,33 @@ class Histogram:
 
 
 class Counters:
-    """The catalogue's counters and histograms that events update."""
+    """The catalogue's counters and histograms that events update.
 
-    def __init__(self) -> None:
+    Args:
+        tiers: the engine's tiers below the host; by default all, for events of any engine.
+    """
+
+    def __init__(self, tiers: Set[Tier] = LOWER_TIERS) -> None:
+        self.tiers = tiers
         self.changes = 0
         """Increases whenever anything is counted, except hook times, which every step has."""
         self._counts: dict[str, dict[Labels, int]] = {
-            metric.name: dict.fromkeys(metric.series, 0)
+            metric.name: dict.fromkeys(metric.series_with(tiers), 0)
             for metric in CATALOGUE
             if metric.kind is Kind.COUNTER and metric.read is None
         }
         self._histograms: dict[str, dict[Labels, Histogram]] = {
-            metric.name: {labels: Histogram(metric.buckets) for labels in metric.series}
+            metric.name: {labels: Histogram(metric.buckets) for labels in metric.series_with(tiers)}
             for metric in CATALOGUE
             if metric.kind is Kind.HISTOGRAM
         }
         self._hooks = {labels[0]: one for labels, one in self._histograms["kvoffload_hook_seconds"].items()}
+        waits = self._histograms["kvoffload_load_wait_seconds"].items()
+        self.waits = {LoadWait(wait): series for (wait,), series in waits}
+        """The waits of requests, which `NetBenefit` measures."""
+        self._hit_tokens = self._histograms["kvoffload_hit_tokens"][()]
+        self._prompt_tokens = self._counts["kvoffload_prompt_tokens_total"]
+        self._first_tokens = self._histograms["kvoffload_first_token_seconds"]
         self._lookup_blocks = self._counts["kvoffload_lookup_blocks_total"]
         self._lookup_tokens = self._counts["kvoffload_lookup_tokens_total"]
         self._misses = self._counts["kvoffload_miss_blocks_total"]
@@ -202,6 +217,7 @@ class Counters:
         return {cls: self._adder(cls) for cls in classes} | {
             events.LookupAnswered: self._count_lookup,
             events.LookupDeferred: self._count_deferred,
+            events.FirstTokenReached: self._count_first_token,
             facts.RemoteAnswered: self._count_answer,
         }
 
@@ -213,13 +229,13 @@ class Counters:
             if cls in metric.counts:
                 labels = attrgetter(*metric.label_names) if metric.labels else None
                 amount = _reader(metric.counts[cls])
-                name, value = metric.where or (None, None)
-                counted.append((metric.kind, series_of[metric.name], labels, amount, _reader(name), value))
+                name, values = metric.where or (None, ())
+                counted.append((metric.kind, series_of[metric.name], labels, amount, _reader(name), values))
 
         def add(event: events.Event) -> None:
             self.changes += 1
-            for kind, series, labels, amount, where, value in counted:
-                if where is None or where(event) is value:
+            for kind, series, labels, amount, where, values in counted:
+                if where is None or where(event) in values:
                     place = () if labels is None else _LABELS[labels(event)]
                     number = 1 if amount is None else amount(event)
                     if kind is Kind.HISTOGRAM:
@@ -234,6 +250,7 @@ class Counters:
         if hits := event.hit_blocks:
             self._lookup_blocks[_HIT] += hits
             self._lookup_tokens[_HIT] += event.hit_tokens
+            self._hit_tokens.observe(event.hit_tokens)
         if misses := event.miss_blocks:
             self._lookup_blocks[_MISS] += misses
             self._lookup_tokens[_MISS] += event.miss_tokens
@@ -243,6 +260,16 @@ class Counters:
         if event.fetched_tokens and event.fetched_from is not None:
             fetched = self._counts["kvoffload_fetched_tokens_total"]
             fetched[_LABELS[event.fetched_from]] += event.fetched_tokens
+
+    def _count_first_token(self, event: events.FirstTokenReached) -> None:
+        self.changes += 1
+        self._first_tokens[_LABELS[event.found]].observe(event.seconds)
+        tokens = self._prompt_tokens
+        tokens[_DEVICE] += event.device_tokens
+        tokens[_HOST] += event.host_tokens
+        tokens[_COMPUTED] += event.computed_tokens
+        if event.fetched_tokens and event.fetched_from is not None:
+            tokens[_LABELS[event.fetched_from]] += event.fetched_tokens
 
     def _count_deferred(self, event: events.LookupDeferred) -> None:
         reason = LoadWait.FETCH if event.owner is None else LoadWait.OTHERS_LOAD

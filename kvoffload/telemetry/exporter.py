@@ -42,10 +42,11 @@ class KVOffloadCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family with all its series."""
-        counted = self._source.counters.snapshot()
+        counters = self._source.counters
+        counted = counters.snapshot()
         for metric, series in all_series(counted.counts, self._source.gauges(), counted.distributions):
             family = _family(metric)
-            for labels in metric.series or series:
+            for labels in metric.series_with(counters.tiers) or series:
                 if metric.kind is Kind.HISTOGRAM:
                     family.add_metric(labels, _cumulate(metric.buckets, series[labels]), series[labels].total)
                 else:

@@ -59,6 +59,7 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from kvoffload.model.causes import RemoteFault
 from kvoffload.model.errors import KVOffloadError, RemoteGone
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class Call:
         began, took: when `work` began, and the seconds it took, at most the time limit; 0 if the call was never made.
         result: the result of the call; None if it failed or was not made.
         error: the reason why the call failed; None if it succeeded or was not made.
+        fault: why the call failed or its values were refused, as a label of metrics.
         is_stuck: whether `work` did not return in time.
         is_gone: whether the connection was lost.
         is_cancelled: whether the call is no longer needed.
@@ -122,6 +124,7 @@ class Call:
     took: float = 0.0
     result: Any = None
     error: str | None = None
+    fault: RemoteFault | None = None
     is_stuck: bool = False
     is_gone: bool = False
     is_cancelled: bool = False
@@ -211,6 +214,8 @@ class BlockingCalls(Generic[ResourceT]):
         self._submitted: set[Future[None]] = set()
         self.ended: deque[Call] = deque()
         """Ended calls that `poll` has not handled yet."""
+        self.faults = dict.fromkeys(RemoteFault, 0)
+        """Failed calls and refused writes so far."""
         self._is_closed = False
         self._changing = threading.Lock()  # held while `resource` is cleared
         _MADE.add(self)
@@ -264,6 +269,7 @@ class BlockingCalls(Generic[ResourceT]):
             if call.began + call.limit_s <= now and call.claim():
                 call.is_stuck = True
                 call.error = f"a call has not returned for {call.limit_s:g} s"
+                call.fault = RemoteFault.TIMEOUT
                 call.took = call.limit_s
                 self.ended.append(call)
         self._take_ended(now)
@@ -300,6 +306,8 @@ class BlockingCalls(Generic[ResourceT]):
                 self._policy.worked(call)
             elif call.was_made:
                 self._policy.failed(call, now)
+            if call.fault is not None:
+                self.faults[call.fault] += 1
             call.ended(call)
 
     def _fail_queued(self) -> None:
@@ -325,19 +333,22 @@ class BlockingCalls(Generic[ResourceT]):
         call.was_made = True
         thread = threading.get_ident()
         self._active[thread] = call
-        resource = error = result = None
+        resource = error = result = fault = None
         is_gone = False
         try:
             resource = self._connected(call)
             result = call.work(call, resource)
+            fault = getattr(result, "refused", None)
         except BaseException as raised:
             # A panic in a Rust client is not an `Exception`, but must end the call.
             error = str(raised) or repr(raised)
+            fault = getattr(raised, "fault", RemoteFault.OTHER)
             is_gone = isinstance(raised, RemoteGone)
             if is_gone:
                 self._leave(resource)
         if call.claim():
             call.is_gone = is_gone
+            call.fault = fault
             self._use(call, result, error)
         elif call.is_stuck and not is_gone:
             self._policy.log.warning(self._policy.late, after_s=round(self._monotonic() - call.began, 1))

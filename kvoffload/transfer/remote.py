@@ -121,6 +121,7 @@ class RemoteMover:
         keys = [job.targets[position] for position in values]
         taken = store.put(shard, keys, list(values.values())) if values else []
         part.whole = [position for position, is_taken in zip(values, taken, strict=True) if is_taken]
+        part.refused = None if all(taken) else store.refusals.fault
         return part
 
     def get(self, part: Part, _: Call, store: RemoteStore) -> Part:

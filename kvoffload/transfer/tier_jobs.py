@@ -7,7 +7,7 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.causes import CopyOutcome, RemoteFault
 from kvoffload.model.wire import AnyJob, Direction, JobReport, Tier
 
 if TYPE_CHECKING:
@@ -29,12 +29,14 @@ class TierReport(NamedTuple):
         works: whether this rank makes calls to the tier.
         is_new: whether a job has ended or `works` has changed since the last report.
         file: the rank's slot file, if the tier is a disk and the file is open.
+        faults: failed calls and refused writes so far, in the order of `RemoteFault`.
     """
 
     jobs: tuple[JobReport, ...]
     works: bool
     is_new: bool
     file: DiskFile | None = None
+    faults: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +51,7 @@ class Part:
         under_call: positions whose slots a hanging call may still change: a file slot in a spill, a host slot in a
             fetch.
         sums: for a spill to the disk, the checksums by position.
+        refused: why the tier did not take some of the blocks; None if it took all.
     """
 
     job: AnyJob
@@ -57,6 +60,7 @@ class Part:
     corrupt: list[int] = field(default_factory=list)
     under_call: Sequence[int] = ()
     sums: dict[int, int] = field(default_factory=dict)
+    refused: RemoteFault | None = None
 
 
 def find_corrupt(part: Part, checksums: Checksums | None, log: BoundLogger) -> None:
@@ -211,7 +215,7 @@ class TierJobs:
         works = self.calls.works
         is_new = bool(reports) or works is not self._reported
         self._reported = works
-        return TierReport(reports, works, is_new, file)
+        return TierReport(reports, works, is_new, file, tuple(self.calls.faults.values()))
 
     def close(self) -> None:
         """Accept no more jobs."""

@@ -7,12 +7,13 @@ metrics do the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
+from kvoffload.model.wire import Tier
 from kvoffload.telemetry.catalogue import CATALOGUE, Kind, Metric
 from kvoffload_vllm.payload import entries, split_labels
 
@@ -21,7 +22,7 @@ _exported: dict[str, Any] = {}
 
 
 class Families:
-    """Every metric of the catalogue, with all its series present from the start.
+    """Every metric of the catalogue. Its series are present from the start, those of a lower tier from its first message.
 
     Args:
         classes: for each metric class of the Prometheus client, the class to use instead.
@@ -41,14 +42,14 @@ class Families:
             for metric in CATALOGUE
         }
         for engine in engine_labels:
-            for metric in CATALOGUE:
-                for labels in metric.series:
-                    self._series(engine, metric.name, labels)
+            self._create_series(engine, set())
 
     def observe(self, payload: Mapping[str, Any], engine: int) -> None:
         """Add one message. Ignore unknown names and labels: another version's message must not stop the front end."""
         if engine not in self._engine_labels:
             return
+        if states := payload.get("kvoffload_tier_state"):
+            self._create_series(engine, {Tier(split_labels(joined)[0]) for joined in states})
         for metric, joined, value in entries(payload):
             labels = split_labels(joined)
             if len(labels) != len(metric.labels):
@@ -61,6 +62,11 @@ class Families:
             else:
                 for sample in value:
                     series.observe(sample)
+
+    def _create_series(self, engine: int, tiers: Set[Tier]) -> None:
+        for metric in CATALOGUE:
+            for labels in metric.series_with(tiers):
+                self._series(engine, metric.name, labels)
 
     def _series(self, engine: int, name: str, labels: tuple[str, ...]) -> Any:  # noqa: ANN401  # an instance of a class that was passed in
         return self._metrics[name].labels(*self._engine_labels[engine], *labels)

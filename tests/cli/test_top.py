@@ -32,6 +32,7 @@ from kvoffload.cli.top import PageError, Reading, Row, Server, page_url, parse_p
 from kvoffload.model import events
 from kvoffload.model.causes import MissCause
 from kvoffload.model.ids import RequestId
+from kvoffload.telemetry.catalogue import LoadWait
 from kvoffload.telemetry.exporter import KVOffloadCollector, serve
 from tests.telemetry.fake_source import FakeSource
 
@@ -153,9 +154,10 @@ def test_seconds_saved_are_less_what_waiting_and_interference_cost(engine: Engin
     before = engine.reading(0.0)
     engine.state = {
         "kvoffload_prefill_seconds_saved_total": {(): 14.0},
-        "kvoffload_load_wait_seconds_total": {("own_load",): 1.0, ("fetch",): 0.5},
         "kvoffload_interference_seconds_total": {("store",): 0.25, ("load",): 0.25},
     }
+    engine.counters.waits[LoadWait.OWN_LOAD].observe(1.0)
+    engine.counters.waits[LoadWait.FETCH].observe(0.5)
     found = row(before, engine.reading(2.0))
     assert (found.net_s, found.net_s_per_s) == (12.0, 1.0)
 

@@ -238,7 +238,7 @@ def pool_problems(pool: HostPool) -> Iterator[str]:
     for state in SlotState:
         if states.count(state) != pool.count(state):
             yield f"{states.count(state)} slots are {state.name}, {pool.count(state)} are counted"
-    order = pool._order
+    order = pool.order
     if ready - pool.holds.keys() != set(order) or order.count != len(set(order)):
         yield "the eviction order is not the ready slots without a hold"
     if sorted([*pool._freed, *range(pool._fresh, pool.capacity)]) != empty:

@@ -199,7 +199,7 @@ AT_REST: dict[str, tuple[Callable[[OffloadCore], object], str]] = {
         "slots that are FILLING, PINNED or DRAINING: 1 counted, 0",
     ),
     "a slot that cannot be evicted": (
-        lambda it: it.state.pool._order.remove([SlotId(0)]),
+        lambda it: it.state.pool.order.remove([SlotId(0)]),
         "slots that can be evicted: 2 counted, 3",
     ),
     "a hold without a request": (

@@ -205,7 +205,7 @@ def test_states_of_all_lengths_are_evicted_with_their_blocks() -> None:
     """A head's blocks are evicted after those that only the tail needs (R15)."""
     world = with_states(4, 8, 12)
     pool = world.core.state.pool
-    order = [pool.key(slot) for slot in pool._order]
+    order = [pool.key(slot) for slot in pool.order]
     depth = {key: place for group in world.groups for place, key in enumerate(keys_of(TEXT, group))}
     assert [depth[key] for key in order if key is not None] == [2, 2, 1, 1, 0, 0]
 
@@ -356,7 +356,7 @@ def test_r15_a_state_is_used_by_a_load_and_not_by_the_devices_own_hit(is_loaded:
     world.states_end = (12,)
     again = served(world, "again", TEXT)
     assert again.computed > 8
-    order = [world.core.state.pool.key(slot) for slot in world.core.state.pool._order]
+    order = [world.core.state.pool.key(slot) for slot in world.core.state.pool.order]
     state, state_between, head, head_between = (
         order.index(key_at(text, end, group)) for group, end in ((0, 8), (1, 4)) for text in (TEXT, OTHER)
     )

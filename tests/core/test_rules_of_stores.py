@@ -198,7 +198,7 @@ def test_r3_a_duplicate_of_a_block_that_is_declined_is_stored_in_its_place(host:
     full_up = {StoreOutcome.HOST_FULL: 1} if host == 1 else {}
     assert world.stores() == {StoreOutcome.STALE: 1, StoreOutcome.STORED: host, **full_up}
     pool = world.core.state.pool
-    assert [pool.key(slot) for slot in pool._order] == [tail, head][-host:]
+    assert [pool.key(slot) for slot in pool.order] == [tail, head][-host:]
 
 
 def test_r3_a_duplicate_of_a_block_without_room_waits_in_its_place() -> None:
@@ -257,7 +257,7 @@ def test_r15_cached_keys_are_used_head_last_and_a_key_twice_in_one_offer_once() 
     (again,) = named(world, keys[0])
     for duplicate in ((), ((keys[0], again),)):
         offer(world, *states, *duplicate)
-        assert [pool.key(slot) for slot in pool._order] == keys[::-1]
+        assert [pool.key(slot) for slot in pool.order] == keys[::-1]
     assert world.stores() == {StoreOutcome.STORED: 2, StoreOutcome.ALREADY_CACHED: 5}
 
 
@@ -797,7 +797,7 @@ def test_r15_depth_counts_across_groups(how: str) -> None:
     world.serve("first", LONG)
     if how != "stored":
         make_used(world, how)
-    order = [world.core.state.pool.key(slot) for slot in world.core.state.pool._order]
+    order = [world.core.state.pool.key(slot) for slot in world.core.state.pool.order]
     depths = [len(key or b"") for key in order]
     assert depths == sorted(depths, reverse=True)
 
@@ -814,7 +814,7 @@ def test_r15_stores_that_no_running_request_holds_arrive_deepest_first(policy: s
         world.idle_step()
         world.end(request)
         world.drain()
-    order = [world.core.state.pool.key(slot) or b"" for slot in world.core.state.pool._order]
+    order = [world.core.state.pool.key(slot) or b"" for slot in world.core.state.pool.order]
     prefixes = {key[:1] for key in order}
     assert len(prefixes) > 2
     for prefix in prefixes:
@@ -824,7 +824,7 @@ def test_r15_stores_that_no_running_request_holds_arrive_deepest_first(policy: s
 
 def heads_last(world: World) -> bool:
     """Return whether every prefix of `LONG` is evicted after all deeper blocks."""
-    order = [world.core.state.pool.key(slot) or b"" for slot in world.core.state.pool._order]
+    order = [world.core.state.pool.key(slot) or b"" for slot in world.core.state.pool.order]
     depths = [len(key) for key in order if key.startswith(LONG[:4].encode())]
     return len(depths) > 1 and depths == sorted(depths, reverse=True)
 
@@ -969,7 +969,7 @@ def test_r15_a_tail_that_arrives_for_a_new_table_is_not_used_later_than_a_head_o
     world.preempt(request)
     world.idle_step()
     pool = world.core.state.pool
-    assert [pool.key(slot) for slot in pool._order] == [key_at(TEXT, 8), key_at(TEXT, 4)]
+    assert [pool.key(slot) for slot in pool.order] == [key_at(TEXT, 8), key_at(TEXT, 4)]
 
 
 def test_r15_stores_that_end_in_another_order_leave_the_head_to_be_evicted_last() -> None:

@@ -40,6 +40,21 @@ def test_it_is_the_order_of_the_last_uses(batches: list[list[SlotId]]) -> None:
     assert order.count == 0
 
 
+def test_the_age_is_that_of_the_last_slot_taken_since_its_last_use() -> None:
+    order = LruOrder()
+    order.grow(4)
+    for now, slot in ((1.0, 0), (5.0, 1), (6.0, 2)):
+        order.now = now
+        order.add([SlotId(slot)])
+    order.now = 7.0
+    order.remove([SlotId(0)])
+    order.add([SlotId(0)])  # it was used again
+    order.now = 10.0
+    assert (list(order.take(2)), order.age_s) == ([1, 2], 4.0)
+    assert (list(order.take(1)), order.age_s) == ([0], 3.0)
+    assert (list(order.take(1)), order.age_s) == ([], 3.0)
+
+
 def test_what_is_not_in_it_cannot_be_taken_out() -> None:
     order = LruOrder()
     order.grow(3)

@@ -106,7 +106,7 @@ def picture(pool: HostPool) -> object:
         dict(pool.index),
         dict(pool.pins),
         dict(pool.holds),
-        list(pool._order),
+        list(pool.order),
         pool.room,
     )
 
@@ -194,9 +194,9 @@ def test_a_held_slot_can_be_pinned_and_comes_back_to_its_holder() -> None:
     pool.hold([slot])
     pool.pin((slot,))
     pool.unpin((slot,))
-    assert list(pool._order) == []
+    assert list(pool.order) == []
     pool.release([slot])
-    assert list(pool._order) == [slot]
+    assert list(pool.order) == [slot]
     assert [*pool_problems(pool)] == []
 
 
@@ -205,12 +205,12 @@ def test_using_moves_only_evictable_slots() -> None:
     (other,), _ = pool.reserve([BlockKey(b"other")])
     pool.fill((other,))
     assert pool.use((slot,), {}) == 1
-    assert list(pool._order) == [other, slot]
+    assert list(pool.order) == [other, slot]
     pool.hold([slot])
     assert pool.use((slot,), {}) == 0
     pool.pin((other,))
     assert pool.use((other,), {}) == 0
-    assert list(pool._order) == []
+    assert list(pool.order) == []
 
 
 def test_using_undoes_holds_in_the_same_order() -> None:
@@ -221,9 +221,9 @@ def test_using_undoes_holds_in_the_same_order() -> None:
     pool.hold([slots[0], slots[0], slots[1]])
     assert pool.use(slots, {slots[0]: 1, slots[1]: 1}) == 2
     assert pool.holds == {slots[0]: 1}
-    assert list(pool._order) == [slots[1], slots[2]]
+    assert list(pool.order) == [slots[1], slots[2]]
     assert pool.use(slots, {slots[0]: 1}) == 3
-    assert list(pool._order) == list(slots)
+    assert list(pool.order) == list(slots)
     assert [*pool_problems(pool)] == []
 
 

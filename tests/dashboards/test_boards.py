@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import yaml
@@ -12,7 +15,7 @@ from dashboards.generate.boards import BOARDS, Panel
 from dashboards.generate.boards import Kind as PanelKind
 from dashboards.generate.colours import COLOURS, LIMITS
 from dashboards.generate.files import FILES, FOLDER
-from dashboards.generate.promql import VLLM_SERIES, choose_engines, substitute
+from dashboards.generate.promql import ENGINE_LABELS, VLLM_SERIES, choose_engines, substitute
 from kvoffload.telemetry.catalogue import BY_NAME, CATALOGUE, Kind
 from tests.dashboards.queries import all_queries, metrics_in, rule_expressions
 
@@ -51,8 +54,53 @@ def test_every_metric_on_a_panel_is_in_the_catalogue() -> None:
     assert {base(name) for name in used} - set(BY_NAME) - VLLM_SERIES == ADDED_BY_PROMETHEUS
 
 
-def test_every_metric_in_a_rule_is_in_the_catalogue_or_recorded() -> None:
-    assert {base(name) for name in names_in_use(rule_expressions())} - set(BY_NAME) - recorded() == set()
+def test_every_metric_in_a_rule_is_in_the_catalogue_or_recorded_or_of_the_engine() -> None:
+    used = {base(name) for name in names_in_use(rule_expressions())}
+    assert used - set(BY_NAME) - recorded() - VLLM_SERIES == set()
+
+
+def test_worth_it_is_the_sign_of_the_net_seconds() -> None:
+    """Two panels and a column of the table show one expression; below 0 they are red, and the first says NO."""
+    panels = {panel.title: panel for panel in BOARDS[0].panels}
+    worth, net = panels["Worth it"], panels["Net seconds saved"]
+    (column,) = [query for query in panels["Engines"].queries if query.legend == "net seconds saved"]
+    assert worth.queries[0].expr == net.queries[0].expr == choose_engines("$net")
+    assert column.expr.replace(f" by ({ENGINE_LABELS})", "") == net.queries[0].expr
+    assert worth.limits == net.limits == ((-1, "red"), (0, "grey"), (1e-9, "green"))
+    assert column.limits == ((-1, "red"), (0, "green"))
+    assert worth.texts == {"<0": "NO", "0": "not measured", ">0": "yes"}
+    board = json.loads(next(path for path in FILES if path.name == "overview.json").read_text())
+    (drawn,) = [panel for panel in board["panels"] if panel["title"] == "Worth it"]
+    _, *ranges = drawn["fieldConfig"]["defaults"]["mappings"]
+    assert [(one["options"]["from"], one["options"]["to"]) for one in ranges] == [(None, -1e-9), (1e-9, None)]
+    assert [one["options"]["result"]["text"] for one in ranges] == ["NO", "yes"]
+
+
+@pytest.mark.slow
+@pytest.mark.tools("promtool")
+def test_engines_that_wait_longer_than_they_save_have_a_negative_net(tmp_path: Path) -> None:
+    engines = {"a": (1, 4), "b": (4, 1)}
+    series = [
+        {"series": f'{name}{{instance="{engine}"{labels}}}', "values": f"0+{number}x20"}
+        for engine, (saved, waited) in engines.items()
+        for name, labels, number in (
+            ("kvoffload_prefill_seconds_saved_total", "", saved),
+            ("kvoffload_load_wait_seconds_sum", ', reason="own_load"', waited),
+            ("kvoffload_interference_seconds_total", ', direction="load"', 0),
+        )
+    ]
+    net = substitute(choose_engines("$net_per_engine"), "5m", "10m")
+    cases = [
+        {"eval_time": "15m", "expr": f"round({net})", "exp_samples": [
+            {"labels": '{instance="a"}', "value": -30}, {"labels": '{instance="b"}', "value": 30},
+        ]}
+    ]  # fmt: skip
+    file = tmp_path / "test.yml"
+    file.write_text(
+        json.dumps({"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": cases}]})
+    )
+    done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_series_of_the_engine_that_may_be_used_is_used() -> None:

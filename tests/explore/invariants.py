@@ -50,7 +50,7 @@ class Before:
     def of(cls, scene: Scene) -> Before:
         state = scene.world.core.state
         pool = state.pool
-        evictable = {slot: key for slot in pool._order if (key := pool.key(slot)) is not None}
+        evictable = {slot: key for slot in pool.order if (key := pool.key(slot)) is not None}
         pinned = {slot: key for slot in pool.pins if (key := pool.key(slot)) is not None}
         unusable = {
             tier.tier: _open_on(scene, tier.tier) for tier in state.tiers if not _answers(scene, tier)
@@ -115,7 +115,7 @@ def _check_eviction_order(scene: Scene, before: Before) -> None:
         slot: key for slot, key in before.evictable.items() if pool.state(slot) is not SlotState.QUARANTINED
     }
     gone = [key for slot, key in good.items() if pool.key(slot) != key]
-    stayed = [key for slot, key in before.evictable.items() if index.get(key) == slot and slot in pool._order]
+    stayed = [key for slot, key in before.evictable.items() if index.get(key) == slot and slot in pool.order]
     for head in gone:
         text, group = head[:-4], int.from_bytes(head[-4:], "big")
         if scene.world.groups[group].kind is AttentionKind.FULL:

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import re
+
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from kvoffload.model.wire import Direction, Tier
 from kvoffload.telemetry.catalogue import TierState, tier_state
+from kvoffload.telemetry.exporter import KVOffloadCollector
 from tests.conservation import conservation, slot_problems
-from tests.reference.rig import rig, slot_bytes
-from tests.reference.test_disk import PROMPT, StartEngine, copied, leave_on_disk
+from tests.reference.rig import BLOCK, KINDS, Rig, open_loads, rig, slot_bytes, text
+from tests.reference.test_disk import MORE, PROMPT, StartEngine, copied, leave_on_disk
 from tests.reference.test_disk import start as start  # This is a fixture.
 
 
@@ -25,7 +29,8 @@ def test_spills_and_fetches_are_counted_under_the_disk(start: StartEngine, ranks
     assert made.count("lookups_deferred", "fetch") > 0
     counted = made.offload.counters.snapshot()
     assert counted.samples("kvoffload_first_token_seconds", "disk") == 1
-    assert made.offload.gauges()["kvoffload_load_wait_seconds_total"]["fetch",] > 0
+    assert counted.samples("kvoffload_load_wait_seconds", "fetch") == 1
+    assert counted.distributions["kvoffload_load_wait_seconds"]["fetch",].total > 0
     assert conservation(counted, drained=True) == []
 
 
@@ -53,8 +58,73 @@ def test_a_disk_that_some_rank_fails_is_failing_until_it_works_again(start: Star
     assert tier_state(made.offload, Tier.DISK) is TierState.OPEN
 
 
-def test_without_a_disk_its_state_is_off() -> None:
-    with rig() as made:
-        made.run(PROMPT)
-        states = made.offload.gauges()["kvoffload_tier_state"]
-        assert [labels for labels, flag in states.items() if flag] == [("disk", "off"), ("remote", "off")]
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompt_tokens_by_source_sum_to_the_prompts(start: StartEngine, kind: str) -> None:
+    """Of requests that hit on every tier, miss, are preempted, or lose their load; those that end without a token do not count."""
+    made = start(kind)
+
+    def sources() -> dict[str, int]:
+        return made.counts().by_label("kvoffload_prompt_tokens_total")
+
+    def check() -> None:
+        served = [prompt for prompt, _, stream in made.streams if stream.stats.generated_tokens]
+        assert sum(sources().values()) == sum(map(len, served))
+
+    leave_on_disk(made)
+    check()
+    before = sources()
+    made.run(PROMPT)
+    assert sources()["disk"] - before.get("disk", 0) == made.count("fetched_tokens", "disk") > 0
+    check()
+    made.run((*PROMPT, *text(50, 3)))
+    assert sources()["device"] > before.get("device", 0)
+    made.forget_device()
+    before = sources()
+    made.run(PROMPT)
+    assert sources()["host"] > before.get("host", 0)
+    check()
+
+    made.forget_device()
+    made.hold()
+    before = sources()
+    failing, gone = made.submit(PROMPT), made.submit(MORE[-1])
+    made.step()
+    made.engine.abort(gone.request_id)
+    for ticket in open_loads(made):
+        ticket.fail()
+    made.release()
+    made.drain()
+    assert failing.stats.external_tokens == 0
+    assert sources()["computed"] - before["computed"] == len(PROMPT)
+    assert sources().get("host", 0) == before.get("host", 0)
+    check()
+
+    preempted = made.submit(text(60, 5 * BLOCK), 8)
+    while preempted.stats.generated_tokens < 3:
+        made.step()
+    assert made.engine.preempt(preempted.request_id)
+    made.drain()
+    check()
+    made.assert_outputs()
+
+
+def test_what_only_a_lower_tier_has_is_not_served_without_one(start: StartEngine) -> None:
+
+    def series(made: Rig) -> set[str]:
+        registry = CollectorRegistry()
+        registry.register(KVOffloadCollector(made.offload))
+        return set(generate_latest(registry).decode().splitlines())
+
+    with rig() as alone:
+        alone.run(PROMPT)
+        served = {line for line in series(alone) if not line.startswith("#")}
+    assert not [
+        line for line in served if re.search('="(disk|remote|on_disk|in_remote|fetch|tier_opening)"', line)
+    ]
+    assert len(served) <= 450  # with both tiers there are 750
+    with_disk = start()
+    assert tier_state(with_disk.offload, Tier.DISK) is TierState.OPEN
+    more = {line.partition(" ")[0] for line in series(with_disk)}
+    assert 'kvoffload_capacity_slots{tier="disk"}' in more
+    assert 'kvoffload_load_wait_seconds_count{reason="fetch"}' in more
+    assert not [line for line in more if "remote" in line and not line.startswith("#")]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvoffload.model.causes import RemoteFault
 from kvoffload.model.errors import RemoteError, RemoteGone
 from kvoffload.model.ids import BlockKey
-from kvoffload.remote.store import MISSING
+from kvoffload.remote.store import MISSING, Refusals
 from kvoffload.remote.values import Shard
 from tests.gates import ThreadGate
 
@@ -25,6 +26,8 @@ class FakeStore:
     """
 
     def __init__(self) -> None:
+        self.refusals = Refusals()
+        self.refusals.fault = RemoteFault.FULL
         self.values: dict[str, bytes] = {}
         self.fails = self.is_gone = self.is_full = self.is_closed = False
         self.registered = 0

@@ -63,7 +63,7 @@ def proxy(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     made.end()
 
 
-def state_of(engine: Served) -> TierState:
+def state_of(engine: Served) -> TierState | None:
     return tier_state(engine.offload, Tier.REMOTE)
 
 
@@ -149,6 +149,8 @@ def test_r17_s3_that_fails_is_not_called_and_used_again(
     # For a hanging call, the client's own time limit may come first.
     expected = {"unavailable": "503", "silent": "has not returned|Timeout"}.get(what, "")
     assert re.search(expected, reasons)
+    kind = {"refused": "unreachable", "cut": "unreachable", "silent": "timeout"}.get(what, "other")
+    assert errors(second)[kind] > 0, errors(second)
     assert not any(secret in str(lines) for secret in bucket.secrets)
 
 
@@ -204,6 +206,7 @@ def test_r17_a_full_mooncake_store_takes_nothing_and_is_read(start: StartEngine,
         check_found(second, PROMPTS[0])  # Blocks that were read have a lease.
         fill(server)
         check_refused(first, "-200")
+        assert errors(first)["full"] >= 2
         check_found(start(server.url).opened(), PROMPTS[0])
     finally:
         server.close()
@@ -216,9 +219,16 @@ def test_r17_a_bucket_that_takes_nothing_is_read(start: StartEngine, proxy: Prox
     share(first, PROMPTS[0])
     proxy.refuse = lambda method: status if method == "PUT" else None
     check_refused(first, str(status))
+    assert errors(first)[{403: "denied", 507: "full"}[status]] >= 2
     check_found(second, PROMPTS[0])
     proxy.restore()
     share(first, PROMPTS[2])
+
+
+def errors(engine: Served) -> dict[str, float]:
+    """Errors of all sides, by kind."""
+    series = engine.offload.gauges()["kvoffload_remote_errors_total"]
+    return {kind: number for (kind,), number in series.items()}
 
 
 def check_refused(engine: Served, reason: str) -> None:

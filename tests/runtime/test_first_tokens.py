@@ -121,6 +121,18 @@ def test_the_last_lookup_before_the_token_counts_and_none_behind_it(engine: Engi
     assert engine.times() == {"nothing": (1, 2.0)}
 
 
+def test_the_tokens_of_a_load_that_failed_are_computed_without_another_lookup(engine: Engine) -> None:
+    engine.seen()
+    engine.admitted(device=16, host=32)
+    engine.first_tokens.load_failed(A)
+    engine.first_tokens.load_failed(RequestId("one that is gone"))
+    engine.tokens.add(A)
+    engine.step()
+    assert engine.times() == {"device": (1, 1.0)}
+    counted = engine.counters.snapshot()
+    assert counted.by_label("kvoffload_prompt_tokens_total") == {"computed": 32, "device": 16}
+
+
 def test_an_engine_that_does_not_say_is_not_asked(engine: Engine) -> None:
     engine.admitted()
     engine.step()

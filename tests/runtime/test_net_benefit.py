@@ -31,7 +31,7 @@ def saved(side: Side) -> float:
 
 
 def waited(side: Side, reason: str = "own_load") -> float:
-    return value(side.side, "load_wait_seconds_total", reason)
+    return side.side.counters.snapshot().distributions["kvoffload_load_wait_seconds"][(reason,)].total
 
 
 def lost(side: Side, direction: str) -> float:
@@ -322,4 +322,4 @@ def test_an_engine_that_reports_no_tokens_has_no_estimate() -> None:
 def test_tokens_that_pay_are_said_of_each_tier_that_is_read() -> None:
     series = Side().side.gauges()
     assert series["kvoffload_break_even_tokens"] == {(): 0}
-    assert series["kvoffload_fetch_break_even_tokens"] == {("disk",): 0, ("remote",): 0}
+    assert series["kvoffload_fetch_break_even_tokens"] == {}  # no lower tier

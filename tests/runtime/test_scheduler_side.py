@@ -10,10 +10,10 @@ import pytest
 
 from kvoffload.core.machine import JobState
 from kvoffload.model import facts
-from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.causes import CopyOutcome, EvictionCause
 from kvoffload.model.engine import Promises
 from kvoffload.model.errors import ConfigError
-from kvoffload.model.events import Event
+from kvoffload.model.events import BlocksEvicted, Event
 from kvoffload.model.ids import Rank, RequestId
 from kvoffload.model.wire import Direction, JobReport, TransferReport
 from kvoffload.runtime.copies import NO_ANSWERS, LoadAnswers
@@ -127,6 +127,31 @@ def test_gauges_follow_slots_and_jobs() -> None:
     now = side.side.gauges()
     assert now["kvoffload_slots"]["host", "quarantined"] == 3
     assert now["kvoffload_open_jobs"]["host", "load", "abandoned"] == 1
+
+
+def test_an_eviction_has_the_age_of_the_youngest_of_its_blocks_and_a_hit_its_length() -> None:
+    side = Side(slots=6)
+    side.stored("p")
+    side.clock.jump(20.0)
+    side.step()
+    side.stored("q")
+    side.clock.jump(70.0)
+    side.step()
+    side.stored("r", blocks=4)  # evicts all of p, and a block of q
+    snapshot = side.side.counters.snapshot()
+    ages = snapshot.distributions["kvoffload_eviction_age_seconds"][()]
+    assert (ages.samples, ages.total) == (1, 70.0)
+    assert snapshot.count("kvoffload_evicted_blocks_total", "host", "space") == 4
+    loading(side, "a")
+    hits = side.side.counters.snapshot().distributions["kvoffload_hit_tokens"][()]
+    assert (hits.samples, hits.total) == (1, RELOAD)
+
+
+def test_what_leaves_the_host_for_another_reason_has_no_age() -> None:
+    side = Side()
+    side.stored()
+    side.side.bus.publish(BlocksEvicted(3, EvictionCause.CORRUPT, 0.0))
+    assert side.side.counters.snapshot().samples("kvoffload_eviction_age_seconds") == 0
 
 
 # -- hook times -------------------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ def test_a_store_has_its_queue_and_its_copy_and_evictions_have_spans_of_their_ow
     _, second = (span for span in found if span.name == "kvoffload.store")
     (evicted,) = (span for span in found if span.name == "kvoffload.BlocksEvicted")
     assert evicted.parent is None
-    assert attributes(evicted) == {"kvoffload.blocks": 2, "kvoffload.cause": "space"}
+    assert attributes(evicted) == {"kvoffload.blocks": 2, "kvoffload.cause": "space", "kvoffload.age_s": 0.0}
     assert second.parent is None
     assert set(children(found, second)) == {"kvoffload.queued", "kvoffload.copy"}
     assert attributes(second)["kvoffload.bytes"] == 64

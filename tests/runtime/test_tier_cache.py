@@ -547,7 +547,7 @@ def test_the_numbers_are_served_to_prometheus(start: Start) -> None:
     assert samples["kvoffload_tier_blocks_total", "disk", "store", "done"] == 2
     assert samples["kvoffload_slots", "disk", "ready"] == 2
     assert samples["kvoffload_tier_state", "disk", "open"] == 1
-    assert samples["kvoffload_tier_state", "remote", "off"] == 1
+    assert not [name for name in samples if "remote" in name]  # that tier is off
 
 
 # -- random lives -----------------------------------------------------------------------------------------------------

@@ -163,6 +163,7 @@ def test_the_ring_keeps_the_last_messages() -> None:
                     "disk_works": True,
                     "disk_file": None,
                     "remote_works": False,
+                    "remote_faults": 0,
                 },
             },
         ),

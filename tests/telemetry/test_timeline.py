@@ -200,7 +200,7 @@ def test_evictions_and_pins_are_moments() -> None:
     dropped = events.HitDropped(A, 2, PinDropCause.REQUEST_ENDED)
     picture = Picture(journal((0, events.BlocksEvicted(3, EvictionCause.SPACE)), (0.01, dropped)))
     assert picture.instants("scheduler/host memory") == [("BlocksEvicted", 0)]
-    assert picture.args("BlocksEvicted") == {"blocks": 3, "cause": "space"}
+    assert picture.args("BlocksEvicted") == {"blocks": 3, "cause": "space", "age_s": 0.0}
     assert picture.instants("requests/request") == [("HitDropped", 10)]
 
 

@@ -11,6 +11,7 @@ from kvoffload.disk.open_folder import open_folder
 from kvoffload.disk.slot_file import SlotShape, open_slot_file
 from kvoffload.disk.system import aligned_buffer
 from kvoffload.logs import get_logger
+from kvoffload.model.causes import RemoteFault
 from kvoffload.model.errors import RemoteError, RemoteGone
 from kvoffload.model.ids import BlockKey
 from kvoffload.remote.store import RemoteStore
@@ -110,6 +111,28 @@ def test_three_failures_in_a_row_open_the_breaker_and_probes_come_ever_more_rare
         rig.store.calls.clear()
     assert probes == [1, 3, 7, 15]
     assert rig.answers == [None] * 103
+
+
+def test_failures_are_counted_by_kind() -> None:
+    rig = Rig()
+    rig.refuses = True
+    rig.turn()
+    rig.refuses = False
+    rig.turn(1.0)
+    rig.calls.submit(raising(RemoteError("the test says so", RemoteFault.DENIED)), rig._ended)
+    rig.calls.submit(raising(ValueError()), rig._ended)
+    rig.turn()
+    rig.call()  # is never made
+    rig.calls.close()
+    counted = {fault: number for fault, number in rig.calls.faults.items() if number}
+    assert counted == {RemoteFault.OTHER: 2, RemoteFault.DENIED: 1}
+
+
+def raising(error: Exception) -> Callable[[Call, RemoteStore], object]:
+    def work(_: Call, __: RemoteStore) -> object:
+        raise error
+
+    return work
 
 
 def test_failures_between_successes_do_not_open_it() -> None:

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from kvoffload.disk.tier_key import TierKey
-from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.causes import CopyOutcome, RemoteFault
 from kvoffload.model.ids import BlockKey, JobId, SlotId
 from kvoffload.model.wire import CopyJob, Direction, JobReport, Tier
 from kvoffload.remote.values import TRAILER_BYTES, Shard, seal
@@ -189,6 +189,7 @@ def test_a_full_store_takes_nothing_and_this_is_logged() -> None:
     report = rig.copy(Direction.STORE, [0, 1], KEYS[:2])
     assert (report.outcome, report.missing) == (FAILED, (0, 1))
     assert rig.report().works
+    assert rig.copies.calls.faults[RemoteFault.FULL] == 1
 
 
 def test_a_store_that_fails_fails_the_job() -> None:

@@ -164,7 +164,7 @@ async def _become_ready(engine: Engine, offload: SchedulerSide, options: DemoOpt
         # Seed the prompt with the process id, so that no lower tier already has its blocks.
         await warm_up(engine, options.first_tokens, os.getpid())
         states = {tier_state(offload, tier) for tier in (Tier.DISK, Tier.REMOTE)}
-        is_open = states <= {TierState.OPEN, TierState.OFF}
+        is_open = states <= {TierState.OPEN, None}
         if (offload.core.state.pool.capacity and is_open) or clock() > deadline:
             break
         await asyncio.sleep(_POLL_S)
@@ -213,7 +213,7 @@ async def _play(options: DemoOptions, engines: Engines, answers: Answers, screen
 
 def _benefit(offload: SchedulerSide) -> dict[str, float]:
     benefit = offload.benefit
-    waited_s, lost_s = sum(benefit.waited_s.values()), sum(benefit.interference_s.values())
+    waited_s, lost_s = benefit.waited_s, sum(benefit.interference_s.values())
     return {"saved_s": benefit.saved_s, "waited_s": waited_s, "lost_s": lost_s}
 
 

@@ -118,6 +118,7 @@ def test_metrics_agree_with_what_was_sent(server: Server, expected: Expected) ->
     assert grown("kvoffload_transfer_seconds_count", "load") == 2 * len(LONE)  # Each rank makes one copy.
     assert grown("kvoffload_first_token_seconds_count") == len(replies)
     assert grown("kvoffload_first_token_seconds_count", "host") == len(LONE)
+    assert grown("kvoffload_prompt_tokens_total") == grown("vllm:prompt_tokens_total") > 0
     check_benefit(before, after, found - on_device)
     negative = {at: value for at, value in after.series.items() if at[0].startswith("vllm:") and value < 0}
     assert not negative
@@ -133,7 +134,7 @@ def check_benefit(before: Metrics, after: Metrics, loaded_tokens: int) -> None:
         "kvoffload_prefill_tokens_per_second"
     )
     assert loaded_tokens / 5 < priced < loaded_tokens * 5
-    assert 0 < grown("kvoffload_load_wait_seconds_total", "own_load") < 60
+    assert 0 < grown("kvoffload_load_wait_seconds_sum", "own_load") < 60
     assert after("kvoffload_break_even_tokens") > 0
     assert 0 <= after.exact("kvoffload_interference_seconds_total") < 60
 
