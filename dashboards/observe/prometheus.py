@@ -99,8 +99,8 @@ class Prometheus:
 
 
 @contextmanager
-def run_prometheus(targets: Sequence[str]) -> Iterator[Prometheus]:
-    """Scrape `targets` (HOST:PORT) every `SCRAPE_MS` and evaluate our rules as often.
+def run_prometheus(targets: Sequence[str], every_ms: int = SCRAPE_MS) -> Iterator[Prometheus]:
+    """Scrape `targets` (HOST:PORT) every so many milliseconds and evaluate our rules as often.
 
     Raises:
         ObserveError: there is no Prometheus, or it does not start.
@@ -110,7 +110,7 @@ def run_prometheus(targets: Sequence[str]) -> Iterator[Prometheus]:
         raise ObserveError("there is no program `prometheus`: `make tools` installs it")
     with tempfile.TemporaryDirectory(prefix="kvoffload-observe-") as folder:
         home, port = Path(folder), free_port()
-        (home / "prometheus.yml").write_text(json.dumps(_config(targets)))  # JSON is YAML
+        (home / "prometheus.yml").write_text(json.dumps(_config(targets, every_ms)))  # JSON is YAML
         command = [
             *(program, f"--config.file={home / 'prometheus.yml'}", f"--storage.tsdb.path={home / 'data'}"),
             f"--web.listen-address=127.0.0.1:{port}",
@@ -148,8 +148,8 @@ def end(process: subprocess.Popen[Any], timeout_s: float = END_S) -> None:
         raise ObserveError(f"SIGTERM did not end process {process.pid} in {timeout_s:g} s") from None
 
 
-def _config(targets: Sequence[str]) -> dict[str, object]:
-    every = f"{SCRAPE_MS}ms"
+def _config(targets: Sequence[str], every_ms: int) -> dict[str, object]:
+    every = f"{every_ms}ms"
     return {
         "global": {"scrape_interval": every, "scrape_timeout": every, "evaluation_interval": every},
         "rule_files": [str(_RULES / "recording.yml"), str(_RULES / "alerts.yml")],

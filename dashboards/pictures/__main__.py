@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from pathlib import Path
 
 from dashboards.generate.boards import BOARDS
 from dashboards.observe.prometheus import ObserveError
-from dashboards.pictures.boards import take_boards
+from dashboards.pictures.boards import shown, take_boards, take_vllm_boards
 
 FOLDER = Path(__file__).parent
 SHOWN = ("overview", "report")
+TAKEN = FOLDER / "taken.json"
+"""For each shown dashboard, a digest of what its picture shows."""
 NAMES = (*(board.name for board in BOARDS), "report")
 BROWSER = "chromium-headless-shell"
 # Less than the default, so that it takes a minute; the host has a little more room than the conversations need.
@@ -60,11 +63,15 @@ def main() -> int:
         print(f"needs {BROWSER}: `make tools` installs it", file=sys.stderr)
         return 2
     boards = [name for name in names if name != "report"]
+    is_shown = names == SHOWN
     try:
-        taken = take_boards(boards, FOLDER, browser) if boards else []
+        take = take_vllm_boards if is_shown else take_boards
+        taken = take(boards, FOLDER, browser) if boards else []
     except ObserveError as error:
         print(f"pictures: {error}", file=sys.stderr)
         return 2
+    if is_shown:
+        TAKEN.write_text(json.dumps({name: shown(name) for name in boards}, indent=2) + "\n")
     if "report" in names:
         taken.append(take_report(FOLDER / "report.png", browser))
     for path in taken:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +17,16 @@ from dashboards.generate.files import FOLDER
 from dashboards.generate.promql import substitute
 from dashboards.observe.checks import wait_for_scrape
 from dashboards.observe.demo import run_demo
-from dashboards.observe.prometheus import SCRAPE_MS, ObserveError, Prometheus, run_prometheus
+from dashboards.observe.prometheus import SCRAPE_MS, ObserveError, Prometheus, end, run_prometheus
 from kvoffload.remote.local import free_port
 
 BOARDS = FOLDER / "grafana" / "dashboards"
 _SOURCES = Path(__file__).with_name("grafana")
+_END_S = 180.0  # two servers end one after the other
+_VLLM = FOLDER.parent / ".venv" / "vllm" / "bin" / "python"
 _BUILD = FOLDER.parent / ".venv" / "pictures"
-_RATE = f"{5 * SCRAPE_MS}ms"
+SERVE_S, EVERY_MS, RATE_MS = 600, 5000, 60_000
+"""How long the vLLM engines of the pictures serve, and how often they are scraped."""
 _PAGE = '<!doctype html><meta charset="utf-8"><link rel="stylesheet" href="board.css"><div id="root"></div>'
 _ORIGIN = "http://pictures.invalid/"
 _ICONS = Path("node_modules") / "@grafana" / "ui" / "dist" / "public"
@@ -55,7 +61,97 @@ def take_boards(names: Sequence[str], folder: Path, browser: str) -> list[Path]:
     return [_take(board, folder, browser) for board in boards]
 
 
-def capture(prometheus: Prometheus, name: str, start: float, end: float) -> dict[str, Any]:
+def take_vllm_boards(
+    names: Sequence[str], folder: Path, browser: str, seconds: float = SERVE_S
+) -> list[Path]:
+    """Serve conversations with two stock vLLM engines under Prometheus, and write a picture of each dashboard.
+
+    Raises:
+        ObserveError: a program is missing or fails, the engines gained nothing, or a panel has nothing to show.
+    """
+    _build()
+    with _vllm_engines(seconds) as (addresses, engines), run_prometheus(addresses, EVERY_MS) as prometheus:
+        wait_for_scrape(prometheus, addresses)
+        start = time.time()
+        _line_of(engines, then="served")
+        wait_for_scrape(prometheus, addresses)
+        boards = [
+            capture(prometheus, name, start, time.time(), step_ms=EVERY_MS, rate_ms=RATE_MS) for name in names
+        ]
+    if problems := [problem for board in boards for problem in unfit(board)]:
+        raise ObserveError("not fit for a picture:\n" + "\n".join(problems))
+    return [_take(board, folder, browser) for board in boards]
+
+
+@contextmanager
+def _vllm_engines(seconds: float) -> Iterator[tuple[list[str], subprocess.Popen[str]]]:
+    """Start the engines of `traffic.py`, and yield their addresses."""
+    if not _VLLM.exists():
+        raise ObserveError("there is no stock vLLM in .venv/vllm: `make vllm-env` installs it")
+    root = FOLDER.parent
+    process = subprocess.Popen(
+        [_VLLM, "-m", "dashboards.pictures.traffic", "--seconds", str(seconds)],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": f"{root}:{root / 'plugins'}"},
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        yield json.loads(_line_of(process, then="[")), process
+    finally:
+        end(process, _END_S)
+
+
+def _line_of(process: subprocess.Popen[str], then: str) -> str:
+    """Let the engines go on, and return their next line."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    if then != "[":
+        print(file=process.stdin, flush=True)
+    for line in process.stdout:
+        if line.startswith(then):
+            return line
+    raise ObserveError("the vLLM engines ended")
+
+
+def unfit(captured: dict[str, Any]) -> list[str]:
+    """Return why a board must not be shown: panels without data, plots of zeros only, and a net of seconds below 0."""
+    problems = []
+    for panel in captured["board"]["panels"]:
+        answers = [series for target in panel.get("targets", []) for series in target["answer"]]
+        values = [float(value) for series in answers for _, value in series.get("values", [])]
+        if panel["type"] != "row" and not answers:
+            problems.append(f"{panel['title']}: no data")
+        elif panel["type"] in ("timeseries", "heatmap") and not any(
+            value and value == value for value in values
+        ):
+            problems.append(f"{panel['title']}: nothing but zeros")
+        elif panel["title"] == "Net seconds saved" and float(answers[0]["value"][1]) <= 0:
+            problems.append(f"{panel['title']}: {answers[0]['value'][1]}, so no gain")
+    return problems
+
+
+def shown(name: str) -> str:
+    """Return a digest of what a picture shows of a dashboard: all but texts and links behind its panels' info signs."""
+    board = json.loads((BOARDS / f"{name}.json").read_text(encoding="utf-8"))
+    panels = [
+        {key: value for key, value in panel.items() if key not in ("description", "links", "id")}
+        for panel in board["panels"]
+    ]
+    text = json.dumps([board["title"], panels], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def capture(
+    prometheus: Prometheus,
+    name: str,
+    start: float,
+    until: float,
+    *,
+    step_ms: int = SCRAPE_MS,
+    rate_ms: int = 5 * SCRAPE_MS,
+) -> dict[str, Any]:
     """Return a dashboard's JSON, with what Prometheus answers under every target's `answer`.
 
     Raises:
@@ -63,19 +159,21 @@ def capture(prometheus: Prometheus, name: str, start: float, end: float) -> dict
     """
     board: dict[str, Any] = json.loads((BOARDS / f"{name}.json").read_text(encoding="utf-8"))
     tiers = [one["current"]["value"] for one in board["templating"]["list"] if one["name"] == "tier"]
-    seconds = f"{max(int(end - start), 1)}s"
+    seconds = f"{max(int(until - start), 1)}s"
     for panel in board["panels"]:
         for target in panel.get("targets", []):
-            expr = substitute(target["expr"], _RATE, seconds, *tiers)
-            target["answer"] = _answer(prometheus, expr, target.get("instant", False), start, end)
-    return {"name": name, "from": start, "to": end, "board": board}
+            expr = substitute(target["expr"], f"{rate_ms}ms", seconds, *tiers)
+            target["answer"] = _answer(prometheus, expr, target.get("instant", False), start, until, step_ms)
+    return {"name": name, "from": start, "to": until, "board": board}
 
 
-def _answer(prometheus: Prometheus, expr: str, is_instant: bool, start: float, end: float) -> list[Any]:
+def _answer(
+    prometheus: Prometheus, expr: str, is_instant: bool, start: float, until: float, step_ms: int
+) -> list[Any]:
     if is_instant:
-        found = prometheus.get("query", query=expr, time=end)
+        found = prometheus.get("query", query=expr, time=until)
     else:
-        found = prometheus.get("query_range", query=expr, start=start, end=end, step=SCRAPE_MS / 1000)
+        found = prometheus.get("query_range", query=expr, start=start, end=until, step=step_ms / 1000)
     series: list[Any] = found["result"]
     return series
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import yaml
 
 from dashboards.generate.files import FOLDER
 from dashboards.pictures.__main__ import SHOWN
+from dashboards.pictures.boards import unfit
 from tests.tooling.scripts import ROOT
 
 SOURCES = FOLDER / "pictures" / "grafana"
@@ -28,6 +30,36 @@ def test_every_picture_is_shown_in_a_document() -> None:
     taken = {path.name for path in (FOLDER / "pictures").glob("*.png")}
     assert taken == {f"{name}.png" for name in SHOWN}
     assert [name for name in taken if f"dashboards/pictures/{name}" not in shown] == []
+
+
+def test_a_board_is_unfit_that_has_an_empty_panel_a_plot_of_zeros_or_a_loss() -> None:
+    def panel(title: str, kind: str, *answers: dict[str, Any]) -> dict[str, Any]:
+        return {"title": title, "type": kind, "targets": [{"answer": [one]} for one in answers]}
+
+    def captured(*panels: dict[str, Any]) -> dict[str, Any]:
+        return {"board": {"panels": [{"title": "a row", "type": "row"}, *panels]}}
+
+    zeros, ones = ({"values": [[0, value], [5, value]]} for value in ("0", "1"))
+    unknown = {"values": [[0, "NaN"]]}
+    gain, loss = ({"value": [5, value]} for value in ("2.5", "-1.42"))
+    good = [
+        panel("a plot", "timeseries", zeros, ones),
+        panel("a number", "stat", {"value": [5, "0"]}),
+        panel("Net seconds saved", "stat", gain),
+    ]
+    assert unfit(captured(*good)) == []
+    bad = [
+        panel("empty", "stat"),
+        panel("zeros", "timeseries", zeros, unknown),
+        panel("dark", "heatmap", zeros),
+        panel("Net seconds saved", "stat", loss),
+    ]
+    assert unfit(captured(*good, *bad)) == [
+        "empty: no data",
+        "zeros: nothing but zeros",
+        "dark: nothing but zeros",
+        "Net seconds saved: -1.42, so no gain",
+    ]
 
 
 def test_the_components_are_of_the_containers_grafana() -> None:

@@ -1,0 +1,91 @@
+"""Two stock vLLM engines that serve returning conversations; run by the Python of `.venv/vllm`.
+
+Prints the servers' addresses, waits for a line, serves conversations for the given seconds, and serves metrics until a
+second line. The model is small and has random weights, so its answers mean nothing; its prompts cost what they cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tests.vllm.stock import checkpoints, client, engines
+
+MODEL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
+CONNECTOR: dict[str, Any] = {
+    "kv_connector": "KVOffloadConnector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"host_bytes": "48MiB"},
+}
+# The conversations of an engine need about twice its device cache, and fit into its host memory.
+DEVICE_BLOCKS, CONVERSATIONS, AT_ONCE = 256, 8, 2
+FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS, LONGEST = 1024, 96, 16, 2800
+START_S = 600
+
+
+def serve(seconds: float) -> None:
+    """Start the engines, and serve until the second line comes."""
+    with tempfile.TemporaryDirectory(prefix="kvoffload-pictures-") as scratch, ExitStack() as stack:
+        checkpoint = checkpoints.make("qwen3", Path(scratch) / "model", **MODEL)
+        servers = [
+            stack.enter_context(
+                engines.serving(
+                    checkpoint,
+                    Path(scratch) / f"{number}.log",
+                    seconds=START_S,
+                    num_gpu_blocks_override=DEVICE_BLOCKS,
+                    max_model_len=checkpoints.CONTEXT,
+                    kv_transfer_config=CONNECTOR,
+                )
+            )
+            for number in range(2)
+        ]
+        for server in servers:  # first uses of anything take long
+            client.stream(server, [1] * 2 * engines.BLOCK, ANSWER_TOKENS)
+        print(json.dumps([server.root.removeprefix("http://") for server in servers]), flush=True)
+        sys.stdin.readline()
+        with ThreadPoolExecutor(len(servers) * AT_ONCE) as pool:
+            until = time.monotonic() + seconds
+            talks = [pool.submit(_talk, server, seed, until) for server in servers for seed in range(AT_ONCE)]
+            try:
+                for talk in talks:
+                    talk.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)  # the others fail when their servers end
+                raise
+        print("served", flush=True)
+        sys.stdin.readline()
+
+
+def _talk(server: engines.Server, seed: int, until: float) -> None:
+    """Take turns in conversations drawn at random, one after another; a long one ends, and a new one begins."""
+    draw = random.Random(f"{server.root} {seed}")
+    prompts: Sequence[list[int]] = [[] for _ in range(CONVERSATIONS // AT_ONCE)]
+    while time.monotonic() < until:
+        prompt = draw.choice(prompts)
+        if len(prompt) > LONGEST:
+            prompt.clear()
+        prompt += draw.randbytes(TURN_TOKENS if prompt else FIRST_TOKENS)
+        prompt += client.stream(server, prompt, ANSWER_TOKENS).tokens
+
+
+def _interrupt(signum: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _interrupt)  # so that the servers end too
+    parser = argparse.ArgumentParser(description="serve returning conversations with two stock vLLM engines")
+    parser.add_argument("--seconds", type=float, default=600)
+    serve(parser.parse_args().seconds)
