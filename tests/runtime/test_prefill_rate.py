@@ -86,6 +86,18 @@ def test_a_clock_that_stands_still_measures_nothing() -> None:
     rate.step(1.0, 100, 0.0)
     rate.idle(1.0)
     assert rate.seconds_per_token == 0
+    for took_s in (0.1, 0.0, 0.0):
+        rate.step(2.0, 100, 0.0)
+        rate.idle(2.0 + took_s)
+    assert rate.seconds_per_token == pytest.approx(0.001)
+
+
+def test_of_three_runs_the_rate_is_that_of_the_middle_one() -> None:
+    rate = PrefillRate(16)
+    for took_s in (0.1, 0.3, 0.2):
+        rate.step(1.0, 100, 0.0)
+        rate.idle(1.0 + took_s)
+    assert rate.seconds_per_token == pytest.approx(0.002)
 
 
 def test_more_work_in_a_step_takes_longer_to_compute() -> None:
