@@ -127,7 +127,6 @@ def test_metrics_and_events_of_vllm(folder: Path) -> None:
             if one.value < 0 and "_created" not in one.name
         ]
         assert negative == []
-        assert rig.scheduler.connector.get_kv_connector_stats() is None, "nothing has changed"
         rig.check_clean()
 
 
