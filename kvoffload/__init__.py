@@ -1,6 +1,6 @@
 """Keeps KV-cache blocks that an LLM engine would evict: in host memory, found by prefix, and copied back.
 
-Where to start: `ARCHITECTURE.md` beside this file gives an overview, `kvoffload.model` defines the terms,
+Where to start: `ARCHITECTURE.md` in this folder gives an overview, `kvoffload.model` defines the terms,
 `kvoffload.core` makes the decisions, and `tests/test_one_block_journey.py` follows one block through the system.
 """
 

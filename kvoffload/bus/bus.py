@@ -2,8 +2,8 @@
 
 A hook dispatches one fact. The first handler of the fact's class owns the state that the fact changes. In the same
 batch, the fact is followed by the events it causes, then by messages that other handlers publish. Every subscriber sees
-the messages in that order, and no handler runs inside another. One subscriber, the journal, gets whole batches, many at
-a time.
+the messages in that order, and no handler runs inside another. One subscriber, the journal, gets lists of whole
+batches.
 
 Only the engine's thread dispatches and subscribes. Feeds carry messages to other threads.
 """
@@ -114,7 +114,7 @@ class Bus:
             self.dispatch([message])
 
     def dispatch(self, batch: list[Any]) -> None:
-        """Dispatch messages and the events they cause, in this order. Subscribers must not call it."""
+        """Dispatch messages and the events they cause, in this order. Subscribers must not call this method."""
         self._batch = batch
         routes = self._routes
         tally = self._tally

@@ -1,4 +1,4 @@
-"""A bounded feed from the engine's thread to an observer's event loop. It never blocks the engine.
+"""A bounded feed from the engine's thread to an observer's event loop. The feed never blocks the engine.
 
 Two threads share a feed, without a lock. The producer appends and wakes the consumer only if it sleeps; the consumer
 announces that it is about to sleep, *then* looks once more. So either the producer sees the announcement or the

@@ -103,7 +103,7 @@ class Given:
 
 
 def run_checks(checks: Iterable[Check], setup: Setup) -> list[Finding]:
-    """Return the finding of each check. A check that raises does not stop the others."""
+    """Return the finding of each check. A check that raises does not stop the remaining checks."""
     return [replace(_find(check, setup), check=check.name) for check in checks]
 
 

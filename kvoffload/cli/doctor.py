@@ -1,6 +1,6 @@
 """`kvoffload doctor`: checks whether this machine is ready for an engine with these settings.
 
-It starts no engine and leaves no files behind.
+The command starts no engine and leaves no files behind.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def find_doctors() -> tuple[list[Doctor], list[Check]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options, and those of the adapters."""
+    """Add the command's options, and the adapters' options."""
     words = "kvoffload's settings: a JSON object, a file that holds one, or KEY=VALUE; may be repeated"
     parser.add_argument("--config", metavar="SETTINGS", action="append", default=[], help=words)
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(_: argparse.Namespace) -> int:
-    """Print the settings, those for special cases last."""
+    """Print the settings; settings for special cases come last."""
     width = min(shutil.get_terminal_size().columns, 100)
     for is_advanced, settings in groupby(SETTINGS.items(), lambda item: item[0] in ADVANCED):
         if is_advanced:

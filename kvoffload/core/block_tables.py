@@ -45,7 +45,7 @@ class BlockTables:
         return len(stale)
 
     def allocated(self, record: RequestRecord, tables: Sequence[Sequence[DeviceBlockId]]) -> None:
-        """Set a request's table to the one that the engine allocated. Call `reallocated` first."""
+        """Set a request's table to the blocks that the engine allocated. Call `reallocated` first."""
         if record.table is not None and (self.entries or self.shared):
             self.forget(record)
         if not any(self._recycles):

@@ -10,8 +10,8 @@ The owner of a job plans it, and is called as the job proceeds:
       └─ drop ─▶ owner.failed ─▶ owner.ended ─▶ cancel
 
 The *outcome* of a job is known (the job is `settled`) when every rank has copied, when one rank has failed, or when the
-job timed out or was dropped. Its *memory* is free only when every rank has ended its copy. Rules R4, R9 and R16 cover
-the time between these two moments.
+job timed out or was dropped. The job's *memory* is free only when every rank has ended its copy. Rules R4, R9 and R16
+cover the time between these two moments.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Owner(Protocol[JobT_contra]):
         """Handle the end of one rank's copy."""
 
     def failed(self, job: JobT_contra, why: Failure, /) -> None:
-        """Settle a job that will not succeed. It may already be settled if it timed out."""
+        """Settle a job that will not succeed. A job that timed out may already be settled."""
 
     def ended(self, job: JobT_contra, /) -> None:
         """Release a job's memory after every rank has ended its copy. Settle the job if it is not settled yet."""
@@ -140,7 +140,7 @@ class Job(Struct, eq=False):
 
 
 class DeviceJob(Job, eq=False):
-    """A job between device and host. Its device blocks stay leased until the last rank has ended its copy.
+    """A job between device and host. The job's device blocks stay leased until the last rank has ended its copy.
 
     Args:
         concerns: the requests whose blocks the job copies.
@@ -229,7 +229,7 @@ class Spill(TierJob, eq=False):
 
 
 class Jobs:
-    """The open jobs: those planned or submitted, and those that timed out while copies may still run."""
+    """The open jobs: planned jobs, submitted jobs, and timed-out jobs whose copies may still run."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = frozenset(map(Rank, range(ranks)))
@@ -248,7 +248,7 @@ class Jobs:
         self.open_on_tiers = 0
         """The number of open jobs between the host and a lower tier."""
         self.pending = 0
-        """How many jobs are planned or submitted, without those that timed out."""
+        """How many jobs are planned or submitted and have not timed out."""
 
     def plan(self, job: Job) -> None:
         """Open a job and give it the next id."""

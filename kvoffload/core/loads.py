@@ -245,7 +245,10 @@ class Loads:
             self._answer(record, record.incarnation, loaded=True)
 
     def _unpin_hit(self, record: RequestRecord, hit: PendingHit, loading: Sequence[SlotId]) -> None:
-        """Unpin a hit and report how many of its slots are not loaded. Its deepest slots are evicted first (R15)."""
+        """Unpin a hit and report how many of its slots are not loaded.
+
+        The hit's deepest slots are evicted first (R15).
+        """
         self._state.pool.unpin(hit.slots)
         if rest := len(set(hit.slots).difference(loading)):
             self._state.retention.used(record, record.found_tokens)

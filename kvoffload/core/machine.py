@@ -139,8 +139,8 @@ JOB = Machine(
 class RequestState(IntEnum):
     """The state of a request and its block table."""
 
-    SEEN = 0  # it has no block table yet
-    LOADING = 1  # a load is filling its block table
+    SEEN = 0  # the request has no block table yet
+    LOADING = 1  # a load is filling the request's block table
     RUNNING = 2  # the engine computes into its block table
     FINISHING = 3  # the request has ended, but jobs on its blocks are open
     GONE = 4

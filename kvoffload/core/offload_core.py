@@ -1,4 +1,4 @@
-"""The core of one engine's scheduler side. It takes facts and returns answers and events.
+"""The core of one engine's scheduler side. The core takes facts and returns answers and events.
 
 The core uses no torch, clock, thread, log or random number. The same facts in the same order give the same answers, and
 the state can be copied and compared, so tests can explore it. Each method that takes a fact is the only handler of that
@@ -146,7 +146,7 @@ class OffloadCore:
             self._planner.allocated(record)
 
     def request_ended(self, fact: facts.RequestEnded) -> None:
-        """Handle a request that finished or was aborted. Its blocks are about to be freed."""
+        """Handle a request that finished or was aborted. The request's blocks are about to be freed."""
         state = self.state
         record = state.requests.live.get(fact.request)
         if record is None:
@@ -233,7 +233,8 @@ class OffloadCore:
     def _preempt_all(self, requests: Iterable[RequestId]) -> None:
         for request in requests:
             record = self.state.requests.live.get(request)
-            # A request that was preempted and got a new table within one step is listed too; it keeps the new table.
+            # A request that was preempted and got a new table within one step is listed too; such a request keeps the
+            # new table.
             if record is not None and record.state is _RUNNING and record not in self._new:
                 self._preempt(record)
 

@@ -41,7 +41,7 @@ class EagerPlanner:
             self._due[record] = None
 
     def loaded(self, record: RequestRecord) -> None:
-        """Prepare for a request whose load succeeded: it runs, and the device has its confirmed tokens."""
+        """Prepare for a request whose load succeeded: the request runs, and the device has its confirmed tokens."""
         self._due[record] = None
 
     def step(self, fact: StepScheduled, advanced: Sequence[RequestRecord]) -> None:
@@ -67,7 +67,7 @@ class EagerPlanner:
         self._stores.offer(offers)
 
     def ending(self, record: RequestRecord) -> None:
-        """Offer a running request's blocks for the last time: they are about to be freed."""
+        """Offer a running request's blocks for the last time, because these blocks are about to be freed."""
         self._due.pop(record, None)
         if record.waiting:
             self._stores.ending(record)
@@ -93,8 +93,8 @@ class LazyPlanner:
 
     A block is clean if the host has it, has no slot for it, or no lookup could find it. When a look-ahead stores a
     block, the block is leased and leaves the free queue until its copy has ended; then it joins the end of the queue.
-    The blocks after it move up, so enough clean blocks must stay in front of them until later look-aheads have stored
-    them too.
+    The blocks after it move up, so enough clean blocks must stay in front of these blocks until later look-aheads have
+    stored these blocks too.
 
     While nothing is allocated, lazy stops after storing as many blocks as the host holds. Storing more would only evict
     blocks just stored. If the queue is longer than the host, lazy would never stop, and an engine without requests
@@ -130,7 +130,7 @@ class LazyPlanner:
     def ending(self, record: RequestRecord) -> None:
         """Offer the request's deepest blocks if one or two steps may evict them.
 
-        They join the end of the free queue, so this is only needed while the queue is short.
+        These blocks join the end of the free queue, so the offer is only needed while the queue is short.
         """
         reach = self._enough - self._state.device.free_blocks()
         if reach > 0:

@@ -135,10 +135,10 @@ class Requests:
 
     The only writer of a record's `state`, `jobs` and `loading`.
 
-    When several requests need the same prefix from the host, one loads it and the others wait (R14). They wait until
-    the loading request runs (from then on the device's prefix cache has the blocks), until its load fails, or until the
-    loading request ends. Several requests may load the same slot, because a request that has waited too long starts its
-    own load.
+    When several requests need the same prefix from the host, one request loads the prefix, and the other requests wait
+    (R14) until the loading request runs (from then on the device's prefix cache has the blocks), until its load fails,
+    or until the loading request ends. Several requests may load the same slot, because a request that has waited too
+    long starts its own load.
     """
 
     def __init__(self) -> None:

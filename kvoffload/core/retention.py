@@ -7,7 +7,7 @@ same moment.
 
 A recurrent state counts as used only when it is stored or loaded. A conversation's next turn reads the state of the
 last turn once, on the device, and leaves a deeper state. If that read counted, states that no turn reads again would
-push others out.
+push out other states.
 """
 
 from __future__ import annotations

@@ -265,7 +265,7 @@ class HostPool:
             self.order.add(unheld)
 
     def pin(self, slots: Sequence[SlotId]) -> None:
-        """Protect slots from eviction. All of them must be able to hit. The caller must unpin each of them later.
+        """Protect slots from eviction. All slots must be able to hit. The caller must unpin each slot later.
 
         Raises:
             IllegalTransition: a slot cannot hit; nothing has changed.

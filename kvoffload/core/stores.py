@@ -206,7 +206,7 @@ class Stores:
     def _hashed(
         self, offers: Sequence[Offer], held: Sequence[BlockKey | None]
     ) -> tuple[list[Offer], list[BlockKey | None]]:
-        """Return the offers of blocks with a hash. Decline the others, e.g. blocks that a window has moved past."""
+        """Return the offers of blocks with a hash. Decline offers of other blocks, such as those before a window."""
         copied, left, unhashed = self._state.leases.counts, list[int](), list[BlockKey]()
         for number, (offer, holds) in enumerate(zip(offers, held, strict=True)):
             if holds is not None or offer.block == NULL_BLOCK or offer.block in copied:
@@ -315,7 +315,10 @@ class Stores:
     # -- endings ------------------------------------------------------------------------------------------------
 
     def reported(self, job: Store, rank: Rank, report: JobReport) -> None:
-        """Fail the store as soon as one rank has failed; its memory is released after the last rank (R4)."""
+        """Fail the store as soon as one rank has failed.
+
+        The store's memory is released after the last rank's report (R4).
+        """
         if report.outcome is not CopyOutcome.DONE and not job.settled:
             self.failed(job, Failure.FAILED)
 
@@ -392,7 +395,7 @@ class Stores:
         """Settle offers of blocks that the host has. Watch for the blocks' eviction (R8), and record their use.
 
         A request's blocks are offered a few at a time. If each block were marked as used when it is offered, the head
-        would be the least recently used (R15). So they are marked together, when the request releases its slots.
+        would be the least recently used (R15). So all blocks are marked together, when the request releases its slots.
         """
         state = self._state
         state.tally.count_stores(_ALREADY_CACHED, len(offers))

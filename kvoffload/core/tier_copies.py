@@ -14,11 +14,11 @@ Open fetches fill at most a quarter of the host, and so do all fetches for one r
 fetched from its head, and the rest is computed. If a fetch fails, no other fetch is planned for the requests that
 waited for it.
 
-After a restart, a *warm start* fetches the most recently used blocks from the disk before requests ask for them. It
-fills only free slots, at most a quarter of the host, a few at a time, and only while nothing else is loaded or fetched.
-Of these blocks, the least recently used are fetched first, so that both pools keep the order of use. The warm start
-leaves out the prefix of an arriving request, which fetches the prefix itself: if the warm start fetched a deeper block
-after the prefix's head, the block would be evicted after the head (R15).
+After a restart, a *warm start* fetches the most recently used blocks from the disk before requests ask for them. A warm
+start fills only free slots, at most a quarter of the host, a few at a time, and only while nothing else is loaded or
+fetched. Of these blocks, the least recently used are fetched first, so that both pools keep the order of use. The warm
+start leaves out the prefix of an arriving request, which fetches the prefix itself: if the warm start fetched a deeper
+block after the prefix's head, the block would be evicted after the head (R15).
 
 Spills write blocks to a lower tier once they have been found again. Spills are planned after all other copies.
 
@@ -70,7 +70,8 @@ _MOST_WARM = 2**16
 class _Copies(ABC, Generic[JobT]):
     """The common base of fetches and spills.
 
-    A job reserves slots of one pool and pins slots of the other. Its keys are in flight until its outcome is known.
+    A job reserves slots of one pool and pins slots of the other pool. The job's keys are in flight until its outcome is
+    known.
 
     Args:
         state: the core's state.

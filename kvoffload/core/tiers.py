@@ -185,9 +185,9 @@ class LowerTier:
 
 
 class DiskTier(LowerTier):
-    """The disk. It opens when its whole index has been read. Once closed, it stays closed.
+    """The disk. The tier opens when its whole index has been read. Once closed, it stays closed.
 
-    The pool also has slots for which there is no space on the disk. They are never allocated.
+    The pool also has slots for which there is no space on the disk. Such slots are never allocated.
 
     Args:
         after_hits, jobs: see `LowerTier`.
@@ -272,7 +272,7 @@ class DiskTier(LowerTier):
 
 
 class RemoteTier(LowerTier):
-    """A remote tier. It is open once its namespace is known, and closed while it does not answer.
+    """A remote tier. The tier is open once its namespace is known, and closed while it does not answer.
 
     Args: after_hits, jobs: see `LowerTier`.
         ranks: all ranks. Each rank counts as failing until it reports that its calls to the tier work.
@@ -349,7 +349,7 @@ class LayeredIndex:
             device's own hit.
 
     Attributes:
-        get: returns a key's slot, or None. It is a closure for speed, because a search calls it for each block.
+        get: returns a key's slot, or None. `get` is a closure for speed, because a search calls it for each block.
         parts: for each first byte of a key, an object with the same `get`.
     """
 

@@ -29,7 +29,7 @@ class DiskPlace:
 
     Args:
         root: the setting `disk_path`.
-        identify: returns the identity of the engine's KV. It may read all weights, so it is called on a
+        identify: returns the identity of the engine's KV. This may read all weights, so `identify` is called on a
             separate thread.
         replica: index of this engine among the data-parallel engines.
     """

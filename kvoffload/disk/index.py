@@ -316,7 +316,7 @@ class IndexLog:
         return self.records - entries > max(entries, _LEAST_GARBAGE)
 
     def rewritten(self) -> IndexLog:
-        """Replace this index with one that has one record per entry; close this index and return the new one.
+        """Replace this index with one that has one record per entry; close this index and return the new index.
 
         Raises:
             OSError: the disk is full, failing or gone; this index stays open.

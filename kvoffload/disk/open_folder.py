@@ -1,8 +1,8 @@
 """Folders and files below `disk_path`, opened so that no other user can redirect them.
 
-In a folder where other users may create files, a name can be a trap: a symbolic link, a pipe, a hard link to
-another file, or a file that another user made first and can still write. So names are looked up in the open
-folder, and each opened file is checked through its descriptor before it is used.
+In a folder where other users may create files, a name can be a trap: a symbolic link, a pipe, a hard link to another
+file, or a file that another user made first and can still write. So names are looked up in the open folder, and each
+opened file is checked through its descriptor before use.
 """
 
 from __future__ import annotations

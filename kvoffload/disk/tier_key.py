@@ -39,7 +39,7 @@ class TierKey:
         """Return a MAC of 32 bytes, which cannot be computed without the secret.
 
         Args:
-            context: the kind of data and its position. Its first word is different for each use of the key.
+            context: the kind of data and its position. The first word is different for each use of the key.
             data: pieces, authenticated as if they were concatenated.
         """
         state = hmac.new(self._secret, len(context).to_bytes(8, "little") + context, "sha256")

@@ -1,6 +1,6 @@
 """A small but real inference engine with a paged KV cache and plugin hooks.
 
-It works without a plugin. A request passes through these modules:
+The engine works without a plugin. A request passes through these modules:
 
     engine      can the request be served at all?         groups     how many blocks can it hold at most?
     scheduler   makes it wait, load, run or lose blocks    tables     find, admit, grow, recycle, release its blocks

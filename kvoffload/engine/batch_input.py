@@ -25,7 +25,7 @@ class Span:
 
     rows: slice  # the request's rows among the step's tokens
     blocks: torch.Tensor  # int64 [pages]
-    keys: slice  # the visible tokens among those of the pages
+    keys: slice  # the visible tokens, as a slice of the pages' tokens
     mask: torch.Tensor | None  # [rows, keys], added to the scores: 0 or -inf; None: see is_causal
     # Without a mask: True if rows and keys are the same tokens, False if every row sees every key.
     is_causal: bool

@@ -7,7 +7,8 @@ kind leaked:
     held by requests       allocate, hold -> release
     leased to a plugin     touch          -> free
 
-Block 0 is the null block. It fills table positions for which a request holds no block, and is never allocated.
+Block 0 is the null block. The null block fills table positions for which a request holds no block, and is never
+allocated.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """The reference counts and keys of blocks 1 to `num_blocks - 1`. It holds no tensors."""
+    """The reference counts and keys of blocks 1 to `num_blocks - 1`. The pool holds no tensors."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

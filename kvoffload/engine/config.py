@@ -1,4 +1,4 @@
-"""Configuration objects. They are frozen, and fully checked when they are created."""
+"""Configuration objects, which are frozen and fully checked when they are created."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A decoder transformer: RMSNorm, rotary embedding, grouped-query attention, SwiGLU.
 
-Its random weights have a wide spread: attention scores have a standard deviation of about `_SCORE_STD`, so that heads
+The random weights have a wide spread: attention scores have a standard deviation of about `_SCORE_STD`, so that heads
 pick single tokens instead of averaging over all. A single wrong block then changes the output, so comparing outputs
 tests the KV cache.
 """
@@ -109,7 +109,7 @@ def _rotary_table(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosines and sines, [max_model_len, head_dim // 2].
 
-    They are computed on the CPU, so that all devices get the same.
+    The table is computed on the CPU, so that all devices get the same values.
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     angles = torch.arange(max_model_len, dtype=torch.float64)[:, None] * config.rope_base**-exponents
@@ -118,6 +118,9 @@ def _rotary_table(
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply the rotary embedding to [tokens, heads, head_dim]. It pairs the first half of each head with the second."""
+    """Apply the rotary embedding to [tokens, heads, head_dim].
+
+    The embedding pairs the first half of each head with the second half.
+    """
     low, high = x.chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)

@@ -52,7 +52,7 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """The facts about an engine that its plugin gets. They never change."""
+    """The facts about an engine that its plugin gets. These facts never change."""
 
     config: EngineConfig
     groups: tuple[GroupFacts, ...]
@@ -162,7 +162,10 @@ class SchedulerPlugin:
         return LoadResults()
 
     def has_pending_work(self) -> bool:
-        """Return True to keep the engine stepping, with empty steps if necessary. It must return False eventually."""
+        """Return True to keep the engine stepping, with empty steps if necessary.
+
+        The plugin must return False eventually.
+        """
         return False
 
     def reset(self) -> bool:

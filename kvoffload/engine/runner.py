@@ -1,7 +1,7 @@
 """Runs the model over a step's batch, on one device, with the KV cache in blocks.
 
 Attention is paged: new keys and values are written to their blocks, and each request reads its own blocks back. A
-recurrent layer uses a gated linear recurrence instead. Its state has one value per channel, regardless of the length:
+recurrent layer uses a gated linear recurrence instead. The state has one value per channel, regardless of the length:
 
     state = gate * state + sqrt(1 - gate**2) * value          gate = sigmoid(key + _GATE_BIAS)
     out   = query * state

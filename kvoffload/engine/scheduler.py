@@ -59,7 +59,7 @@ class Batch:
 
 
 class Scheduler:
-    """Owns the requests' states and queues. It is synchronous, and uses no clock and no tensors."""
+    """Owns the requests' states and queues. The scheduler is synchronous, and uses no clock and no tensors."""
 
     def __init__(
         self, tables: BlockTables, capacity: Capacity, plugin: SchedulerPlugin, max_requests: int

@@ -185,7 +185,9 @@ class BlockTables:
 def find_prefix(
     pool: BlockPool, groups: Sequence[GroupFacts], keys: Sequence[Sequence[bytes]], max_blocks: int
 ) -> PrefixHit:
-    """Return the longest hit of at most `max_blocks` blocks. The caller must hold its blocks before allocating others.
+    """Return the longest hit of at most `max_blocks` blocks.
+
+    The caller must hold its blocks before allocating other blocks.
 
     Each group shortens the prefix until all groups agree. Full-attention groups are searched first and only once,
     because every prefix of their hit is also a hit. Their result limits the search in the other groups.

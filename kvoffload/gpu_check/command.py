@@ -1,8 +1,8 @@
 """`kvoffload gpu-check`: checks copies between host and one NVIDIA GPU, and measures them.
 
-It needs neither an engine nor torch. It first compares bytes, then measures, then runs the checks that may hang or
-crash, and last the parts of the installed engines. Each part runs in its own process. Only a wrong byte ends the whole
-check. On the emulated driver all parts run, but times and speeds get no verdict.
+The command needs neither an engine nor torch. It first compares bytes, then measures, then runs the checks that may
+hang or crash, and last the parts of the installed engines. Each part runs in its own process. Only a wrong byte ends
+the whole check. On the emulated driver all parts run, but times and speeds get no verdict.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class TierOutcome(Cause):
 
     DONE = "done"
     FAILED = "failed"
-    CORRUPT = "corrupt"  # bytes differ from those written: in the tier or, with `verify`, on the host
+    CORRUPT = "corrupt"  # the bytes differ from the bytes written, in the tier or, with `verify`, on the host
     ABANDONED = "abandoned"
     # cancelled by a reset, by the end of its requests, or because offloading was switched off
     CANCELLED = "cancelled"

@@ -195,8 +195,8 @@ def parse_config(raw: Mapping[str, object], ranks: int = 1, advice: str = ADVICE
         advice: what to set `host_bytes` to, for the error if it is missing.
 
     Raises:
-        ConfigError: `host_bytes` is missing, a key is unknown, or a value is not allowed. The message lists all
-            unknown keys, each with the nearest valid one, and all bad values, each with what is allowed.
+        ConfigError: `host_bytes` is missing, a key is unknown, or a value is not allowed. The message lists all unknown
+            keys, each with the nearest valid one, and all bad values, each with the allowed values.
     """
     if not isinstance(raw, Mapping):
         raise ConfigError([f"settings are {_shown(raw)}; they must be keys with values"])
@@ -231,7 +231,7 @@ def parse_config(raw: Mapping[str, object], ranks: int = 1, advice: str = ADVICE
 
 def _translated(raw: Mapping[str, object], values: dict[str, Any], ranks: int) -> dict[str, Any]:
     """Return the values, after converting the values of vLLM's own keys."""
-    values.pop(_BACKEND, None)  # its only allowed value changes nothing
+    values.pop(_BACKEND, None)  # the only allowed value of this key changes nothing
     if "lazy_offload" in raw:
         values["store_policy"] = "lazy" if values["store_policy"] else "eager"
     if PER_RANK in raw:

@@ -73,5 +73,8 @@ class RemoteGone(RemoteError):
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error's text. It starts with the error's class, unless this is an `OSError` or a `KVOffloadError`."""
+    """Return an error's text.
+
+    The text starts with the error's class, unless this is an `OSError` or a `KVOffloadError`.
+    """
     return str(error) if isinstance(error, (OSError, KVOffloadError)) else f"{type(error).__name__}: {error}"

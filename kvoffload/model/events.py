@@ -1,7 +1,7 @@
-"""Events: what the core decided or found out. Their names are in the past tense.
+"""Events: what the core decided or found out. Event names are in the past tense.
 
-There is one per job, request or step, never one per block. Events hold ids, counts and enums, but no tokens, prompt
-text or keys. Counters, the journal and every observer read them.
+There is one event per job, request or step, never one per block. Events hold ids, counts and enums, but no tokens,
+prompt text or keys. Counters, the journal and every observer read them.
 """
 
 from __future__ import annotations
@@ -198,7 +198,10 @@ class TierCopyEnded(Event, frozen=True):
 
 
 class JobAbandoned(Event, frozen=True):
-    """A copy did not end in time. Its device blocks stay leased until it ends; its slots are never used again."""
+    """A copy did not end in time.
+
+    The copy's device blocks stay leased until it ends; its slots are never used again.
+    """
 
     job: JobId
     direction: Direction

@@ -1,4 +1,4 @@
-"""Facts: what an engine reports. Their names are in the past tense. Each fact class has one handler in the core."""
+"""Facts: what an engine reports. Fact names are in the past tense. Each fact class has one handler in the core."""
 
 from __future__ import annotations
 

@@ -8,6 +8,6 @@ from msgspec import Struct
 class Message(Struct, frozen=True, gc=False):
     """An immutable value. Hooks build dozens for each request; a frozen dataclass takes seven times as long to build.
 
-    The garbage collector skips messages. They cannot be part of a cycle, because they contain only ids, counts, enums
-    and tuples of these.
+    The garbage collector skips messages. Messages cannot be part of a cycle, because they contain only ids, counts,
+    enums and tuples of these.
     """

@@ -126,7 +126,7 @@ class RemotePlace:
 
     Args:
         address: the store's address.
-        identify: returns the fingerprint of the engine's KV. It may read all weights, so it is called on a
+        identify: returns the fingerprint of the engine's KV. This may read all weights, so `identify` is called on a
             separate thread.
     """
 

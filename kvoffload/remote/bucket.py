@@ -43,7 +43,7 @@ from kvoffload.remote.store import MISSING, Refusals, log
 from kvoffload.remote.values import FORMAT, Shard
 
 LOOK_PERIOD_S = 1.0
-"""Seconds between two listings. Packs that others have written since the last listing are not found yet."""
+"""Seconds between two listings. Packs that other engines have written since the last listing are not found yet."""
 _PAGE = 1000  # the maximum number of names in one listing response of S3
 _INDEXES_AT_ONCE = 128  # indexes read concurrently; the indexes of a full page thus take eight rounds
 # the number of shards whose catalogues are kept; a reset adds a shard, because it changes the namespace

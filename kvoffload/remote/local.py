@@ -1,7 +1,7 @@
-"""Stores on this machine for a demo or a test: each runs from its wheel, on free loopback ports.
+"""Stores on this machine for a demo or a test: each server runs from its wheel, on free loopback ports.
 
-Their files are in the caller's folder. Their processes end with `close`, or with the thread that started
-them, so that they do not outlive this process.
+The servers' files are in the caller's folder. A server's process ends with `close`, or with the thread that started it,
+so that it does not outlive this process.
 """
 
 from __future__ import annotations

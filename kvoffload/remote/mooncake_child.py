@@ -3,9 +3,9 @@
     engine's process ── control socket: one end of a new pair for each call ─▶ main thread: starts a thread per call
                      ── the other end: request ─▶ ◀─ answer ─────────────────▶ that thread: calls the client
 
-Values are in memory that both processes map, so a request has only names and positions in memory. This
-process imports neither an engine nor torch. It exits when the control socket is closed. The kernel kills it
-when the thread that started it ends; Python code could not do this while the client holds the GIL.
+Values are in memory that both processes map, so a request has only names and positions in memory. This process imports
+neither an engine nor torch. The child exits when the control socket is closed. The kernel kills it when the thread that
+started it ends; Python code could not do this while the client holds the GIL.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from kvoffload.model.ids import BlockKey
 MOST_BLOCKS = 2**20
 """The maximum number of blocks in a catalogue. At the limit, the oldest packs are forgotten."""
 MOST_PACKS = 2**17
-"""The maximum number of packs in a catalogue, including those without blocks."""
+"""The maximum number of packs in a catalogue, including packs without blocks."""
 CLOCKS_DIFFER_MS = 600_000
 """The largest assumed difference between two writers' clocks, in milliseconds."""
 _MOST_INDEX_BYTES = 2**14
@@ -157,7 +157,7 @@ class Catalogue:
         self._next_ends = ""
 
     def is_new(self, pack: str) -> bool:
-        """Whether a listed pack must be read: it is neither in the catalogue nor dropped at the limit."""
+        """Whether a listed pack must be read: it is not in the catalogue, and newer than all dropped packs."""
         return pack not in self.packs and pack < self._floor
 
     def newest_listed(self, newest: str, listed_to: str | None, now_ms: int) -> None:

@@ -41,11 +41,11 @@ class Refusals:
 
 
 class SharedMemory(mmap.mmap):
-    """Memory that another process can map. It has no name, and is freed when no process maps it any more.
+    """Memory that another process can map. The memory has no name, and is freed when no process maps it any more.
 
     Attributes:
         descriptor: the file descriptor for mapping it.
-        address: its address in this process.
+        address: the memory's address in this process.
     """
 
     descriptor: int

@@ -4,7 +4,7 @@
     waited          per request: for its own load, another's load of the same prefix, or a fetch from a lower tier
     interference    the time that copies add to steps during which they run (`StepTimes`)
 
-All three are computed from facts and events; an adapter only reports how many tokens a step computes. They are
+All three are computed from facts and events; an adapter only reports how many tokens a step computes. The results are
 estimates: `kvoffload/telemetry/README.md` names their limits.
 
 A load of n tokens delays its request by `fixed + n * copy`; computing the tokens takes `n * prefill`. The two are equal

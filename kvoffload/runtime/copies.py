@@ -73,9 +73,8 @@ class OpenCopy(Struct, eq=False):
 class LoadAnswers(Struct):
     """Ended loads to report to the engine. Each load is listed once, even if its request is gone.
 
-    Args:
-        loaded, failed: requests whose load succeeded or failed.
-        without_copy: those of these requests whose load was never sent to a worker, so that no worker reports it.
+    Args: loaded, failed: requests whose load succeeded or failed.
+        without_copy: requests in either list whose load was never sent to a worker, so that no worker reports it.
         abandoned: jobs of these loads that a worker is still copying.
     """
 
@@ -97,7 +96,7 @@ class OpenCopies:
     Args:
         ranks: how many ranks copy each job.
         timeout_s: seconds from submission after which a job is overdue.
-        jobs: the core's jobs, used to find those from before a reset.
+        jobs: the core's jobs, used to find jobs from before a reset.
         hook: the current hook's time.
         bus: source of events; `ResetEnded` is published on it.
 

@@ -7,8 +7,8 @@
 
 The only hook that waits for this thread is a reset, for at most `RESET_S`. If the disk fails, the index stays
 unchanged, because every block that is read must match its checksum. A reset must remove the index; if that fails, the
-reset is incomplete. After a reset nothing is recorded: the weights in memory may differ from those on disk, but the
-folder is named after the weights on disk, and the next process loads those.
+reset is incomplete. After a reset nothing is recorded: the folder is named after the weights on disk, which the next
+process loads, and the weights in memory may differ from these.
 """
 
 from __future__ import annotations

@@ -70,7 +70,10 @@ class Faults:
         return otherwise
 
     def raised(self, error: Exception, doing: str) -> None:
-        """Stop using the core after the current batch. Only the first exception counts: later ones follow from it."""
+        """Stop using the core after the current batch.
+
+        Only the first exception counts: later exceptions follow from the first.
+        """
         if self.error is None:
             log.error("core_raised", error=repr(error), doing=doing, exc_info=error)
             self.error = f"{doing}: {error!r}"
@@ -104,7 +107,10 @@ class Faults:
     # -- audits -------------------------------------------------------------------------------------------------
 
     def audit(self) -> list[str]:
-        """Return a line for each problem found. Call it between hooks. Its cost does not depend on the pool's size."""
+        """Return a line for each problem found. Call this method between hooks.
+
+        The cost does not depend on the pool's size.
+        """
         problems: list[str] = self.ask("audit", lambda: [*self._core.audit(), *self._engine_problems()], [])
         if self.error is not None:
             return self._problems_of_a_broken_core()

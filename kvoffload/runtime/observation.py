@@ -35,7 +35,7 @@ _TAIL = 20  # how many lines of the journal to log when offloading is switched o
 
 
 class Observation:
-    """The observers of one engine. They do not influence what is stored, found or copied.
+    """The observers of one engine. Observers do not influence which blocks are stored, found or copied.
 
     Args:
         bus: the bus to observe.

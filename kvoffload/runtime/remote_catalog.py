@@ -10,9 +10,9 @@ have other weights than its fingerprint says, so it uses a private generation un
 start may be a restart of this one, which must find nothing from before the reset. So the reset also replaces the value
 in the tier, and marks the new value.
 
-A running engine that sees the mark keeps its own generation. This preserves its hits, and keeps blocks from before the
-reset out of the generation of later engines. If the tier has lost the value, the next engine that reads it makes a new
-one and the others use it, except those that have seen a reset.
+A running engine that sees the mark keeps its own generation. Keeping it preserves the engine's hits, and keeps blocks
+from before the reset out of the generation of later engines. If the tier has lost the value, the next engine that reads
+it makes a new value, and the other engines use it, except engines that have seen a reset.
 
 With a key, the value also contains the time at which it was made, and a MAC. Another writer can put an older value back
 but cannot make a new one, so an engine that finds a value older than its own keeps its generation.

@@ -45,13 +45,12 @@ _PINNING_S = 10.0  # how many seconds an engine's start waits for pinned memory
 class WorkerSide:
     """The copies of one rank.
 
-    Args:
-        rank, ranks: this rank, and the number of ranks.
+    Args: rank, ranks: this rank, and the number of ranks.
         local_ranks: how many ranks are on this machine (by default all of them); their numbers are consecutive.
         config: the operator's settings.
         portal: runs the transfer coroutine.
         clock: the coroutine's clock.
-        copier: moves the bytes; by default the one for the tensors' device.
+        copier: moves the bytes; by default a copier for the tensors' device.
         disk: the location of the disk's files, None without a disk.
         remote: the remote tier's address, None without one.
         tier_key: authenticates the contents of lower tiers; None if all their writers are trusted.
@@ -159,7 +158,7 @@ class WorkerSide:
         self._load_fence = self.pump.fence() if plan.loads else None
 
     def start_loads(self, plan: TransferPlan) -> None:
-        """Submit the plan's loads. They wait for device work enqueued before the step began."""
+        """Submit the plan's loads. The loads wait for device work enqueued before the step began."""
         if plan.loads:
             fence, self._load_fence = self._load_fence, None
             self.pump.submit_loads(plan.loads, fence)

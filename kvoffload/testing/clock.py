@@ -12,7 +12,7 @@ _YIELDS = 16  # loop turns that a woken task usually needs; after them, anyio's 
 
 
 class FakeClock:
-    """A clock that only `advance` and `jump` move. It serves one asyncio loop; any thread may read it."""
+    """A clock that only `advance` and `jump` move. The clock serves one asyncio loop; any thread may read it."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start

@@ -1,8 +1,8 @@
 """Host memory for the slots of one rank.
 
 The arena grows in chunks, so that its first slots can be used before all of its memory is touched and pinned. A chunk
-is region-major: first the pages of all its slots in region 0, then those in region 1, and so on. So in each region the
-pages of neighbouring slots are adjacent in memory.
+is region-major: first the pages of all its slots in region 0, then their pages in region 1, and so on. So in each
+region the pages of neighbouring slots are adjacent in memory.
 
     chunk 0: slots 0..k-1      | region 0: s0 s1 .. | region 1: s0 s1 .. |      chunk 1: slots k..2k-1   ...
 
@@ -39,7 +39,7 @@ _LINE = 64
 CHUNK_BYTES = 64 * 2**20
 """Pinning a chunk takes about 6 ms, during which the driver may block other calls.
 
-That is short compared with a step, but long compared with a driver call.
+Pinning is short compared with a step, but long compared with a driver call.
 """
 
 _RETRY_S = 1.0  # the first wait after memory could not be pinned; each further wait is twice as long

@@ -22,8 +22,8 @@ every position. In a given slot it never changes.
 
     page of 8 KiB    | . . # . . . . . | . . . . . # . . |      two stretches, one line of each
 
-So a sample always detects that a page, or any 8 KiB of it, was overwritten. It detects a single changed byte with a
-probability of 1 in 64.
+So a sample always detects that a page, or any 8 KiB of it, was overwritten. A sample detects a single changed byte with
+a probability of 1 in 64.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _LONG = 2**16  # size in bytes; for longer pieces the hash library releases the 
 _SCRATCH = 2**20
 _LINE = 64
 _STRETCH = 4096  # in bytes; memory is seldom lost or overwritten in smaller units
-_LINES = 4096  # lines gathered in one call, which takes about 100 us; numpy may keep the GIL meanwhile
+_LINES = 4096  # lines gathered in one call, which takes about 100 us; numpy may keep the GIL during the call
 
 
 class CheckedTicket:

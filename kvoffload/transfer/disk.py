@@ -168,7 +168,7 @@ class DiskMover:
         return [positions[start : start + at_once] for start in range(0, len(positions), at_once)]
 
     def put(self, part: Part, call: Call, file: SlotFile) -> Part:
-        """Write host slots to their file slots, skipping those whose bytes have changed."""
+        """Write host slots to their file slots, skipping host slots whose bytes have changed."""
         job, positions = part.job, part.positions
         with self._arena.held():  # the disk may read straight from host slots
             gathered = self._buffers.gather([job.slots[position] for position in positions])

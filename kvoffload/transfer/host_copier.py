@@ -76,7 +76,7 @@ _FORGET = 0.98
 
 
 class HostTicket:
-    """One batch. It has ended when all of its pieces have ended, successfully or not.
+    """One batch. The batch has ended when all of its pieces have ended, successfully or not.
 
     Attributes:
         pieces: the number of pieces; 0 until a thread has cut the batch, which happens before the first piece is
@@ -90,7 +90,7 @@ class HostTicket:
         self._ended: list[float] = []
 
     def end(self, begun: float, now: float, error: Exception | None = None) -> None:
-        """Record that the copy of a piece has ended. It began at `begun`."""
+        """Record that the copy of a piece has ended. The copy began at `begun`."""
         if error is not None:
             self._error = error
         self._begun.append(begun)
@@ -247,8 +247,8 @@ def choose_copy(*, arena_is_target: bool = False) -> Copy:
 class WatchfulCopy:
     """Copies the quick way, or the patient way while another thread seems to want the GIL.
 
-    It assumes this when a copy takes several times as long as the best one so far. A wrong guess costs a few percent of
-    a copy's time.
+    Another thread is assumed to want the GIL when a copy takes several times as long as the best one so far. A wrong
+    guess costs a few percent of a copy's time.
 
     Args:
         quick, patient: two ways to copy.

@@ -1,8 +1,8 @@
 """Limits and allocates this process's host memory, on the GPU's NUMA node.
 
 Copies between the GPU and another NUMA node cross a second, slower bus. So the thread that first touches the memory
-runs on a processor of the GPU's node meanwhile, if the process may use one. Docker's default profile allows this, but
-not `mbind`.
+does so on a processor of the GPU's node, if the process may use one. Docker's default profile allows this, but not
+`mbind`.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ class MemoryLimit:
 def exceeded(needed: int, limits: Iterable[MemoryLimit]) -> MemoryLimit | None:
     """Return the tightest limit that `needed` bytes exceed, or None if they fit within all limits.
 
-    Both the engine's start and the doctor use this.
+    The engine's start and the doctor use this function.
     """
     above = [limit for limit in limits if limit.left < needed]
     return min(above, key=lambda limit: limit.left, default=None)
@@ -282,8 +282,8 @@ def memory_limits(read: ReadText) -> list[MemoryLimit]:
 def available_bytes(read: ReadText) -> int | None:
     """Return how many bytes this process can still allocate without swapping, or None if the kernel does not report it.
 
-    That is the minimum of MemAvailable and of the bytes left in each enclosing cgroup (version 1 or 2). File cache
-    counts as free.
+    The number is the minimum of MemAvailable and of the bytes left in each enclosing cgroup (version 1 or 2). File
+    cache counts as free.
     """
     return min([limit.left for limit in memory_limits(read)], default=None)
 
@@ -356,9 +356,9 @@ def _advise(memory: mmap.mmap) -> None:
     With huge pages, scattered copies need fewer address translations. Without `MADV_DONTFORK`, each fork would copy the
     pinned pages.
 
-    khugepaged scans this memory, and holds the lock of the process's memory map meanwhile. `MADV_COLLAPSE` would avoid
-    the scans, but holds that lock while it waits for a kernel thread on every processor, which took up to 6 s while
-    vLLM's threads were spinning.
+    khugepaged scans this memory while it holds the lock of the process's memory map. `MADV_COLLAPSE` would avoid the
+    scans, but holds that lock while it waits for a kernel thread on every processor, which took up to 6 s while vLLM's
+    threads were spinning.
     """
     for name in ("MADV_HUGEPAGE", "MADV_DONTFORK", "MADV_DONTDUMP"):
         with contextlib.suppress(OSError, AttributeError):

@@ -57,7 +57,7 @@ class Lane:
 
     A stream runs its batches in order, so a batch is queried only when its predecessor is no longer being copied. A
     batch that has not ended after `timeout_s` is no longer pending: later batches do not wait for it, and only
-    `reap_late` queries it, rarely. Its jobs are not reported before it has ended, so its memory is not reused.
+    `reap_late` queries it, rarely. The batch's jobs are not reported before it has ended, so its memory is not reused.
 
     `add` may run at the same time as any other method; the other methods must exclude each other.
 
@@ -73,7 +73,7 @@ class Lane:
         self.lost: str | None = None
 
     def __len__(self) -> int:
-        """Return the number of pending batches, without those that timed out."""
+        """Return the number of pending batches, without batches that timed out."""
         return len(self._pending)
 
     @property

@@ -19,8 +19,8 @@ waits for them and cutting them into batches takes time.
   has at most half of the limit, so that the copier has another batch to run until the end of the first is noticed. If
   loads and stores share a resource, a load waits for at most the limit's number of bytes.
 * When nothing is pending, the coroutine sleeps until a job arrives; a job that arrives while it is awake makes no
-  system call. While copies are pending, the coroutine polls each lane. Its pauses double as long as nothing ends. It
-  makes no pause while a large batch is being started in slices.
+  system call. While copies are pending, the coroutine polls each lane. The pauses double as long as nothing ends. The
+  coroutine makes no pause while a large batch is being started in slices.
 * If checksums are kept, a batch's ticket makes an executor's threads read the host slots after the copies have ended.
   Copying and reading together may take `timeout_s`. Timeouts, the drain and the handling of a dead coroutine count a
   batch that is being read as a running copy.
@@ -276,7 +276,7 @@ class TransferPump:
                 self._fail_queue(reason)
 
     async def drain(self) -> int:
-        """Accept no more jobs, fail those that were not started, and wait until started batches have ended.
+        """Accept no more jobs, fail jobs that were not started, and wait until started batches have ended.
 
         Cancelling does not shorten the drain: it still waits for started batches, at most `timeout_s` for each.
 
@@ -386,7 +386,7 @@ class TransferPump:
         return bool(ended)
 
     def _fail(self, jobs: Iterable[OpenJob], reason: str) -> None:
-        """Fail `jobs`: start no more of their parts, and report those without running copies."""
+        """Fail `jobs`: start no more of their parts, and report the jobs without running copies."""
         now = self._clock.monotonic()
         for job in jobs:
             log.error("job_failed", direction=job.job.direction.value, job=job.job.id, reason=reason)

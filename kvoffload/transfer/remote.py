@@ -99,7 +99,7 @@ class RemoteMover:
         return [positions[start : start + self._batch] for start in positions[:: self._batch]]
 
     def put(self, part: Part, call: Call, store: RemoteStore) -> Part:
-        """Write host slots to the remote tier, skipping those whose bytes have changed."""
+        """Write host slots to the remote tier, skipping host slots whose bytes have changed."""
         job, batch = part.job, part.positions
         shard = self._shard(job)
         buffers = self._values(store, len(batch))

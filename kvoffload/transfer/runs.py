@@ -1,6 +1,6 @@
 """Turns pairs of slots and blocks into the fewest contiguous copies.
 
-Both a block and a slot have one page in each region. A chunk of host memory is region-major, so the pages of
+A block and a slot each have one page in each region. A chunk of host memory is region-major, so the pages of
 consecutive slots are adjacent in every region:
 
     device, region 0   | b4 | b5 | b6 | b7 |          host chunk   | region 0: s0 s1 s2 s3 | region 1: s0 s1 s2 s3 |

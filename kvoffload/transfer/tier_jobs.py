@@ -86,7 +86,7 @@ class Mover(Protocol):
         """Return the positions of the blocks in each part of a job."""
 
     def put(self, part: Part, call: Call, resource: Any) -> Part:  # noqa: ANN401
-        """Copy a part's host slots to the tier, skipping those whose bytes have changed."""
+        """Copy a part's host slots to the tier, skipping host slots whose bytes have changed."""
 
     def get(self, part: Part, call: Call, resource: Any) -> Part:  # noqa: ANN401
         """Read a part's blocks into memory that only this call uses, and verify them."""
@@ -128,7 +128,10 @@ class _OpenJob:
     is_cancelled: bool = False
 
     def note(self, part: Part, call: Call) -> None:
-        """Add an ended part. Its results count only if its call succeeded; otherwise a thread may still change them."""
+        """Add an ended part.
+
+        The part's results count only if its call succeeded; otherwise a thread may still change the results.
+        """
         self.open_parts -= 1
         if call.was_made:
             self.began = min(self.began, call.began)

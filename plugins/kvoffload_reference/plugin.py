@@ -43,7 +43,7 @@ class ReferencePlugin:
     The engine asks for the scheduler's side first.
 
     Args:
-        portal: runs the background work; by default a new portal. It is closed when the engine shuts down.
+        portal: runs the background work; by default a new portal. The portal is closed when the engine shuts down.
         clocks: clocks of the scheduler's side; by default the real ones.
         clock: clock of the transfer coroutines; by default the real one.
         make_copier: makes each rank's copier; by default a copier for the engine's device.

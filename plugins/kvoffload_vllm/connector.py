@@ -1,4 +1,7 @@
-"""The connector class that vLLM loads. It has the hooks of both roles; each instance has the state of one role."""
+"""The connector class that vLLM loads.
+
+The class has the hooks of both roles; each instance has the state of one role.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The doctor's checks for vLLM, run before and during its start. They never import vLLM, which would take seconds."""
+"""The doctor's checks for vLLM, run before and during its start.
+
+The checks never import vLLM, because that takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +113,7 @@ def recurrent_states(block_tokens: int, interval: int | None) -> Check:
 
 
 def block_hashes(algorithm: str) -> Check:
-    """Return the check of vLLM's `prefix_caching_hash_algo`. It matters only with a tier below the host."""
+    """Return the check of vLLM's `prefix_caching_hash_algo`. The algorithm matters only with a tier below the host."""
 
     def find(setup: Setup) -> Finding:
         has_tiers = setup.config.disk_path is not None or setup.config.remote_url is not None
@@ -199,7 +202,7 @@ def _settings(transfer: dict[str, Any]) -> Mapping[str, object]:
 
 
 def _sizes(args: argparse.Namespace) -> tuple[Sizes, Finding]:
-    """Return the sizes and the finding about them. Sizes given as options override those computed from the model."""
+    """Return the sizes and the finding about them. Sizes given as options override sizes computed from the model."""
     stages = args.pipeline_parallel_size or 1
     ranks = (args.tensor_parallel_size or 1) * stages
     engines = args.data_parallel_size_local or args.data_parallel_size or 1

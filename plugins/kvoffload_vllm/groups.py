@@ -1,4 +1,4 @@
-"""Translates vLLM's KV cache groups to kvoffload's. It imports vLLM only for values that the caller does not pass.
+"""Translates vLLM's KV cache groups to kvoffload's. Imports vLLM only for values that the caller does not pass.
 
 kvoffload numbers the offloaded groups from 0. vLLM's numbers, which its block tables and keys use, differ from these if
 a group is left out.

@@ -74,8 +74,8 @@ class Identification:
     """Determines the KV identity on the scheduler's side.
 
     Args:
-        find: returns the identity of the engine's KV. It may read all weights, and works only after vLLM has seeded its
-            block hashes.
+        find: returns the identity of the engine's KV. `find` may read all weights, and works only after vLLM has seeded
+            its block hashes.
     """
 
     def __init__(self, find: Callable[[], KVIdentity]) -> None:
@@ -301,7 +301,10 @@ def _rope_types(settings: Mapping[str, Any], *, in_rope: bool = False) -> set[st
 
 
 def _device() -> str:
-    """Return the GPU's name, or a digest of the CPU's instruction set. The layout inside a block depends on them."""
+    """Return the GPU's name, or a digest of the CPU's instruction set.
+
+    The layout inside a block depends on this hardware.
+    """
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -323,8 +326,8 @@ def _process_began_ns() -> int:
 def persists(request: Request) -> bool:
     """Whether a request's keys cover everything that its KV depends on.
 
-    vLLM's hashes identify an adapter only by its name and path. They identify an image, audio or video by a digest of
-    its content, unless the caller gave it a name.
+    vLLM's hashes identify an adapter only by its name and path. The hashes identify an image, audio or video by a
+    digest of its content, unless the caller gave it a name.
     """
     named = all(_is_digest(each.identifier) for each in request.mm_features or ())
     return request.lora_request is None and named

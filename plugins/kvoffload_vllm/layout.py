@@ -1,4 +1,4 @@
-"""Finds the memory addresses of vLLM's KV blocks. It reads the actual placement of the tensors and assumes no layout.
+"""Finds the memory addresses of vLLM's KV blocks. Reads the actual placement of the tensors and assumes no layout.
 
 Since 0.29, vLLM describes the place of each layer's pages in a common allocation: layer `l`'s page of block `b` is at
 `offset + l * layer_stride + b * block_stride`. In memory, the page after it belongs either to the next block in the
@@ -185,7 +185,7 @@ def _is_dense(dimensions: Iterable[tuple[int, int]]) -> bool:
 
 
 def _check_apart(layout: DeviceLayout) -> None:
-    """Raise an error if two regions overlap: their common bytes would be copied twice."""
+    """Raise an error if two regions overlap: the bytes that they share would be copied twice."""
     ordered = sorted(layout.regions, key=lambda region: region.address)
     for region, following in itertools.pairwise(ordered):
         end = region.address + (region.blocks - 1) * region.block_stride + region.page_bytes

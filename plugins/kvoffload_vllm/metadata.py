@@ -1,4 +1,4 @@
-"""The messages that vLLM sends between the scheduler's process and the workers. They can be pickled."""
+"""The messages that vLLM sends between the scheduler's process and the workers. These messages can be pickled."""
 
 from __future__ import annotations
 

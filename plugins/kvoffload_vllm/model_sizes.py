@@ -4,8 +4,8 @@ A model type is supported only if a test compares its sizes with those of a stoc
 than none. The supported types are models whose layers all have full attention and pages of one size, and DeepSeek's
 models with multi-head latent attention. A block has one page in each layer.
 
-A `config.json` may come from anywhere, so each value that is read has a type and bounds. It is in the model's folder, or
-in the Hugging Face cache, which is read without a network.
+A `config.json` may come from anywhere, so each value that is read has a type and bounds. The file is in the model's
+folder, or in the Hugging Face cache, which is read without a network.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class VllmWorker:
         offload: the runtime's worker side.
         closed: called last when the worker stops.
         examine: runs the doctor's checks; called before any host memory is allocated.
-        identity: a future for the KV identity, which names the folder on the disk. It gets its result when the
+        identity: a future for the KV identity, which names the folder on the disk. The future gets its result when the
             scheduler's side has sent the identity, and is cancelled when the worker stops.
     """
 
@@ -151,7 +151,7 @@ class VllmWorker:
             self._received.bad_blocks.update(blocks)
 
     def _keep(self, report: TransferReport) -> None:
-        """Add a report to the one that vLLM has not fetched yet."""
+        """Add a report to the pending report, which vLLM has not fetched yet."""
         if self._report is None:
             self._report = report
         else:

@@ -1,4 +1,4 @@
-"""The two engines, and their audit. They differ only in that one of them loads the plugin, by its entry point."""
+"""The two engines, and their audit. The engines differ only in that one loads the plugin, by its entry point."""
 
 from __future__ import annotations
 

@@ -35,11 +35,12 @@ class DemoOptions:
         first_tokens: tokens of each conversation's first message.
         turn_tokens: tokens of each later message.
         answer_tokens: tokens of each answer.
-        concurrency: conversations served at a time.
+        concurrency: conversations served at the same time.
         model: "small" or "tiny".
         layers: one of `LAYERS`; except for "full", every sixth layer has full attention.
         device: "cpu", "cuda" or "cuda:N".
-        device_blocks: blocks of the device's KV cache; None for about a quarter of those that the conversations need.
+        device_blocks: blocks of the device's KV cache; None for about a quarter of the blocks that the conversations
+            need.
         seed: the seed of the model's weights and of the messages.
         offload: kvoffload's settings.
         killed_in: the turn, numbered from 0, during which an engine that begins the conversations is killed; None if no

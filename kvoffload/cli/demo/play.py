@@ -79,7 +79,7 @@ class Player:
     Args:
         engine: a running engine.
         conversations: the conversations, all with the same number of turns.
-        options: the length of answers, and the number of turns served at a time.
+        options: the length of answers, and the number of turns served at the same time.
         on_turn: called after each turn.
         script: answers to use in prompts instead of the engine's own, so that two players send the same prompts.
     """

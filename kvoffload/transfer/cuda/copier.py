@@ -5,15 +5,15 @@
     loads           ─────────────┴─[start]─ copies ─[end]─▶      the device's highest priority: a request waits for them
     stores          ───────────────[start]─ copies ─[end]─▶      its lowest: no request waits for a store
 
-Stream priorities affect the page kernel only. Copy engines ignore them.
+Stream priorities affect the page kernel only. Copy engines ignore priorities.
 
-The fence is an event that the hook's own thread records on its current stream. Both directions wait for it: a store
-must read after the forward pass has written, and a load must write after earlier kernels have read or zeroed the block.
-A host slot needs no fence, because it is loaded only after its store has been reported.
+The fence is an event that the hook's own thread records on its current stream. The copies of both directions wait for
+the fence: a store must read after the forward pass has written, and a load must write after earlier kernels have read
+or zeroed the block. A host slot needs no fence, because it is loaded only after its store has been reported.
 
 The start event is recorded behind the waits, so that the two events time only the copies. No call waits for the device.
-Both events are created before anything is enqueued. If recording the end event fails, the batch stays pending, and each
-query retries.
+The start and end events are created before anything is enqueued. If recording the end event fails, the batch stays
+pending, and each query retries.
 
 A batch is enqueued in slices, only while its stream has room: a call on a full stream would block, and on the store
 stream it could block for a whole forward pass. A load is submitted on the engine's thread, which enqueues one slice.
@@ -155,7 +155,7 @@ class CudaTicket:
         # Get both events before enqueueing anything, so that no copy is running if this fails.
         self._events = self._driver.event(timed=True), self._driver.event(timed=True)
         self._left = left
-        # Events recorded behind slices; they show which slices the stream has finished.
+        # Events recorded behind slices; these events show which slices the stream has finished.
         self._marks = deque(self._events[:1])
         self._is_whole = True  # True until a copy is refused
         # Loads are submitted on the engine's thread, which must not block.

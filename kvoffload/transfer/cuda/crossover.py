@@ -1,7 +1,7 @@
 """Measures the size below which the page kernel copies faster than the copy engine.
 
-The size differs by device and direction. It is measured when the copier is made, before the engine warms up, on a few
-megabytes of scratch memory, for a few seconds at most. Ranks that start together measure at the same time. If the
+The size differs by device and direction. The size is measured when the copier is made, before the engine warms up, on a
+few megabytes of scratch memory, for a few seconds at most. Ranks that start together measure at the same time. If the
 kernel is not available, copies a wrong byte, or is never faster, all copies go through the copy engine.
 
 The device's own events time the copies. Large copies before the first event keep the device busy until the timed copies

@@ -138,7 +138,7 @@ class CudaScratch:
 
 
 class _Threads(threading.local):
-    """A per-thread variable for the library's results. Its first use relaxes the thread's capture mode.
+    """A per-thread variable for the library's results. The first use relaxes the thread's capture mode.
 
     Only the engine's thread keeps its capture mode.
     """
@@ -348,7 +348,7 @@ class NvidiaDriver:
     def pinned(self, size: int) -> NDArray[np.uint8]:
         """Return zeroed, registered host memory, which a kernel accesses at the host's own addresses.
 
-        It stays pinned until the process ends, because batches that timed out may still use it.
+        The memory stays pinned until the process ends, because batches that timed out may still use it.
 
         Raises:
             HostMemoryError: this device sees host memory at other addresses.

@@ -87,8 +87,8 @@ class CudaLibrary:
     """The functions of `libcuda.so.1` as attributes; each raises `CudaError` or `DeviceLost` if it fails.
 
     Attributes:
-        enqueue: functions that enqueue, by name and by whether they keep the GIL. They return the code and do not
-            raise.
+        enqueue: functions that enqueue, by name and by whether they keep the GIL. These functions return the code and
+            do not raise.
         query_event: returns the code and does not raise; `NOT_READY` is not an error.
 
     Raises:

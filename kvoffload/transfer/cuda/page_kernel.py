@@ -1,8 +1,8 @@
 """Copies short pieces with a kernel, which reads and writes pinned host memory directly over the bus.
 
 A copy engine copies one piece after the other, and starting a short piece takes longer than moving it. A kernel keeps
-many pieces in flight at once. It uses few thread blocks: they are enough to saturate the bus, and leave nearly all of
-the device to the engine's own kernels.
+many pieces in flight at once. A few thread blocks are enough to saturate the bus, and they leave nearly all of the
+device to the engine's own kernels.
 
     program 0   | run 0 | run 32 | run 64 ..    with 32 programs each takes every 32nd run, 4 KiB at a time, in
     program 1   | run 1 | run 33 | run 65 ..    16-byte pieces; unaligned runs and the remainder byte by byte
