@@ -63,18 +63,27 @@ def read_object(text: str, option: str) -> dict[str, Any]:
     return found
 
 
-def read_settings(texts: Iterable[str], option: str) -> dict[str, Any]:
+def read_settings(texts: Iterable[str], option: str, **own: str | None) -> dict[str, Any]:
     """Return the settings of a repeatable option; each text is a JSON object, a file or KEY=VALUE.
+
+    Args:
+        texts: the option's values.
+        option: its name.
+        own: settings with an option of their own, None for those that were not given.
 
     Raises:
         ConfigError: a text cannot be read, or a key is set twice.
     """
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
     for text in texts:
         pair = _PAIR.fullmatch(text)
         found = read_object(text, option) if pair is None else {pair[1]: _value(pair[2])}
         if twice := settings.keys() & found.keys():
-            raise ConfigError([f"{', '.join(sorted(twice))} is set twice in {option}"])
+            raise ConfigError(
+                [
+                    f"{', '.join(sorted(twice))} is set twice: in {option}, or there and by an option of its own"
+                ]
+            )
         settings |= found
     return settings
 

@@ -107,6 +107,7 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
     if len(settings) > 1:
         raise CommandError("settings are given twice: in --config and in the engine's own configuration")
     sizes = next((one.sizes for one in given), Sizes())
+    theirs = [*(check for one in given for check in one.checks), *lost]
     try:
         device_bytes = sizes.ranks * (sizes.block_bytes or 0) * (sizes.device_blocks or 0)
         advice = advise_host_bytes(sizes.ranks, device_bytes or None)
@@ -114,7 +115,6 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
         read_tier_key(config.tier_key_file)
     except ConfigError as error:  # without usable settings, only the engine's own checks need not guess
         unusable = replace(fail(str(error), "correct it; see `kvoffload settings`"), check="settings")
-        theirs = [*(check for one in given for check in one.checks), *lost]
         return [unusable, *run_checks(theirs, Setup(OffloadConfig(host_bytes=1), sizes))]
     used = ok(", ".join(f"{name} {value}" for name, value in settings[0].items()))
     checks = (
@@ -123,8 +123,7 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
         *([memory.COPY_SPEED] if sizes.page_bytes else []),
         memory.GPU,
         *outputs.CHECKS,
-        *(check for one in given for check in one.checks),
-        *lost,
+        *theirs,
     )
     return run_checks(checks, Setup(config, sizes, pins=bool(find_gpus().names)))
 

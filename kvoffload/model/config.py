@@ -122,14 +122,16 @@ HttpUrl = Annotated[
 
 
 def _key(meaning: str, *, unset: str = "not set") -> Meta:
-    """Return the description of a key; `unset` describes the default if this is None."""
+    """Return the description of a key; `unset` stands for a default where there is none."""
     return Meta(description=meaning, extra={"unset": unset})
 
 
 class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of one engine. `kvoffload settings` and docs/configure.md print the descriptions below."""
 
-    host_bytes: Annotated[Bytes, _key("host memory of one engine, all its ranks together")]
+    host_bytes: Annotated[
+        Bytes, _key("host memory of one engine, all its ranks together", unset="must be given")
+    ]
     store_policy: Annotated[Policy, _key("store blocks once computed, or before the device evicts them")] = (
         "eager"
     )
@@ -140,17 +142,15 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
     verify: Annotated[Verify, _key("how much of a block is checksummed at its store and its load")] = "off"
     disk_path: Annotated[Folder | None, _key("folder of the disk tier, below host memory")] = None
     disk_bytes: Annotated[Bytes, _key("disk space of one engine, all its ranks together")] = 64 * 2**30
-    disk_min_hits: Annotated[
-        Hits, _key("hits after which a block goes to the disk; 0: every stored block")
-    ] = 1
+    disk_min_hits: Annotated[Hits, _key("hits before a block goes to the disk; 0: every stored block")] = 1
     remote_url: Annotated[RemoteUrl | None, _key("remote tier, a store that engines share")] = None
-    remote_min_hits: Annotated[Hits, _key("hits after which a block is shared; 0: every stored block")] = 0
-    weights_id: Annotated[
-        Name | None, _key("a name for weights that cannot be read; change it with the weights")
-    ] = None
-    tier_key_file: Annotated[
-        File | None, _key("secret key that authenticates blocks of disk and remote tier")
-    ] = None
+    remote_min_hits: Annotated[Hits, _key("hits before a block is shared; 0: every stored block")] = 0
+    weights_id: Annotated[Name | None, _key("name for weights that cannot be read; change it with them")] = (
+        None
+    )
+    tier_key_file: Annotated[File | None, _key("secret key that authenticates the lower tiers' blocks")] = (
+        None
+    )
     journal_path: Annotated[File | None, _key("file of the journal", unset="256 events in memory")] = None
     journal_max_bytes: Annotated[Bytes, _key("bound on the journal with its rotated file, NAME.1")] = 2**30
     otlp_endpoint: Annotated[
@@ -307,9 +307,7 @@ class Setting(msgspec.Struct, frozen=True):
 def _setting(field: msgspec.structs.FieldInfo) -> Setting:
     *limits, key = field.type.__metadata__
     kind = field.type if limits else get_args(field.type.__origin__)[0]  # for the latter, without None
-    if field.default is msgspec.NODEFAULT:
-        default = "must be given"
-    elif field.default is None:
+    if field.default in (None, msgspec.NODEFAULT):
         default = key.extra["unset"]
     else:
         default = size_text(field.default) if _is_size(kind) else msgspec.json.encode(field.default).decode()

@@ -22,20 +22,13 @@ _KEY = "kv_connector_extra_config"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--host-bytes", metavar="BYTES", help="host memory of one engine, for all its ranks")
-    parser.add_argument(
-        "--config",
-        metavar="JSON|KEY=VALUE",
-        action="append",
-        default=[],
-        help="any other settings: a JSON object, a file that holds one, or one setting; may be repeated",
+    others = "any other settings: a JSON object, a file that holds one, or KEY=VALUE; may be repeated"
+    parser.add_argument("--config", metavar="SETTINGS", action="append", default=[], help=others)
+    forms = (
+        "flag: one --kv-transfer-config with JSON; dotted: an option per key; yaml: lines for the file of vLLM's "
+        "--config; python: an argument of LLM()"
     )
-    parser.add_argument(
-        "--form",
-        choices=_FORMS,
-        default="flag",
-        help="flag: one --kv-transfer-config with JSON; dotted: an option per key; yaml: lines for the file of vLLM's "
-        "--config; python: an argument of LLM()",
-    )
+    parser.add_argument("--form", choices=_FORMS, default="flag", help=forms)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,13 +37,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: the settings cannot be used.
     """
-    settings = read_settings(args.config, "--config")
+    settings = read_settings(args.config, "--config", host_bytes=args.host_bytes)
     if "kv_connector" in settings:
         raise ConfigError([f"kv_connector belongs around {_KEY}, which this command writes"])
-    if args.host_bytes is not None:
-        if "host_bytes" in settings:
-            raise ConfigError(["host_bytes is set twice: by --host-bytes and by --config"])
-        settings = {"host_bytes": args.host_bytes, **settings}
     parse_config(settings, advice=f"give --host-bytes; {ADVICE}")
     print(_PRINTERS[args.form](transfer_config(settings)))
     return 0

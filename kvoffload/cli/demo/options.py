@@ -131,15 +131,13 @@ def _settings(args: argparse.Namespace) -> dict[str, object]:
     Raises:
         KVOffloadError: a setting is given twice, or is wrong.
     """
-    given = read_settings(args.config, "--config")
-    typed = {"host_bytes": args.host_bytes, "disk_path": args.disk, "remote_url": args.remote}
-    typed = {key: value for key, value in typed.items() if value is not None}
-    if twice := sorted(typed.keys() & given.keys()):
-        raise CommandError(f"{twice[0]} is set twice: by an option of its own and by --config")
+    given = read_settings(
+        args.config, "--config", host_bytes=args.host_bytes, disk_path=args.disk, remote_url=args.remote
+    )
     disk = {"disk_bytes": _DISK_BYTES} if args.disk is not None else {}
     if args.remote in LOCAL_STORES:
-        del typed["remote_url"]  # the server's URL is known only once it runs
-    settings = {"host_bytes": _HOST_BYTES, **disk, **typed, **given}
+        del given["remote_url"]  # the server's URL is known only once it runs
+    settings = {"host_bytes": _HOST_BYTES, **disk, **given}
     parse_config(settings)
     return settings
 
