@@ -13,7 +13,7 @@ import msgspec
 from dashboards.generate.promql import choose_engines, values_of
 
 Limits = tuple[tuple[int | float, str], ...]
-"""Names of colours, each from a value upwards; the value of the first one is ignored."""
+"""Names of colours, each with the lowest value that gets it; the first colour's value is ignored."""
 
 
 class Expect(Enum):
@@ -23,7 +23,7 @@ class Expect(Enum):
     """
 
     ACTIVITY = "activity"  # something other than 0
-    SERIES = "series"  # an answer; 0 is good
+    SERIES = "series"  # an answer, which may be 0
     ZERO = "zero"  # an answer, always 0
 
 
@@ -47,7 +47,7 @@ class Query(Part, frozen=True):
     Args:
         legend: the legend of each series; `{{label}}` stands for a label's value.
         promql: the query, in the form for `choose_engines`.
-        expects: the result that it must have.
+        expects: the result that the query must have.
         unit: the unit of a table's column; by default the panel's unit.
         limits: colours of a table's column, as for a panel.
         texts: texts of a table's column, as for a panel.
@@ -67,12 +67,12 @@ class Query(Part, frozen=True):
 
     @property
     def is_of_engine(self) -> bool:
-        """Whether it queries the engine's own series, which only vLLM serves."""
+        """Whether the query reads the engine's own series, which only vLLM serves."""
         return "vllm:" in self.promql
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name that the legend can become; none if it is a bucket's bound."""
+        """Every text that the legend can show; empty if the legend is a bucket's bound."""
         labels = re.findall(r"\{\{(\w+)\}\}", self.legend)
         values = [values_of(self.promql, label) for label in labels]
         pattern = re.sub(r"\{\{\w+\}\}", "{}", self.legend)
@@ -83,16 +83,16 @@ class Panel(Part, frozen=True):
     """One panel.
 
     Args:
-        title: its heading.
+        title: the panel's heading.
         shows: what the panel shows.
         when_wrong: what looks wrong, and what to do then.
         unit: Grafana's name of the unit; `si:` scales a unit that Grafana does not know, `suffix:` only shows it.
-        queries: the queries that it shows.
-        kind: how they are drawn.
+        queries: the queries that the panel shows.
+        kind: how the queries are drawn.
         width: the number of columns, of 24.
         maximum: the maximum of the axis, if there is a natural one.
-        limits: its colours by value.
-        texts: words shown for numbers; `<0` and `>0` stand for all of one sign.
+        limits: colours by value.
+        texts: words shown for numbers; `<0` and `>0` stand for all negative and all positive numbers.
         labels: additional columns of a table by label, with their headings.
     """
 
@@ -110,7 +110,7 @@ class Panel(Part, frozen=True):
 
     @property
     def is_instant(self) -> bool:
-        """Whether its queries are evaluated once, at the end of the time range."""
+        """Whether the panel's queries are evaluated once, at the end of the time range."""
         return self.kind in (Kind.NUMBER, Kind.TABLE)
 
     @property
@@ -137,11 +137,12 @@ class Board(Part, frozen=True):
     """One dashboard.
 
     Args:
-        name: the name of its file, and the end of its identifier.
+        name: the name of the board's file, and the end of its identifier.
         title: the title in Grafana's list.
-        about: the question that it answers.
+        about: the question that the board answers.
         rows: from top to bottom.
-        tiers: values of its variable `tier`, the first one is chosen; empty if it has no such variable.
+        tiers: values of the variable `tier`, the first of which is chosen at first; empty if the board has no such
+            variable.
     """
 
     name: str
@@ -152,7 +153,7 @@ class Board(Part, frozen=True):
 
     @property
     def panels(self) -> Iterator[Panel]:
-        """All panels."""
+        """Yield all panels."""
         return (panel for row in self.rows for panel in row.panels)
 
 
@@ -160,4 +161,4 @@ BOARDS = tuple(
     msgspec.yaml.decode(Path(__file__).with_name(f"{name}.yml").read_bytes(), type=Board)
     for name in ("overview", "why", "transfers", "tiers")
 )
-"""In the order in which an operator needs them."""
+"""The dashboards, in the order in which an operator needs them."""

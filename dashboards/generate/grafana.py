@@ -25,7 +25,8 @@ _HEIGHTS = {Kind.NUMBER: 4, Kind.TABLE: 6, Kind.HEATMAP: 9}
 _HEIGHT = 8
 _COLUMNS = 24
 _MIN_WIDTH = 100  # pixels of a table's column; with Grafana's 150 the last columns are not visible
-_INTERVAL_ONLY = ("auto", "auto_min", "auto_count")  # the builder writes them for every kind of variable
+# fields that the builder writes for every kind of variable
+_INTERVAL_ONLY = ("auto", "auto_min", "auto_count")
 
 _SIGNS: Mapping[str, tuple[float | None, float | None]] = {"<0": (None, -1e-9), ">0": (1e-9, None)}
 
@@ -52,7 +53,8 @@ def render(board: Board, links: Places) -> str:
     for number, panel in enumerate(plain["panels"], start=1):
         panel["id"] = number
         if panel["type"] == "table":
-            panel["options"].pop("footer")  # written by the builder; newer Grafanas do not have it
+            # the builder writes this option; newer versions of Grafana do not have it
+            panel["options"].pop("footer")
     for variable in plain["templating"]["list"]:
         for name in _INTERVAL_ONLY:
             variable.pop(name, None)
@@ -60,7 +62,7 @@ def render(board: Board, links: Places) -> str:
 
 
 def _numbered(board: Board) -> Iterator[tuple[int, Panel]]:
-    """Panels with their ids, which number rows and panels together."""
+    """Yield each panel with its id; ids count rows and panels together."""
     number = 0
     for row in board.rows:
         number += 1
@@ -93,7 +95,7 @@ def _dashboard(board: Board, links: Places) -> build.Dashboard:
 
 
 def _placed(board: Board, links: Places) -> Iterator[build.Row | PanelBuilder]:
-    """Rows and panels with their places: panels from left to right, a new line after 24 columns."""
+    """Yield rows and panels with their places: panels from left to right, a new line after 24 columns."""
     y = 0
     for row in board.rows:
         yield build.Row(row.title).grid_pos(model.GridPos(x=0, y=y, w=_COLUMNS, h=1))
@@ -149,7 +151,7 @@ def _number(panel: Panel) -> stat.Panel:
 
 
 def _steps(limits: Limits) -> list[tuple[float | None, str]]:
-    """Return the lowest value of each colour; the first one has none."""
+    """Return the lowest value of each colour; the first colour has none."""
     return [(value if place else None, LIMITS[colour]) for place, (value, colour) in enumerate(limits)]
 
 
@@ -175,9 +177,10 @@ def _signs(texts: Mapping[str, str]) -> list[model.RangeMap]:
 
 
 def _table(panel: Panel) -> table.Panel:
-    """A row for each engine: answers with equal labels are joined, and labels without a heading are hidden.
+    """Return a table with a row for each engine.
 
-    A table of one query is about its labels, so its value is hidden.
+    Answers with equal labels are joined, and labels without a heading are hidden. If the table has one query, only the
+    labels matter, so the value is hidden.
     """
     shown = panel.queries if len(panel.queries) > 1 else ()
     headings = {f"Value #{_ref(number)}": query.legend for number, query in enumerate(shown)}
@@ -287,7 +290,7 @@ _MAKERS: dict[Kind, Callable[[Panel], PanelBuilder]] = {
 
 
 def _variable(name: str, label: str) -> build.QueryVariable:
-    """A filter that offers the values of the engines chosen by the filters before it."""
+    """Return a filter with the values of the engines that the preceding filters select."""
     before = list(VARIABLES.items())[: list(VARIABLES).index(name)]
     chosen = ", ".join(f'{one}=~"${other}"' for other, one in before)
     query: dict[str, object] = {

@@ -34,7 +34,7 @@ VARIABLES = {
     "model": "model_name",
     "engine": "engine",
 }
-"""The dashboards' variables, and the label that each of them filters. A label that a server lacks filters nothing."""
+"""The dashboards' variables, each with the label that it filters. A label that a server lacks filters nothing."""
 ENGINE_LABELS = ", ".join(VARIABLES.values())
 """The labels that distinguish engines."""
 _NET = (
@@ -49,7 +49,7 @@ NET = {
     .replace("$window", "$__rate_interval"),
     "$net": _NET.replace("$by", "").replace("$window", "$__range"),
 }
-"""The only expression of seconds saved less seconds lost, by the names under which panels use it."""
+"""The net benefit, seconds saved minus seconds lost, as PromQL, by the names that panels use for it."""
 _CHOSEN = ", ".join(f'{label}=~"${name}"' for name, label in VARIABLES.items())
 _SERIES = re.compile(r"((?:kvoffload_|vllm:|ALERTS)\w*)(?:\{([^}]*)\})?")
 _MATCHER = re.compile(r'(\w+)(=~|!=|=)"([^"]*)"')
@@ -59,11 +59,11 @@ def choose_engines(promql: str) -> str:
     """Return PromQL for the engines that the dashboard's variables choose.
 
     Args:
-        promql: without filters by engine; `$engine_labels` are the labels that distinguish engines, and `NET` has
-            names of the net benefit.
+        promql: the query, without filters by engine; `$engine_labels` are the labels that distinguish engines, and
+            `NET` has names of the net benefit.
 
     Raises:
-        ValueError: it selects a series, or the value of a label, that does not exist.
+        ValueError: the query selects a series, or the value of a label, that does not exist.
     """
     for name, expression in NET.items():
         promql = promql.replace(name, expression)

@@ -28,13 +28,13 @@ class Alert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         name: the rule's name, without its prefix.
         severity: critical, warning or info.
-        expr: fires while it has a series.
+        expr: the alert's expression; the alert fires while this returns a series.
         summary: what is wrong, without a full stop.
-        description: the same with numbers; the engine's name precedes it.
+        description: the summary with numbers; the engine's name precedes it.
         meaning: what happened, and why.
         impact: what users notice, and what is lost.
         query: PromQL that shows more.
-        check: what its answer means, and where else to look.
+        check: what the query's answer means, and where else to look.
         do: what to do.
         board: the dashboard that shows it.
         tier: the value of that dashboard's variable `tier`, if it has one.
@@ -67,7 +67,7 @@ class Alert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {"Meaning": self.meaning, "Impact": self.impact, "Check": check, "Do": self.do}
 
     def to_rule(self) -> dict[str, object]:
-        """Return its entry in Prometheus' file of rules."""
+        """Return the alert's entry in Prometheus's file of rules."""
         filters = [f"var-tier={self.tier}"] if self.tier else []
         filters += [
             f"{{{{ with $labels.{name} }}}}var-{name}={{{{ urlquery . }}}}{{{{ end }}}}"
@@ -96,7 +96,7 @@ ALERTS = msgspec.yaml.decode(Path(__file__).with_name("alerts.yml").read_bytes()
 
 
 def render_rules(alerts: Sequence[Alert]) -> str:
-    """Return Prometheus' file of alerting rules."""
+    """Return Prometheus's file of alerting rules."""
     groups = [{"name": "kvoffload_alerts", "rules": [alert.to_rule() for alert in alerts]}]
     dumper = type("Dumper", (yaml.SafeDumper,), {})
     yaml.add_representer(str, _represent, Dumper=dumper)

@@ -1,6 +1,6 @@
 """`make observe`: a demo under a real Prometheus, which evaluates every query of every panel and rule.
 
-HOST:PORT adds engines to the demo; with `--no-demo` they are the only ones.
+HOST:PORT adds engines to the demo; with `--no-demo` only these engines are scraped.
 """
 
 from __future__ import annotations

@@ -36,9 +36,9 @@ class Finding:
 
 
 def wait_for_scrape(prometheus: Prometheus, targets: Sequence[str]) -> None:
-    """Wait for a scrape of every target that begins after this call.
+    """Wait until every target has been scraped after this call.
 
-    The first takes a while: Prometheus does not scrape in its first 5 s.
+    The first scrape takes a while, because Prometheus does not scrape in its first 5 s.
 
     Raises:
         ObserveError: a target was not scraped.
@@ -55,8 +55,8 @@ def wait_for_scrape(prometheus: Prometheus, targets: Sequence[str]) -> None:
 def check_panels(prometheus: Prometheus, start: float, end: float) -> Iterator[Finding]:
     """Evaluate every query of every panel over a time range, as Grafana would, for each tier that can be chosen.
 
-    Rates are over the whole range, so that the result depends only on its first and last scrape: a busy machine loses some of
-    those in between.
+    Rates are over the whole range, so that the result depends only on its first and last scrape: a busy machine loses
+    some scrapes in between.
     """
     has_vllm = bool(prometheus.query(_ENGINE_PROBE))
     seconds = math.ceil(end - start)

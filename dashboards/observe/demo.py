@@ -42,13 +42,13 @@ class Demo:
         """Start the conversations, wait for their end and return their result. The demo continues to serve.
 
         Raises:
-            ObserveError: it failed.
+            ObserveError: the demo failed.
         """
         print(file=self._process.stdin, flush=True)
         self._wait_for_line("metrics stay at")
         assert self._process.stdout is not None
         text = ""
-        for line in self._process.stdout:  # does not end: the demo still runs
+        for line in self._process.stdout:  # The output does not end, because the demo still runs.
             text += line
             with suppress(json.JSONDecodeError):
                 result: dict[str, Any] = json.loads(text)
@@ -69,10 +69,10 @@ class Demo:
 def run_demo(address: str) -> Iterator[Demo]:
     """Start the demo and wait until it serves metrics at HOST:PORT; end it with the `with` block.
 
-    Its conversations begin with `result`: to see all of them, scrape the address before.
+    The conversations begin when `result` is called. To see all of them, scrape the address before that.
 
     Raises:
-        ObserveError: it does not start.
+        ObserveError: the demo does not start.
     """
     program = str(Path(__file__).with_name("gated_demo.py"))
     command = [sys.executable, "-P", program, "--json", *_WORKLOAD]

@@ -19,7 +19,7 @@ from typing import Any
 from kvoffload.remote.local import free_port
 
 SCRAPE_MS = 200
-"""Short, so that a demo of a few seconds on a quick machine still fills the windows of its rates."""
+"""Milliseconds between scrapes: short, so that even a demo of a few seconds fills the windows of the rates."""
 _RULES = Path(__file__).resolve().parent.parent / "rules"
 _POLL_S = 0.1
 END_S = 60.0
@@ -42,7 +42,7 @@ def wait_for(what: str, is_so: Callable[[], bool], seconds: float = 60.0) -> Non
     """Poll until a condition holds.
 
     Raises:
-        ObserveError: it did not hold in time.
+        ObserveError: the condition did not hold in time.
     """
     deadline = time.monotonic() + seconds
     while not is_so():
@@ -65,7 +65,7 @@ class Prometheus:
         """Return an expression's series at a time, or now.
 
         Raises:
-            ObserveError: Prometheus refuses it.
+            ObserveError: Prometheus refuses the expression.
         """
         result = self.get("query", query=expr, time=at or time.time())["result"]
         return [Series(one["metric"], (float(one["value"][1]),)) for one in result]
@@ -74,7 +74,7 @@ class Prometheus:
         """Return an expression's series over a time range, with a value for each scrape.
 
         Raises:
-            ObserveError: Prometheus refuses it.
+            ObserveError: Prometheus refuses the expression.
         """
         result = self.get("query_range", query=expr, start=start, end=end, step=SCRAPE_MS / 1000)["result"]
         return [Series(one["metric"], tuple(float(value) for _, value in one["values"])) for one in result]
@@ -87,7 +87,7 @@ class Prometheus:
         """Return the data of the HTTP API's answer.
 
         Raises:
-            ObserveError: it answers with an error.
+            ObserveError: the server answers with an error.
         """
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
@@ -100,10 +100,10 @@ class Prometheus:
 
 @contextmanager
 def run_prometheus(targets: Sequence[str], every_ms: int = SCRAPE_MS) -> Iterator[Prometheus]:
-    """Scrape `targets` (HOST:PORT) every so many milliseconds and evaluate our rules as often.
+    """Scrape `targets` (HOST:PORT) and evaluate our rules, both every `every_ms` milliseconds.
 
     Raises:
-        ObserveError: there is no Prometheus, or it does not start.
+        ObserveError: there is no Prometheus, or Prometheus does not start.
     """
     program = shutil.which("prometheus")
     if program is None:
@@ -137,7 +137,7 @@ def end(process: subprocess.Popen[Any], timeout_s: float = END_S) -> None:
     """End a child by SIGTERM, or else by SIGKILL.
 
     Raises:
-        ObserveError: SIGTERM did not end it in time.
+        ObserveError: SIGTERM did not end the child in time.
     """
     process.terminate()
     try:

@@ -20,7 +20,8 @@ TAKEN = FOLDER / "taken.json"
 """For each shown dashboard, a digest of what its picture shows."""
 NAMES = (*(board.name for board in BOARDS), "report")
 BROWSER = "chromium-headless-shell"
-# Less than the default, so that it takes a minute; the host has a little more room than the conversations need.
+# These numbers are smaller than the defaults, so that the demo ends within about a minute. The host memory is slightly
+# larger than the conversations need.
 DEMO = "demo --conversations 8 --turns 4 --first-tokens 768 --host-bytes 64MiB"
 WIDTH, HEIGHT, SCALE = 1100, 1285, 0.85  # the README is about that wide
 
@@ -52,7 +53,7 @@ def _take(page: Path, target: Path, browser: str) -> None:
 
 
 def main() -> int:
-    """Take the named pictures, or those that documents show."""
+    """Take the named pictures, or by default the pictures that documents show."""
     parser = argparse.ArgumentParser(description="take pictures of dashboards and report")
     parser.add_argument("names", nargs="*", help=f"some of {', '.join(NAMES)}")
     names = parser.parse_args().names or SHOWN

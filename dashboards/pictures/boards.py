@@ -104,7 +104,7 @@ def _vllm_engines(seconds: float) -> Iterator[tuple[list[str], subprocess.Popen[
 
 
 def _line_of(process: subprocess.Popen[str], then: str) -> str:
-    """Let the engines go on, and return their next line."""
+    """Let the engines continue, and return the next line that starts with `then`."""
     assert process.stdin is not None
     assert process.stdout is not None
     if then != "[":
@@ -116,7 +116,7 @@ def _line_of(process: subprocess.Popen[str], then: str) -> str:
 
 
 def unfit(captured: dict[str, Any]) -> list[str]:
-    """Return why a board must not be shown: panels without data, plots of zeros only, and a net of seconds below 0."""
+    """Return why a board must not be shown: panels without data, plots of zeros only, and a negative net benefit."""
     problems = []
     for panel in captured["board"]["panels"]:
         answers = [series for target in panel.get("targets", []) for series in target["answer"]]
@@ -133,7 +133,7 @@ def unfit(captured: dict[str, Any]) -> list[str]:
 
 
 def shown(name: str) -> str:
-    """Return a digest of what a picture shows of a dashboard: all but texts and links behind its panels' info signs."""
+    """Return a digest of a dashboard's visible parts: all but the texts and links behind its panels' info signs."""
     board = json.loads((BOARDS / f"{name}.json").read_text(encoding="utf-8"))
     panels = [
         {key: value for key, value in panel.items() if key not in ("description", "links", "id")}
@@ -152,7 +152,7 @@ def capture(
     step_ms: int = SCRAPE_MS,
     rate_ms: int = 5 * SCRAPE_MS,
 ) -> dict[str, Any]:
-    """Return a dashboard's JSON, with what Prometheus answers under every target's `answer`.
+    """Return a dashboard's JSON, with Prometheus's answer to each target under `answer`.
 
     Raises:
         ObserveError: Prometheus refuses a query.
@@ -201,7 +201,7 @@ def _run(command: list[str]) -> None:
 
 
 def _height(board: dict[str, Any]) -> int:
-    """Return the pixels of a board's grid and of its title, at least."""
+    """Return the minimum height of a board's grid and title, in pixels."""
     places: list[dict[str, int]] = [panel["gridPos"] for panel in board["panels"]]
     return 38 * max(place["y"] + place["h"] for place in places) + 100
 
@@ -210,7 +210,10 @@ def _take(captured: dict[str, Any], folder: Path, browser: str) -> Path:
     from playwright.sync_api import Route, sync_playwright
 
     def serve(route: Route) -> None:
-        """Answer from the build folder: components ask for icons by a server's paths, so a `file:` page will not do."""
+        """Answer from the build folder.
+
+        A `file:` page is not enough, because components request icons by a server's paths.
+        """
         path = route.request.url.removeprefix(_ORIGIN)
         file = _BUILD / (_ICONS / path.removeprefix("public/build/") if "public/build/" in path else path)
         if file.is_file():

@@ -1,7 +1,8 @@
 """Two stock vLLM engines that serve returning conversations; run by the Python of `.venv/vllm`.
 
 Prints the servers' addresses, waits for a line, serves conversations for the given seconds, and serves metrics until a
-second line. The model is small and has random weights, so its answers mean nothing; its prompts cost what they cost.
+second line. The model is small and has random weights, so the answers mean nothing, but prompts take real time to
+compute.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ START_S = 600
 
 
 def serve(seconds: float) -> None:
-    """Start the engines, and serve until the second line comes."""
+    """Start the engines, and serve until the second line arrives."""
     with tempfile.TemporaryDirectory(prefix="kvoffload-pictures-") as scratch, ExitStack() as stack:
         checkpoint = checkpoints.make("qwen3", Path(scratch) / "model", **MODEL)
         servers = [
@@ -51,7 +52,7 @@ def serve(seconds: float) -> None:
             )
             for number in range(2)
         ]
-        for server in servers:  # first uses of anything take long
+        for server in servers:  # the first request takes longer than later ones
             client.stream(server, [1] * 2 * engines.BLOCK, ANSWER_TOKENS)
         print(json.dumps([server.root.removeprefix("http://") for server in servers]), flush=True)
         sys.stdin.readline()
@@ -62,14 +63,15 @@ def serve(seconds: float) -> None:
                 for talk in talks:
                     talk.result()
             except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)  # the others fail when their servers end
+                # the other conversations fail when their servers end
+                pool.shutdown(wait=False, cancel_futures=True)
                 raise
         print("served", flush=True)
         sys.stdin.readline()
 
 
 def _talk(server: engines.Server, seed: int, until: float) -> None:
-    """Take turns in conversations drawn at random, one after another; a long one ends, and a new one begins."""
+    """Serve turns of randomly chosen conversations, one at a time. Start a conversation anew once it is long."""
     draw = random.Random(f"{server.root} {seed}")
     prompts: Sequence[list[int]] = [[] for _ in range(CONVERSATIONS // AT_ONCE)]
     while time.monotonic() < until:

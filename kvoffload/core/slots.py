@@ -30,9 +30,9 @@ class LruOrder:
     last use. Slots that were used together are added deepest first.
 
     The order is a ring: two lists hold each slot's next and previous slot. The ring begins and ends at -1, which in a
-    Python list is the index of the last item. With the time of each slot's last use it takes 24 bytes per slot, and a
-    change touches a few items. An `OrderedDict` takes 100 to 160 bytes per slot, and is sometimes rebuilt inside a
-    hook.
+    Python list is the index of the last item. With the time of each slot's last use, the order takes 24 bytes per slot,
+    and a change touches a few items. An `OrderedDict` takes 100 to 160 bytes per slot, and is sometimes rebuilt inside
+    a hook.
     """
 
     __slots__ = ("_after", "_before", "_used_at", "age_s", "count", "now")
@@ -42,9 +42,9 @@ class LruOrder:
         self._before = [_END]
         self._used_at = [0.0]
         self.now = 0.0
-        """The time in seconds, which the caller sets. The order keeps it for slots that are added."""
+        """The current time in seconds, which the caller sets; `add` records it as the slots' last use."""
         self.age_s = 0.0
-        """Seconds since the last use of the slot that `take` returned last."""
+        """Seconds since the last use of the most recently used slot that the last `take` returned."""
         self.count = 0
         """The number of slots in the order."""
 

@@ -55,7 +55,7 @@ class Tally:
         self.has_sums = True
 
     def evicted(self, cause: EvictionCause, blocks: int, age_s: float = 0.0) -> None:
-        """Count blocks that left the host; `age_s` is the time since the last use of the one used last."""
+        """Count blocks that left the host; `age_s` is the time since the latest use of any of these blocks."""
         if blocks:
             before, youngest_s = self._evicted.get(cause, (0, age_s))
             self._evicted[cause] = before + blocks, min(youngest_s, age_s)

@@ -274,7 +274,8 @@ class DiskTier(LowerTier):
 class RemoteTier(LowerTier):
     """A remote tier. The tier is open once its namespace is known, and closed while it does not answer.
 
-    Args: after_hits, jobs: see `LowerTier`.
+    Args:
+        after_hits, jobs: see `LowerTier`.
         ranks: all ranks. Each rank counts as failing until it reports that its calls to the tier work.
     """
 

@@ -232,7 +232,7 @@ class CopiesResumed(Event, frozen=True):
 
 
 class BlocksEvicted(Event, frozen=True):
-    """Blocks left the host. `age_s`: seconds since the last use of the one used last; 0 if not evicted for space."""
+    """Blocks left the host. `age_s`: seconds since the latest use of any of them; 0 unless evicted for space."""
 
     tier: ClassVar[Tier] = Tier.HOST
     blocks: int
@@ -321,16 +321,16 @@ class OffloadingDegraded(Event, frozen=True):
 class FirstTokenReached(Event, frozen=True):
     """A request's first token was found in the engine's next step.
 
-    The tokens add up to the request's prompt.
+    The four token counts add up to the length of the request's prompt.
 
     Args:
         request: the request.
         found: where its last lookup found blocks.
         seconds: time since the engine reported the request.
         device_tokens: prompt tokens that the device held.
-        host_tokens: prompt tokens loaded from the host, without fetched ones.
+        host_tokens: prompt tokens loaded from the host, without fetched tokens.
         fetched_tokens: prompt tokens loaded after a fetch from a lower tier for this request.
-        computed_tokens: the other prompt tokens, with those of a load that failed.
+        computed_tokens: all other prompt tokens, including the tokens of a failed load.
         fetched_from: the tier of `fetched_tokens`; None if there are none.
     """
 

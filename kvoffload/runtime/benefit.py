@@ -111,7 +111,7 @@ class NetBenefit:
         copies: the table of open copies.
         hook: the current hook's time.
         bus: source of facts and events; `NetBenefitTurned` is published on it.
-        waits: the histogram of each kind of wait; without a lower tier none waits for a fetch.
+        waits: the histogram of each kind of wait; without a lower tier there is none for fetches.
         set_least: called about once a second for each tier, with the fewest tokens worth a load (HOST), or worth a
             fetch from that tier and the load after it; 0 without measurements. None if the operator chose a length.
     """

@@ -73,7 +73,8 @@ class OpenCopy(Struct, eq=False):
 class LoadAnswers(Struct):
     """Ended loads to report to the engine. Each load is listed once, even if its request is gone.
 
-    Args: loaded, failed: requests whose load succeeded or failed.
+    Args:
+        loaded, failed: requests whose load succeeded or failed.
         without_copy: requests in either list whose load was never sent to a worker, so that no worker reports it.
         abandoned: jobs of these loads that a worker is still copying.
     """

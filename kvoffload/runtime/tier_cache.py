@@ -85,9 +85,9 @@ Taken: TypeAlias = tuple[LowerTier, list[BlockKey]]
 """A tier, and the keys of the blocks to write to it."""
 
 _STAGING_BYTES, _LEAST_SLOTS = 64 * 2**20, 8
-_SHARE = 4  # one call uses at most a quarter of the staging slots at a time
+_SHARE = 4  # one call uses at most a quarter of the staging slots at once
 _PERIOD_S = (
-    0.05  # the most seconds until a hanging call to a tier is noticed; a call that returns wakes the thread
+    0.05  # the maximum time until a hanging call to a tier is noticed; a call that returns wakes the thread
 )
 _MOST_SEEN = 65_536
 _RANK = Rank(0)
@@ -113,10 +113,10 @@ def tier_config(raw: Mapping[str, object]) -> OffloadConfig:
 
 
 class TierCache:
-    """The blocks of one rank on a disk and in a remote tier. Any thread may call it. It runs daemon threads.
+    """The blocks of one rank on a disk and in a remote tier. Any thread may call its methods.
 
-    A tier that fails, hangs or returns wrong data only costs hits: no call raises because of it, or exceeds its time
-    limit.
+    A tier that fails, hangs or returns wrong data only costs hits: no call raises because of such a tier, or exceeds
+    its time limit. The cache runs daemon threads.
 
     Args:
         identify: returns the identity of the KV; called once, on another thread. It may read all weights, and may
@@ -266,7 +266,7 @@ class TierCache:
                 self.ask("get", partial(self._fetch, [wanted[place] for place in some], slots, until), None)
             try:
                 with suppress(HostMemoryError), self._arena.held():
-                    # The memory was freed if the cache has been closed.
+                    # If the cache has been closed, the memory was freed.
                     for place in some:
                         if (slot := slots.get(wanted[place])) is not None:
                             _copy(self._arena.pages(slot), pages[place])
@@ -298,7 +298,8 @@ class TierCache:
         """Make sure that no call finds a block that was put before.
 
         Returns:
-            True if later processes cannot find these blocks either. After False, call it again when the tiers answer.
+            True if later processes cannot find these blocks either. After False, call `reset` again when the tiers
+            answer.
         """
         with self._one_reset:
             with self._changed:
@@ -314,7 +315,7 @@ class TierCache:
     def take_changes(self) -> list[tuple[BlockKey, bool]]:
         """Return the blocks written to the disk (True) or evicted from it (False) since the last call, in order.
 
-        The first call begins to collect them, and returns none.
+        The first call starts the collection of these changes, and returns an empty list.
         """
         with self._changed:
             if self._changes is None:
@@ -414,10 +415,8 @@ class TierCache:
             slots.update(there)
 
         pin()
-        for tier in (
-            *self._tiers,
-            *self._tiers,
-        ):  # Once more, because a corrupt block fails the other blocks of its fetch.
+        # Fetch from each tier twice, because a corrupt block fails the other blocks of its fetch.
+        for tier in (*self._tiers, *self._tiers):
             if not self._wait(lambda: pool.room >= len(keys), until):
                 return
             index = tier.pool.index
@@ -511,7 +510,7 @@ class TierCache:
             taken = self.ask("put", lambda: self._reserve(keys, slots, until, epoch), list[Taken]())
         try:
             with suppress(HostMemoryError), self._arena.held():
-                # The memory was freed if the cache has been closed.
+                # If the cache has been closed, the memory was freed.
                 for key, slot in slots.items():
                     _copy(given[key], self._arena.pages(slot))
                 are_whole = True
@@ -533,7 +532,7 @@ class TierCache:
             return answers
 
     def _batches(self, number: int) -> Iterator[range]:
-        """Yield the positions of the blocks that are copied at a time."""
+        """Yield the positions of blocks in batches; the blocks of one batch are copied together."""
         most = max(self._arena.slots // _SHARE, 1)
         for start in range(0, number, most):
             yield range(start, min(start + most, number))

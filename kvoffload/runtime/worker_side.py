@@ -45,7 +45,8 @@ _PINNING_S = 10.0  # how many seconds an engine's start waits for pinned memory
 class WorkerSide:
     """The copies of one rank.
 
-    Args: rank, ranks: this rank, and the number of ranks.
+    Args:
+        rank, ranks: this rank, and the number of ranks.
         local_ranks: how many ranks are on this machine (by default all of them); their numbers are consecutive.
         config: the operator's settings.
         portal: runs the transfer coroutine.

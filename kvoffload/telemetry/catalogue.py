@@ -51,7 +51,7 @@ class LookupResult(Enum):
 
 
 class HostBytes(Enum):
-    """The amounts of host memory that are reported; each one includes the next."""
+    """The amounts of host memory that are reported; each amount includes the next."""
 
     WANTED = "wanted"  # the full size, reached once all of it is ready
     RESERVED = "reserved"  # pinned and ready so far
@@ -63,7 +63,7 @@ class TierState(Enum):
 
     OPENING = "opening"  # a rank's file or the index is not open yet, or the remote tier is not reached yet
     OPEN = "open"
-    FAILING = "failing"  # a call hangs or too many calls failed; nothing is copied until it works again
+    FAILING = "failing"  # a call hangs or too many calls failed; nothing is copied until the tier works again
     CLOSED = "closed"  # the index cannot be read or written; off until the engine restarts
 
 
@@ -98,7 +98,7 @@ class PromptSource(Enum):
 
 
 class Hook(StrEnum):
-    """The points at which an engine calls kvoffload; every engine has the same ones."""
+    """The points at which an engine calls kvoffload; the points are the same for every engine."""
 
     SEEN = "seen"
     LOOKUP = "lookup"
@@ -233,11 +233,11 @@ class Metric:
         labels: the labels, in the order in which label tuples list their values.
         unit: the unit of the values.
         buckets: a histogram's upper bounds, without +Inf.
-        read: returns the series at a scrape and may omit those that are 0; None if events count the metric.
+        read: returns the series at a scrape and may omit series that are 0; None if events count the metric.
         counts: the events that increase the metric, each with the name of the field to add (None adds 1). Each event
             has a field for every label. Empty if the metric has a reader or `Counters` has a method for it.
-        where: a field's name and values: only events whose field has one of them are counted. None counts all.
-        tiers: the metric has series only with one of these lower tiers; empty if it does not depend on them.
+        where: a field's name and values; only events with one of these values are counted. None counts all events.
+        tiers: the metric has series only for engines with one of these lower tiers; empty if no tier is needed.
     """
 
     name: str
@@ -264,7 +264,7 @@ class Metric:
         return tuple(itertools.product(*(label.values for label in self.labels)))
 
     def series_with(self, tiers: Set[Tier]) -> list[Labels]:
-        """Return the series that exist with these lower tiers. Those of a tier that is off could only be 0."""
+        """Return the series that exist with these lower tiers. Series of a tier that is off could only be 0."""
         if self.tiers and self.tiers.isdisjoint(tiers):
             return []
         off = {value for value, needed in _ONLY_WITH.items() if needed.isdisjoint(tiers)}
@@ -310,11 +310,12 @@ _COPY_BUCKETS = (
 )
 # Times to first token range from a short prompt on a fast device to a long prompt behind a queue.
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-# A wait is felt from some milliseconds on; the longest last as long as a copy may.
+# Waits range from a millisecond, which users do not notice, to the longest time that a copy may take.
 _WAIT_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
-# A hit is between one small block and the longest prompt.
+# Hits range from one small block to the longest prompt.
 _HIT_BUCKETS = (16, 64, 256, 1024, 4096, 16384, 65536, 262144)
-# Blocks that are evicted after seconds make room for prompts that return later than that; after a day they are rarely missed.
+# Ages range from seconds, at which even prompts that return quickly miss their blocks, to a day, after which blocks are
+# rarely missed.
 _AGE_BUCKETS = (1, 5, 15, 60, 300, 900, 3600, 14400, 86400)
 # Hooks take a few microseconds when there is nothing to do; a millisecond is far too long.
 _HOOK_BUCKETS = (1e-6, 2.5e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.1)

@@ -294,7 +294,7 @@ def _reader(name: str | None) -> Callable[[object], Any] | None:
 
 
 class Source(Protocol):
-    """The scheduler's side of one engine, as the source of its numbers."""
+    """The part of an engine's scheduler side from which exporters read metrics."""
 
     @property
     def counters(self) -> Counters: ...

@@ -80,8 +80,8 @@ class Journal:
 
     def tail(self, count: int) -> list[str]:
         """Return the last `count` lines, oldest first. Any thread may call this."""
-        # Copy in this order: a message that moves to the ring in between is then in both copies, not in neither, and
-        # its number identifies the duplicate.
+        # Copy in this order. A message that moves to the ring in between is then in both copies, instead of in neither,
+        # and its number identifies the duplicate.
         young, ring = list(self._young), self._ring.copy()
         last = ring[-1][0] if ring else 0
         _extend(ring, [entry for entry in _entries(young) if entry[0] > last])
@@ -90,7 +90,7 @@ class Journal:
     async def run(self) -> None:
         """Write the file until the bus is closed. If there is no file, return immediately.
 
-        After a write error, nothing more is written to the file; the journal in memory goes on.
+        After a write error, nothing more is written to the file; the journal in memory continues.
         """
         if self._feed is None or self._file is None:
             return

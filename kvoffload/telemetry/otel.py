@@ -1,4 +1,4 @@
-"""Draws a timeline as OpenTelemetry spans. Importing this module requires the extra `otel`.
+"""Exports a timeline as OpenTelemetry spans. Importing this module requires the extra `otel`.
 
     request                 from its arrival to its end; a child of the engine's span if there is one
       lookup                one per admission, with its result; pins are events of the request's span
@@ -40,7 +40,7 @@ _FAILURES = {one.value for one in (LoadOutcome.FAILED, LoadOutcome.CORRUPT, Load
 
 
 class SpanCanvas:
-    """A `Canvas` that draws a timeline as spans.
+    """A `Canvas` that exports a timeline as spans.
 
     Args:
         tracer: creates the spans.
@@ -76,7 +76,7 @@ class SpanCanvas:
         span.end(_nanoseconds(at))
 
     def span(self, track: Track, what: What, title: str, start: float, end: float, args: Args) -> None:
-        """Draw a span. Steps are not drawn."""
+        """Export a span, unless it is a step's."""
         if what is What.STEP:
             return
         context = self._outer if what in _INSIDE else self._context(track, args)
@@ -92,7 +92,7 @@ class SpanCanvas:
         span.end(_nanoseconds(end))
 
     def instant(self, track: Track, name: str, at: float, args: Args) -> None:
-        """Add an event to the track's open span; without one, draw a span of length zero."""
+        """Add an event to the track's open span; without an open span, export a span of length zero."""
         attributes, when = _attributes(args), _nanoseconds(at)
         if (span := self._open.get(track)) is not None:
             span.add_event(name, attributes, when)

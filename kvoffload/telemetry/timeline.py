@@ -49,7 +49,7 @@ class Track:
 
     @property
     def name(self) -> str:
-        """The label beside the line."""
+        """The label next to the line."""
         return self.lane if not self.row else f"{self.lane} {self.row + 1}"
 
 
@@ -157,7 +157,7 @@ _NOTED: dict[type[events.Event], Track] = {
     events.FactRejected: NOTES,
     events.OffloadingDegraded: NOTES,
 }
-_JOBS = 4096  # jobs remembered; an older one is drawn only from its report
+_JOBS = 4096  # the number of remembered jobs; older jobs are drawn only from their reports
 
 Scheduled = events.StoreScheduled | events.LoadScheduled | events.TierCopyScheduled
 Moment = events.HitPinned | events.HitDropped | events.LookupDeferred | events.FirstTokenReached

@@ -105,9 +105,9 @@ class _OpenJob:
     Args:
         job: the job.
         accepted_at: when the job was submitted.
-        open_parts: how many parts have not ended. began, ended: when the job's first call began, and when its last call
-        ended. whole, corrupt: the positions copied successfully and the corrupt positions, in all parts that have
-        ended.
+        open_parts: how many parts have not ended.
+        began, ended: when the job's first call began, and when its last call ended.
+        whole, corrupt: the positions copied successfully and the corrupt positions, in all parts that have ended.
         missing: positions in ended parts that are neither whole nor corrupt. Cancelled parts are left out, because the
             tier may have their blocks.
         stuck: positions whose slots may still be changed by a hanging call.

@@ -130,7 +130,7 @@ class BlockNotes:
                 self.late += [key for key in self._keys(block_hash, ratio) if key in self.awaited]
 
     def _drop_oldest(self, ratio: int) -> None:
-        """Above the limit, check the two oldest notes, and drop them if they are no longer needed.
+        """Above the limit, check the two oldest notes, and drop each note that is no longer needed.
 
         Two checks for each added note keep the total below twice the number of needed notes.
         """

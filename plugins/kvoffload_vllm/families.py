@@ -22,7 +22,9 @@ _exported: dict[str, Any] = {}
 
 
 class Families:
-    """Every metric of the catalogue. Its series are present from the start, those of a lower tier from its first message.
+    """Every metric of the catalogue, with its series.
+
+    Series are present from the start; the series of a lower tier appear with the first message that reports the tier.
 
     Args:
         classes: for each metric class of the Prometheus client, the class to use instead.

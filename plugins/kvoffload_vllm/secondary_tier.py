@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 Copy = Callable[[Sequence[bytes], Sequence[Page]], list[bool]]
 
-_THREADS = 2  # for each direction; a call copies in batches on more threads
+_THREADS = 2  # for each direction; inside a call, more threads copy batches
 _CLOSING_S = 5.0
 
 log = get_logger("tiers")
@@ -65,10 +65,10 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type che
     """kvoffload's disk and remote tier as a tier of vLLM.
 
     Args:
-        offloading_spec: what is offloaded.
+        offloading_spec: vLLM's description of the offloaded KV cache.
         primary_kv_view: vLLM's host memory, [chunks, bytes of a chunk].
         tier_type: the tier's name in vLLM's metrics.
-        enable_kv_events: publish which blocks come to the disk and leave it, if vLLM publishes events.
+        enable_kv_events: whether to publish which blocks arrive on the disk and leave it, if vLLM publishes events.
         options: the settings of `tier_config`, and further arguments of the base class.
 
     Raises:
@@ -275,7 +275,7 @@ def _config_of_caller() -> VllmConfig:
     """Return the configuration of the engine that is being made: vLLM does not pass it to tiers, so look in its frames.
 
     Raises:
-        ConfigError: no caller has one.
+        ConfigError: no caller has a configuration.
     """
     frame = inspect.currentframe()
     while frame is not None:
