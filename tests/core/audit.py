@@ -1,4 +1,4 @@
-"""The full audit: recomputes the core's counts and indexes from its records, and compares them."""
+"""Recomputes the core's counts and indexes from its records, and compares them with the stored ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HAS_TABLE = (RequestState.LOADING, RequestState.RUNNING)
 
 
 def audit(core: OffloadCore) -> list[str]:
-    """Return one line of text for each broken invariant. Reads only. Its cost grows with the pools."""
+    """Return one line of text for each broken invariant, changing nothing. The cost grows with the pools."""
     state, stores = core.state, core.stores
     problems = [*core.audit(), *_without_pool(state, stores), *_slots(state), *pool_problems(state.pool)]
     if state.disk is not None:
@@ -43,7 +43,7 @@ def audit(core: OffloadCore) -> list[str]:
 
 
 def audit_side(side: SchedulerSide) -> list[str]:
-    """Return one line of text for each broken invariant of the scheduler's side. Runs its own audit too."""
+    """Return one line of text for each broken invariant of the scheduler's side, the core's included."""
     return [*side.audit(), *audit(side.core), *_copies(side)]
 
 
@@ -137,7 +137,7 @@ def _indexes(state: CoreState, stores: Stores) -> Iterator[tuple[str, Mapping[An
     for record in live:
         pins.update(record.hit.slots if record.hit is not None else ())
     for job in opened:
-        # A rank may still read for a spill after the spill's outcome is known.
+        # The ranks may still be reading for a spill whose outcome is already known.
         if isinstance(job, Spill) or (isinstance(job, Load) and not job.settled):
             pins.update(job.slots)
     yield "pins of slots", state.pool.pins, pins
@@ -174,7 +174,6 @@ def _indexes(state: CoreState, stores: Stores) -> Iterator[tuple[str, Mapping[An
 
 
 def _keys(jobs: Iterable[Job], kind: type[Fetch | Spill]) -> dict[Any, Job]:
-    """Return the keys of jobs of one kind that have no outcome."""
     return {key: job for job in jobs if isinstance(job, kind) and not job.settled for key in job.keys}
 
 
@@ -184,7 +183,7 @@ def _job(job: Job) -> Iterator[str]:
 
 
 def _request(record: RequestRecord) -> Iterator[str]:
-    """Check that only requests with a block table have data tied to one, and that only such requests load (R14)."""
+    """Check that only requests with a block table have data that depends on a table, and that only they load (R14)."""
     where, has_table = f"request {record.request} is {record.state.name}", record.state in _HAS_TABLE
     if (record.table is not None) != has_table:
         yield f"{where} and has {'no' if record.table is None else 'a'} table"
@@ -212,7 +211,6 @@ def _waiting_for_room(stores: Stores) -> Iterator[str]:
 
 
 def _tables(state: CoreState) -> Iterator[str]:
-    """Yield the differences between the reverse index and the block tables."""
     tables = state.tables
     expected = {
         (block, (record, group, position))
@@ -246,7 +244,7 @@ def pool_problems(pool: HostPool) -> Iterator[str]:
 
 
 def _slots(state: CoreState) -> Iterator[str]:
-    """Yield slots that can hit but are not in the index under their keys, and slots without bytes that have a key."""
+    """Yield slots that can hit but are missing from the index, and slots that have a key but no bytes."""
     pool, parts = state.pool, state.pool.index.parts
     for slot in map(SlotId, range(pool.capacity)):
         key, slot_state = pool.key(slot), pool.state(slot)

@@ -1,4 +1,4 @@
-"""The small engine with a disk tier: real bytes in every slot, and the index that is on the disk."""
+"""A small engine with a disk tier: the bytes of every slot, and the index stored on the disk."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from tests.core.world import CORRUPT, DONE, FAILED, GARBAGE, keys_of
 
 
 class DiskWorld(LowerWorld):
-    """A world with a disk of `disk` slots. The disk has the contents that `before` left, or is empty.
+    """A world with a disk of `disk` slots.
 
-    Reset counts continue from those of `before`, so that its blocks from before a reset can be recognized.
+    With `before`, the disk starts with the contents left by that world. Reset counts also continue from that
+    world, so that blocks computed before a reset can be recognized.
 
     Args:
         groups: see `World`.
@@ -75,7 +76,9 @@ class DiskWorld(LowerWorld):
             self.tell(self.unread.pop(0))
 
     def _parts(self, size: int) -> Iterator[facts.DiskRestored]:
-        """Yield the parts of the index. A smaller disk keeps the most recently used entries in their slots."""
+        """Yield the parts of the index. If the disk has shrunk, only the most recently used entries keep
+        their slots.
+        """
         puts = list(self.index.values())[-self.disk_size :]
         self.index = OrderedDict((put.slot, put) for put in puts)
         slots = max(self.disk_size, max(self.index, default=-1) + 1)
@@ -85,7 +88,7 @@ class DiskWorld(LowerWorld):
         yield facts.DiskRestored(slots, free=tuple(free), is_last=True)
 
     def die(self, *, loses_tail: bool) -> None:
-        """Kill the engine in the middle of its writes. After a power failure, the end of the index may be lost too."""
+        """Kill the engine during its writes. After a power failure, the end of the index may be lost too."""
         for copy in self.copies.values():
             if copy.job.tier is Tier.DISK and copy.job.direction is Direction.STORE:
                 for place in copy.job.targets:
@@ -131,7 +134,7 @@ class DiskWorld(LowerWorld):
         if bad and outcome is not FAILED:
             return JobReport(job.id, job.direction, CORRUPT, 0, 0.0, 0.0, corrupt=tuple(bad))
         for slot, place in zip(job.slots, job.targets, strict=True):
-            # After a reset the slot may have been emptied under the spill, whose result is dropped.
+            # A reset during the spill may have emptied the slot; the spill's result is then dropped.
             held = GARBAGE if outcome is FAILED else self.host[rank].get(slot, GARBAGE)
             self.places[rank][place] = held
             self.place_age[place] = self.host_age.get(slot, 0)
@@ -158,7 +161,7 @@ class DiskWorld(LowerWorld):
         return JobReport(job.id, job.direction, outcome, 0, 0.0, 0.0, found, stuck=stuck)
 
     def disk_fails(self, rank: int = 0, *, works: bool = False) -> None:
-        """Report that a rank's disk fails, or that it works again."""
+        """Report that a rank's disk fails or, if `works`, that the disk works again."""
         (self.failing.discard if works else self.failing.add)(rank)
         self._tell_report(rank)
 
@@ -166,7 +169,7 @@ class DiskWorld(LowerWorld):
         return {**super()._reachable(rank), "disk_works": rank not in self.failing}
 
     def spoil(self, rank: int, text: str) -> None:
-        """Corrupt the last block of a text on the disk. Only the checksum can detect this."""
+        """Corrupt the last block of a text on the disk, so that only the checksum can detect the damage."""
         self.spoil_place(rank, self.disk.pool.index[keys_of(text, self.groups[0])[-1]])
 
     def spoil_place(self, rank: int, place: SlotId) -> None:
@@ -225,19 +228,18 @@ class DiskWorld(LowerWorld):
         return "".join("x" if key in index else "." for key in keys_of(text, self.groups[group]))
 
     def evicted(self) -> int:
-        """Return how many blocks have left the host, minus those that came from the disk."""
+        """Return how many blocks the host has evicted that had not been fetched from the disk."""
         return super().evicted() - self.disk_copies(Direction.LOAD, TierOutcome.DONE)
 
     def disk_copies(self, direction: Direction, outcome: TierOutcome) -> int:
         return self.copies_of(Tier.DISK, direction, outcome)
 
     def serve_again(self, name: str, text: str) -> None:
-        """Serve a text a second time, so that its blocks become spill candidates, and let all copies end."""
+        """Serve a text a second time, so that its blocks become spill candidates; wait until all copies have ended."""
         self.serve(name, text)
         self.settle()
 
     def settle(self) -> None:
-        """Step without work until there is nothing to spill."""
         for _ in range(100):
             if not (self.disk.candidates or self.core.has_work):
                 return
@@ -246,14 +248,13 @@ class DiskWorld(LowerWorld):
         raise AssertionError("spills without end")
 
     def only_on_disk(self, *texts: str) -> None:
-        """Leave these texts only on the disk."""
         for number, text in enumerate(texts):
             self.serve(f"first{number}", text)
             self.serve_again(f"again{number}", text)
         self.empty_host()
 
     def empty_host(self) -> None:
-        """Fill every slot of the host with other texts, and reset the device's cache."""
+        """Replace the host's contents with other texts, and reset the device's cache."""
         self.device.forget_keys()
         for number in range(self.core.state.pool.capacity):
             self.serve(f"filler{number}", f"{number:04}{number:04}"[: self.groups[0].block_tokens + 1])

@@ -1,4 +1,4 @@
-"""Fingerprints of states: equal for equal states, however they were reached."""
+"""Fingerprints of states. Equal states have equal fingerprints, even if different actions led to them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _Draw = Callable[[Any, "_Met"], object]
 
 
 def fingerprint(value: object, *, constant: Collection[type] = ()) -> object:
-    """Return a fingerprint of a value and everything it refers to, made of tuples and atoms. Reads only.
+    """Return a fingerprint of a value and everything reachable from the value, made of tuples and atoms.
 
-    The order matters in lists, queues, `OrderedDict` and `LruOrder`, but not in dicts and sets. The second occurrence
-    of an object is replaced by the number of its first occurrence, so cycles end. Tuples, messages and frozen
-    dataclasses are values and are expanded again.
+    The order matters in lists, queues, `OrderedDict` and `LruOrder`, but not in dicts and sets. The second
+    occurrence of an object is replaced by the number of its first occurrence, so cycles end. Tuples, messages
+    and frozen dataclasses are values and are expanded again.
 
     Args:
         value: the value to describe.
@@ -32,7 +32,7 @@ def fingerprint(value: object, *, constant: Collection[type] = ()) -> object:
 
 
 class _Met:
-    """The objects found so far, in order."""
+    """Numbers objects in the order in which they are found."""
 
     __slots__ = ("_constant", "_numbers")
 
@@ -63,7 +63,7 @@ def _members(values: Iterable[Any], met: _Met) -> object:
 
 
 def _sorted_members(values: Iterable[Any], met: _Met) -> object:
-    # Sort first, so that the numbering does not depend on the order of insertion.
+    # The values are sorted first, so that the numbering does not depend on the insertion order.
     return _members(_in_order(values), met)
 
 
@@ -78,7 +78,7 @@ def _items(value: Mapping[Any, Any], met: _Met) -> object:
 def _in_order(values: Iterable[Any]) -> list[Any]:
     try:
         return sorted(values)
-    except TypeError:  # Enums and records have no order.
+    except TypeError:  # Enums and records cannot be compared with `<`.
         return sorted(values, key=repr)
 
 

@@ -1,4 +1,4 @@
-"""Common parts of the worlds with a lower tier."""
+"""Helpers shared by the worlds with a lower tier."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.core.world import Req, World
 
 
 class LowerWorld(World):
-    """A world with a tier below its host."""
+    """A world with a tier below the host."""
 
     def jobs_of(self, tier: Tier, direction: Direction) -> list[JobId]:
         return [
@@ -20,15 +20,15 @@ class LowerWorld(World):
         ]
 
     def copies_of(self, tier: Tier, direction: Direction, outcome: TierOutcome) -> int:
-        """Return how many blocks were copied to or from the tier so far."""
+        """Return how many blocks have been copied to or from the tier with this outcome."""
         wanted = tier, direction, outcome
         ended = self.reported(TierCopyEnded)
         return sum(each.blocks for each in ended if (each.tier, each.direction, each.outcome) == wanted)
 
     def serve(self, name: str, text: str, *, drains: bool = True) -> Req:
-        """Serve as in `World`, and wait for blocks of the text from lower tiers.
+        """Serve as in `World`, but first wait until the text's blocks have been fetched from lower tiers.
 
-        Unless it `drains`, spills stay open.
+        If `drains` is false, spills stay open.
         """
         request = self.add(name, text)
         while self.admit(request) is None:

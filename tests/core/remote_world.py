@@ -1,4 +1,4 @@
-"""The small engine with a remote tier, and a simulated store with the values that each rank wrote, by namespace."""
+"""A small engine with a remote tier, and a simulated store of each rank's values, by namespace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.core.world import CORRUPT, DONE, FAILED, GARBAGE, Req, keys_of
 
 
 class Value(NamedTuple):
-    """A value in the store: a block's contents, and how many resets preceded their computation."""
+    """A value in the store: a block's contents, and how many resets preceded the block's computation."""
 
     held: BlockKey
     age: int
@@ -35,11 +35,10 @@ class Ask(NamedTuple):
 
 
 Store = dict[tuple[str, BlockKey, int], Value]
-"""Values by namespace, key and rank."""
 
 
 class RemoteWorld(LowerWorld):
-    """A world with a store, which other worlds may share.
+    """A world with a store, which can be shared with other worlds.
 
     Args:
         groups: see `World`.
@@ -64,7 +63,7 @@ class RemoteWorld(LowerWorld):
         self.remote_min_hits, self.hints = remote_min_hits, hints
         self.store: Store = {} if store is None else store
         self.namespace = namespace
-        """The namespace in which the core finds blocks, when it has been reported."""
+        """The namespace that the core uses; None until the store has reported a namespace."""
         self.unreached: set[int] = set()
         self.asked: list[Ask] = []
         super().__init__(*groups, **settings)
@@ -72,7 +71,8 @@ class RemoteWorld(LowerWorld):
             self.reach()
 
     def _make_core(self, policy: Policy) -> OffloadCore:
-        with patch("kvoffload.core.tiers.MOST_HINTS", self.hints):  # Every audit checks each hint.
+        # every audit checks each hint, so there must be few hints
+        with patch("kvoffload.core.tiers.MOST_HINTS", self.hints):
             return super()._make_core(replace(policy, remote_min_hits=self.remote_min_hits))
 
     @property
@@ -81,11 +81,11 @@ class RemoteWorld(LowerWorld):
         return self.core.state.remote
 
     def reach(self) -> None:
-        """Report to the core that the store answers, and with which namespace."""
+        """Report to the core that the store answers, and in which namespace."""
         self.tell(facts.RemoteOpened(self.namespace))
 
     def reset(self) -> None:
-        """Reset: from now on, only blocks that this engine writes are found."""
+        """Reset the cache: from now on, only blocks that this engine writes are found."""
         super().reset()
         self.namespace = f"print/own {self.resets}"
 
@@ -99,12 +99,11 @@ class RemoteWorld(LowerWorld):
         return request
 
     def answer(self) -> None:
-        """Let the store answer all queries."""
         while self.asked:
             self.answer_one(0)
 
     def answer_one(self, number: int, how: str = "true") -> None:
-        """Let the store answer one query: "true", "lies" (it claims to have everything), or "fails"."""
+        """Answer one query: "true", "lies" (the store claims to have everything), or "fails"."""
         ask, last = self.asked.pop(number), len(self.ranks) - 1
         has = [key for key in ask.keys if how == "lies" or (ask.namespace, key, last) in self.store]
         lacks = [key for key in ask.keys if key not in has]
@@ -141,7 +140,7 @@ class RemoteWorld(LowerWorld):
     def _put(
         self, rank: int, job: RemoteJob, outcome: CopyOutcome, corrupt: tuple[int, ...], takes: int
     ) -> JobReport:
-        """Write values. A call that fails may still have written them."""
+        """Write values to the store. A call that fails may still have written its values."""
         wrong = [at for at, slot in enumerate(job.slots) if (rank, slot) in self.rotten or at in corrupt]
         right = [at for at in range(len(job.slots)) if at not in wrong]
         for at in right[:takes]:
@@ -155,7 +154,7 @@ class RemoteWorld(LowerWorld):
         return JobReport(job.id, job.direction, outcome, 0, 0.0, 0.0, tuple(wrong), missing=tuple(missing))
 
     def _get(self, rank: int, job: RemoteJob, outcome: CopyOutcome, corrupt: tuple[int, ...]) -> JobReport:
-        """Read values: valid ones are copied to their slots."""
+        """Read values from the store, copying the valid ones into their slots."""
         wrong, missing = list[int](), list[int]()
         for at, (slot, key) in enumerate(zip(job.slots, job.targets, strict=True)):
             value = self.store.get((job.extra, key, rank))
@@ -174,17 +173,17 @@ class RemoteWorld(LowerWorld):
         return {**super()._reachable(rank), "remote_works": rank not in self.unreached}
 
     def fails(self, *ranks: int, works: bool = False) -> None:
-        """Report that the store does not answer these ranks (by default all), or that it answers again."""
+        """Report that the store does not answer these ranks (by default all) or, if `works`, that it answers again."""
         for rank in ranks or self.ranks:
             (self.unreached.discard if works else self.unreached.add)(rank)
             self._tell_report(rank)
 
     def evicted(self) -> int:
-        """Return how many blocks have left the host, minus those that came from the store."""
+        """Return how many blocks the host has evicted that had not been fetched from the store."""
         return super().evicted() - self.copied(Direction.LOAD)
 
     def copied(self, direction: Direction, outcome: TierOutcome = TierOutcome.DONE) -> int:
-        """Return how many blocks were copied to or from the store so far."""
+        """Return how many blocks have been copied to or from the store with this outcome."""
         return self.copies_of(Tier.REMOTE, direction, outcome)
 
     def remote_jobs(self, direction: Direction) -> list[JobId]:

@@ -45,7 +45,7 @@ def scene() -> World:
 
 
 class Broken:
-    """The parts of a core that tests break."""
+    """The parts of a core whose invariants the tests break."""
 
     def __init__(self, world: World) -> None:
         self.core: OffloadCore = world.core
@@ -177,7 +177,7 @@ def test_a_large_memory_of_misses_is_bounded_in_parts() -> None:
     keys = [BlockKey(number.to_bytes(3, "little")) for number in range(2 * bound)]
     misses.note(keys, MissCause.EVICTED)
     misses.arrived(keys[-1:])
-    assert max(map(len, misses._causes.values())) == 1024  # No dict grows longer than this.
+    assert max(map(len, misses._causes.values())) == 1024  # no dict grows beyond this size
     assert misses.cause(keys[-2]) is misses.cause(keys[bound]) is MissCause.EVICTED
     assert misses.cause(keys[-1]) is misses.cause(keys[bound - 1]) is MissCause.NEVER_SEEN
 
@@ -254,7 +254,6 @@ def is_at_rest(world: World) -> bool:
 
 
 def drained() -> World:
-    """Return a world with three blocks on the host and no open job."""
     world = World()
     world.serve("first", TEXT)
     assert is_at_rest(world)
@@ -287,7 +286,7 @@ def test_what_copies_with_the_disk_leave_over_is_reported_at_rest(invariant: str
 
 
 def test_at_rest_no_slot_is_scanned() -> None:
-    """There may be a million slots, and the audit runs in a hook."""
+    """The audit runs in a hook, and there may be a million slots."""
     world = DiskWorld(host=16)
     world.only_on_disk(TEXT)
     disk = world.core.state.disk
@@ -297,12 +296,12 @@ def test_at_rest_no_slot_is_scanned() -> None:
     disk.has_block = None  # type: ignore[assignment]  # a look at it raises
     for pool in (world.core.state.pool, disk.pool):
         pool._keys = None  # type: ignore[assignment]  # the same
-        pool._states = bytearray(pool.capacity)  # all slots EMPTY
+        pool._states = bytearray(pool.capacity)
     assert world.core.audit() == []
 
 
 def test_a_copy_that_timed_out_may_keep_its_leases_and_its_request_at_rest() -> None:
-    """No request waits for such a copy. Slots that its request holds may not be evicted, and must be accounted for."""
+    """After a timeout, no request waits for the copy. Its request's slots stay in use and must be counted."""
     world = World()
     first = world.add("first", TEXT)
     world.admit(first)

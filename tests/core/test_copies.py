@@ -1,4 +1,4 @@
-"""The core can be copied and compared, which the exploration and the comparison of two runs rely on."""
+"""The core can be copied and compared. The exploration and the comparison of two runs rely on this."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXT = "abcdefghijklm"
 
 
 def busy(policy: str = "eager") -> World:
-    """Return a world with a load, stores, a pending hit and a wait for room, after a reset."""
+    """Return a world with a load, stores, a pending hit and an offer waiting for a slot, after a reset."""
     world = World(full(), window(5, group=1), ranks=2, device=48, host=16, policy=policy)
     world.reset()
     world.serve("first", TEXT)
@@ -33,7 +33,7 @@ def busy(policy: str = "eager") -> World:
 
 
 def play(world: World) -> list[object]:
-    """Play the same actions on a world and its copy; return everything observed."""
+    """Play the same actions on a world and on its copy; return everything observed in both."""
     seen: list[object] = []
     for job in sorted(world.copies):
         world.report(1, job, FAILED)
@@ -106,7 +106,6 @@ def test_every_kind_of_change_shows_and_no_two_look_the_same() -> None:
 
 
 def scene() -> World:
-    """Return a world with an open store (job 0), a block on the host, a running request and a waiting one."""
     world = World(full(), window(5, group=1), ranks=2)
     world.add("runs", "0123456789abc")
     world.admit(world.requests["runs"])

@@ -1,4 +1,4 @@
-"""The cost of a step does not grow with requests that did nothing in it. Calls are counted, not timed."""
+"""The cost of a step does not grow with the number of requests that do nothing in it. The tests count calls."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ TEXT = "abcdefghijklm"
 
 
 class Quiet(World):
-    """A world that does not check all its state after every fact, because the cost of that grows."""
+    """A world without the checks after every fact, because the cost of these checks grows with the state."""
 
     def check(self) -> None:
         pass
 
 
 def crowded(idle: int, policy: str) -> tuple[World, Req]:
-    """Return a world with idle requests (running, stored, waiting, never admitted), and one busy request."""
+    """Return a world with idle requests (running, stored, waiting, never admitted), and its one busy request."""
     world = Quiet(full(), window(6, group=1), device=8 * idle + 100, host=4 * idle + 50, policy=policy)
     for number in range(idle):
         request = world.add(f"idle{number}", f"{number:06}xx{number % 7}")
@@ -40,7 +40,7 @@ def crowded(idle: int, policy: str) -> tuple[World, Req]:
 
 
 def scenes(world: World, busy: Req) -> dict[str, Callable[[], object]]:
-    """Return all operations of one request in a step, in an order in which they can run."""
+    """Return all operations on the busy request in a step, in an order in which they can run."""
     core = world.core
 
     def tell(fact: facts.Fact) -> None:

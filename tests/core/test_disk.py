@@ -1,4 +1,4 @@
-"""The disk below the host: what is written, what is found, and what each failure costs."""
+"""The disk below the host: which blocks are written and found, and what each failure costs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.core.disk_world import DiskWorld
 from tests.core.world import CORRUPT, DONE, FAILED, full, keys_of, window
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
-TEXT = "abcdefghijklmnop"  # four blocks, of which a lookup finds three
+TEXT = "abcdefghijklmnop"  # four blocks; a lookup finds three of them
 OTHER = "ABCDEFGHIJKLMNOP"
 OTHERS = [OTHER, OTHER.lower()[::-1], OTHER[::-1]]
 
@@ -92,7 +92,7 @@ def test_what_only_the_disk_has_is_fetched_and_then_loaded() -> None:
     world.idle_step()
     assert world.lookup(request) is None
     world.finish()
-    assert world.on_host(TEXT) == "xx.."  # a quarter of the host
+    assert world.on_host(TEXT) == "xx.."  # a fetch may fill a quarter of the host
     assert world.admit(request) == 8
     world.step()
     world.finish()
@@ -100,7 +100,7 @@ def test_what_only_the_disk_has_is_fetched_and_then_loaded() -> None:
 
 
 def searches_of(module: str, monkeypatch: pytest.MonkeyPatch) -> list[Match]:
-    """Return a list that collects the results of the module's searches."""
+    """Return a list to which the module's searches append their results."""
     found: list[Match] = []
 
     def search(*arguments: Any) -> Match:  # noqa: ANN401
@@ -118,14 +118,14 @@ def test_lookups_that_wait_for_a_fetch_search_nothing_until_it_has_ended(
     world.only_on_disk(TEXT)
     request, shares = world.add("late", TEXT), world.add("shares", TEXT)
     searches = searches_of("loads", monkeypatch)
-    assert [world.lookup(request) for _ in range(5)] == [None] * 5  # The engine asks again in each step.
+    assert [world.lookup(request) for _ in range(5)] == [None] * 5
     assert not searches
-    assert [world.lookup(shares) for _ in range(5)] == [None] * 5  # It began no other fetch.
+    assert [world.lookup(shares) for _ in range(5)] == [None] * 5
     assert len(searches) == 1
-    assert len(world.reported(LookupDeferred)) == 2  # Each wait is reported once.
-    assert world.lookup(request, may_wait=False) == 0  # Its waiting time is over.
+    assert len(world.reported(LookupDeferred)) == 2
+    assert world.lookup(request, may_wait=False) == 0
     assert world.lookup(request) is None
-    assert len(world.reported(LookupDeferred)) == 3  # After an answer, another wait is reported.
+    assert len(world.reported(LookupDeferred)) == 3  # a wait after an answer is reported as a new wait
     world.idle_step()
     world.finish()
     assert world.admit(request) == 12
@@ -305,7 +305,7 @@ def test_a_window_is_found_on_the_disk_too() -> None:
 
 
 def spilling(world: DiskWorld) -> JobId:
-    """Let lookups find a text again and submit its spill; return the job."""
+    """Let lookups find a text again, which submits a spill; return that job."""
     world.serve("once", TEXT)
     world.serve("again", TEXT, drains=False)
     world.idle_step()
@@ -398,7 +398,7 @@ def test_r16_a_host_slot_under_a_hanging_read_is_never_allocated_again() -> None
 
 
 def test_a_fetch_leaves_nothing_to_the_garbage_collector() -> None:
-    """Garbage collections would run more often, inside hooks."""
+    """Otherwise the interpreter would collect garbage more often, inside hooks."""
     world = DiskWorld(host=16)
     world.only_on_disk(TEXT)
     gc.collect()
@@ -409,7 +409,7 @@ def test_a_fetch_leaves_nothing_to_the_garbage_collector() -> None:
         assert world.lookup(request) is None
         world.idle_step()
         world.finish()
-        world.end(request)  # Its blocks have arrived, but it was not looked up again.
+        world.end(request)  # The request's blocks have been fetched, but no further lookup has returned them.
         world.settle()
         gc.collect()
         left = {type(found) for found in gc.garbage}
@@ -530,10 +530,10 @@ def test_spills_wait_for_loads_and_fetches() -> None:
 
 
 def gathering() -> DiskWorld:
-    """Return a world with spills of at most eight blocks, a running request, and three blocks that were found again."""
+    """Return a world that gathers spills of up to eight blocks, with a running request and three spill candidates."""
     world = DiskWorld(host=64, disk=64)
     world.serve("first", TEXT)
-    world.serve_again("first again", TEXT)  # The first spill sets the limit.
+    world.serve_again("first again", TEXT)
     for text in OTHERS:
         world.serve(text, text)
     world.add("runs on", "?")

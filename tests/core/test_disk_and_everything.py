@@ -1,7 +1,7 @@
-"""The same as `test_everything` with a disk tier and restarts.
+"""The tests of `test_everything`, with a disk tier and restarts.
 
-After every fact, the world checks that the disk's index agrees with the pool, that each findable slot has its block on
-every rank, and that no block is from before a reset.
+After every fact, the world checks that the disk's index agrees with the pool, that every rank has the block
+of each findable slot, and that no block was computed before a reset.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class WithDisk(Everything):
         assert sum(counts) == disk.pool.capacity
 
     def _the_metrics_add_up(self) -> None:
-        """The tests of telemetry check the disk's metrics."""
+        """Do nothing: the tests of telemetry check the disk's metrics."""
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class WithDisk(Everything):
         return sorted(number for number, copy in copies.items() if copy.job.tier is Tier.DISK)
 
     def _lookup(self, request: Req, may_wait: bool) -> int | None:
-        """Return the answer of a lookup, which may wait for a fetch. Compare it with the host's blocks."""
+        """Return the answer of a lookup, which may wait for a fetch. Compare the answer with the host's blocks."""
         world, state = self.world, self.world.core.state
         record = state.requests.live[request.name]
         answer = world.lookup(request, may_wait=may_wait)

@@ -1,7 +1,7 @@
-"""Compares the whole core with a simple model, for random orders of facts, until everything has drained.
+"""Compares the whole core with a simple model, for random orders of facts, until no job is pending.
 
-The world checks bytes, leases and the audit after every fact. The model adds which keys the host may have, which
-answers a lookup may give, and that all counts add up.
+After every fact, the world checks bytes and leases, and audits the core. The model also checks which keys the
+host may have, which answers a lookup may give, and that all counts add up.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class Everything(RuleBasedStateMachine):
             self.world.end(request)
         self.world.drain()
         assert not self.world.core.state.jobs.pending
-        self.world.finish(*self.world.copies)  # This includes abandoned copies.
+        self.world.finish(*self.world.copies)
         self._nothing_is_left()
 
     def _nothing_is_left(self) -> None:
@@ -242,7 +242,7 @@ class Everything(RuleBasedStateMachine):
         self._the_metrics_add_up()
 
     def _the_metrics_add_up(self) -> None:
-        """Causes sum to the missed blocks, and outcomes to the offered and the scheduled blocks."""
+        """Check that causes sum to the missed blocks, and outcomes to the offered and the scheduled blocks."""
         bus, counters, removed = Bus(), Counters(), list[str]()
         bus.on_removed = lambda name, _: removed.append(name)
         counters.subscribe(bus)
@@ -266,14 +266,14 @@ class Everything(RuleBasedStateMachine):
             self.arriving[job.id] = (set(), [key for key in keys if key is not None], self.world.resets)
 
     def _arrive(self, job: JobId, rank: int) -> None:
-        """Blocks arrive only if every rank has copied them, none has failed, and no reset or timeout came first."""
+        """Expect a block only if every rank has copied it, none has failed, and no reset or timeout came first."""
         done, keys, resets = self.arriving.get(job, (set(), [], -1))
         done.add(rank)
         if len(done) == len(self.world.ranks) and resets == self.world.resets:
             self.may_have.update(keys)
 
     def _lookup(self, request: Req, may_wait: bool) -> int | None:
-        """Look up, and compare the answer with the simple model."""
+        """Check the answer of a lookup against the simple model."""
         world, state = self.world, self.world.core.state
         record = state.requests.live.get(request.name)
         assert record is not None
@@ -306,7 +306,7 @@ class Everything(RuleBasedStateMachine):
 
 
 def _has(index: Mapping[BlockKey, SlotId], text: str, group: GroupSpec, device: int, length: int) -> bool:
-    """Return whether a group has all blocks that the token at `length` reads, including the draft's lookahead."""
+    """Return whether a group has all blocks needed to compute from `length` on, including the draft's lookahead."""
     size = group.block_tokens
     ahead = size if group.has_lookahead else 0
     return all(
@@ -316,5 +316,5 @@ def _has(index: Mapping[BlockKey, SlotId], text: str, group: GroupSpec, device: 
     )
 
 
-# the time that the deep profile's many examples take
+# seconds; the deep profile runs many examples
 TestEverything = pytest.mark.timeout(3600)(Everything.TestCase)

@@ -1,4 +1,4 @@
-"""When fetches begin and end: for a request, before any request (a warm start), and how many blocks at a time."""
+"""Fetches for a request, fetches before any request (a warm start), and the number of blocks per fetch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.core.disk_world import DiskWorld
 from tests.core.world import full, key_at, recurrent, window
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
-TEXT = "abcdefghijklmnop"  # four blocks, of which a lookup finds three
+TEXT = "abcdefghijklmnop"  # four blocks; a lookup finds three of them
 OTHER = "ABCDEFGHIJKLMNOP"
 
 
@@ -119,7 +119,7 @@ def test_a_fetch_that_another_request_waits_for_goes_on() -> None:
 
 
 def test_a_request_waits_once_for_the_fetches_of_others() -> None:
-    """It waits for the fetch of its last block, in whatever order the jobs were created."""
+    """The request waits for the fetch of its last block, regardless of the order in which the jobs were created."""
     text = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJ"
     world = DiskWorld(host=64)
     world.only_on_disk(text)
@@ -173,7 +173,7 @@ def test_at_an_arrival_no_hit_is_fetched_that_the_settings_have_computed(least: 
 def test_a_lookup_fetches_no_hit_that_measurements_have_computed(least: int, answer: int | None) -> None:
     world = DiskWorld(host=32)
     world.only_on_disk(TEXT)
-    world.least_from[Tier.DISK] = 13  # so that nothing is fetched at the arrival
+    world.least_from[Tier.DISK] = 13  # so that the arrival starts no fetch
     world.lookup(world.add("first", "unknown"))
     request = world.add("late", TEXT)
     world.least_from[Tier.DISK] = 0
@@ -276,7 +276,7 @@ NO_OWNER = cast("Owner[Spill]", None)
 
 
 def ended(tier: LowerTier, number: int, *, last: int = 0, is_load_open: bool = False) -> float:
-    """End a spill; return the limit after it."""
+    """End a spill; return the new limit on blocks per spill."""
     slots = list(map(SlotId, range(16)))
     job = Spill(NO_OWNER, slots, [], keys=[], tier_slots=[], id=JobId(number), copy_s=1.0)
     tier.spill_ended(job, JobId(max(last, number)), is_load_open=is_load_open)

@@ -1,4 +1,4 @@
-"""The key index alone: it behaves like one dict, however many dicts it consists of."""
+"""The key index behaves like one dict, even after it has split into several dicts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvoffload.core.key_index import KeyIndex
 from kvoffload.model.ids import BlockKey, SlotId
 from tests.core.fingerprint import fingerprint
 
-MOST = 2048  # the number of keys from which a dict is split
+MOST = 2048  # a dict with this many keys is split
 
 
 def random_keys(count: int) -> list[BlockKey]:
@@ -83,7 +83,7 @@ def test_it_is_a_mapping_in_one_dict_and_in_many() -> None:
 def test_what_copies_itself_is_short() -> None:
     index = index_of(random_keys(20 * MOST))
     assert max(sizes(index)) <= MOST
-    assert min(sizes(index)) > MOST // 4  # No dict is shorter than needed.
+    assert min(sizes(index)) > MOST // 4  # no dict is split too early
 
 
 def test_a_small_index_is_one_dict() -> None:

@@ -1,4 +1,4 @@
-"""An engine may report a request's progress some steps late, but must report newly allocated blocks at once."""
+"""An engine may report a request's progress some steps late, but must report new blocks at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.core.world import Req, World
 
 
 def decoding(world: World, names: str) -> list[Req]:
-    """Return requests that have computed their prompts; each is one token further than the previous one."""
+    """Return requests that have computed their prompts, each one token further than the previous request."""
     requests = []
     for number, name in enumerate(names):
         request = world.add(name, name * (5 + number))
@@ -36,7 +36,7 @@ def test_blocks_of_a_few_steps_share_a_job() -> None:
 
 def test_what_was_not_reported_is_stored_at_the_end_of_its_request() -> None:
     world = World(report_every=100, step_tokens=1)
-    # Its last blocks were allocated after the first allocation.
+    # The request's last blocks were not part of its first allocation.
     request = world.add("a", "abcdefghijklmnopq")
     world.admit(request)
     world.run(request)

@@ -1,4 +1,4 @@
-"""The lazy planner stores the blocks that the device evicts next, not earlier, and comes to rest when idle."""
+"""The lazy planner stores only the blocks that the device evicts next, and stops when the engine is idle."""
 
 from __future__ import annotations
 
@@ -36,22 +36,23 @@ def test_the_next_blocks_are_stored_before_they_are_reallocated() -> None:
     for number, text in enumerate(texts):
         world.serve(f"r{number}", text)
     on_device = set(world.device.index)
-    for text in texts:  # Every block that the device has lost is on the host.
+    for text in texts:  # The host has every block that the device has lost.
         for key in keys_of(text, world.groups[0]):
             assert key in on_device or key in world.core.state.pool.index
     assert any(world.on_host(text) == "xxx" for text in texts)
 
 
 def test_a_device_that_steps_turn_over_is_eager() -> None:
-    # One step allocates 3 blocks.
+    # one step allocates 3 blocks
     assert isinstance(lazy(device=12, step_tokens=8).core._planner, EagerPlanner)
     assert isinstance(lazy(device=13, step_tokens=8).core._planner, LazyPlanner)
 
 
 @pytest.mark.parametrize("slots", [3, 8, 20, 39, 60])
 def test_an_engine_without_requests_comes_to_rest_whatever_the_host_holds(slots: int) -> None:
-    # Regression: each look-ahead stored the blocks at the front, which then joined the queue's end. If the host was
-    # smaller than the queue, this never ended, and an engine that waits for its plugin never became idle.
+    # Regression: each look-ahead stored the blocks at the front of the queue, which then moved to its end. If
+    # the host was smaller than the queue, this never stopped, and an engine waiting for its plugin never
+    # became idle.
     world = lazy(device=40, host=slots)
     for number in range(20):
         world.serve(f"r{number}", f"{number}bcdefghijklm")
@@ -68,7 +69,7 @@ def test_an_engine_without_requests_comes_to_rest_whatever_the_host_holds(slots:
 def test_at_its_end_a_request_stores_blocks_that_the_next_steps_may_evict() -> None:
     world = lazy(device=16)
     request = computed(world, text="0123456789" * 5)
-    assert world.device.free_blocks() == 3  # Two steps may allocate 6 blocks, and 3 are free.
+    assert world.device.free_blocks() == 3  # two steps may allocate 6 blocks, and 3 are free
     assert world.offered() == 0
     world.end(request)
     assert world.offered() == 3
@@ -84,7 +85,7 @@ def test_blocks_lost_to_preemption_are_counted() -> None:
     for block in blocks:
         world.device.free.move_to_end(block, last=False)
     hungry = world.add("hungry", "x" * 8)
-    world.admit(hungry)  # Admitted in the same step, so that it gets the blocks just freed.
+    world.admit(hungry)  # This admission, in the same step, allocates the blocks just freed.
     world.step(hungry)
     assert world.stores() == {StoreOutcome.LOST: 2}
     world.admit(victim)
@@ -93,7 +94,8 @@ def test_blocks_lost_to_preemption_are_counted() -> None:
 
 @pytest.mark.parametrize("host", [1, 3, 5])
 def test_a_host_smaller_than_the_look_ahead_does_not_churn(host: int) -> None:
-    # Regression: blocks that did not fit were stored in turns, and each store evicted the previous ones.
+    # Regression: blocks that did not fit on the host were stored alternately, each store evicting the
+    # previous blocks.
     world = lazy(device=24, host=host)
     for number in range(8):
         world.serve(f"r{number}", f"{number}bcdefghijklm")
@@ -137,7 +139,8 @@ def test_a_look_ahead_skips_blocks_from_before_a_reset() -> None:
 
 
 def test_a_loads_blocks_count_as_allocated_before_it_ends() -> None:
-    # Regression: blocks allocated for a load were counted only after the load, so the queue's new head was not checked.
+    # Regression: blocks allocated for a load were counted only after the load, so the queue's new front was
+    # not checked.
     world = lazy(device=24)
     for number in range(12):
         world.serve(f"r{number}", f"{number:02}cdefghijklm")

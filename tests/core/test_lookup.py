@@ -1,4 +1,4 @@
-"""Compares the search for the longest prefix with a simple one that checks every length and every block."""
+"""Compares the search for the longest prefix with a simple search that checks every length and every block."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def searches(draw: st.DrawFn, *, one_full: bool = False) -> Search:
 
 
 def needed(group: GroupSpec, start: int, length: int) -> set[int]:
-    """Return the blocks that the token at `length` reads and that are not entirely on the device, token by token."""
+    """Return the blocks that computing from `length` reads and that are not entirely on the device, token by token."""
     reads: set[int] = set()
     for token in range(length):
         back = length - token
@@ -90,7 +90,8 @@ def is_usable(
 ) -> bool:
     wanted = needed(group, start, length)
     if group.has_lookahead:
-        wanted.add(length // group.block_tokens)  # The next block must match, and is dropped.
+        # The lookahead block must match too, although it is dropped from the hit.
+        wanted.add(length // group.block_tokens)
     return all(position < len(keys) and keys[position] in index for position in wanted)
 
 
@@ -126,7 +127,6 @@ def test_what_is_named_as_missing_is_missing(search: Search) -> None:
     if longer > limit or match.missing is None:
         return
     with_it = {**index, match.missing: SlotId(len(index))}
-    # It is needed for the next longer length. Without it, no other block helps.
     everything = {key: SlotId(0) for group in keys for key in group}
     del everything[match.missing]
     assert naive(shape, keys, everything, start, longer) < longer or longer <= start
@@ -148,7 +148,7 @@ def test_slots_come_heads_first(groups: tuple[GroupSpec, ...]) -> None:
 
 
 class Part(dict[BlockKey, SlotId]):
-    """Records the keys that were looked up."""
+    """Records the keys looked up in this part of the index."""
 
     def __init__(self, slots: Mapping[BlockKey, SlotId]) -> None:
         super().__init__(slots)
@@ -160,7 +160,7 @@ class Part(dict[BlockKey, SlotId]):
 
 
 def recording(slots: Mapping[BlockKey, SlotId]) -> tuple[KeyIndex, Part]:
-    """Return an index of these keys, and its record of lookups."""
+    """Return an index of these keys, and the part that records its lookups."""
     index, part = KeyIndex(), Part(slots)
     index.parts = [part] * len(index.parts)
     return index, part
@@ -177,8 +177,8 @@ def test_each_block_is_looked_up_once() -> None:
 
 
 def test_a_group_is_not_searched_for_a_length_that_another_has_ruled_out() -> None:
-    # Regression: a group with lookahead would look up the block after the device's hit, and be reported as the group
-    # that lacks it.
+    # Regression: a group with lookahead would look up the block after the device's hit, and a miss of that
+    # block would be attributed to the group.
     shape = EngineShape((window(5), window(5, group=1, has_lookahead=True)), 1, 8, 8)
     keys = [[block_key(b"%d" % at, GroupId(group)) for at in range(3)] for group in range(2)]
     index, part = recording({})

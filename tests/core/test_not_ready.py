@@ -9,7 +9,7 @@ from kvoffload.model.facts import TransferReported
 from kvoffload.model.wire import Direction, TransferReport
 from tests.core.world import Req, World, full, window
 
-TEXT = "abcdefghijklm"  # three whole blocks and a token to compute
+TEXT = "abcdefghijklm"  # three whole blocks, and one more token to compute
 
 
 def computed(world: World, name: str, text: str = TEXT) -> Req:
@@ -67,7 +67,7 @@ def test_as_memory_grows_waiting_offers_are_stored_heads_first() -> None:
 
 
 def test_a_host_that_is_as_large_as_it_gets_is_full() -> None:
-    """The same if memory was refused and there are no slots."""
+    """This also covers a host whose memory was refused, and which has no slots."""
     world = World(host=0, is_growing=True)
     request = computed(world, "runs")
     world.ready_up_to(0)

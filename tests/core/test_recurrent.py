@@ -1,4 +1,4 @@
-"""Recurrent groups: a state is stored when a step completes it, and a hit ends where there is a state."""
+"""Recurrent groups: a state is stored when a step completes it, and a hit can only end at a stored state."""
 
 from __future__ import annotations
 
@@ -20,21 +20,17 @@ PROMISES = Promises(hands_off_states=True)
 
 
 def make(**chosen: bool | int | str) -> World:
-    """Make a world whose group 0 is recurrent, as in most hybrid models."""
+    """Return a world whose group 0 is recurrent, as in most hybrid models."""
     return World(recurrent(), full(group=1), promises=PROMISES, **chosen)  # type: ignore[arg-type]  # each by its name
 
 
 def compute(world: World, request: Req, until: int) -> None:
-    """Compute one block per step."""
     while request.computed < until:
         world.step(request, tokens=4)
 
 
 def with_states(*ends: int, **chosen: bool | int | str) -> World:
-    """Return a world whose host has all blocks of the text, and the states after these tokens.
-
-    The device has nothing.
-    """
+    """Return a world with an empty device and a host that has all blocks of the text, and the states after `ends`."""
     world = make(**chosen)
     world.states_end = ends
     request = world.add("first", TEXT)
@@ -62,14 +58,14 @@ def test_a_hit_ends_at_the_last_state() -> None:
     assert world.admit(request) == 8
     world.step()
     world.finish()
-    world.run(request)  # The world compares the state from which the request continues.
+    world.run(request)  # The world checks the state from which the request continues.
     assert world.results == [("a", True)]
 
 
 def test_r10_a_state_is_offered_after_the_steps_allocations() -> None:
     """The step that completes the state also allocates its block.
 
-    Only after that it counts as computed since the reset.
+    Only after this allocation does the block count as computed since the reset.
     """
     world = make()
     world.reset()
@@ -102,7 +98,7 @@ def test_r8_a_state_waits_for_host_memory() -> None:
 
 
 def test_r5_a_state_that_waited_for_leases_comes_before_blocks_that_waited_longer() -> None:
-    world = make(device=16)  # Stores may lease four blocks.
+    world = make(device=16)  # stores may lease four blocks
     one, two = world.add("one", "nopqrstuvwxyzabcdefg"), world.add("two", TEXT)
     world.states_end = ()
     for request in (one, two):
@@ -188,7 +184,7 @@ def test_r2_a_state_that_is_not_its_requests_is_not_stored() -> None:
 
 
 def test_a_state_that_is_handed_off_again_in_another_block_has_one_place() -> None:
-    """The engine hands a loaded state off again when the load has ended."""
+    """After a load, the engine hands the loaded state off again."""
     world = with_states(4, 8)
     request = world.add("a", TEXT)
     world.admit(request)
@@ -198,11 +194,11 @@ def test_a_state_that_is_handed_off_again_in_another_block_has_one_place() -> No
     for block in world.device.hand_out(2):
         world.device.name(block, key_at(TEXT, 12))
         state = facts.StateHandedOff(request.name, GroupId(0), 2, key_at(TEXT, 12), block)
-        world.tell(facts.StepScheduled(9, states=(state,)))  # The world audits the index.
+        world.tell(facts.StepScheduled(9, states=(state,)))
 
 
 def test_states_of_all_lengths_are_evicted_with_their_blocks() -> None:
-    """A head's blocks are evicted after those that only the tail needs (R15)."""
+    """Blocks that a shorter prefix needs are evicted after blocks that only the tail needs (R15)."""
     world = with_states(4, 8, 12)
     pool = world.core.state.pool
     order = [pool.key(slot) for slot in pool.order]
@@ -214,7 +210,7 @@ def test_states_of_all_lengths_are_evicted_with_their_blocks() -> None:
 
 
 def test_a_recurrent_group_does_not_prevent_lazy() -> None:
-    """A step uses one or two blocks of a recurrent group, however many tokens it computes."""
+    """Each step uses only one or two blocks of a recurrent group, however many tokens the step computes."""
     groups = recurrent(), recurrent(group=1), full(group=2)
     shape = EngineShape(groups, 1, 64, step_tokens=16, promises=PROMISES)
     assert shape.turnover_blocks == 2 + 2 + 5
@@ -252,7 +248,7 @@ def test_lazy_stores_the_states_of_an_ending_request_where_little_is_free() -> N
 # -- prefix boundaries ----------------------------------------------------------------------------------------------------
 
 SHARED = "abcdefghnopqr"
-"""shares two blocks with the text"""
+"""has its first two blocks in common with `TEXT`"""
 
 
 def boundary(world: World, name: str) -> int:
@@ -296,7 +292,7 @@ def test_no_boundary_is_requested_within_a_hit() -> None:
 
 
 def test_a_boundary_lies_where_device_and_host_together_end() -> None:
-    """The device has the first block of full attention without a state, and the host only the second."""
+    """The device has only the first block of full attention, without a state, and the host has only the second."""
     world = with_states(12)
     pool = world.core.state.pool
     pool.quarantine(pool.index[key_at(TEXT, 4, 1)])
@@ -346,7 +342,7 @@ def test_a_failed_store_of_a_state_costs_its_prefix_only() -> None:
 
 @pytest.mark.parametrize("is_loaded", [True, False])
 def test_r15_a_state_is_used_by_a_load_and_not_by_the_devices_own_hit(is_loaded: bool) -> None:
-    """Otherwise the states of a conversation's old turns, which no turn reads again, would push out others' newest."""
+    """Otherwise the unused states of a conversation's earlier turns would evict the newest states of others."""
     world = make(host=24)
     world.states_end = (8,)
     for name, text in (("first", TEXT), ("between", OTHER)):
@@ -382,7 +378,7 @@ def served(world: World, name: str, text: str) -> Req:
 
 
 def on_disk(end: int = 8) -> DiskWorld:
-    """Return a world whose disk has all whole blocks of the text and one state. Host and device are empty."""
+    """Return a world with an empty host and device, whose disk has all whole blocks of the text and one state."""
     world = DiskWorld(recurrent(), full(group=1), promises=PROMISES, after_hits=0, host=32, disk=400)
     world.states_end = (end,)
     request = world.add("first", TEXT)
@@ -435,7 +431,7 @@ def test_a_state_whose_fetch_failed_is_the_missing_block() -> None:
     world.report(0, fetch(world, other), FAILED)
     assert world.admit(other) == 0
     world.states_end = ()
-    compute(world, other, len(TEXT))  # This leaves the attention blocks on the host, and no state.
+    compute(world, other, len(TEXT))  # The host now has the attention blocks, but no state.
     world.end(other)
     world.drain()
     assert (world.on_host(TEXT), world.on_host(TEXT, group=1)) == ("...", "xxx")

@@ -1,4 +1,4 @@
-"""A remote tier that engines share: what is written, what is found, and what each failure costs."""
+"""A remote tier that engines share: which blocks are written and found, and what each failure costs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.core.remote_world import RemoteWorld
 from tests.core.world import FAILED, Req, World, full, keys_of
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
-TEXT = "abcdefghijklmnop"  # four blocks, of which a lookup finds three
+TEXT = "abcdefghijklmnop"  # four blocks; a lookup finds three of them
 
 
 def two(**settings: int) -> tuple[RemoteWorld, RemoteWorld]:
-    """Return two engines with one remote tier, to which the first has written a text."""
+    """Return two engines with one remote tier, to which the first engine has written a text."""
     first = RemoteWorld(**settings)  # type: ignore[arg-type]  # of the world
     first.share(TEXT)
     return first, RemoteWorld(store=first.store, **settings)  # type: ignore[arg-type]
@@ -74,7 +74,8 @@ def test_a_lookup_waits_for_the_answer_and_no_longer() -> None:
     assert other.asked == [(request.name, tuple(keys_of(TEXT, full())), other.namespace)]
     assert other.lookup(request) is None
     assert other.remote_jobs(LOAD) == []
-    other.tell(facts.RemoteAnswered(request.name, other.remote.namespace))  # The query could not be made.
+    # An answer without keys reports that the query could not be made.
+    other.tell(facts.RemoteAnswered(request.name, other.remote.namespace))
     assert other.admit(request) == 0
     assert other.miss() is MissCause.NEVER_SEEN
     other.run(request)
@@ -265,7 +266,9 @@ def test_r18_a_put_under_way_at_a_reset_leaves_no_hint() -> None:
 
 
 def putting() -> tuple[RemoteWorld, JobId, Callable[[], set[SlotState]]]:
-    """Return two ranks that write the same blocks, and a function for the states of the host slots that they read."""
+    """Return two ranks that write the same blocks, and a function that returns the states of the host slots
+    being read.
+    """
     world = RemoteWorld(ranks=2)
     world.serve("once", TEXT)
     world.serve("again", TEXT, drains=False)

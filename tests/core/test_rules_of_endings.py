@@ -72,14 +72,14 @@ def test_r10_a_reset_with_lookups_stores_and_loads_open() -> None:
     assert world.reported(ResetStarted)[-1] == ResetStarted(1, 3, 5, 2)
     assert not world.core.state.pool.index
     assert world.core.state.jobs.pending
-    assert all(world.device.leased[block] for block in busy)  # The copies still run.
+    assert all(world.device.leased[block] for block in busy)
     assert world.count(SlotState.DRAINING) == 5
     world.finish()
     assert world.results == [("loads", True)]
     assert not any(world.device.leased[block] for block in busy)
     assert world.count(SlotState.EMPTY) == world.ready
     assert not world.core.state.pool.index
-    for request in (loads, stores):  # Both requests continue to compute.
+    for request in (loads, stores):
         world.run(request)
         world.end(request)
     world.end(asks)
@@ -93,7 +93,7 @@ def test_r10_a_job_that_no_worker_has_is_cancelled() -> None:
     request = world.add("a", "01234")
     world.admit(request)
     world.step()
-    world.end(request)  # Its last offer waits for the next step.
+    world.end(request)  # The request's last offer waits for the next step.
     world.reset()
     assert world.stores() == {StoreOutcome.CANCELLED: 1}
     assert world.device.leased.total() == 0
@@ -118,7 +118,7 @@ def test_r10_what_is_to_be_offered_again_is_settled() -> None:
     for _ in range(2):
         world.step()
     world.finish(outcome=FAILED)
-    assert world.core.has_work  # The second request's offers are next.
+    assert world.core.has_work  # the second request's offers are still waiting
     world.reset()
     assert world.stores() == {StoreOutcome.FAILED: 2, StoreOutcome.BEFORE_RESET: 2}
     assert not world.core.has_work
@@ -147,12 +147,13 @@ def test_r10_a_device_hit_from_before_the_reset_taints_what_builds_on_it(groups:
     world.end(computed(world))
     world.finish()
     world.reset()
-    tainted = computed(world, "b", TEXT + "nopqrst")  # It continues blocks from before the reset.
+    # The prefix of `tainted` contains blocks computed before the reset.
+    tainted = computed(world, "b", TEXT + "nopqrst")
     assert tainted.brought == (12, 0)
     world.end(tainted)
     world.drain()
     assert world.on_host(TEXT + "nopqrst") == "....."
-    heir = computed(world, "c", TEXT + "nopqrst")  # It continues the blocks of `tainted`.
+    heir = computed(world, "c", TEXT + "nopqrst")  # The prefix of `heir` contains blocks of `tainted`.
     assert heir.brought[0] == 16
     world.end(heir)
     world.drain()
@@ -188,7 +189,8 @@ def test_r10_blocks_computed_after_the_reset_are_stored_by_the_request_that_find
 
 
 def test_r10_an_old_head_taints_though_the_last_block_is_new() -> None:
-    # Regression: only the last block of a device hit was checked, but the index may return an older block for the head.
+    # Regression: only the last block of a device hit was checked, but the index may return an older block for
+    # the head.
     world = World()
     old = computed(world, text="abcde")
     world.end(old)
@@ -196,7 +198,7 @@ def test_r10_an_old_head_taints_though_the_last_block_is_new() -> None:
     world.reset()
     skips = world.add("skips", TEXT)
     head = old.tables[0][0]
-    world.device._forget_key(head)  # It is computed again, so both blocks with the head are in the index.
+    world.device._forget_key(head)  # The head is computed again, so the index has two blocks with its key.
     world.admit(skips)
     world.run(skips)
     world.end(skips)
@@ -238,7 +240,7 @@ def test_r10_what_was_watched_before_a_reset_is_not_offered_again_after_it() -> 
     world.serve("second", TEXT)
     offered = world.offered()
     world.device.forget_keys()
-    world.serve("third", "0123456789abc")  # It evicts the blocks that the second request stored.
+    world.serve("third", "0123456789abc")  # This request evicts the blocks that the second request stored.
     assert world.evicted() == 6
     assert world.offered() == offered + 3
 
@@ -298,9 +300,9 @@ def test_r11_a_preemption_is_noticed_at_the_next_lookup() -> None:
     world = World(host=0)
     request = computed(world)
     world.preempt(request)
-    world.admit(request)  # Admitted before the step that reports the preemption.
+    world.admit(request)  # The request is admitted again before the step that reports its preemption.
     assert world.stores() == {StoreOutcome.LOST: 3}
-    world.step()  # This reports the preemption, which concerns the earlier table.
+    world.step()  # This step reports the preemption, which concerns the earlier block table.
     assert world.core.state.requests.live[request.name].table is not None
     world.run(request)
 
@@ -338,7 +340,7 @@ def test_r12_nothing_new_starts_and_what_runs_drains() -> None:
     world.run(stores)
     assert len(world.open_jobs()) == 2
     world.finish()
-    assert world.results[1:] == [("loads", False)]  # After the error, the load cannot be trusted.
+    assert world.results[1:] == [("loads", False)]  # after the error, the load cannot be trusted
     assert world.on_host("0123456789") == ".."
     assert world.stores() == {StoreOutcome.STORED: 3, StoreOutcome.DEGRADED: 2}
     later = world.add("later", TEXT)
@@ -382,12 +384,12 @@ def world_with_a_load() -> tuple[World, DeviceJob]:
     world.device.forget_keys()
     world.admit(world.add("a", TEXT))
     (job,) = world.step().loads
-    world.checks_each_fact = False  # The test breaks an invariant next.
+    world.checks_each_fact = False
     return world, job
 
 
 def is_released(world: World) -> bool:
-    """Return whether the core keeps no lease and waits for no job."""
+    """Return whether the core has released all leases and waits for no job."""
     state = world.core.state
     counted = [state.jobs.count(*each) for each in product(Direction, JobState)]
     return not (state.leases.counts or state.jobs.open or state.jobs.pending or any(counted))
@@ -405,7 +407,7 @@ def test_r16_a_store_that_never_ends_is_abandoned() -> None:
     blocks = [block for job in jobs for block in world.copies[job].blocks]
     for job in jobs:
         world.overdue(job)
-        world.overdue(job)  # A second timeout of the job has no effect.
+        world.overdue(job)  # The second timeout of the same job must have no effect.
     assert [event.blocks for event in world.reported(JobAbandoned)] == [2, 1]
     assert world.stores() == {StoreOutcome.ABANDONED: 3}
     assert world.count(SlotState.QUARANTINED) == 3
@@ -449,7 +451,7 @@ def test_r16_a_load_that_never_ends_is_abandoned() -> None:
     assert not world.core.has_work
     world.end(request)
     world.finish(job)
-    assert world.results == [("a", False)]  # reported exactly once
+    assert world.results == [("a", False)]
 
 
 def test_r16_after_a_reset_what_never_ends_is_abandoned_too() -> None:
@@ -482,7 +484,7 @@ def test_r16_a_request_that_has_ended_waits_with_its_slots_for_no_copy_that_is_s
     arrived, stuck, late = world.open_jobs()
     world.finish(arrived)
     world.end(request)
-    assert world.core.state.pool.holds  # Its last stores are still open.
+    assert world.core.state.pool.holds
     world.overdue(stuck)
     assert not world.core.state.pool.holds
     world.finish(late)

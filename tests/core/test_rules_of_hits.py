@@ -1,4 +1,4 @@
-"""R1, R2, R9 and R14: lookups, how the engine uses their answers, and loads that fail."""
+"""R1, R2, R9 and R14: lookups, the engine's use of their answers, and loads that fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvoffload.model.wire import NOTHING, Direction, TransferReport
 from tests.core.fingerprint import fingerprint
 from tests.core.world import CORRUPT, DONE, FAILED, Req, World, full, handle, key_at, window
 
-TEXT = "abcdefghijklm"  # three whole blocks and a token to compute
+TEXT = "abcdefghijklm"  # three whole blocks, and one more token to compute
 
 
 def cached(text: str = TEXT, **options: object) -> World:
@@ -40,7 +40,8 @@ def test_r1_many_requests_fill_the_host_between_a_lookup_and_its_allocation() ->
     world = cached(host=4)
     late = world.add("late", TEXT)
     assert world.lookup(late) == 12
-    for number in range(6):  # Each fills the only free slot, and evicts the previous block.
+    # Each request fills the only free slot, which evicts the previous request's block.
+    for number in range(6):
         world.serve(f"r{number}", str(number) * 13)
     assert world.evicted() == 5
     assert world.on_host(TEXT) == "xxx"
@@ -83,7 +84,7 @@ def test_r1_a_reset_drops_the_pins_and_the_allocation_survives_it() -> None:
     world.reset()
     assert drops(world) == [(PinDropCause.RESET, 3)]
     assert world.count(SlotState.EMPTY) == world.ready
-    world.allocate(late, 12)  # The engine still uses the earlier answer.
+    world.allocate(late, 12)  # The engine allocates with the answer of an earlier lookup.
     assert violations(world) == [RejectionCause.TOKENS_WITHOUT_PIN]
     assert world.results == [("late", False)]
 
@@ -99,8 +100,8 @@ def test_r1_two_lookups_pin_a_slot_twice() -> None:
 
 
 def test_r1_a_pinned_slot_that_was_invalidated_is_not_loaded() -> None:
-    # Regression: loading from the pinned slots, not those that can hit now, read slots that another request's load had
-    # invalidated.
+    # Regression: the load used the slots pinned by an earlier lookup, although another request's load had
+    # invalidated them.
     world = cached()
     one, two = world.add("one", TEXT), world.add("two", TEXT)
     world.lookup(two)
@@ -138,7 +139,7 @@ def test_r2_more_tokens_than_were_found_fail_the_load() -> None:
 def test_r2_more_tokens_than_were_found_are_loaded_where_the_host_has_them_by_now() -> None:
     world = cached()
     request = world.add("a", TEXT)
-    world.allocate(request, 12)  # It never looked up.
+    world.allocate(request, 12)
     assert violations(world) == [RejectionCause.TOKENS_WITHOUT_PIN]
     world.step()
     world.finish()
@@ -146,8 +147,8 @@ def test_r2_more_tokens_than_were_found_are_loaded_where_the_host_has_them_by_no
 
 
 def test_r2_a_hit_that_the_engine_declines_is_a_miss_and_no_contract_violation() -> None:
-    # Regression: second in a MultiConnector, every hit of the first connector counted as a contract violation and as
-    # our hit.
+    # Regression: when we were second in a MultiConnector, each hit of the first connector was counted as a
+    # contract violation and as our hit.
     world = cached()
     request = world.add("a", TEXT)
     assert world.lookup(request) == 12
@@ -194,7 +195,7 @@ def test_r2_fewer_tokens_than_found_need_other_blocks_of_a_window() -> None:
     world.finish()
     world.run(request)
     assert world.results == [("a", True)]
-    # Two blocks of the full group, and the deepest of the window.
+    # two blocks of the full group, and the deepest block of the window group
     assert drops(world) == [(PinDropCause.NOT_ACCEPTED, 3)]
 
 
@@ -305,7 +306,7 @@ def test_r2_a_step_that_reports_fewer_tokens_and_nothing_new_changes_nothing() -
     world.idle_step()
     before = fingerprint(world.core)
     world.tell(facts.StepScheduled(world.steps, (facts.Progress(request.name, 4),)))
-    world.core.state.steps -= 1  # Only the number of steps has changed.
+    world.core.state.steps -= 1  # only the step count may differ
     assert fingerprint(world.core) == before
 
 
@@ -380,7 +381,7 @@ def test_a_preempted_request_also_looks_up_its_generated_tokens() -> None:
     world.preempt(request)
     world.device.forget_keys()
     assert len(request.text) == 18
-    assert world.admit(request) == 16  # more than its prompt
+    assert world.admit(request) == 16  # more tokens than its prompt has
 
 
 # -- R9: loads that fail ----------------------------------------------------------------------------------------
@@ -400,7 +401,7 @@ def test_r9_a_failed_load_is_recomputed_and_never_tried_again(outcome: object) -
     request = loading(world)
     world.finish(outcome=outcome)  # type: ignore[arg-type]
     assert world.results == [("a", False)]
-    world.serve("again", TEXT)  # The host has the text again.
+    world.serve("again", TEXT)  # The text is stored on the host again.
     world.device.forget_keys()
     assert world.admit(request) == 0
     assert world.miss() is MissCause.LOAD_FAILED
@@ -462,8 +463,8 @@ def test_r9_a_request_that_ends_takes_back_its_own_load_and_no_other() -> None:
 
 @pytest.mark.parametrize("order", [(CORRUPT, FAILED), (FAILED, CORRUPT)])
 def test_r9_a_rank_that_fails_invalidates_all_also_where_another_names_a_corrupt_block(order: tuple) -> None:
-    # Regression: only the first rank's report counted. After a corrupt block, a failed copy left the other slots in the
-    # index.
+    # Regression: only the first rank's report counted. After a corrupt block, a failed copy left its other
+    # slots in the index.
     world = cached(ranks=2)
     loading(world)
     (job,) = world.open_jobs(Direction.LOAD)
@@ -494,11 +495,11 @@ def test_r9_a_load_that_is_abandoned_keeps_its_blocks_from_reuse() -> None:
     world.overdue(job)
     assert world.results == [("a", False)]
     world.admit(request)
-    world.run(request)  # It computes the tokens itself.
+    world.run(request)
     for number in range(4):
-        world.serve(f"r{number}", str(number) * 30)  # These requests need every block.
+        world.serve(f"r{number}", str(number) * 30)  # These requests use every block of the device.
     assert all(world.device.leased[block] == 1 for block in blocks)
-    world.finish(job)  # A late copy, into blocks that no other request has.
+    world.finish(job)  # The late copy writes to blocks that no other request has.
     assert not any(world.device.leased[block] for block in blocks)
 
 
@@ -510,16 +511,16 @@ def test_r14_fifty_requests_with_one_prefix_load_it_once() -> None:
     crowd = [world.add(f"r{number}", TEXT + str(number)) for number in range(50)]
     answers = [world.admit(request) for request in crowd]
     assert answers == [12, *[None] * 49]
-    assert sum(world.core.state.pool.pins.values()) == 3  # Waiting requests pin nothing.
+    assert sum(world.core.state.pool.pins.values()) == 3
     assert len(world.reported(LookupDeferred)) == 49
     world.step()
-    assert [world.admit(request) for request in crowd[1:]] == [None] * 49  # the load is still open
-    # Each wait is reported once, however often the engine asks.
+    assert [world.admit(request) for request in crowd[1:]] == [None] * 49
+    # each wait is reported once, however often the engine asks
     assert len(world.reported(LookupDeferred)) == 49
     world.finish()
     assert world.results == [("r0", True)]
     world.device.forget_keys()
-    assert world.admit(crowd[1]) is None  # loaded, but the request does not run yet
+    assert world.admit(crowd[1]) is None  # the load has ended, but its request does not run yet
     world.step()
     assert [world.admit(request) for request in crowd[1:]] == [0] * 49
     assert all(request.brought == (12, 0) for request in crowd[1:])
@@ -562,13 +563,14 @@ def test_r14_once_the_owner_runs_no_request_waits_for_it() -> None:
     world.device.forget_keys()
     assert world.admit(waits) is None
     world.step()
-    world.device.forget_keys()  # If the device has lost the loaded blocks, the next request loads them.
+    # The device has lost the loaded blocks, so the next request must load them again.
+    world.device.forget_keys()
     assert world.admit(waits) == 12
 
 
 def test_r14_an_owner_that_was_given_blocks_again_keeps_no_request_waiting() -> None:
-    # Regression: for a request that is preempted and readmitted within a step, without a lookup, loaded blocks had no
-    # owner.
+    # Regression: when a request was preempted and readmitted within a step, without a lookup, its loaded
+    # blocks had no owner.
     world = cached()
     owner = loading(world)
     world.finish()
@@ -581,7 +583,7 @@ def test_r14_an_owner_that_was_given_blocks_again_keeps_no_request_waiting() -> 
 
 
 def test_r14_no_request_waits_for_a_load_from_before_a_reset() -> None:
-    # Regression: slots that drained after the reset and were filled again still had the old load's owner.
+    # Regression: slots that were emptied after the reset and filled again still had the old load's owner.
     world = cached(host=3)
     loading(world)
     world.reset()
@@ -623,8 +625,8 @@ def test_r14_a_first_owner_stays_the_owner() -> None:
 
 
 def test_r14_one_that_would_not_wait_is_waited_for_when_the_first_owner_is_gone() -> None:
-    # Regression: only the first request that loads a slot was remembered, so a third one loaded what the second was
-    # loading.
+    # Regression: only the first request that loaded a slot was remembered, so a third request loaded the
+    # second one's blocks again.
     world = cached()
     first = loading(world)
     second = world.add("b", TEXT)
@@ -655,7 +657,7 @@ def test_r14_a_request_that_shares_only_a_loads_tail_waits_too() -> None:
     world.lookup(owner)
     head = world.device.hand_out(2)
     tables = ((*head, *world.device.hand_out(1)),)
-    world.tell(facts.BlocksAllocated(owner.name, tables, 8, 4))  # The device has the head.
+    world.tell(facts.BlocksAllocated(owner.name, tables, 8, 4))
     assert world.admit(world.add("waits", TEXT)) is None
 
 

@@ -1,4 +1,6 @@
-"""R3, R4, R5, R7, R8 and R15: which blocks are stored, when they can hit, and which are evicted for them."""
+"""R3, R4, R5, R7, R8 and R15: which blocks are stored, when stored blocks can hit, and which blocks are
+evicted for new ones.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId
 from kvoffload.model.wire import Direction, TransferReport
 from tests.core.world import DONE, FAILED, Req, World, full, key_at, window
 
-TEXT = "abcdefghijklm"  # three whole blocks and a token to compute
+TEXT = "abcdefghijklm"  # three whole blocks, and one more token to compute
 
 
 def computed(world: World, name: str = "a", text: str = TEXT) -> Req:
-    """Return a request that has computed its prompt. Its stores are open."""
+    """Return a request that has computed its prompt and whose stores are open."""
     request = world.add(name, text)
     world.admit(request)
     world.run(request)
@@ -27,7 +29,7 @@ def computed(world: World, name: str = "a", text: str = TEXT) -> Req:
 def side_by_side(world: World) -> tuple[Req, Req]:
     """Return two requests that computed one prompt into separate blocks.
 
-    The second one's offers wait for the first one's stores.
+    The second request's offers wait for the first request's stores.
     """
     one, two = world.add("one", TEXT), world.add("two", TEXT)
     world.admit(one)
@@ -50,7 +52,7 @@ def offer(world: World, *blocks: tuple[BlockKey, DeviceBlockId]) -> None:
 
 
 def named(world: World, *keys: BlockKey) -> list[DeviceBlockId]:
-    """Return device blocks whose contents the engine has confirmed to have these keys."""
+    """Return device blocks that the engine has confirmed to contain these keys."""
     blocks = world.device.hand_out(len(keys))
     for block, key in zip(blocks, keys, strict=True):
         world.device.name(block, key)
@@ -67,7 +69,7 @@ def test_r3_the_same_prefix_twice_while_its_store_is_open_across_steps_and_after
     first = computed(world)
     under_way = stored_blocks(world)
     assert len(under_way) == 3
-    second = computed(world, "b")  # It finds the first request's blocks on the device.
+    second = computed(world, "b")  # The second request's device hit covers the first request's blocks.
     assert second.tables[0][:3] == first.tables[0][:3]
     for _ in range(3):
         world.idle_step()
@@ -87,13 +89,14 @@ def test_r3_a_block_stays_off_limits_until_the_last_rank_of_a_failed_store_has_e
     second = computed(world, "b")
     assert second.tables[0][:3] == first.tables[0][:3]
     for job in world.open_jobs():
-        assert world.copies[job].running == {1}  # No new copy: the other rank still reads the blocks.
+        # no new copy starts: the other rank is still reading the blocks
+        assert world.copies[job].running == {1}
     world.device.forget_keys()
     waits = world.add("c", TEXT)
     world.admit(waits)
     assert world.miss() is MissCause.STORE_FAILED
     world.finish()
-    world.end(second)  # This is its last chance.
+    world.end(second)  # The request's blocks can be offered only until it ends.
     world.drain()
     assert world.stores()[StoreOutcome.FAILED] == 3
 
@@ -141,7 +144,7 @@ def test_r3_another_block_with_the_hash_is_offered_again_when_the_first_does_not
     mine, others = one.tables[0][:3], two.tables[0][:3]
     assert set(mine).isdisjoint(others)
     assert stored_blocks(world) == mine
-    assert not any(world.device.leased[block] for block in others)  # Meanwhile, no other block is leased.
+    assert not any(world.device.leased[block] for block in others)  # no other block is leased in the meantime
     for job in world.open_jobs():
         if how == "fails":
             world.finish(job, outcome=FAILED)
@@ -158,7 +161,7 @@ def test_r3_another_block_that_no_longer_holds_the_key_is_not_stored_in_its_plac
     world = World(device=16)
     _, two = side_by_side(world)
     world.end(two)
-    computed(world, "greedy", "0123456789" * 4 + "01234")  # It gets the blocks of `two`.
+    computed(world, "greedy", "0123456789" * 4 + "01234")  # This request is allocated the blocks of `two`.
     world.finish(*[job for job in world.open_jobs() if job < 3], outcome=FAILED)
     world.drain()
     assert world.on_host(TEXT) == "..."
@@ -231,7 +234,7 @@ def test_r3_a_duplicate_whose_request_has_ended_is_stored_when_the_first_fails()
 
 
 def test_r3_a_later_request_of_the_same_name_does_not_get_an_earlier_ones_offers() -> None:
-    world = World(device=12)  # Stores may lease one request's three blocks.
+    world = World(device=12)  # stores may lease three blocks, as many as one request has
     _, two = side_by_side(world)
     world.end(two)
     for job in world.open_jobs():
@@ -242,7 +245,7 @@ def test_r3_a_later_request_of_the_same_name_does_not_get_an_earlier_ones_offers
     world.step(again)
     record = world.core.state.requests.live[again.name]
     assert world.stores() == {StoreOutcome.ABANDONED: 3, StoreOutcome.STALLED: 3}
-    # Its own offers wait, because copies of its blocks still run.
+    # the offers wait, because copies of the same blocks still run
     assert list(record.waiting) == [(0, 0), (0, 1), (0, 2)]
 
 
@@ -332,8 +335,8 @@ def test_r4_capacity_is_what_every_rank_has_ready() -> None:
 
 
 def test_a_draining_slot_does_not_take_its_key_from_a_newer_one() -> None:
-    # Regression: after a reset, a slot drains with its old key. Invalidating it again removed the key of its successor
-    # from the index.
+    # Regression: after a reset, a slot being emptied kept its old key. Invalidating this slot again removed
+    # the key of its successor from the index.
     world = World(ranks=2)
     world.serve("first", TEXT)
     world.device.forget_keys()
@@ -361,7 +364,7 @@ def test_r5_stores_lease_no_more_than_a_quarter_of_the_device() -> None:
     assert len(stored_blocks(world)) == 8
     world.finish()
     world.step()
-    assert len(stored_blocks(world)) == 8  # Those that waited for room are stored.
+    assert len(stored_blocks(world)) == 8  # the offers that waited for free slots are now stored
     world.finish()
     world.end(request)
     world.drain()
@@ -380,8 +383,8 @@ def test_r5_an_offer_that_waits_for_room_at_its_requests_end_is_declined() -> No
 
 
 def test_r5_a_request_that_ends_leaves_nothing_waiting_for_room() -> None:
-    # Regression: with copies that never end, offers that waited for room were kept forever, even for requests that had
-    # ended.
+    # Regression: with copies that never end, offers waiting for free slots were kept forever, even after
+    # their requests had ended.
     world = World(device=32)
     for number in range(5):
         world.end(computed(world, f"r{number}", f"{number}bcdefghi" * 4))
@@ -400,7 +403,7 @@ def test_r5_a_leased_block_is_not_allocated_after_its_request_ended() -> None:
         world.run(hungry, until=40)
         world.end(hungry)
     for job in [job for job in world.open_jobs() if set(world.copies[job].blocks) & set(under_way)]:
-        world.finish(job)  # The world compares the bytes.
+        world.finish(job)
     assert not any(world.device.leased[block] for block in under_way)
 
 
@@ -423,7 +426,7 @@ def test_r5_leases_of_a_store_are_given_back_exactly_once(stage: str, leaves: st
     request = world.add("a", TEXT[:9])
     world.admit(request)
     world.step()
-    if stage == "planned":  # Another request's last offers join the step's job.
+    if stage == "planned":  # The step's job also contains another request's last offers.
         other = world.add("b", "01234")
         world.admit(other)
         world.step(other)
@@ -521,12 +524,12 @@ def reused(world: World, request: Req) -> list[int]:
 
 def test_r7_a_declined_window_block_is_freed_reallocated_to_another_position_and_offered_again() -> None:
     world = World(window(5), device=4, host=0)
-    # It allocates more blocks than the device has.
+    # The request allocates more blocks than the device has.
     request = computed(world, text="abcdefghijklmnopqrstuvwxyz")
     assert reused(world, request) == [0, 1, 2]
     world.ready_up_to(8)
     world.end(request)  # A block that got no slot is offered again.
-    world.drain()  # The world compares the bytes.
+    world.drain()
     assert world.on_host("abcdefghijklmnopqrstuvwx") == "...x.."
     assert world.stores() == {StoreOutcome.STALE: 3, StoreOutcome.STORED: 1, StoreOutcome.LEASE_LIMIT: 2}
 
@@ -539,7 +542,7 @@ def test_r7_a_window_block_is_zeroed_in_the_step_that_reallocates_it_though_its_
     world.admit(sleeps)
     while sleeps.computed < 16:
         world.step(sleeps)
-    world.step(sleeps)  # Its first blocks have left the window.
+    world.step(sleeps)  # The first blocks of `sleeps` leave the window.
     assert reused(world, sleeps) == []
     busy = world.add("busy", "0123456789" * 2)
     world.admit(busy)
@@ -625,7 +628,7 @@ def test_r7_striking_costs_the_ids_and_not_the_tables() -> None:
 
 
 def evict(world: World, name: str, text: str) -> None:
-    """Take the host's slots for another request's store. The store fails, so that the slots are empty afterwards."""
+    """Fill the host's slots with another request's store, then let the store fail, so that the slots are empty."""
     other = world.add(name, text)
     world.admit(other)
     world.step(other)
@@ -637,7 +640,7 @@ def evict(world: World, name: str, text: str) -> None:
 def test_r8_a_block_evicted_in_the_middle_of_a_request_is_stored_again() -> None:
     world = World(host=2)
     world.serve("first", "abcdefghi")
-    request = computed(world, text="abcdefghi")  # The blocks are on the device and on the host.
+    request = computed(world, text="abcdefghi")  # The request's blocks are on the device and on the host.
     assert world.stores()[StoreOutcome.ALREADY_CACHED] == 2
     evict(world, "b", "012345678")
     assert world.on_host("abcdefgh") == ".."
@@ -652,10 +655,10 @@ def test_r8_once_a_request_so_that_a_tiny_pool_does_not_churn() -> None:
     world.serve("first", "abcdefghi")
     request = computed(world, text="abcdefghi")
     evict(world, "b", "012345678")
-    world.step(request)  # The evicted block is stored again.
+    world.step(request)
     world.finish(outcome=FAILED)
     world.device.forget_keys()
-    world.serve("again", "abcdefghi")  # Another request stores the block again.
+    world.serve("again", "abcdefghi")
     assert world.on_host("abcdefgh") == "xx"
     evict(world, "c", "987654321")
     world.step(request)
@@ -673,7 +676,7 @@ def test_r8_once_also_for_a_request_that_offers_it_again() -> None:
     world.preempt(request)
     world.serve("again", "abcdefghi")
     world.admit(request)
-    world.run(request)  # It offers all its blocks again, which are on the host.
+    world.run(request)  # The request offers all its blocks again, although the host already has them.
     world.finish()
     world.end(request)
     stores = world.stores()
@@ -748,7 +751,7 @@ def side_by_side_short(world: World) -> tuple[Req, Req]:
 
 
 def squeeze(world: World, blocks: int) -> None:
-    """Store this many other blocks."""
+    """Store this many blocks of other texts."""
     world.serve(f"x{world.steps}", (f"{world.steps:<9}" * 9)[: 4 * blocks + 1])
 
 
@@ -791,8 +794,8 @@ def test_r15_least_recently_used_first_and_the_head_of_a_prefix_last(how: str) -
 
 @pytest.mark.parametrize("how", ["stored", "looked up", "loaded"])
 def test_r15_depth_counts_across_groups(how: str) -> None:
-    # Regression: pins and holds were released group by group, so the last group's head was evicted before the first
-    # group's tail.
+    # Regression: pins and holds were released group by group, so the last group's head was evicted before the
+    # first group's tail.
     world = World(full(), full(group=1), host=8)
     world.serve("first", LONG)
     if how != "stored":
@@ -804,9 +807,11 @@ def test_r15_depth_counts_across_groups(how: str) -> None:
 
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
 def test_r15_stores_that_no_running_request_holds_arrive_deepest_first(policy: str) -> None:
-    # Regression: the device's free queue has the deepest block first. So did lazy's jobs, and heads were evicted first.
+    # Regression: lazy's jobs kept the order of the device's free queue, deepest block first, so the host
+    # evicted heads first.
     world = World(device=24, policy=policy)
-    text = "bcdefghi" if policy == "eager" else "bcdefghijklmnopq"  # the blocks that eager stores in one step
+    # the text whose blocks are stored in one step
+    text = "bcdefghi" if policy == "eager" else "bcdefghijklmnopq"
     for number in range(8):
         request = computed(world, f"r{number}", f"{number}{text}")
         world.step(request)
@@ -823,7 +828,6 @@ def test_r15_stores_that_no_running_request_holds_arrive_deepest_first(policy: s
 
 
 def heads_last(world: World) -> bool:
-    """Return whether every prefix of `LONG` is evicted after all deeper blocks."""
     order = [world.core.state.pool.key(slot) or b"" for slot in world.core.state.pool.order]
     depths = [len(key) for key in order if key.startswith(LONG[:4].encode())]
     return len(depths) > 1 and depths == sorted(depths, reverse=True)
@@ -833,8 +837,8 @@ def heads_last(world: World) -> bool:
 def test_r15_a_head_that_was_found_on_the_device_is_used_as_late_as_the_tail_behind_it(
     groups: object,
 ) -> None:
-    # Regression: the head was marked as used when the request began, and the tail stored later, so the head was evicted
-    # first.
+    # Regression: the head was marked as used when the request began, and the tail was stored later, so the
+    # head was evicted first.
     world = World(*groups)  # type: ignore[misc]
     world.serve("first", LONG[:9])
     request = world.add("again", LONG)
@@ -850,7 +854,8 @@ def test_r15_a_head_that_was_found_on_the_device_is_used_as_late_as_the_tail_beh
 
 @pytest.mark.parametrize("how", ["runs", "ends", "loses its blocks"])
 def test_r15_a_request_that_computes_what_the_host_has_uses_it_head_last(how: str) -> None:
-    # Regression: blocks were marked as used when they were confirmed, step by step, so the head was the oldest.
+    # Regression: blocks were marked as used step by step, when they were confirmed, so the head was the
+    # oldest block.
     world = World()
     world.serve("first", LONG)
     world.device.forget_keys()
@@ -880,7 +885,7 @@ def tail_looked_up(world: World) -> Req:
 
 @pytest.mark.parametrize("how", ["takes nothing", "takes less", "ends", "is looked up again"])
 def test_r15_a_tail_behind_the_devices_own_hit_is_released_before_its_head(how: str) -> None:
-    # Regression: the lookup pinned only the tail. After its release, the tail was more recent than the head.
+    # Regression: the lookup pinned only the tail, whose release made the tail more recent than the head.
     world = World()
     request = tail_looked_up(world)
     if how == "takes nothing":
@@ -936,7 +941,7 @@ def test_r15_slots_that_went_bad_meanwhile_are_released_too() -> None:
 
 
 def test_r15_a_tail_that_arrives_after_a_preemption_is_not_used_later_than_its_head() -> None:
-    # Regression: the head was released at the preemption, and the tail could be evicted only after it.
+    # Regression: the preemption released the head before the tail, so the head was evicted first.
     world = World()
     request = computed(world, text=LONG)
     head, *_ = world.open_jobs()
@@ -954,17 +959,17 @@ def test_r15_a_tail_that_arrives_for_a_new_table_is_not_used_later_than_a_head_o
     request = world.add("a", TEXT)
     world.admit(request)
     world.step()
-    for _ in range(3):  # one job per block
+    for _ in range(3):  # each run creates a job for one block
         world.step()
     head, tail, stuck = world.open_jobs()
     world.finish(head)
-    world.overdue(stuck)  # Slots that the request holds are no longer kept for it.
+    world.overdue(stuck)  # After the timeout, the slots that the request holds are no longer kept for it.
     world.preempt(request)
     world.idle_step()
     world.device.forget_keys()
     world.admit(request, accept=0)
     world.step()
-    world.step()  # The head is computed again.
+    world.step()
     world.finish(tail)
     world.preempt(request)
     world.idle_step()
@@ -987,14 +992,14 @@ def test_r15_a_load_beside_a_late_store_of_the_table_before_leaves_the_head_to_b
     request = computed(world, text=LONG)
     head, *others, last = world.open_jobs()
     world.finish(head)
-    world.overdue(last)  # Slots that the request holds are released with its table.
+    world.overdue(last)  # The timeout releases the request's slots together with its block table.
     world.preempt(request)
     world.idle_step()
     world.device.forget_keys()
     world.admit(request)
     world.step()
     (load,) = world.open_jobs(Direction.LOAD)
-    world.finish(*others)  # They are held for the new table before its head is.
+    world.finish(*others)  # The other blocks are held for the new table before the head is held.
     world.finish(load)
     world.preempt(request)
     world.idle_step()
@@ -1012,7 +1017,7 @@ def test_r15_a_head_that_waited_for_a_slot_is_evicted_after_the_tail_that_did_no
         world.step(request)
     assert world.core.state.requests.live[
         request.name
-    ].waiting  # It waits for its head, because the blocks stored by `holds` fill the host.
+    ].waiting  # the request waits for its head, because blocks stored by `holds` fill the host
     world.ready_up_to(2)
     world.step(request)
     world.finish()

@@ -1,4 +1,4 @@
-"""The eviction order alone."""
+"""The eviction order of slots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SLOTS = st.lists(st.integers(0, 40).map(SlotId), unique=True, max_size=8)
 
 @given(st.lists(SLOTS))
 def test_it_is_the_order_of_the_last_uses(batches: list[list[SlotId]]) -> None:
-    """Slots are removed and added at random, and compared with a simple model."""
+    """Slots are removed and added at random; the order is compared with a simple model."""
     order, model = LruOrder(), OrderedDict[SlotId, None]()
     order.grow(20)
     for number, batch in enumerate(batches):
@@ -48,7 +48,7 @@ def test_the_age_is_that_of_the_last_slot_taken_since_its_last_use() -> None:
         order.add([SlotId(slot)])
     order.now = 7.0
     order.remove([SlotId(0)])
-    order.add([SlotId(0)])  # it was used again
+    order.add([SlotId(0)])
     order.now = 10.0
     assert (list(order.take(2)), order.age_s) == ([1, 2], 4.0)
     assert (list(order.take(1)), order.age_s) == ([0], 3.0)

@@ -1,4 +1,4 @@
-"""Copies that never end: a limit on the device blocks under them stops new copies (R5, R16)."""
+"""Copies that never end. A limit on the device blocks that such copies lease stops new copies (R5, R16)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ BLOCK = 4
 
 
 def stores(world: World, name: str, blocks: int) -> tuple[Req, JobId]:
-    """Return a request that has computed this many blocks, and the open job that stores them."""
     before = set(world.open_jobs())
     request = world.add(name, name * blocks * BLOCK)
     assert world.admit(request) == 0
@@ -34,7 +33,7 @@ def hangs(world: World, name: str, blocks: int = 1) -> JobId:
 
 
 def is_stalled(world: World) -> bool:
-    """Return whether a block that could be stored waits."""
+    """Return whether a block that could be stored has to wait."""
     world.idle_step()
     stalls, resumes = len(world.reported(CopiesStalled)), len(world.reported(CopiesResumed))
     assert stalls - resumes in (0, 1)
@@ -55,7 +54,6 @@ def test_three_jobs_in_a_row_stall_copies_and_one_that_ends_late_lets_them_go_on
     assert world.reported(CopiesResumed) == [CopiesResumed(2)]
     world.idle_step()
     world.finish()
-    # The waiting blocks were stored.
     assert world.stores() == {StoreOutcome.ABANDONED: 3, StoreOutcome.STORED: 2}
 
 

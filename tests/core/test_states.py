@@ -1,4 +1,6 @@
-"""The three state machines: each legal step leads to the listed state; every other step raises and changes nothing."""
+"""The three state machines. Each legal event leads to the listed state; every other event raises and changes
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,6 @@ def test_which_slots_can_hit_and_which_can_be_evicted() -> None:
 
 
 def pool_with(state: SlotState) -> tuple[HostPool, SlotId]:
-    """Return a pool of two slots, one of them in this state."""
     pool = HostPool()
     pool.grow(2)
     if state is SlotState.EMPTY:
@@ -239,7 +240,7 @@ def test_slots_that_were_freed_are_taken_before_fresh_ones_and_in_order() -> Non
 
 
 class Owner:
-    """Records the calls about its jobs."""
+    """Records how it is notified about its jobs."""
 
     def __init__(self) -> None:
         self.learnt: list[object] = []
@@ -281,7 +282,7 @@ def jobs_with(state: JobState) -> tuple[Jobs, Job]:
 )
 def test_a_job_that_is_dropped_is_cancelled_or_runs_to_its_end(state: JobState, learnt: list[object]) -> None:
     jobs, job = jobs_with(state)
-    job.settled = state is JobState.ABANDONED  # A timed-out job's owner was already called.
+    job.settled = state is JobState.ABANDONED  # the job's owner has already been notified
     jobs.drop(job)
     assert job.owner.learnt == learnt  # type: ignore[attr-defined]
     is_cancelled = state is JobState.PLANNED

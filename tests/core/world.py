@@ -76,7 +76,7 @@ def recurrent(block_tokens: int = 4, group: int = 0) -> GroupSpec:
 
 
 def key_at(text: str, end: int, group: int = 0) -> BlockKey:
-    """Return the key of the block whose last token is at `end - 1`. It is also the block's content on every rank."""
+    """Return the key of the block whose last token is at `end - 1`. The block has the same content on every rank."""
     return block_key(text[:end].encode(), GroupId(group))
 
 
@@ -86,7 +86,6 @@ def keys_of(text: str, group: GroupSpec) -> list[BlockKey]:
 
 
 def handle(core: OffloadCore, fact: facts.Fact) -> None:
-    """Pass a fact to its handler, as the bus does."""
     handlers: dict[type[facts.Fact], Callable[[Any], None]] = {
         facts.RequestSeen: core.request_seen,
         facts.BlocksAllocated: core.blocks_allocated,
@@ -110,7 +109,7 @@ def handle(core: OffloadCore, fact: facts.Fact) -> None:
 
 
 def left_behind(core: OffloadCore) -> dict[str, object]:
-    """Return what requests, jobs and hits have left in the core, by name; empty after the drain (R11)."""
+    """Return what requests, jobs and hits have left in the core, by name. It must be empty after the drain (R11)."""
     state, pool = core.state, core.state.pool
     kept = {
         "pins": pool.pins,
@@ -138,7 +137,7 @@ def left_behind(core: OffloadCore) -> dict[str, object]:
 
 
 def needed_blocks(group: GroupSpec, length: int) -> range:
-    """Return the positions of the blocks that must be present to compute from token `length` on."""
+    """Return the positions of the blocks needed to compute from token `length` on."""
     return range(group.first_needed_token(length) // group.block_tokens, length // group.block_tokens)
 
 
@@ -197,13 +196,12 @@ class DevicePool:
         self._unrefer(self.held, blocks)
 
     def name(self, block: DeviceBlockId, key: BlockKey) -> None:
-        """Confirm a block's contents to the engine."""
         self._forget_key(block)
         self.keys[block] = key
         self.index.setdefault(key, {})[block] = None
 
     def forget_keys(self) -> None:
-        """Reset the engine's own prefix cache."""
+        """Empty the engine's own prefix cache."""
         self.keys.clear()
         self.index.clear()
 
@@ -241,36 +239,34 @@ class DevicePool:
 
 @dataclass
 class Req:
-    """A request in the engine."""
-
     name: RequestId
     text: str
-    state: str = "waiting"  # waiting, loading, running, ended
+    state: str = "waiting"  # waiting, loading, running or ended
     tables: list[list[DeviceBlockId]] = field(default_factory=list)
     computed: int = 0
     reported_keys: list[int] = field(default_factory=list)
-    brought: tuple[int, int] = (0, 0)  # device and host tokens at its last admission
+    # tokens from the device and from the host, at the request's last admission
+    brought: tuple[int, int] = (0, 0)
 
     def held(self) -> list[DeviceBlockId]:
-        """Return its blocks, the deepest first."""
+        """Return the request's blocks, deepest first."""
         return [block for table in self.tables for block in reversed(table) if block != NULL_BLOCK]
 
 
 @dataclass
 class Copy:
-    """A submitted job, with the ranks whose copy has not ended."""
+    """A submitted job, and the ranks on which its copy is still running."""
 
     job: AnyJob
     running: set[Rank]
 
     @property
     def blocks(self) -> tuple[DeviceBlockId, ...]:
-        """Return the job's device blocks."""
         return self.job.targets if self.job.tier is Tier.HOST else ()
 
 
 class World:
-    """An engine with its ranks, and the core that handles its facts."""
+    """An engine with several ranks, and the core that handles the engine's facts."""
 
     def __init__(
         self,
@@ -293,10 +289,10 @@ class World:
         self.device = DevicePool(device, ranks)
         self.core = self._make_core(Policy(policy, least, boundaries))
         self.host: list[dict[SlotId, BlockKey]] = [{} for _ in self.ranks]
-        # Slots whose bytes were corrupted silently, by rank and slot.
+        # The slots that were corrupted silently, by rank.
         self.rotten: set[tuple[int, SlotId]] = set()
         self.resets = 0
-        # The number of resets before a block's contents were computed.
+        # How many resets preceded the computation of each block's contents.
         self.device_age: dict[DeviceBlockId, int] = {}
         self.host_age: dict[SlotId, int] = {}
         self.requests: dict[str, Req] = {}
@@ -309,12 +305,14 @@ class World:
         self.report_every = report_every
         """Progress without a state is reported only in steps whose number is a multiple of this."""
         self.late: dict[str, list[list[DeviceBlockId]]] = {}
-        """For each running request, the blocks that were not reported yet."""
+        """For each running request, the blocks that have not been reported yet."""
         self.until_report = report_every
         self.least_from = {Tier.DISK: 0, Tier.REMOTE: 0}
         self.steps = 0
         self.states_end: Collection[int] | None = None
-        """The prefix lengths, in tokens, whose recurrent state is kept and handed off; None for all block ends."""
+        """The prefix lengths, in tokens, at which recurrent states are kept and handed off; None for all
+        block ends.
+        """
         self.ready = 0
         self.checks_each_fact = True
         self.ready_up_to(host, is_growing=is_growing)
@@ -325,7 +323,7 @@ class World:
     # -- telling and checking -----------------------------------------------------------------------------------
 
     def tell(self, fact: facts.Fact) -> None:
-        """Dispatch a fact to the core, as the runtime does, and check all invariants."""
+        """Pass a fact to the core, as the runtime does, and check all invariants."""
         handle(self.core, fact)
         self._settle()
 
@@ -339,7 +337,6 @@ class World:
             self.check()
 
     def check(self) -> None:
-        """Audit the core, and check the world's own invariants."""
         problems = [*audit(self.core), *self.device.problems()]
         assert not problems, problems
         leases = self.core.state.leases.counts
@@ -382,7 +379,7 @@ class World:
         return answer
 
     def allocate(self, request: Req, external: int) -> bool:
-        """Allocate a waiting request's first blocks, if enough are free."""
+        """Allocate a waiting request's first blocks. Return False if too few blocks are free."""
         device = self.device_hit(request)
         seen = device + external
         end = seen if external else min(len(request.text), device + self.shape.step_tokens)
@@ -402,7 +399,7 @@ class World:
         return True
 
     def preempt(self, request: Req, *, tell: bool = True) -> None:
-        """Take a running request's blocks back. The next step reports it to the core."""
+        """Preempt a running request and free its blocks. The next step reports the preemption to the core."""
         self.device.unhold(request.held())
         request.tables, request.computed, request.state = [], 0, "waiting"
         self.late.pop(request.name, None)
@@ -410,7 +407,6 @@ class World:
             self.preempted.append(request.name)
 
     def end(self, request: Req) -> None:
-        """Finish or abort a request in any state."""
         holds = request.state == "running"
         late = tuple(map(tuple, self.late.pop(request.name, ())))
         fact = facts.RequestEnded(request.name, request.computed, self._new_keys(request), holds, late)
@@ -428,7 +424,7 @@ class World:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def step(self, *requests: Req, tokens: int | None = None) -> TransferPlan:
-        """Run one step of these requests (by default all running ones), each by up to `tokens` tokens."""
+        """Run one step of these requests (by default all running ones), computing up to `tokens` tokens of each."""
         return self._step(requests or self.running(), tokens or self.shape.step_tokens)
 
     def idle_step(self) -> TransferPlan:
@@ -452,7 +448,7 @@ class World:
             late = self.late.setdefault(request.name, [[] for _ in new_blocks])
             for row, more in zip(late, new_blocks, strict=True):
                 row += more
-            if made or end - request.computed > 1:  # A report may not be delayed by a whole block.
+            if made or end - request.computed > 1:  # the report of a whole block must not be late
                 progress.append(self._progress(request.name))
             elif self.until_report:
                 reallocated += chain.from_iterable(new_blocks)
@@ -475,7 +471,6 @@ class World:
         return facts.Progress(request.name, request.computed, late, self._new_keys(request))
 
     def submit(self) -> TransferPlan:
-        """Submit the core's plan to the ranks."""
         plan = self.core.plan()
         for job in plan.jobs:
             assert job.slots
@@ -485,14 +480,16 @@ class World:
         return plan
 
     def run(self, request: Req, *, until: int | None = None) -> None:
-        """Step one request until it has computed its text (or `until`), and once more to report this to the core."""
+        """Run steps until the request has computed its text (or `until`), and one more that reports this to
+        the core.
+        """
         target = until or len(request.text)
         while request.computed < target:
             self.step(request)
         self.step(request, tokens=1)
 
     def serve(self, name: str, text: str) -> Req:
-        """Serve a request and end all copies. Its blocks are then on the host, if possible."""
+        """Serve a request and end all copies. The request's blocks are then on the host, if they fit."""
         request = self.add(name, text)
         self.admit(request)
         self.step()
@@ -505,7 +502,7 @@ class World:
     # -- ranks --------------------------------------------------------------------------------------------------
 
     def ready_up_to(self, slots: int, *, is_growing: bool = False) -> None:
-        """Make this many slots ready on every rank. No more will follow, unless `is_growing`."""
+        """Make this many slots ready on every rank. No more slots will follow, unless `is_growing`."""
         self.ready, self.is_growing = slots, is_growing
         for rank in self.ranks:
             self._tell_report(rank)
@@ -516,7 +513,7 @@ class World:
     def report(
         self, rank: int, job: JobId, outcome: CopyOutcome = DONE, corrupt: tuple[int, ...] = ()
     ) -> None:
-        """End one rank's copy. Its bytes are copied now."""
+        """End one rank's copy. The bytes are not copied before this call."""
         copy = self.copies[job]
         assert copy.job.tier is Tier.HOST
         if outcome is DONE and copy.job.direction is not Direction.STORE:
@@ -535,17 +532,17 @@ class World:
         self.tell(facts.TransferReported(self.last_reports[Rank(rank)]))
 
     def _reachable(self, rank: int) -> dict[str, Any]:
-        """Return a rank's report about each lower tier."""
+        """Return which lower tiers the rank reports as working."""
         return {}
 
     def repeat_report(self, rank: int) -> None:
-        """Report a rank's last copy a second time, which must change nothing."""
+        """Report a rank's last copy a second time. The duplicate must change nothing."""
         before = fingerprint(self.core), len(self.log)
         self.tell(facts.TransferReported(self.last_reports[Rank(rank)]))
         assert (fingerprint(self.core), len(self.log)) == before
 
     def finish(self, *jobs: JobId, outcome: CopyOutcome = DONE) -> None:
-        """End jobs on every rank, by default all open jobs that were not abandoned."""
+        """End jobs on every rank, by default all open jobs that have not been abandoned."""
         for job in jobs or self.submitted():
             for rank in sorted(self.copies[job].running):
                 self.report(rank, job, outcome)
@@ -562,7 +559,7 @@ class World:
         self.tell(facts.JobOverdue(job))
 
     def rot(self, rank: int, slot: SlotId) -> None:
-        """Corrupt a slot of host memory. Only a checksum can detect this."""
+        """Corrupt a slot of host memory, so that only a checksum can detect the damage."""
         self.rotten.add((rank, slot))
         self.host[rank][slot] = GARBAGE
 
@@ -588,7 +585,6 @@ class World:
         return [event for event in self.log if isinstance(event, kind)]
 
     def stores(self) -> dict[StoreOutcome, int]:
-        """Return the number of offers so far, by outcome."""
         counts: Counter[StoreOutcome] = Counter()
         for event in self.reported(StoreEnded):
             counts[event.outcome] += event.blocks
@@ -601,7 +597,7 @@ class World:
         return dict(counts)
 
     def miss(self) -> MissCause | None:
-        """Return why the last admission's lookup found no more blocks."""
+        """Return why the last admission's lookup did not find more blocks."""
         return self.reported(LookupAnswered)[-1].cause
 
     def offered(self) -> int:
@@ -619,7 +615,7 @@ class World:
         return self.core.state.pool.count(state)
 
     def device_hit(self, request: Req) -> int:
-        """Return the longest prefix on the device, found by checking every length."""
+        """Return the longest prefix on the device, by checking every length."""
         step = self.shape.alignment
         for length in range((len(request.text) - 1) // step * step, 0, -step):
             if all(
@@ -639,7 +635,7 @@ class World:
         first = group.first_needed_token(seen) // size
         table: list[DeviceBlockId | None] = []
         if group.kind is AttentionKind.RECURRENT:
-            end = seen  # The next block is allocated with the step.
+            end = seen  # the step will allocate the next block
         for position in range(-(-end // size)):
             if position < first:
                 table.append(NULL_BLOCK)
@@ -672,13 +668,13 @@ class World:
         return tuple(map(tuple, new))
 
     def _skip_to_end(self, request: Req, end: int) -> None:
-        """A recurrent group only needs the block in which a chunk ends."""
+        """Skip to the block in which the chunk ends; a recurrent group needs no other."""
         for group, table in zip(self.groups, request.tables, strict=True):
             if group.kind is AttentionKind.RECURRENT:
                 table += [NULL_BLOCK] * ((end - 1) // group.block_tokens - len(table))
 
     def _states(self, request: Req, end: int) -> Iterator[facts.StateHandedOff]:
-        """Yield the states that a chunk's forward pass will write. They have keys before the forward pass."""
+        """Yield the states that a chunk's forward pass will write. Their keys are known before the forward pass."""
         for group, table in zip(self.groups, request.tables, strict=True):
             at = end // group.block_tokens - 1
             is_kept = self.states_end is None or end in self.states_end
@@ -715,10 +711,10 @@ class World:
         request.computed = end
         self._name_blocks(request, states=False)
         if end == len(text):
-            request.text += "."  # The engine samples a new token.
+            request.text += "."
 
     def _name_blocks(self, request: Req, *, states: bool) -> None:
-        """Confirm computed and loaded blocks, and computed states that are kept."""
+        """Confirm computed and loaded blocks, and the computed states that are kept."""
         for group, table in zip(self.groups, request.tables, strict=True):
             if group.kind is AttentionKind.RECURRENT and not states:
                 continue
@@ -757,7 +753,7 @@ class World:
             self._load_ended(name, loaded=False)
 
     def _load_ended(self, name: str, *, loaded: bool) -> None:
-        """Handle the end of a load, which must be reported exactly once, even if its request has ended."""
+        """Handle the end of a load. Check that the end is reported exactly once, even for requests that have ended."""
         request = self.requests[name]
         assert request.state == "loading" or (request.state == "ended" and request.tables), name
         self.results.append((name, loaded))

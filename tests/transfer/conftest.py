@@ -1,4 +1,4 @@
-"""The emulated CUDA driver for the tests of this folder. It is built once, with gcc."""
+"""The emulated CUDA driver for the tests of this folder. gcc builds the driver once per session."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def cuda_library_path() -> Path:
 
 @pytest.fixture
 def emulator(cuda_library_path: Path) -> Iterator[Emulator]:
-    """Yield an emulator with two devices, whose streams run when the test decides."""
+    """Yield an emulator with two devices, whose streams run only when the test steps them."""
     emulator = Emulator(cuda_library_path)
     emulator.reset(stepped=True)
     yield emulator
-    emulator.reset(stepped=True)  # None of its threads runs on.
+    emulator.reset(stepped=True)  # stops the emulator's own threads

@@ -1,4 +1,4 @@
-"""Counts of a pump's work, read from its private state."""
+"""Counts of a pump's work, read from the pump's private state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvoffload.transfer.pump import TransferPump
 
 
 class CountedPump(TransferPump):
-    """A pump that counts its turns."""
+    """A pump that counts the turns of its coroutine."""
 
     turns = 0
 
@@ -24,11 +24,11 @@ class TransferStatistics:
     Args:
         wake_ups: turns of the coroutine; grows only while copies are pending or jobs arrive.
         open_jobs: jobs that have not ended.
-        queued_stores: stores of which a part has not been started.
-        pending_batches: batches that have not ended, without abandoned ones.
+        queued_stores: stores with a part that has not been started.
+        pending_batches: batches that have not ended, not counting abandoned ones.
         abandoned_batches: batches that were abandoned and have not ended.
         store_bytes_in_flight: bytes of the pending store batches.
-        store_bytes_bound: the current limit on these bytes.
+        store_bytes_bound: the current limit on `store_bytes_in_flight`.
     """
 
     wake_ups: int
@@ -41,7 +41,6 @@ class TransferStatistics:
 
 
 def statistics_of(pump: TransferPump) -> TransferStatistics:
-    """Return the current counts."""
     return TransferStatistics(
         wake_ups=pump.turns if isinstance(pump, CountedPump) else 0,
         open_jobs=len(pump._ledger),

@@ -1,4 +1,4 @@
-"""A fake CUDA device that runs its streams one operation at a time, when the test decides."""
+"""A fake CUDA device that runs its streams one operation at a time, when the test calls `run`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Stream:
 
 
 class FakeCuda:
-    """A fake device. Nothing runs before `run`, which stops at an event that has not passed."""
+    """A fake device. Operations run only in `run`, which stops at a wait for an event that has not passed."""
 
     slice_copies = 2048
 

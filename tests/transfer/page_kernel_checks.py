@@ -24,11 +24,11 @@ from kvoffload.transfer.cuda import page_kernel
 from kvoffload.transfer.runs import CopyRuns
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-PLACE = 5 * 1024  # bytes from the start of one run to the next, more than a run has
+PLACE = 5 * 1024  # bytes from the start of one run to the start of the next; every run is shorter
 DIRTY = 0xA5
 PROGRAMS = 32
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 103, 120)
-"""Compute capabilities, times ten, from Turing to Blackwell."""
+"""Compute capabilities from Turing to Blackwell, multiplied by ten."""
 
 SIZES = st.one_of(
     st.integers(1, 40), st.integers(1, PLACE - 64), st.sampled_from([16, 512, 1024, 4096, 4096 + 16, 4111])
@@ -40,7 +40,7 @@ SHIFTS = st.one_of(st.just(0), st.just(0), st.integers(0, 31))
 @settings(max_examples=10, deadline=None, database=None)
 @given(runs=st.lists(st.tuples(SIZES, SHIFTS, SHIFTS), max_size=70), order=st.randoms(use_true_random=False))
 def copies_every_byte_and_no_other(runs: list[tuple[int, int, int]], order: object) -> None:
-    """Runs have any size and alignment, and are scattered. The bytes between them stay unchanged."""
+    """Copy scattered runs of any size and alignment. Check that the bytes between the runs stay unchanged."""
     room = (len(runs) + 1) * PLACE
     source = np.random.default_rng(len(runs)).integers(0, 256, room, np.uint8)
     target, wanted = (np.full(room, DIRTY, np.uint8) for _ in range(2))
@@ -61,16 +61,18 @@ def copies_every_byte_and_no_other(runs: list[tuple[int, int, int]], order: obje
 
 
 def compiles_for(architecture: int) -> None:
-    """Accesses have 16 bytes or one byte, no register is spilled, and accesses that may be unaligned are guarded.
+    """Check that accesses have 16 bytes or one byte, that wide ones are guarded, and that no register is
+    spilled.
 
-    An access of 16 bytes to any other address is a fault of the device, and ends the engine.
+    An access of 16 bytes at an unaligned address is a device fault, which ends the engine.
     """
     made = compiled(architecture)
     found = re.findall(r"(@%p\d+ )?(ld|st)\.global\.(\S+)", made.asm["ptx"])
     assert {(way, width) for guard, way, width in found if guard} == {
         (way, width) for way in ("ld", "st") for width in ("v2.b64", "b8")
     }
-    assert {(way, width) for guard, way, width in found if not guard} == {("ld", "b64")}  # the descriptors
+    # only the descriptors are read without a guard
+    assert {(way, width) for guard, way, width in found if not guard} == {("ld", "b64")}
     assert accesses(made) == {
         *(f"{way}.E.{width}" for way in ("LDG", "STG") for width in ("128", "U8")),
         "LDG.E.64",
@@ -79,21 +81,21 @@ def compiles_for(architecture: int) -> None:
 
 
 def spills_are_noticed() -> None:
-    """A control: with too few registers the same kernel spills, and the check above detects this."""
+    """Compile the kernel with too few registers. Check that the resulting spills are detected."""
     starved = compiled(90, maxnreg=24)
     assert spilled_bytes(starved) > 0
     assert {"LDL", "STL"} <= {access.partition(".")[0] for access in accesses(starved)}
 
 
 def the_pause_assembles_for(architecture: int) -> None:
-    """The driver assembles `gpu-check`'s kernel when it loads it. Here NVIDIA's assembler does."""
+    """Assemble `gpu-check`'s pause kernel with NVIDIA's assembler; in use, the driver assembles it."""
     name = "ptxas-blackwell" if architecture >= 100 else "ptxas"
     command = [str(TOOLS / name), f"-arch=sm_{architecture}", str(PTX), "-o", "/dev/null"]
     subprocess.run(command, capture_output=True, check=True)
 
 
 def compiled(architecture: int, **options: int) -> CompiledKernel:
-    """Compile the kernel as its launch does. The device need not exist."""
+    """Compile the kernel as its launch does. No device is needed."""
     signature = {"descriptors": "*i64", "runs": "i32", "words": "constexpr"}
     constants = {"words": page_kernel._WORDS}
     aligned = {(0,): [["tt.divisibility", 16]]}
@@ -109,7 +111,7 @@ def accesses(made: CompiledKernel) -> set[str]:
 
 
 def spilled_bytes(made: CompiledKernel) -> int:
-    """Return a thread's bytes of stack and local memory, as reported by the object."""
+    """Return the bytes of stack and local memory that a thread needs, as the compiled object reports them."""
     used = dict(re.findall(r"\b(STACK|LOCAL):(\d+)", _inspected("cuobjdump", "-res-usage", made)))
     return int(used["STACK"]) + int(used["LOCAL"])
 

@@ -54,7 +54,8 @@ def main(library: Path) -> None:
     driver = NvidiaDriver("cuda:1", lambda: engine.stream)
     copier = CudaCopier(driver)
     crossover.SCRATCH_BYTES, crossover._REPEATS, crossover._LONGEST_S = 2**18, 1, 600.0
-    learn(copier, "cuda:1")  # This copies random bytes both ways, or finds no limits.
+    # The measurement checks copies of random bytes in both directions; it finds no limits if one is wrong.
+    learn(copier, "cuda:1")
     assert set(copier.kernel_below.values()) != {0}, copier.kernel_below
     launches = emulator.calls("cuLaunchKernelEx")
     assert launches
@@ -90,7 +91,7 @@ def main(library: Path) -> None:
 def load_many(emulator: Emulator) -> None:
     """Load more pieces than fit into the kernel's buffers.
 
-    The kernel makes all copies, with one launch per query in a hook.
+    Check that the kernel makes all copies, with one launch per query in a hook.
     """
     pieces, piece = 262_144, 16
     engine = Engine(emulator, device=1, blocks=pieces, pages=(piece,))
@@ -119,7 +120,7 @@ def load_many(emulator: Emulator) -> None:
 
 
 def check_gpu() -> None:
-    """Run the kernel like `kvoffload gpu-check`, which also writes its profile."""
+    """Run the kernel like `kvoffload gpu-check`, which also writes a profile of the run."""
     options = Options("cuda:1", size=1 << 20, repeats=1, host_bytes=1 << 30)
     found = {line.what: line for part in (copies.compared, copies.speeds) for line in part(options)}
     for way in ("loads", "stores"):

@@ -1,4 +1,4 @@
-"""A pump with fake surroundings, for the tests in this folder."""
+"""A pump with fake memory, copier, clock and executor."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ def _job(number: int, direction: Direction, slots: Sequence[int], blocks: Sequen
 
 
 class Rig:
-    """Eight device blocks of 96 bytes in two regions, sixteen slots in chunks of five, room for four blocks in flight.
+    """Eight device blocks of 96 bytes in two regions, sixteen slots in chunks of five, at most four blocks in
+    flight.
 
-    With `verify`, checksums are computed when the test calls `rig.reader.run_next()`. `memory` allocates the host
-    memory, by default at once.
+    With `verify`, checksums are computed when the test calls `rig.reader.run_next()`. `memory` allocates the
+    host memory, by default at once.
     """
 
     def __init__(
@@ -74,7 +75,6 @@ class Rig:
         return self.arena.pages(slot)[0].tobytes() + self.arena.pages(slot)[1].tobytes()
 
     def rot(self, slot: int, region: int = 0) -> None:
-        """Flip a bit in host memory."""
         self.arena.pages(slot)[region][7] ^= 1
 
     def reports(self) -> list[JobReport]:
@@ -100,7 +100,7 @@ class Rig:
 
 @asynccontextmanager
 async def running(rig: Rig) -> AsyncIterator[asyncio.Task[Any]]:
-    """Run the pump's coroutine. At the end, release open copies and stop it."""
+    """Run the pump's coroutine. At the end, end open copies and stop the coroutine."""
     await rig.arena.prepare()
     task = asyncio.create_task(rig.pump.run())
     await wait_all_blocked()

@@ -23,13 +23,13 @@ from tests.gates import ManualExecutor
 
 LAYOUT = FakeDevice(4, [4096, 1024]).layout
 CHUNK = 3 * LAYOUT.slot_bytes
-_NO_RESERVE = 0x4000  # Linux: do not reserve swap space for the mapping
+_NO_RESERVE = 0x4000  # Linux: reserve no swap space for the mapping
 
 pytestmark = pytest.mark.asyncio
 
 
 class CountingPin:
-    """Replaces a device's driver: records pinned memory, and refuses after `limit` registrations."""
+    """Replaces a device's driver. Records pinned memory, and refuses to pin more after `limit` registrations."""
 
     def __init__(self, limit: int = 1000) -> None:
         self.pinned: dict[int, int] = {}
@@ -59,11 +59,11 @@ async def test_ready_slots_grow_with_each_chunk() -> None:
     await task
     assert growth == [0, 3, 6, 8]
     assert arena.refusal is None
-    # Sizes are not rounded to powers of two.
+    # sizes are not rounded to powers of two
     assert sum(pin.pinned.values()) < 8 * LAYOUT.slot_bytes + 3 * 2 * 64
     arena.close()
     arena.close()
-    executor.release()  # Memory is released on its threads.
+    executor.release()  # memory is released on the executor's threads
     assert pin.pinned == {}
 
 
@@ -110,7 +110,7 @@ async def test_memory_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_growth_ends_where_others_would_be_left_too_little() -> None:
-    """Meanwhile another rank or engine uses the machine's memory."""
+    """While the arena grows, another rank or engine takes the machine's memory."""
     left_kib = [2**20, 2**20, 256 * 1024 + 1]
     pieces = iter(left_kib)
     allocator = MmapAllocator(
@@ -135,7 +135,7 @@ async def test_no_slots_at_all_is_legal() -> None:
 
 
 async def test_cancelling_while_a_chunk_is_made_loses_nothing() -> None:
-    """The thread cannot be stopped, so the chunk that it allocates must be released."""
+    """The thread that allocates the chunk cannot be stopped, so its chunk must be released."""
     executor, pin = ManualExecutor(), CountingPin()
     arena = Arena(LAYOUT, 8, MmapAllocator(executor, pin), chunk_bytes=CHUNK)
     task = asyncio.create_task(arena.prepare())
@@ -158,7 +158,7 @@ async def test_closing_while_a_chunk_is_made() -> None:
 
 
 class ChargingPin(CountingPin):
-    """Takes time on a fake clock for each byte, and is busy as often as the test says."""
+    """Pinning takes time on a fake clock for each byte. The test says how often the driver is busy."""
 
     def __init__(self, clock: FakeClock, bytes_per_second: float = CHUNK, busy: int = 0) -> None:
         super().__init__(limit=10**6)
@@ -185,7 +185,7 @@ async def test_a_bounded_part_is_made_at_the_start_and_the_rest_with_pauses() ->
     for _ in range(3):
         await wait_all_blocked()
         grown.append(arena.ready_slots)
-        await clock.advance(0.9)  # The last chunk took a second, so the pause is as long.
+        await clock.advance(0.9)  # the last chunk took a second, so the pause after it takes a second too
         grown.append(arena.ready_slots)
         await clock.advance(0.7)
     await clock.advance(2)
@@ -215,7 +215,7 @@ async def test_memory_that_is_busy_is_left_by_the_start_and_asked_for_again_late
 
 
 class TouchlessAllocator:
-    """Maps memory without touching it. Pinning takes the time of 10 GB/s."""
+    """Maps memory without touching the pages. Pinning takes as long as at 10 GB/s."""
 
     def __init__(self, clock: FakeClock) -> None:
         self._pin = ChargingPin(clock, 10e9)
@@ -225,7 +225,7 @@ class TouchlessAllocator:
         hold = [(ctypes.c_char * size).from_buffer(memory)]
         address = ctypes.addressof(hold[0])
         self._pin.register(address, size)
-        return HostChunk(address, size, hold.clear)  # The mapping ends with its last reference.
+        return HostChunk(address, size, hold.clear)  # dropping the last reference removes the mapping
 
 
 async def test_half_a_tebibyte_holds_the_start_up_for_seconds_and_no_step_waits_for_the_rest() -> None:
@@ -239,7 +239,7 @@ async def test_half_a_tebibyte_holds_the_start_up_for_seconds_and_no_step_waits_
     task = asyncio.create_task(arena.prepare(with_pauses=True))
     await asyncio.sleep(0)
     steps = 0
-    while not task.done():  # Between two chunks the loop is free.
+    while not task.done():  # the event loop runs between two chunks
         steps += 1
         await asyncio.sleep(0)
         clock.jump(0.01)
@@ -254,14 +254,14 @@ async def test_memory_stays_out_of_forked_children_and_core_dumps() -> None:
     await arena.prepare()
     address = int(arena.geometry.host_base[0, 0])
     maps = await asyncio.to_thread(Path("/proc/self/smaps").read_text)
-    # The kernel may merge the mapping with a neighbour that has the same flags.
+    # the kernel may have merged the mapping with a neighbour that has the same flags
     mappings = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags:(.*?)$", maps, re.M | re.S)
     (flags,) = (flags for first, end, flags in mappings if int(first, 16) <= address < int(end, 16))
     assert set(flags.split()) >= {"dc", "dd"}  # do not copy at a fork, do not dump
     child = os.fork()
     if child == 0:
         faulthandler.disable()
-        os._exit(ctypes.c_ubyte.from_address(address).value)  # Reading it ends the child by a signal.
+        os._exit(ctypes.c_ubyte.from_address(address).value)  # This access ends the child with a signal.
     _, status = await asyncio.to_thread(os.waitpid, child, 0)
     assert os.WIFSIGNALED(status)
     arena.close()
@@ -269,7 +269,7 @@ async def test_memory_stays_out_of_forked_children_and_core_dumps() -> None:
 
 @pytest.mark.full
 async def test_two_gibibytes_are_locked_and_given_back() -> None:
-    """Every page is present and locked, as after pinning. Limited by the system's limit on locked memory."""
+    """Check that every page is present and locked, as after pinning. The system limits the size of locked memory."""
     library = ctypes.CDLL(None, use_errno=True)
     executor = ManualExecutor(held=False)
 
@@ -302,7 +302,7 @@ def _lockable() -> int:
 
 
 async def test_a_slots_pages_are_read_and_written_in_the_order_of_the_regions() -> None:
-    """Consecutive regions with one page size are copied by one call, so the sizes change and repeat, across chunks."""
+    """Consecutive regions with equal page sizes are copied by one call, so the sizes here both change and repeat."""
     sizes = [96, 96, 40, 96, 40, 40]
     arena = Arena(
         FakeDevice(4, sizes).layout, 4, MmapAllocator(ManualExecutor(held=False)), chunk_bytes=3 * 408

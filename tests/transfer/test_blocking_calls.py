@@ -1,4 +1,4 @@
-"""Calls that may block, with the policies of a store and of a disk, on an executor that the test runs."""
+"""Calls that may block, with the settings for a store and for a disk, on an executor that the test runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KEY = BlockKey(b"a key")
 
 
 class Rig:
-    """The calls of one side, on an executor that the test runs."""
+    """The blocking calls of one side, on an executor that the test runs."""
 
     def __init__(self, executor: ManualExecutor | DaemonExecutor | None = None) -> None:
         self.clock = FakeClock()
@@ -66,7 +66,7 @@ class Rig:
         self.calls.poll()
 
     def pause(self) -> int:
-        """Let the store work again; return after how many seconds calls are made again."""
+        """Let the store work again; return how many seconds pass before calls are made again."""
         self.store.fails, seconds = False, 0
         while not self.calls.works:
             self.turn(1.0)
@@ -122,7 +122,7 @@ def test_failures_are_counted_by_kind() -> None:
     rig.calls.submit(raising(RemoteError("the test says so", RemoteFault.DENIED)), rig._ended)
     rig.calls.submit(raising(ValueError()), rig._ended)
     rig.turn()
-    rig.call()  # is never made
+    rig.call()  # this call is never made
     rig.calls.close()
     counted = {fault: number for fault, number in rig.calls.faults.items() if number}
     assert counted == {RemoteFault.OTHER: 2, RemoteFault.DENIED: 1}
@@ -171,7 +171,7 @@ def test_a_store_that_answers_probes_and_delivers_nothing_gets_one_call_between_
 
 
 def test_writes_that_are_answered_neither_hide_failing_reads_nor_end_the_trial() -> None:
-    """A store's master may answer alone that the value already exists."""
+    """A store's master may itself answer that the value already exists, even while reads fail."""
     rig = Rig()
     rig.open()
     pauses: list[int] = []
@@ -246,7 +246,7 @@ def test_a_connection_that_ends_opens_the_breaker_at_once_and_one_probe_makes_th
 
 
 def test_a_connection_may_take_longer_than_a_call() -> None:
-    """Meanwhile no second connection is made."""
+    """No second connection is made while the first is being made."""
     rig, gate, connect = Rig(DaemonExecutor("calls", 2)), ThreadGate(), Rig._connect
 
     def late() -> RemoteStore:
@@ -314,7 +314,7 @@ def test_a_hanging_call_fails_in_time_and_its_late_result_is_not_used() -> None:
 
 def test_a_client_that_panics_fails_its_call_at_once() -> None:
     class PanicError(BaseException):
-        """Like a panic in a Rust client."""
+        """Stands for a panic in a Rust client."""
 
     def panic(_: Call, __: RemoteStore) -> None:
         raise PanicError
@@ -360,7 +360,7 @@ def test_a_call_that_began_as_the_connection_was_closed_is_not_made(monkeypatch:
     rig.call()
 
     def close() -> float:
-        rig.calls.close()  # The thread has taken the call, but is not listed as active yet.
+        rig.calls.close()  # The thread has taken the call, but does not list the call as active yet.
         return 0.0
 
     monkeypatch.setattr(rig.calls, "_monotonic", close)
@@ -390,7 +390,7 @@ def test_the_exit_waits_once_for_all_calls_but_those_that_hang(monkeypatch: pyte
 def test_the_exit_waits_until_threads_of_a_client_have_left_python(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, pauses = ThreadGate(), list[int]()
     real = blocking_calls._foreign_threads
-    others = real()  # threads of the test runner
+    others = real()  # threads that the test runner had started
     monkeypatch.setattr(blocking_calls, "_foreign_threads", lambda: real() - others)
 
     def pause(_: float) -> None:
@@ -399,7 +399,7 @@ def test_the_exit_waits_until_threads_of_a_client_have_left_python(monkeypatch: 
 
     monkeypatch.setattr("time.sleep", pause)
     monkeypatch.setattr(blocking_calls, "_MADE", [Rig().calls])
-    # A client's own threads are not registered with `threading` either.
+    # `threading` does not know a client's own threads either
     _thread.start_new_thread(gate.arrive, ())
     gate.wait_for_arrivals(1)
     blocking_calls._exit()
@@ -408,7 +408,7 @@ def test_the_exit_waits_until_threads_of_a_client_have_left_python(monkeypatch: 
 
 
 class DiskRig:
-    """Calls to a disk whose operations are functions of the test."""
+    """Calls to a disk whose operations are functions given by the test."""
 
     def __init__(self, executor: ManualExecutor | DaemonExecutor | None = None) -> None:
         self.clock = FakeClock()
@@ -523,7 +523,7 @@ def test_a_calls_result_after_its_end_is_not_used() -> None:
 
 
 def call_and_wait(calls: BlockingCalls[Any], work: Callable[[Any], object]) -> Any:  # noqa: ANN401
-    """Return a call's result, or raise its error, as an engine with blocking hooks would."""
+    """Return a call's result or raise its error, as in an engine whose hooks block."""
     ended: list[Call] = []
     calls.submit(lambda _, resource: work(resource), ended.append)
     while not ended:

@@ -1,4 +1,4 @@
-"""Digests of slots: which changes they detect, and which changes a sample must detect."""
+"""Digests of slots: the changes that they detect, and the changes that a sample must detect."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def of(reader: SlotReader, *slots: int) -> list[int]:
 
 
 def spoil(arena: Arena, slot: int, region: int, start: int, count: int = 1) -> Callable[[], None]:
-    """Change bytes; return a function that restores them."""
+    """Change bytes of a slot's region; return a function that restores them."""
     page = arena.pages(slot)[region][start : start + count]
     before = bytes(page)
     page[:] = bytes(byte ^ 0x10 for byte in before)
@@ -117,7 +117,7 @@ def test_the_memory_that_slots_are_gathered_in_is_used_again() -> None:
 
 
 def test_more_slots_than_are_gathered_at_once() -> None:
-    """More than a mebibyte of pages, and more than four thousand lines."""
+    """The slots have more than a mebibyte of pages, and more than four thousand lines."""
     arena = arena_of([2**16, 2**16], slots=20)
     every = np.arange(20)
     assert of(GatheredSlots(arena), *every) == of(slots_in_place(arena), *every)

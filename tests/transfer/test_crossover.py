@@ -1,4 +1,6 @@
-"""The kernel gets the copies that it makes faster, as measured. After any failure, the copy engine makes all copies."""
+"""The kernel makes the copies for which it was measured to be faster. After any failure, the copy engine
+makes all copies.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ KIB = 1024
 
 
 class Device(FakeCuda):
-    """Runs enqueued operations when it is queried. The kernel's time for a piece depends only on its bytes."""
+    """Runs enqueued operations when queried. The kernel's time for a piece depends only on the piece's size."""
 
     def __init__(self, *, load_wins_from: int, store_wins_from: int) -> None:
         super().__init__()
@@ -115,7 +117,7 @@ def test_measuring_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_copies_that_cover_the_enqueueing_come_before_the_timed_ones() -> None:
-    """Otherwise, the time between the events would be that of the enqueuing thread."""
+    """Otherwise, the events would measure the time of the enqueuing thread."""
     device = Device(load_wins_from=0, store_wins_from=0)
     stream = device.stream(urgent=False)
     kinds: list[str] = []
@@ -131,13 +133,14 @@ def test_copies_that_cover_the_enqueueing_come_before_the_timed_ones() -> None:
         start = device.time
         runs = CopyRuns(*(np.zeros(0, np.int64) for _ in range(3)))
         timed = trial.seconds(Direction.LOAD, runs, by_kernel=False)
-    assert len(kinds) == 6 + 1  # half as long again as the previous enqueuing took
-    assert device.time - start == 6 + 1 + 2  # the copies, and an event before and after the timed copy
+    assert len(kinds) == 6 + 1  # six copies cover 1.5 times the previous enqueuing time
+    # six covering copies, the timed copy, and an event before and after it
+    assert device.time - start == 6 + 1 + 2
     assert timed == 1 + 1
 
 
 class Batch:
-    """A copier with known limits, and 40 copies of 64 bytes beside 2 of 4 KiB."""
+    """A copier with known limits, and a batch of 40 copies of 64 bytes and 2 copies of 4 KiB."""
 
     def __init__(self, below: int = KIB) -> None:
         self.cuda = FakeCuda()

@@ -1,4 +1,4 @@
-"""The order in which the CUDA copier enqueues, with a fake device that runs one operation at a time."""
+"""The order in which the CUDA copier enqueues operations, with a fake device that runs them one at a time."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_measured_time_leaves_out_the_wait() -> None:
     bench.cuda.run(bench.stores)
     assert ticket.copy_seconds is None
     ticket.query()
-    assert ticket.copy_seconds == 2.0  # the copy and the end event, one second each
+    assert ticket.copy_seconds == 2.0  # the copy and the end event take one second each
 
 
 def test_loads_and_stores_have_streams_of_their_own() -> None:
@@ -81,7 +81,7 @@ def test_only_a_fence_asks_for_the_current_stream() -> None:
 
 
 def test_a_refused_batch_fails_only_after_its_enqueued_copies() -> None:
-    """The driver may have accepted some of the copies, so their memory is not free before they have run."""
+    """The driver may have accepted some of the copies, so the batch's memory stays in use until they have run."""
     bench = Bench()
     bench.cuda.refuse_copy = True
     with capture_logs() as logs:

@@ -1,4 +1,4 @@
-"""On a CUDA device: every copy path moves exactly the right bytes, in order with the engine's kernels."""
+"""On a CUDA device: every copy path moves exactly the right bytes, in the right order with the engine's kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvoffload.transfer.runs import CopyRuns, merge_runs
 from tests.captured_logs import capture_logs
 from tests.gates import ManualExecutor
 
-# Warnings about Triton's own defaults.
+# warnings about Triton's own defaults
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TRITON_")]
 
 BLOCKS, SLOTS = 64, 96
@@ -34,7 +34,7 @@ def device_driver(batch_copies: str = "auto") -> NvidiaDriver:
 
 
 class Gpu:
-    """Two tensors on the device, one of them with padded pages, and an arena with pinned chunks."""
+    """Two device tensors, one of them with padded pages, and an arena with pinned chunks."""
 
     def __init__(self, *, batched: bool) -> None:
         wide = torch.randint(0, 256, (BLOCKS, 4096 + 512), dtype=torch.uint8, device="cuda")
@@ -80,17 +80,17 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
     if limits is BY_KERNEL:
         gpu.copier.use_kernel(limits)
         gpu.copier.kernel_below = limits
-        # This compiles the kernel, so that no test waits for the compilation.
+        # compiles the kernel, so that no later test waits for the compilation
         gpu.copy(Direction.LOAD, *pairs(9))
     gpu.copier.kernel_below = limits
     yield gpu
-    assert gpu.copier.kernel_below is limits  # the kernel is still in use
+    assert gpu.copier.kernel_below is limits
     gpu.close()
 
 
 def pairs(seed: int) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(seed)
-    # Some runs cross a chunk's end, others are scattered.
+    # Some runs cross the end of a chunk; the others are scattered.
     slots = np.concatenate((np.arange(30, 50), random.permutation(30)))
     return slots.astype(np.int64), np.arange(50, dtype=np.int64)
 
@@ -111,11 +111,11 @@ def test_a_round_trip_copies_every_byte_and_no_other(gpu: Gpu) -> None:
 
 def test_a_store_reads_the_forward_passs_writes(gpu: Gpu) -> None:
     slots, blocks = pairs(1)
-    torch.cuda._sleep(200_000_000)  # about 0.1 s, so that a copy that did not wait would be first
+    torch.cuda._sleep(200_000_000)  # about 0.1 s, so that a copy that does not wait would run first
     for tensor in gpu.tensors:
         tensor.fill_(7)
     ticket = gpu.start(Direction.STORE, slots, blocks)
-    assert ticket.query() is TicketState.PENDING  # The submission did not wait for the kernels.
+    assert ticket.query() is TicketState.PENDING  # the submission has not waited for the kernels
     wait_for(ticket)
     assert all(set(gpu.arena.pages(slot)[0].tobytes()) == {7} for slot in slots.tolist())
 
@@ -156,7 +156,7 @@ def test_another_thread_can_submit(gpu: Gpu) -> None:
 
 
 def test_the_kernel_copies_any_bytes_and_no_other() -> None:
-    """Runs of any length and alignment, in both directions, on the measurement's scratch memory."""
+    """Copy runs of any length and alignment, in both directions, within the measurement's scratch memory."""
     driver = device_driver()
     stream = driver.stream(urgent=False)
     driver.prepare_kernel(stream, 32)

@@ -1,4 +1,4 @@
-"""The shipped driver on the emulated libcuda: its calls, their order, and its handling of refusals."""
+"""The shipped driver on the emulated libcuda: which calls it makes, in which order, and how it handles refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PIECE = 64
 
 
 class Bench:
-    """One device, with `pieces` pieces of pinned host memory and of device memory."""
+    """One device, with `pieces` pieces of pinned host memory and as many pieces of device memory."""
 
     def __init__(
         self, emulator: Emulator, pieces: int = 5, device: int = 0, batch_copies: str = "auto"
@@ -57,7 +57,7 @@ class Bench:
 
 
 def elsewhere(act: Callable[[], T]) -> T:
-    """Run `act` on a thread that is new to the driver."""
+    """Run `act` on a thread that has not called the driver before."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(act).result()
 
@@ -77,12 +77,12 @@ def test_without_the_library_the_start_reports_it() -> None:
 @pytest.mark.parametrize(
     ("version", "architecture", "setting", "batches"),
     [
-        (12040, 90, "auto", False),  # the driver has no batches
+        (12040, 90, "auto", False),  # this driver has no batches
         (12040, 90, "on", False),
         (12080, 90, "auto", True),
-        (13000, 90, "auto", True),  # the older form is requested by number
+        (13000, 90, "auto", True),  # the older form of the call is requested by its version number
         (13000, 90, "off", False),
-        (13000, 100, "auto", False),  # large batches were reported to crash this device
+        (13000, 100, "auto", False),  # this device was reported to crash on large batches
         (13000, 120, "auto", False),
         (13000, 120, "on", True),
     ],
@@ -103,7 +103,7 @@ def test_batches_are_used_where_they_work(
 
 @pytest.mark.parametrize(("pieces", "calls"), [(512, 1), (513, 2), (262_144, 512)])
 def test_a_batch_goes_in_slices(emulator: Emulator, pieces: int, calls: int) -> None:
-    """Tens of thousands of copies in one call were reported to crash drivers."""
+    """Drivers were reported to crash when one call made tens of thousands of copies."""
     bench = Bench(emulator, pieces)
     bench.driver.copy(Direction.LOAD, bench.load, bench.driver.stream(urgent=True))
     assert emulator.calls("cuMemcpyBatchAsync") == calls
@@ -112,7 +112,7 @@ def test_a_batch_goes_in_slices(emulator: Emulator, pieces: int, calls: int) -> 
 
 
 def test_a_short_batch_is_enqueued_without_letting_another_thread_in(emulator: Emulator) -> None:
-    """If a thread released the GIL between the events, its wait for the GIL would be measured as copying."""
+    """If the thread released the GIL between the events, the time until it got the GIL back would count as copying."""
     bench = Bench(emulator, HELD_COPIES)
     copier = CudaCopier(bench.driver)
     before = emulator.calls("cuEventRecord"), emulator.calls("cuEventRecord", with_lock=True)
@@ -130,7 +130,7 @@ def test_a_long_batch_lets_the_engine_go_on(emulator: Emulator) -> None:
 
 
 SLICES = (("auto", "cuMemcpyBatchAsync", 1), ("off", "cuMemcpyAsync", 256))
-"""a setting, the call that it leads to, and how often a slice makes this call"""
+"""for each setting: the call used for copies, and how many such calls a slice makes"""
 
 
 @pytest.mark.parametrize(("setting", "call", "calls"), SLICES)
@@ -143,10 +143,10 @@ def test_of_a_large_load_the_engines_thread_enqueues_one_slice_at_a_time(
     ticket = copier.submit(Direction.LOAD, bench.load, (fence,))
     assert emulator.calls(call) == calls
     assert emulator.calls() - before <= calls + 8
-    emulator.step()  # This runs all enqueued operations, but the load has not ended.
+    emulator.step()  # This runs all enqueued operations, but they are only a part of the load.
     assert ticket.query() is TicketState.PENDING
     assert emulator.calls(call) == 2 * calls
-    while elsewhere(ticket.query) is TicketState.PENDING:  # the transfer coroutine continues
+    while elsewhere(ticket.query) is TicketState.PENDING:  # this thread stands for the transfer coroutine
         emulator.step()
     assert bench.has_arrived()
     assert emulator.races == 0
@@ -158,7 +158,7 @@ def test_of_a_large_load_the_engines_thread_enqueues_one_slice_at_a_time(
 def test_no_call_waits_for_a_stream_that_stands_behind_a_gate(
     emulator: Emulator, setting: str, way: Direction, pieces: int
 ) -> None:
-    """It would block the engine's thread for a forward pass and, with the GIL held, all other threads too."""
+    """Such a wait would block the engine's thread for a forward pass and, with the GIL held, all other threads too."""
     bench = Bench(emulator, pieces, batch_copies=setting)
     copier = CudaCopier(bench.driver)
     emulator.gate(bench.engine.stream)
@@ -172,13 +172,16 @@ def test_no_call_waits_for_a_stream_that_stands_behind_a_gate(
         while elsewhere(ticket.query) is TicketState.PENDING:
             emulator.step()
     assert emulator.waits_with_lock == 0
-    assert emulator.waits == 0 or setting == "auto"  # Beside running copies, a call without the GIL may wait.
+    # while copies run, a call that has released the GIL may have to wait for it
+    assert emulator.waits == 0 or setting == "auto"
     assert (emulator.races, emulator.wrong, bench.has_arrived()) == (0, 0, True)
 
 
 @pytest.mark.parametrize("setting", ["auto", "off"])
 def test_a_large_load_goes_on_although_later_loads_take_the_room(emulator: Emulator, setting: str) -> None:
-    """Later loads are not queried before this one has ended, so it must find out itself that they have ended."""
+    """Later loads are queried only after this one has ended, so this load must find out itself that they have
+    ended.
+    """
     bench = Bench(emulator, 5000, batch_copies=setting)
     copier = CudaCopier(bench.driver)
     ticket = copier.submit(Direction.LOAD, bench.load, (copier.fence(),))
@@ -196,7 +199,7 @@ def test_a_large_load_goes_on_although_later_loads_take_the_room(emulator: Emula
 def test_a_hooks_query_does_not_wait_for_what_the_coroutine_has_enqueued(emulator: Emulator) -> None:
     bench = Bench(emulator, 50_000)
     ticket = CudaCopier(bench.driver).submit(Direction.LOAD, bench.load, ())
-    emulator.set_depth(10**6)  # the coroutine's calls do not wait here
+    emulator.set_depth(10**6)  # so deep that the coroutine's calls do not wait
     elsewhere(ticket.query)
     emulator.set_depth(1024)
     ticket.query()
@@ -220,7 +223,7 @@ def test_r9_after_a_refused_slice_no_other_follows_and_those_before_end_first(em
     emulator.fail("cuMemcpyBatchAsync", 2, after=2)
     ticket = copier.submit(Direction.LOAD, bench.load, ())
     assert elsewhere(ticket.query) is TicketState.PENDING
-    assert emulator.calls("cuMemcpyBatchAsync") == 3  # Three of five slices were enqueued.
+    assert emulator.calls("cuMemcpyBatchAsync") == 3  # three of five slices were enqueued
     assert elsewhere(ticket.query) is TicketState.PENDING
     emulator.step()
     assert ticket.query() is TicketState.FAILED
@@ -316,7 +319,7 @@ def test_a_lost_device_ends_every_batch(emulator: Emulator, code: int) -> None:
         ticket.query()
     with pytest.raises(DeviceLost):
         copier.submit(Direction.LOAD, bench.load, ())
-    copier.close()  # This raises nothing.
+    copier.close()  # must raise nothing
 
 
 @pytest.mark.parametrize("code", [3, 201])
@@ -449,7 +452,7 @@ def test_pinning_that_meets_a_capture_is_busy_and_other_refusals_are_final(emula
 def test_memory_that_the_driver_does_not_release_stays_mapped(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device may still write there, so the addresses must not be reused."""
+    """The device may still write to this memory, so its addresses must not be reused."""
     kept: list[object] = []
     monkeypatch.setattr(host_memory, "_KEPT", kept)
     allocator = MmapAllocator(ManualExecutor(held=False), CudaPin(Bench(emulator).driver))
@@ -463,7 +466,7 @@ def test_memory_that_the_driver_does_not_release_stays_mapped(
 
 
 def test_pinned_memory_is_released_on_the_executors_threads(emulator: Emulator) -> None:
-    """A stopping engine does not wait for thousands of driver calls."""
+    """A stopping engine must not wait for thousands of driver calls."""
     executor = ManualExecutor(held=False)
     allocator = MmapAllocator(executor, CudaPin(Bench(emulator).driver))
     chunk = allocator._allocate(1 << 20)
@@ -482,4 +485,4 @@ def test_closing_destroys_streams_and_events(emulator: Emulator) -> None:
     copier.close()
     assert emulator.calls("cuStreamDestroy_v2") == 2
     emulator.step()
-    assert bench.has_arrived()  # Work on a stream runs to its end.
+    assert bench.has_arrived()  # work already enqueued on a stream still runs to its end

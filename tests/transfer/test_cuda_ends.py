@@ -1,4 +1,4 @@
-"""A worker's side stops while copies run on an emulated device. No memory is freed under a copy."""
+"""A worker's side stops while copies run on an emulated device. Check that no memory is freed while a copy uses it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RELEASES = ("cuMemHostUnregister", "cuMemFreeAsync", "cuStreamDestroy_v2", "cuEv
 
 
 def under_way(emulator: Emulator, patch: pytest.MonkeyPatch, seed: int) -> Life:
-    """Return a rank with loads and stores on the device, whose streams do not run."""
+    """Return a rank with pending loads and stores on a device whose streams are stopped."""
     life = Life(emulator, patch, seed)
     while not life.stored:
         life.step()
@@ -42,7 +42,7 @@ def under_way(emulator: Emulator, patch: pytest.MonkeyPatch, seed: int) -> Life:
 
 
 def count_ends(life: Life, pump: TransferPump) -> int:
-    """Return how many open jobs were reported as done, each once."""
+    """Check that each open job is reported once; return how many were reported as done."""
     report = pump.take_report()
     found = [(part.job, part.outcome) for part in report.jobs] if report is not None else []
     assert len({job for job, _ in found}) == len(found)
@@ -90,7 +90,7 @@ def test_the_coroutines_death_releases_nothing_and_the_hooks_see_its_copies_to_t
         life.portal.advance()
     assert pump._gone
     assert emulator.registrations == registered
-    life.step()  # Loads need no coroutine. A new store fails at once.
+    life.step()
     assert statistics_of(pump).pending_batches
     done = 0
     while life.open:
@@ -113,7 +113,7 @@ BLOCKS, PAGE = 512, 4096
 def test_a_fork_with_copies_running_touches_nothing_in_the_child_and_ends_both(
     cuda_library_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The child's device counts as lost, and the child keeps the memory that the parent's copies use."""
+    """The child treats its device as lost, and keeps the memory that the parent's copies use."""
     emulator = Emulator(cuda_library_path)
     emulator.reset(delay_us=3000)
     engine = Engine(emulator, blocks=BLOCKS, pages=(PAGE,))
@@ -136,7 +136,7 @@ def test_a_fork_with_copies_running_touches_nothing_in_the_child_and_ends_both(
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert outcomes == [CopyOutcome.DONE]
     side.close()
-    both = Barrier(2)  # When both copy threads of the portal meet here, unpinning has ended.
+    both = Barrier(2)  # When both copy threads of the portal have reached the barrier, unpinning has ended.
     wait([portal.executor.submit(both.wait) for _ in range(2)])
     portal.close()
     assert (emulator.registrations, emulator.races, emulator.faults) == (0, 0, 0), emulator.report
@@ -144,7 +144,7 @@ def test_a_fork_with_copies_running_touches_nothing_in_the_child_and_ends_both(
 
 
 def _child(emulator: Emulator, side: WorkerSide) -> int:
-    """Return 0 if the child has released nothing and reported no load as done."""
+    """Return 0 if the child has released no memory and reported no load as done."""
     registered = emulator.registrations
     copies = emulator.calls("cuMemcpyBatchAsync")
     report = side.take_report()

@@ -1,4 +1,4 @@
-"""A load of a hundred thousand blocks on an emulated device. The engine's thread enqueues only a part of it."""
+"""A load of a hundred thousand blocks on an emulated device. The engine's thread enqueues only a part of the load."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.cuda_emulator import Emulator, Engine
 from tests.runtime.manual_portal import ManualPortal
 
 BLOCKS, PAGE = 100_000, 64
-HOOK_CALLS = 20  # the most driver calls of one hook
+HOOK_CALLS = 20  # the maximum number of driver calls that one hook may make
 
 
 class LargeLoad:
-    """A worker's side with all blocks on the host, and a step that loads them to blocks that are not adjacent."""
+    """A worker's side with all blocks on the host, and a step that loads them to non-adjacent device blocks."""
 
     def __init__(self, emulator: Emulator, patch: pytest.MonkeyPatch) -> None:
         self.emulator = emulator
@@ -39,7 +39,6 @@ class LargeLoad:
         self.plan = TransferPlan(loads=(device_job(1, Direction.LOAD, slots, blocks),))
 
     def fill_host(self) -> np.ndarray:
-        """Fill the slots; return their contents."""
         (chunk,) = self.side.pump._arena._chunks
         memory = np.ctypeslib.as_array((ctypes.c_ubyte * (BLOCKS * PAGE)).from_address(chunk.address))
         memory[:] = np.random.default_rng(2).integers(0, 256, len(memory), np.uint8)

@@ -1,4 +1,6 @@
-"""The worker's side beside an engine on emulated devices: no race and no wrong byte, and broken rules are detected."""
+"""Runs the worker's side together with an engine on emulated devices. Checks that there are no races and no
+wrong bytes, and that broken rules are detected.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ def play(
     *,
     on_default_stream: bool = False,
 ) -> str:
-    """Run two devices in turns, with a random order of operations from the seed; return the problems."""
+    """Run two devices alternately, with a random order of operations from the seed; return the problems found."""
     emulator.reset(stepped=True, seed=seed)
     lives = [Life(emulator, patch, seed, device, on_default_stream=on_default_stream) for device in (0, 1)]
     for _ in range(steps):
@@ -204,7 +206,7 @@ def test_memory_that_is_unregistered_under_a_copy_is_reported(
 
     while not any(job.direction is Direction.STORE for job, _ in life.open.values()):
         life.step()
-    life.portal.advance()  # The coroutine has submitted it.
+    life.portal.advance()
     life.portal.advance()
     monkeypatch.setattr(TransferPump, "drain", no_drain)
     life.close()
@@ -219,7 +221,7 @@ def test_memory_that_is_unregistered_under_a_copy_is_reported(
 def test_r4_r5_r9_jobs_that_the_driver_refused_in_part_end_when_their_copies_have(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks and slots of failed jobs are reused at once, so copies already enqueued must have ended."""
+    """Blocks and slots of failed jobs are reused at once, so copies that were already enqueued must have ended."""
     life = Life(emulator, monkeypatch, 3)
     for number in range(80):
         emulator.limit_batches(1 if number % 3 == 0 else -1)
@@ -239,13 +241,13 @@ def test_r16_memory_of_a_copy_that_does_not_end_stays_registered(
         life.step()
         life.portal.advance()
     for _ in range(4):
-        life.portal.advance(1.0)  # the streams do not run
+        life.portal.advance(1.0)
         life.take()
     pump = life.side.pump
     assert statistics_of(pump).abandoned_batches
     life.close()
     assert emulator.registrations
-    emulator.step()  # The streams run again.
+    emulator.step()
     assert (emulator.races, emulator.faults) == (0, 0), emulator.report
 
 
@@ -284,7 +286,7 @@ def test_a_lost_device_is_reported_once_and_every_job_ends(
 def test_nothing_is_registered_between_registration_and_the_first_step(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM captures graphs during this time, and pinning on any thread may break them."""
+    """vLLM captures graphs during this time, and pinning on any thread may break the capture."""
     monkeypatch.setattr(worker_side, "_PINNING_S", 0.0)  # no memory is pinned at the start
     life = Life(emulator, monkeypatch, 1)
     before = emulator.registrations
@@ -293,7 +295,7 @@ def test_nothing_is_registered_between_registration_and_the_first_step(
     assert emulator.registrations == before
     assert life.engine.end_capture() == 0
     report = life.side.take_report()
-    assert report is None  # There is no slot yet, and more will follow, as at the beginning.
+    assert report is None  # nothing to report: as at the start, there is no slot yet, and more will follow
     life.side.begin_step(TransferPlan())
     life.portal.advance(5)
     report = life.side.take_report()
@@ -350,7 +352,7 @@ def test_pinning_during_a_capture_harms_nothing_where_its_thread_is_relaxed(
 
 
 def wait_of_loads(emulator: Emulator, patch: pytest.MonkeyPatch, *, takes_fence: bool) -> float:
-    """Return the median seconds from a step's beginning to the end of its load, beside forward passes of 10 ms."""
+    """Return the median seconds from a step's start to the end of its load, while forward passes take 10 ms each."""
     emulator.reset(stepped=True)
     life = Life(emulator, patch, 1)
     life.contents[0] = 5

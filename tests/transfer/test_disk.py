@@ -1,4 +1,4 @@
-"""Spills and fetches between real host memory and a real slot file, on threads under the test's control."""
+"""Spills and fetches between real host memory and a real slot file, on threads that the test controls."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from tests.gates import ManualExecutor, ThreadGate
 
 DONE, FAILED, CORRUPT = CopyOutcome.DONE, CopyOutcome.FAILED, CopyOutcome.CORRUPT
 PAGES = [640, 96, 5000]
-# Pages that are read and written in place, and hashed in pieces or whole.
+# Pages that are read and written in place, and hashed in pieces or as a whole.
 LONG_PAGES = [2**16 + 4096, 2**17 + 4096]
 TIMEOUT_S = 2.0
 RANK = 1
 
 
 class Opening:
-    """An opening whose file is already open."""
+    """An opening of the disk tier with a file that is already open."""
 
     def __init__(self, file: SlotFile) -> None:
         self.shape = file.shape
@@ -90,7 +90,7 @@ class Rig:
         self._jobs = 0
 
     def fill(self, slot: int, seed: int) -> bytes:
-        """Fill a host slot with random bytes; return all of them."""
+        """Fill a host slot with random bytes; return these bytes."""
         parts = [Random(seed * 10 + region).randbytes(size) for region, size in enumerate(self.pages)]
         for region, part in enumerate(parts):
             self.arena.pages(slot)[region][:] = part
@@ -135,7 +135,6 @@ def rig(tmp_path: Path) -> Rig:
 
 @pytest.fixture(params=[PAGES, LONG_PAGES], ids=["in a buffer", "in place"])
 def each(request: pytest.FixtureRequest, tmp_path: Path) -> Rig:
-    """Return a rig for pages of each size."""
     return Rig(tmp_path, ManualExecutor(held=False), pages=request.param)
 
 
@@ -151,7 +150,7 @@ def threaded(tmp_path: Path) -> Rig:
 
 def test_spilled_blocks_are_fetched_into_other_slots(each: Rig) -> None:
     rig = each
-    slots = [0, 4, 5, 11]  # slots of three chunks
+    slots = [0, 4, 5, 11]
     data = [rig.fill(slot, seed=slot) for slot in slots]
     spill = rig.spill(slots, [7, 0, 3, 1])
     report = rig.reports()[spill]
@@ -225,7 +224,7 @@ def test_r17_a_place_with_other_bytes_is_found_corrupt(each: Rig) -> None:
 
 
 def test_r17_bytes_of_another_block_are_found_corrupt(each: Rig) -> None:
-    """After a lost invalidation, the index names a block whose slot now has another block."""
+    """A lost invalidation leaves the index with a block whose slot now contains another block."""
     rig = each
     rig.fill(0, seed=0)
     first = rig.spill([0], [0])
@@ -315,7 +314,7 @@ def test_the_copy_time_of_a_job_is_from_its_first_call_to_its_last(held: Rig) ->
 
 
 def failing(rig: Rig, name: str, number: int) -> Callable[[], None]:
-    """Make a method of the file fail; return a function that ends this."""
+    """Make a method of the file fail; return a function that ends the failures."""
     real = getattr(rig.file, name)
 
     def fail(*_: object) -> None:
@@ -348,7 +347,7 @@ def test_a_failed_read_fails_its_job(rig: Rig) -> None:
 
 @pytest.fixture
 def gate(threaded: Rig) -> Iterator[ThreadGate]:
-    """Yield a gate at which every call of the file waits."""
+    """Yield a gate at which every call to the file waits."""
     gate = ThreadGate()
     for name in ("read", "write"):
         _hold(threaded.file, name, gate)
@@ -368,7 +367,6 @@ def _hold(file: SlotFile, name: str, gate: ThreadGate) -> None:
 
 
 def wait_for(rig: Rig, job: JobId) -> JobReport:
-    """Poll until a job on running threads has ended."""
     while job not in (found := rig.reports()):
         os.sched_yield()
     return found[job]
@@ -573,13 +571,13 @@ def test_r17_bytes_that_were_replaced_with_their_checksum_are_not_used_if_there_
     assert rig.slot(2) == was
     assert (rig.slot(3) == forged) is (
         key is None or rig.pages is LONG_PAGES
-    )  # The slot of a corrupt block is not used.
+    )  # the slot of a corrupt block is not used
 
 
 def test_r17_with_a_key_a_place_is_not_another_place_or_another_files(tmp_path: Path) -> None:
     rig, key = Rig(tmp_path, ManualExecutor(held=False), key=TierKey(bytes(32))), TierKey(bytes(32))
     for slot in (0, 1):
-        rig.fill(slot, seed=5)  # the same bytes
+        rig.fill(slot, seed=5)
     spill = rig.spill([0, 1], [0, 1])
     first, second = rig.reports()[spill].sums
     assert first != second

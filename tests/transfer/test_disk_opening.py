@@ -53,7 +53,7 @@ def test_a_fetch_from_a_store_may_be_cancelled_while_the_disk_opens(tmp_path: Pa
 
 
 class Pauses:
-    """Replaces the event of a disk that is never closed. Waiting for it takes no time."""
+    """Stands in for the event that is set when a disk closes. This event is never set, and waiting takes no time."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

@@ -1,4 +1,4 @@
-"""The device determines the copier and the memory. CUDA's modules are imported only for CUDA devices."""
+"""The device determines the copier and the memory. Modules for CUDA are imported only for CUDA devices."""
 
 from __future__ import annotations
 

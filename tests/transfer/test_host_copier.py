@@ -1,4 +1,4 @@
-"""The host copier's tickets report the truth, even if a copy or the executor fails."""
+"""The host copier's tickets report the right outcome, even if a copy or the executor fails."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_copies_are_quick_until_they_take_several_times_as_long_and_again_when_t
     for _ in range(7):
         copy(runs(4 * 2**20))
     assert "".join(ways) == "qqqpppq"
-    copy(runs(2**20))  # too small to show whether another thread wants the GIL
+    copy(runs(2**20))  # too short to show whether another thread wants the GIL
     copy(runs(4 * 2**20))
     assert "".join(ways) == "qqqpppq" + "qq"
 

@@ -1,4 +1,4 @@
-"""How many slots fit, and how much memory the machine has left."""
+"""How many slots fit, and how much memory the machine has available."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIB = 2**20
 
 
 def machine(**files: str) -> ReadText:
-    """Return a reader of kernel files. In names, a double underscore stands for a slash."""
+    """Return a reader of kernel files with these contents. In their names, a double underscore stands for a slash."""
     texts = {"/" + name.replace("__", "/").replace("DOT", "."): text for name, text in files.items()}
     return texts.get
 

@@ -1,4 +1,4 @@
-"""Host copies in pieces: loads are copied first, and a ticket covers all its pieces."""
+"""Host copies in pieces: loads are copied first, and a ticket ends when all its pieces have ended."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_load_that_comes_later_is_copied_before_the_rest_of_a_store() -> None:
     executor, loads = ManualExecutor(), list[HostTicket]()
 
     def arrive(runs: CopyRuns) -> None:
-        if not loads:  # This happens while the store's first piece is copied.
+        if not loads:  # this runs while the store's first piece is copied
             loads.append(queue.add(LOAD, runs_of(10, 10, start=500)))
 
     copied = Copied(arrive)
@@ -75,7 +75,7 @@ def test_a_load_that_comes_later_is_copied_before_the_rest_of_a_store() -> None:
     executor.run_next()
     assert copied.starts == [0, 500, 510, 10, 20]
     assert [store.query(), loads[0].query()] == [TicketState.DONE, TicketState.DONE]
-    executor.run_all()  # The calls that come too late find nothing.
+    executor.run_all()  # the remaining calls find no pieces
     assert len(copied.starts) == 5
 
 
@@ -91,7 +91,7 @@ def test_stores_leave_a_thread_to_loads() -> None:
     stores = [queue.add(STORE, runs_of(10, 10, start=start)) for start in (0, 100)]
     gate.wait_for_arrivals(1)
     load = queue.add(LOAD, runs_of(10, 10, start=500))
-    executor.submit(lambda: None).result(30)  # This runs after the load's calls, on the only free thread.
+    executor.submit(lambda: None).result(30)  # ends after the load's calls, on the only free thread
     assert load.query() is TicketState.DONE
     assert [store.query() for store in stores] == [TicketState.PENDING] * 2
     gate.open()
@@ -110,7 +110,7 @@ def test_one_batch_of_loads_is_copied_by_several_threads() -> None:
     executor = DaemonExecutor("test", 3)
     ticket = queue_with(executor, copied).add(LOAD, runs_of(*[10] * 8))
     gate.wait_for_arrivals(2)
-    executor.submit(lambda: None).result(30)  # The third thread is free.
+    executor.submit(lambda: None).result(30)  # shows that the third thread is free
     gate.open()
     wait_until(lambda: ticket.query() is TicketState.DONE)
     executor.shutdown()
@@ -125,7 +125,7 @@ def test_a_batch_fails_when_its_last_piece_has_ended_and_not_before() -> None:
         states.append(ticket._ended.__len__())
         if runs.source[0] == 0:
             raise OSError("torn")
-        assert ticket.query() is TicketState.PENDING  # The batch is pending although a piece has failed.
+        assert ticket.query() is TicketState.PENDING  # the batch is still pending although a piece has failed
 
     states: list[int] = []
     ticket = queue_with(executor, copy).add(LOAD, runs_of(10, 10))
@@ -159,7 +159,7 @@ def test_what_a_thread_has_taken_is_copied_though_the_executor_takes_no_more() -
     class Refuses(ManualExecutor):
         def submit(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]
             if queue._loads:
-                queue._serve()  # a thread that is still running
+                queue._serve()  # stands for a thread that is still running
             raise RuntimeError("shut down")
 
     copied = Copied()
@@ -169,6 +169,6 @@ def test_what_a_thread_has_taken_is_copied_though_the_executor_takes_no_more() -
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait until `holds` returns True, or the test's time limit ends."""
+    """Wait until `holds` returns True, or until the test's time limit."""
     while not holds():
         threading.Event().wait(0.001)

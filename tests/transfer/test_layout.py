@@ -1,4 +1,4 @@
-"""The addresses of blocks are derived from strides and offsets."""
+"""Block addresses are computed from strides and offsets."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_contiguous_tensor() -> None:
         torch.arange(60.0).reshape(5, 12)[1:],  # a storage offset
         torch.arange(60.0).reshape(5, 12)[::2],  # every other block
         torch.arange(120.0).reshape(5, 2, 3, 4).permute(0, 2, 1, 3),  # dimensions swapped within the page
-        torch.arange(20.0).reshape(1, 5, 4).expand(1, 5, 4),  # a single block
+        torch.arange(20.0).reshape(1, 5, 4).expand(1, 5, 4),
         torch.arange(24, dtype=torch.bfloat16).reshape(2, 1, 12),
     ],
 )
@@ -53,7 +53,7 @@ def test_padding_is_not_part_of_the_page() -> None:
 @pytest.mark.parametrize(
     ("tensor", "reason"),
     [
-        # Keys and values are separate: dimension 1 counts the blocks.
+        # Keys and values are separate: the blocks are in dimension 1.
         (torch.zeros(2, 4, 8).transpose(0, 1), "not contiguous"),
         (torch.zeros(4, 8)[:, ::2], "not contiguous"),
         (torch.zeros(4, 8).expand(3, 4, 8), "overlap"),

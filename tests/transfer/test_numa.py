@@ -1,4 +1,4 @@
-"""Host memory is first touched by a thread on the GPU's node. If that is refused, it is allocated all the same."""
+"""A thread on the GPU's NUMA node touches host memory first. If that is refused, the memory is still allocated."""
 
 from __future__ import annotations
 

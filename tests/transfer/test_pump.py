@@ -1,4 +1,4 @@
-"""The pump without faults: order, limits, merging, reports, and no activity at rest."""
+"""The pump without faults: order, limits, merging, reports, and no activity when idle."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_a_load_is_submitted_on_the_spot_and_all_of_a_step_in_one_batch() 
     rig.pump.submit_loads([load(1, [1, 2], [1, 2]), load(2, [3], [3])])
     (ticket,) = rig.copier.tickets
     assert ticket.direction is Direction.LOAD
-    assert ticket.runs.size.tolist() == [3 * 64, 3 * 32]  # merged across jobs too
+    assert ticket.runs.size.tolist() == [3 * 64, 3 * 32]  # also merges copies of different jobs
     assert ticket.fences == (1,)
     ticket.finish()
     assert rig.outcomes() == {1: DONE, 2: DONE}
@@ -59,7 +59,7 @@ async def test_the_fence_is_recorded_when_jobs_are_handed_in() -> None:
     assert (rig.copier.fences, rig.copier.tickets) == (2, [])
     async with running(rig):
         (ticket,) = rig.copier.tickets
-        assert ticket.fences == (1, 2)  # a shared batch waits for both fences
+        assert ticket.fences == (1, 2)  # a batch shared by two jobs waits for both fences
 
 
 async def test_the_coroutine_does_not_sleep_between_parts_of_a_batch() -> None:
@@ -74,7 +74,7 @@ async def test_the_coroutine_does_not_sleep_between_parts_of_a_batch() -> None:
             return query()
 
         ticket.query = start_a_part  # type: ignore[method-assign]
-        await wait_all_blocked()  # no time passes
+        await wait_all_blocked()  # waits without letting time pass
         assert rig.copier.slices == 50
 
 
@@ -99,7 +99,7 @@ async def test_stores_in_flight_stay_under_their_bound_and_a_long_job_is_cut() -
         rig.copier.tickets[0].finish()
         await rig.clock.advance(0.1)
         assert rig.outcomes() == {}
-        # The third batch contains the rest of one job and the beginning of the next.
+        # the third batch contains the end of one job and the beginning of the next
         assert [ticket.runs.total_bytes for ticket in rig.copier.tickets] == [192, 192, 192]
         rig.copier.release()
         await rig.clock.advance(0.1)
@@ -175,7 +175,7 @@ async def test_the_hook_does_not_wait_for_the_coroutine() -> None:
     async with running(rig):
         rig.pump.submit_loads([load(1, [1], [1])])
         rig.copier.tickets[0].finish()
-        with rig.pump._reaping:  # The coroutine holds this lock on its thread.
+        with rig.pump._reaping:  # The coroutine's thread holds this lock.
             rig.pump.poll()
             rig.pump.submit_loads([load(2, [2], [2])])
             rig.pump.submit_stores([store(3, [3], [3])])
@@ -195,7 +195,7 @@ async def test_a_report_contains_only_news() -> None:
         assert rig.has_work
         rig.copier.tickets[0].finish()
         rig.pump.poll()
-        assert rig.has_work  # The report was not taken yet.
+        assert rig.has_work
         report = rig.pump.take_report()
         assert report is not None
         assert [job.job for job in report.jobs] == [1]
@@ -252,11 +252,12 @@ async def test_ready_slots_are_reported_as_they_grow() -> None:
     reported = [(report.ready_slots, report.is_growing) for report in iter(rig.pump.take_report, None)]
     assert reported == [(16, False)]
     await rig.pump.close()
-    assert rig.pump.take_report() is None  # The number never decreases, even after the memory is freed.
+    # the reported number never decreases, even after the memory is freed
+    assert rig.pump.take_report() is None
 
 
 async def test_reports_say_whether_more_slots_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused memory ends the growth, which is also reported."""
+    """When memory is refused, the growth ends, and this is also reported."""
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError(12, "Cannot allocate memory")
@@ -265,7 +266,7 @@ async def test_reports_say_whether_more_slots_are_on_their_way(monkeypatch: pyte
     rig = Rig(memory=memory)
     growth = asyncio.create_task(rig.arena.prepare())
     await wait_all_blocked()
-    assert rig.pump.take_report() is None  # the state that is assumed before the first report
+    assert rig.pump.take_report() is None  # this state is assumed before the first report
     reported = []
     for chunk in range(2):
         if chunk:
@@ -282,7 +283,7 @@ async def test_reports_say_whether_more_slots_are_on_their_way(monkeypatch: pyte
 
 
 class PolledLock:
-    """A pump's lock. Whenever the coroutine has released it, the hook polls."""
+    """A pump's lock that polls the pump each time it is released, as a hook on another thread could."""
 
     def __init__(self, pump: TransferPump) -> None:
         self._pump, self._lock = pump, Lock()
@@ -297,7 +298,9 @@ class PolledLock:
 
 
 async def test_an_end_that_the_hook_notices_just_after_a_turn_leaves_no_store_behind() -> None:
-    """Regression: the coroutine checked for work only after the hook could poll, and slept while stores were queued."""
+    """Regression: the coroutine checked for work only after the hook could poll, and slept while stores were
+    queued.
+    """
     rig = Rig(blocks_in_flight=4)
     rig.copier.release()
     async with running(rig):

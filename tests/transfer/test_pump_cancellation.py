@@ -1,4 +1,4 @@
-"""If cancelled at any await, the pump waits for started copies, and holds nothing afterwards."""
+"""If cancelled at any await, the pump waits for started copies and then releases everything."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ async def test_cancelled_with_copies_pending_it_waits_for_them() -> None:
         with capture_logs():
             task.cancel()
             await rig.clock.advance(1.0)
-            assert not task.done()  # three batches run
+            assert not task.done()
             for ticket in rig.copier.open_tickets:
                 ticket.finish()
             await rig.clock.advance(1.0)
         assert task.cancelled()
-        assert len(rig.copier.tickets) == 3  # No further batch was started.
+        assert len(rig.copier.tickets) == 3
         assert rig.outcomes() == {1: FAILED, 2: FAILED, 3: DONE}
         rig.assert_nothing_held()
 
@@ -74,9 +74,10 @@ async def test_cancelled_by_a_scope_that_cancels_at_every_await_it_does_not_spin
         group.start_soon(rig.pump.run)
         await wait_all_blocked()
         group.cancel_scope.cancel()
-        ticker = asyncio.create_task(pass_time())  # not in the group, because the clock must continue
+        # not part of the task group, because the clock must continue after the cancellation
+        ticker = asyncio.create_task(pass_time())
     await ticker
-    assert rig.copier.tickets[0].queries < 150  # 0.5 s in pauses of 5 ms, and a few shorter ones
+    assert rig.copier.tickets[0].queries < 150  # 0.5 s in pauses of 5 ms, and some shorter pauses
     assert rig.outcomes() == {1: DONE}
     rig.assert_nothing_held()
 

@@ -1,4 +1,6 @@
-"""A pump with checksums: no copy is reported before its checksums were computed, and no corrupt block as loaded."""
+"""A pump with checksums: copies are reported only after their checksums are known, and corrupt blocks never
+count as loaded.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ VERIFY = ["sample", "full"]
 
 
 async def stored(rig: Rig, slots: list[int], blocks: list[int], number: int = 1) -> None:
-    """Let a store and its checksums end. Hold later work of the copier and the reader."""
+    """Store blocks and compute their checksums. Later work of the copier and the reader is held."""
     rig.copier.release()
     rig.pump.submit_stores([store(number, slots, blocks)])
     await rig.clock.advance(0.01)
@@ -149,7 +151,7 @@ async def test_the_bound_on_stores_counts_no_copy_that_ended_after_it_was_abando
             assert statistics_of(rig.pump).store_bytes_in_flight == 4 * 96
             rig.copier.release()
             await rig.clock.advance(TIMEOUT_S / 2)
-            assert rig.reader.waiting == 4  # two blocks each
+            assert rig.reader.waiting == 4
             assert statistics_of(rig.pump).store_bytes_in_flight == 4 * 96
             rig.reader.release()
             await rig.clock.advance(TIMEOUT_S)
@@ -237,7 +239,7 @@ async def test_memory_is_kept_while_a_reading_may_touch_it() -> None:
 
 
 async def test_loads_are_checked_when_the_coroutine_is_gone() -> None:
-    """In this case only the hook polls."""
+    """Without the coroutine, only the hook polls."""
     rig = Rig(verify="full")
     await rig.arena.prepare()
     rig.copier.release()
@@ -246,5 +248,5 @@ async def test_loads_are_checked_when_the_coroutine_is_gone() -> None:
         rig.pump.submit_loads([load(1, [1], [5])])
         assert rig.outcomes() == {}
         rig.reader.run_all()
-        assert rig.outcomes() == {1: CORRUPT}  # It was never stored.
+        assert rig.outcomes() == {1: CORRUPT}
     rig.assert_nothing_held()

@@ -89,7 +89,7 @@ async def test_only_a_job_of_wrong_types_fails() -> None:
 
 
 async def test_a_slot_that_is_not_ready_yet_is_refused() -> None:
-    rig = Rig()  # the arena was not prepared
+    rig = Rig()
     with capture_logs():
         rig.pump.submit_loads([load(1, [0], [0])])
     assert rig.outcomes() == {1: FAILED}
@@ -104,8 +104,9 @@ async def test_when_one_part_of_a_store_fails_the_rest_is_not_started() -> None:
         with capture_logs():
             first.fail()
             await rig.clock.advance(0.1)
-        assert rig.outcomes() == {}  # The job's second part still runs.
-        assert rig.copier.tickets[2].runs.total_bytes == 96  # the next job, not the rest of this one
+        assert rig.outcomes() == {}  # the job's second part is still running
+        # the next job; the rest of this job is not copied
+        assert rig.copier.tickets[2].runs.total_bytes == 96
         second.finish()
         assert rig.outcomes() == {1: FAILED}
         rig.copier.release()
@@ -135,7 +136,7 @@ async def test_a_copy_that_never_ends_is_abandoned_and_blocks_nothing() -> None:
         rig.pump.submit_stores([store(1, [1], [1]), store(2, [2], [2])])
         rig.pump.submit_loads([load(3, [3], [3])])
         await wait_all_blocked()
-        assert len(rig.copier.tickets) == 2  # the second store has no room
+        assert len(rig.copier.tickets) == 2  # the second store has to wait
         with capture_logs() as logs:
             await rig.clock.advance(TIMEOUT_S + 1)
         assert [entry["event"] for entry in logs] == ["copy_abandoned", "copy_abandoned"]
@@ -146,7 +147,7 @@ async def test_a_copy_that_never_ends_is_abandoned_and_blocks_nothing() -> None:
         assert (now.abandoned_batches, now.open_jobs, now.store_bytes_in_flight) == (2, 2, 0)
         assert not rig.has_work
         await rig.clock.advance(3600)
-        assert statistics_of(rig.pump).wake_ups == now.wake_ups  # not even polled
+        assert statistics_of(rig.pump).wake_ups == now.wake_ups  # the pump does not even poll
 
 
 async def test_an_abandoned_copy_that_ends_late_is_reported() -> None:
@@ -158,7 +159,7 @@ async def test_an_abandoned_copy_that_ends_late_is_reported() -> None:
             asked = rig.copier.tickets[0].queries
             for _ in range(100):
                 assert rig.outcomes() == {}
-            assert rig.copier.tickets[0].queries <= asked + 1  # rarely queried
+            assert rig.copier.tickets[0].queries <= asked + 1
             rig.copier.tickets[0].finish()
             rig.clock.jump(TIMEOUT_S)
             assert rig.outcomes() == {1: DONE}
@@ -188,7 +189,7 @@ async def test_when_the_coroutine_dies_the_hook_does_its_work() -> None:
         assert rig.outcomes() == {3: FAILED}
         rig.pump.submit_loads([load(4, [4], [4])])
         rig.copier.tickets[1].finish()
-        assert rig.outcomes() == {4: DONE}  # loads never need the coroutine
+        assert rig.outcomes() == {4: DONE}
         rig.assert_nothing_held()
 
 
@@ -206,7 +207,7 @@ async def test_when_the_loop_has_ended_the_hook_fails_waiting_jobs() -> None:
 
 
 async def test_a_loop_that_is_closed_under_the_coroutine_is_noticed() -> None:
-    """A coroutine that is dropped unfinished gets neither an error nor a cancellation."""
+    """A coroutine that is dropped unfinished receives neither an error nor a cancellation."""
     rig = Rig()
     await rig.arena.prepare()
     with capture_logs():
@@ -224,7 +225,7 @@ def run_and_drop(rig: Rig) -> None:
     loop = asyncio.new_event_loop()
 
     async def one_turn() -> None:
-        coroutine.send(None)  # up to its first wait
+        coroutine.send(None)
 
     loop.run_until_complete(one_turn())
     loop.close()
@@ -232,7 +233,9 @@ def run_and_drop(rig: Rig) -> None:
 
 
 async def test_a_job_cannot_be_stranded_between_its_acceptance_and_the_death_of_the_coroutine() -> None:
-    """The hook checks that the coroutine runs, then appends the job. In between, the coroutine may die."""
+    """The hook checks that the coroutine runs, then appends the job. The coroutine may die between these two
+    actions.
+    """
     rig = Rig()
     await rig.arena.prepare()
     rig.pump.submit_stores([store(1, [1], [1])])

@@ -49,7 +49,7 @@ moves = st.lists(
 
 
 class Life:
-    """A pump and its jobs, with or without checksums, whose computation is also held."""
+    """A pump with jobs. If checksums are on, the test also holds their computation."""
 
     def __init__(self, verify: str) -> None:
         self.rig = Rig(blocks_in_flight=3, verify=verify)
@@ -130,7 +130,7 @@ def test_property_every_job_ends_once_and_nothing_stays_held(
             life.rig.reader.release()
             await life.rig.clock.advance(3 * TIMEOUT_S)
             life.look()
-            life.look()  # This includes checksums that started in the previous poll, for abandoned copies.
+            life.look()  # includes checksums of abandoned copies, which the previous poll started
             assert dict(life.reported) == dict.fromkeys(life.asked, 1)
             life.rig.assert_nothing_held()
             assert not task.done()
@@ -156,7 +156,7 @@ def test_property_a_cancelled_pump_reports_every_job_once(
             life.rig.reader.release()
             await life.rig.clock.advance(3 * TIMEOUT_S)
             life.look()
-            life.look()  # This includes checksums that started in the previous poll, for abandoned copies.
+            life.look()  # includes checksums of abandoned copies, which the previous poll started
             assert task.done()
             assert dict(life.reported) == dict.fromkeys(life.asked, 1)
             life.rig.assert_nothing_held()
@@ -203,7 +203,7 @@ def test_property_a_load_is_done_exactly_if_its_bytes_are_those_that_were_stored
 
 @pytest.fixture
 def eager_switches() -> Iterator[None]:
-    """Let threads interrupt each other as often as possible."""
+    """Let the interpreter switch threads as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield

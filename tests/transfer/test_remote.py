@@ -120,7 +120,7 @@ def test_r17_bytes_that_are_not_the_blocks_do_not_come_near_a_host_slot(
 def test_r17_a_put_that_was_ended_before_it_read_its_slots_writes_nothing(
     verify: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By then, other blocks may be in the slots, with other checksums."""
+    """When the put runs, the slots may contain other blocks, with other checksums."""
     rig, ended = Rig(verify), list[JobReport]()
     rig.fill(0)
 
@@ -272,7 +272,7 @@ def test_r17_engines_with_and_without_a_key_or_with_another_use_nothing_of_each_
 def test_r17_what_is_written_to_the_stores_memory_after_a_check_is_not_used_if_there_is_a_key(
     key: TierKey | None, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mooncake lets other machines write to it."""
+    """Mooncake lets other machines write to this memory."""
     rig, memory, real = Rig(key=key), list[memoryview](), getattr(remote, call)
     monkeypatch.setattr(rig.store, "register", memory.append)
 

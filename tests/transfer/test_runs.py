@@ -1,4 +1,4 @@
-"""Merged copies move the same bytes as copying block by block, and there are as few as possible."""
+"""Merged copies move the same bytes as copies of single blocks, and their number is minimal."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def cases(draw: st.DrawFn) -> Case:
     padding = draw(st.lists(st.sampled_from([0, 0, 1, 64]), min_size=regions, max_size=regions))
     blocks, slots = draw(st.integers(1, 24)), draw(st.integers(1, 24))
     count = draw(st.integers(1, min(blocks, slots)))
-    # Half of the numbers are in order, so that some copies can be merged.
+    # Half of the lists are sorted, so that some copies can be merged.
     order = st.one_of(st.just(False), st.just(True))
     chosen = [
         sorted(picked) if draw(order) else picked
@@ -159,7 +159,7 @@ def test_short_pieces_of_many_lengths_and_nothing_beside_them(page: int, arena_i
     pages = 12 * 2**20 // page
     source, target = (draw.integers(0, 256, (pages, page), np.uint8) for _ in range(2))
     expected = target.copy()
-    lengths = draw.integers(1, 3, pages // 4)  # in pages; most lengths are 1
+    lengths = draw.integers(1, 3, pages // 4)  # in pages; most runs have one page
     starts = np.cumsum(lengths) - lengths
     order = draw.permutation(len(lengths))
     places = np.cumsum(lengths[order]) - lengths[order] + pages // 3

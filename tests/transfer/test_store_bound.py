@@ -1,4 +1,4 @@
-"""The limit on stores in flight falls when stores meet a load or run slowly, and rises again."""
+"""The limit on stores in flight falls when stores overlap with a load or run slowly, and rises again afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CEILING, FLOOR, STEP = 64 * MIB, 8 * MIB, 8 * MIB
 
 
 class Flow:
-    """Ends one batch of 8 MiB per second. Its copies have 64 KiB each."""
+    """Ends one batch of 8 MiB per second, whose copies have 64 KiB each."""
 
     def __init__(self, ceiling: int = CEILING, slot_bytes: int = MIB) -> None:
         self.queue = StoreQueue(ceiling, slot_bytes)
@@ -79,10 +79,12 @@ def test_short_copies_are_not_measured_by_long_ones_nor_small_batches_at_all() -
 
 
 def test_a_wait_for_the_interpreters_lock_in_a_long_batchs_time_cuts_nothing() -> None:
-    """Between the calls for a batch of many copies, its thread may wait for the GIL, and the device with it."""
+    """Between the driver calls for a batch of many copies, the thread may wait for the GIL, and the device
+    waits for the thread.
+    """
     flow = Flow()
     assert [flow.end(gb_s, piece=4096) for gb_s in (10.0, 1.0)] == [CEILING, CEILING]
-    assert flow.end(0.5, piece=4096) == 32 * MIB  # No wait for the GIL takes that long.
+    assert flow.end(0.5, piece=4096) == 32 * MIB  # no wait for the GIL takes that long
 
 
 def test_an_unmeasured_duration_says_nothing() -> None:
@@ -99,9 +101,9 @@ def test_a_ceiling_of_a_few_blocks_is_its_own_floor(blocks: float) -> None:
 
 @pytest.mark.asyncio
 async def test_stores_that_met_a_load_hold_back_until_it_is_over() -> None:
-    """Four batches of two blocks fit.
+    """Four batches of two blocks fit into the limit.
 
-    While a load is pending they shrink, and some batches later they are large again.
+    The batches are small while a load is pending. Some batches after the load, they are large again.
     """
     rig = Rig(blocks_in_flight=8, slots=200)
     async with running(rig):
@@ -124,7 +126,7 @@ async def test_stores_that_met_a_load_hold_back_until_it_is_over() -> None:
             rig.copier.open_tickets[0].finish()
             await rig.clock.advance(0.01)
         assert statistics_of(rig.pump).store_bytes_bound == 8 * 96
-        # The queue has enough stores to fill the limit.
+        # enough stores are queued to fill the limit
         assert statistics_of(rig.pump).store_bytes_in_flight == 8 * 96
         rig.copier.release()
         await rig.clock.advance(0.1)
@@ -146,7 +148,7 @@ async def test_a_failed_batch_says_nothing_of_the_way() -> None:
 
 @pytest.mark.asyncio
 async def test_a_report_contains_the_limit_on_stores() -> None:
-    """Of four blocks in flight, two are left after a store has met a load."""
+    """The limit falls from four blocks to two after a store has overlapped with a load."""
     rig = Rig(blocks_in_flight=4)
     async with running(rig):
         rig.pump.submit_loads([load(0, [0], [0])])
