@@ -1,4 +1,6 @@
-"""Compares prompts that return after a restart: read from kvoffload's disk, read by vLLM's `fs` tier, or computed.
+"""Compares prompts that return after a restart: read from our disk, by two tiers below vLLM's connector, or computed.
+
+The tiers are vLLM's `fs` tier and ours.
 
 Every engine is a stock vLLM with the same model and the same host memory, which is too small for all prompts.
 The first engine on a folder serves prompts that do not return, and each returning prompt twice. In each later
@@ -26,7 +28,7 @@ from tests.bench.results import add_output_arguments, give_out
 from tests.bench.vllm_engines import kv_transfer, require_vllm
 from tests.vllm.stock import checkpoints, engines
 
-OURS, FS, NONE = "kvoffload", "fs tier", "no connector"
+OURS, FS, TIER, NONE = "kvoffload", "fs tier", "our tier", "no connector"
 LARGER = {
     "hidden_size": 512,
     "intermediate_size": 1536,
@@ -72,8 +74,13 @@ class Size:
         disk = {"disk_path": str(folder), "disk_bytes": 2 * host}
         if name == NONE:
             return {}
-        ours = kv_transfer("KVOffloadConnector", host_bytes=host, **disk)
-        return {"kv_transfer_config": ours if name == OURS else fs_peer.kv_transfer(host, folder)}
+        if name == OURS:
+            return {"kv_transfer_config": kv_transfer("KVOffloadConnector", host_bytes=host, **disk)}
+        tier: dict[str, object] | None = None
+        if name == TIER:  # it writes every block, as the `fs` tier does
+            tier = {"type": "KVOffloadTier", "module_path": "kvoffload_vllm.secondary_tier"}
+            tier |= {**disk, "disk_bytes": 4 * host}
+        return {"kv_transfer_config": fs_peer.kv_transfer(host, folder, tier)}
 
 
 @dataclass
@@ -146,6 +153,9 @@ class Side:
             connector = engines.scheduler_of(llm).connector
             while self.name == OURS and not connector.offload.core.state.disk.is_open:
                 serve(llm, [1, 2, 3])
+            if self.name == TIER:
+                (tier,) = connector.connector_scheduler.manager.secondary_tiers
+                assert tier._cache.wait_open(60.0)
             yield llm
         self.written += moved("write_bytes") - before
 
@@ -195,24 +205,25 @@ def draw_prompts(size: Size, count: int, seed: int = 0) -> list[list[int]]:
 
 
 def play(root: Path, size: Size, turns: int, count: int) -> list[Side]:
-    """Fill both disks, then run the engines one after the other in each turn, in a different order each turn."""
+    """Fill the disks, then run the engines one after the other in each turn, in a different order each turn."""
     checkpoint = checkpoints.make("qwen3", root / "model", **size.shape)
-    sides = [Side(name, root / name, checkpoint, size) for name in (NONE, OURS, FS)]
+    sides = [Side(name, root / name, checkpoint, size) for name in (NONE, OURS, FS, TIER)]
     prompts = draw_prompts(size, count)
     for side in sides[1:]:
         side.fill(prompts, draw_prompts(size, count, seed=1))
     for turn in range(turns):
-        for side in sides[turn % 3 :] + sides[: turn % 3]:
+        for side in sides[turn % 4 :] + sides[: turn % 4]:
             side.return_to(prompts)
         prompts = [prompts[-1], *prompts[:-1]]
     return sides
 
 
 def lines(sides: Sequence[Side]) -> Iterator[Line]:
-    none, ours, fs = sides
+    none, ours, fs, tier = sides
     yield line(f"first token sooner than computed, {OURS}", ratios(none.first_s, ours.first_s))
     yield line(f"first token sooner than computed, {FS}", ratios(none.first_s, fs.first_s))
     yield line(f"first token, {FS} over {OURS}", ratios(fs.first_s, ours.first_s))
+    yield line(f"first token, {FS} over {TIER}", ratios(fs.first_s, tier.first_s))
     for side in sides:
         ms = [1e3 * each for each in side.first_s]
         yield line(f"first token, {side.name}, {min(ms):.0f} to {max(ms):.0f} ms", ms, " ms")

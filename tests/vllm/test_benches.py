@@ -49,10 +49,10 @@ def test_a_bench_measures_and_keeps_its_lines(
     assert [line["median"] > 0 for line in kept["lines"]] == [True] * lines
 
 
-def test_both_disks_serve_after_restarts_and_change_no_token(tmp_path: Path) -> None:
-    none, ours, fs = play(tmp_path, SMALL, turns=2, count=4)
+def test_all_disks_serve_after_restarts_and_change_no_token(tmp_path: Path) -> None:
+    none, ours, fs, tier = play(tmp_path, SMALL, turns=2, count=4)
     assert len(none.answers) == 6
-    assert differing(none, ours) == differing(none, fs) == 0
+    assert differing(none, ours) == differing(none, fs) == differing(none, tier) == 0
 
     blocks = [file for file in files_in(fs.folder) if file.suffix == ".bin"]
     assert len(blocks) == 2 * 4 * SMALL.blocks  # These include the prompts that never return.
