@@ -195,9 +195,9 @@ class TierCache:
             info=info_labels(engine or EngineIdentity(), config), reports={_RANK: self._report}
         )
         bus.dispatch([facts.TransferReported(self._report)])
-        identified = portal.new_executor("identity").submit(
-            lambda: with_key(_with_pages(identify(), arena.layout), key)
-        )
+        identifying = portal.new_executor("identity")
+        identified = identifying.submit(lambda: with_key(_with_pages(identify(), arena.layout), key))
+        identifying.shutdown(wait=False)
         disk = remote = None
         shared = _RANK, 1, config, arena, portal, clock, None, key
         if config.disk_path is not None:
@@ -236,10 +236,6 @@ class TierCache:
             if timeout_s != 0:
                 self.ask("exists", lambda: self._ask_remote(wanted, until, are_hints_enough=False), None)
             return [self._has(key) for key in wanted]
-
-    def leading(self, keys: Sequence[bytes], timeout_s: float | None = None) -> int:
-        """Return how many keys, counted from the first one, belong to blocks that a tier has; see `exists`."""
-        return [*self.exists(keys, timeout_s), False].index(False)
 
     def get(self, keys: Sequence[bytes], pages: Sequence[Page], timeout_s: float | None = None) -> list[bool]:
         """Copy blocks into pages.

@@ -134,7 +134,6 @@ def test_put_blocks_are_found_with_their_bytes(
     assert rig.has(0, 1) == [False, False]
     assert rig.put(0, 1, 2) == [True, True, True]
     assert rig.has(0, 9, 2) == [True, False, True]
-    assert rig.cache.leading([key_of(number) for number in (0, 1, 9, 2)]) == 2
     assert rig.get(2, 0, 9, 0) == [True, True, False, True]
     assert rig.put(1, 3) == [True, True]
     # The second put of block 1 wrote nothing.
