@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
+from pathlib import Path
 
 from kvoffload.disk.tier_key import TierKey
 from kvoffload.model.engine import EngineShape
@@ -67,3 +68,10 @@ def groups_of(shape: EngineShape) -> tuple[tuple[str, int, int | None, bool], ..
         (group.kind.value, group.block_tokens, group.reach_tokens, group.has_lookahead)
         for group in shape.groups
     )
+
+
+def cpu_name() -> str:
+    """Return a digest of the CPU's instruction set, which the layout inside a block may depend on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = {line for line in lines if line.startswith(("flags", "Features"))}  # on x86, on ARM
+    return f"cpu {sha256(' '.join(sorted(flags)).encode()).hexdigest()[:16]}"

@@ -85,6 +85,13 @@ def weights_identity(
     return digest
 
 
+def process_began_ns() -> int:
+    """Return when this process began, in nanoseconds since 1970: an engine loaded its weights after that."""
+    fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time_ns() - int(age * 1e9)
+
+
 def _digest_of(folder: Path, reader: _Reader) -> str:
     try:
         digests = {str(path.relative_to(folder)): reader.digest(path) for path in sorted(_files(folder))}

@@ -13,16 +13,14 @@ from __future__ import annotations
 import copy
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
-from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvoffload.disk.identity import KVIdentity, with_key
-from kvoffload.disk.weights import weights_identity
+from kvoffload.disk.identity import KVIdentity, cpu_name, with_key
+from kvoffload.disk.weights import process_began_ns, weights_identity
 from kvoffload.model.errors import DiskError
 
 if TYPE_CHECKING:
@@ -223,7 +221,7 @@ def _models(vllm_config: VllmConfig) -> list[tuple[ModelConfig, LoadConfig]]:
 
 def _weights(vllm_config: VllmConfig, root: Path, key: TierKey | None) -> str:
     folders = [_folder(model, load) for model, load in _models(vllm_config)]
-    began = _process_began_ns()
+    began = process_began_ns()
     return ", ".join(
         weights_identity(folder, root / "weights.json", key=key, loaded_ns=began)
         for folder in dict.fromkeys(folders)
@@ -307,20 +305,7 @@ def _device() -> str:
     """
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        return str(current_platform.get_device_name())
-    flags = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(_CPU_FLAGS)]
-    return f"cpu {sha256(' '.join(sorted(set(flags))).encode()).hexdigest()[:16]}"
-
-
-_CPU_FLAGS = ("flags", "Features")  # the prefix of the line with the instruction set, on x86 and on ARM
-
-
-def _process_began_ns() -> int:
-    """Return when this process began, in nanoseconds since 1970. The engine loaded its weights after that time."""
-    fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return time.time_ns() - int(age * 1e9)
+    return cpu_name() if current_platform.is_cpu() else str(current_platform.get_device_name())
 
 
 def persists(request: Request) -> bool:

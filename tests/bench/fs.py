@@ -145,7 +145,7 @@ class Side:
         before = moved("write_bytes")
         with (
             patch(
-                "kvoffload_vllm.kv_identity._process_began_ns", time.time_ns
+                "kvoffload_vllm.kv_identity.process_began_ns", time.time_ns
             ),  # The weights must be older than the engine.
             engines.in_process(self.checkpoint, **options) as llm,
         ):

@@ -70,7 +70,7 @@ def sharing(
     if workers > 1:
         options["tensor_parallel_size"] = workers
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("kvoffload_vllm.kv_identity._process_began_ns", time.time_ns)
+        patched.setattr("kvoffload_vllm.kv_identity.process_began_ns", time.time_ns)
         patched.setattr("vllm.envs.VLLM_CACHE_ROOT", str(folder), raising=False)
         patched.setattr("kvoffload.remote.bucket.LOOK_PERIOD_S", 0.0)
         with offloading(kind, folder, HOST_BLOCKS, extra=extra, checkpoint=model, **options) as rig:

@@ -97,7 +97,7 @@ def living(
     """Start an engine with its disk in `folder`. The model's weights count as loaded now."""
     extra = {"disk_path": str(folder / "disk"), "disk_bytes": "32MiB", **options.pop("extra", {})}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("kvoffload_vllm.kv_identity._process_began_ns", time.time_ns)
+        patched.setattr("kvoffload_vllm.kv_identity.process_began_ns", time.time_ns)
         with offloading(
             kind, folder, host_blocks or HOST_BLOCKS[kind], extra=extra, checkpoint=checkpoint, **options
         ) as rig:

@@ -40,7 +40,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     from vllm.v1.core import kv_cache_utils
 
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"seed", raising=False)
-    monkeypatch.setattr("kvoffload_vllm.kv_identity._process_began_ns", time.time_ns)
+    monkeypatch.setattr("kvoffload_vllm.kv_identity.process_began_ns", time.time_ns)
 
     def make(model: Path | str, **options: Any) -> Any:
         from vllm.engine.arg_utils import EngineArgs
@@ -258,18 +258,18 @@ def test_weights_that_changed_since_the_process_began_are_unknown_unless_named(
     changed = shutil.copytree(checkpoint, tmp_path / "changed")
     config = settings(changed)
     newest = max(path.stat().st_ctime_ns for path in changed.iterdir())
-    monkeypatch.setattr("kvoffload_vllm.kv_identity._process_began_ns", lambda: newest - 1)
+    monkeypatch.setattr("kvoffload_vllm.kv_identity.process_began_ns", lambda: newest - 1)
     with pytest.raises(DiskError, match="has changed since this engine started"):
         find(config, tmp_path)
     assert find(config, tmp_path, "v7").weights == "named v7"
 
 
 def test_a_process_has_begun_before_now_and_after_the_machine() -> None:
-    from kvoffload_vllm.kv_identity import _process_began_ns
+    from kvoffload.disk.weights import process_began_ns
 
-    began = _process_began_ns()
+    began = process_began_ns()
     assert time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) < began < time.time_ns()
-    assert abs(began - _process_began_ns()) < 10**9
+    assert abs(began - process_began_ns()) < 10**9
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -94,7 +94,7 @@ def living(
     options |= engine or {}
     checkpoint = checkpoints.make("qwen3", folder / f"model{seed}", seed=seed)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("kvoffload_vllm.kv_identity._process_began_ns", time.time_ns)
+        patched.setattr("kvoffload_vllm.kv_identity.process_began_ns", time.time_ns)
         patched.setattr(
             "kvoffload.runtime.tier_cache._STAGING_BYTES", 0
         )  # eight slots, so that the disk is read
