@@ -1,0 +1,58 @@
+"""The copies between a KV cache and its host memory that SGLang has as CUDA kernels, for its pools of attention layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def define() -> None:
+    """Puts the copies into SGLang's modules, which import them on a GPU only."""
+    from sglang.srt.mem_cache.pool_host import common, mamba, mha, mla
+
+    common._cuda_host_register = lambda *_, **__: None
+    for module in (mha, mla, mamba):
+        module.transfer_kv_direct = copy_rows
+        module.transfer_kv_per_layer_direct_pf_lf = copy_layer_from_pages
+        module.transfer_kv_all_layer_direct_lf_pf = copy_layers_to_pages
+
+
+def copy_rows(
+    src_layers: Sequence[torch.Tensor],
+    dst_layers: Sequence[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
+    for source, target in zip(src_layers, dst_layers, strict=True):
+        target[dst_indices] = source[src_indices].view(-1, *target.shape[1:])
+
+
+def copy_layer_from_pages(
+    src_ptrs: Sequence[torch.Tensor],
+    dst_ptrs: Sequence[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    layer_id: int,
+    page_size: int,
+) -> None:
+    """From host memory of pages with all layers to one layer's rows."""
+    for source, target in zip(src_ptrs, dst_ptrs, strict=True):
+        target[dst_indices] = source[src_indices // page_size, layer_id, src_indices % page_size]
+
+
+def copy_layers_to_pages(
+    src_ptrs: Sequence[torch.Tensor],
+    dst_ptrs: Sequence[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
+    """From all layers' rows, first of keys, then of values, to host memory of pages with all layers."""
+    layers = len(src_ptrs) // len(dst_ptrs)
+    for number, source in enumerate(src_ptrs):
+        target = dst_ptrs[number // layers]
+        target[dst_indices // page_size, number % layers, dst_indices % page_size] = source[src_indices]

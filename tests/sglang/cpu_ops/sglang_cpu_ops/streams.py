@@ -1,0 +1,39 @@
+"""Streams and events of `torch.cpu`, where everything has happened when a call returns."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+
+class Event:
+    """Records when it was passed."""
+
+    def __init__(self, **_: Any) -> None:
+        self.seconds = 0.0
+
+    def record(self, stream: object = None) -> None:
+        self.seconds = time.perf_counter()
+
+    def wait(self, stream: object = None) -> None:
+        """Passed already."""
+
+    def synchronize(self) -> None:
+        """Passed already."""
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end.seconds - self.seconds) * 1000
+
+
+def complete() -> None:
+    """Gives `torch.cpu` the events and the methods of streams that SGLang calls."""
+    torch.cpu.Event = Event  # type: ignore[assignment,misc]
+    stream: Any = torch.cpu.Stream
+    for name in ("synchronize", "wait_stream", "wait_event", "record_event"):
+        if not hasattr(stream, name):
+            setattr(stream, name, lambda self, *_: None)
