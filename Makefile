@@ -10,9 +10,10 @@ QUICK := $(VENV)/quick
 PACKAGES := kvoffload plugins
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 VLLM := $(VENV)/vllm/bin/python
+SGLANG := $(VENV)/sglang/bin/python
 NEW_ENOUGH := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvoffload needs Python 3.11 or newer; name one with PYTHON=")'
 OTHER_PYTHONS := 3.12 3.13
-FAST_MARKS := not slow and not full and not gpu and not vllm
+FAST_MARKS := not slow and not full and not gpu and not vllm and not sglang
 # A file's tests stay on one worker, so that what a file starts for all of them is started once.
 WORKERS := -n 2 --dist loadfile
 SOURCES := $(shell find $(PACKAGES) dashboards/grafana/dashboards dashboards/rules dashboards/RUNBOOK.md -not -path '*__pycache__*' 2>/dev/null)
@@ -24,13 +25,15 @@ WHEEL := $(CURDIR)/$(VENV)/wheel
 AGAINST_WHEEL = HYPOTHESIS_PROFILE=$(PROFILE) KVOFFLOAD_WHEEL=$(WHEEL) PYTHONPATH=$(WHEEL) PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
 WITHOUT_VLLM = env $(AGAINST_WHEEL) $(BIN)/pytest $(WORKERS)
 WITH_VLLM = env $(AGAINST_WHEEL) $(VLLM) -m pytest $(WORKERS)
+# One worker, so that one server serves all.
+WITH_SGLANG = env $(AGAINST_WHEEL) SGLANG_USE_CPU_ENGINE=1 $(SGLANG) -m pytest
 VLLM_TESTS := tests/vllm --ignore=tests/vllm/versions
 BENCH = OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.bench
 VLLM_BENCH = VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=$(CURDIR) $(VLLM) -m tests.bench
 VERSIONS = env $(AGAINST_WHEEL) $(VLLM) -m tests.vllm.versions.matrix
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check quick test-fast format test-vllm test-all quick-others recurrent-matrix disk-traffic store-traffic sharing-ranks vllm-versions lint types imports size coverage deep disk-kills simulate explore same journeys mutants soak vllm-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hooks bench-queue bench-remote bench-scale bench-serve bench-trace bench-verify docs site dashboards screenshot lock venv wheel vllm-env kernel-env tools clean
+.PHONY: help demo test check quick test-fast format test-vllm test-sglang test-all quick-others recurrent-matrix disk-traffic store-traffic sharing-ranks vllm-versions lint types imports size coverage deep disk-kills simulate explore same journeys mutants soak vllm-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hooks bench-queue bench-remote bench-scale bench-serve bench-trace bench-verify docs site dashboards screenshot lock venv wheel vllm-env sglang-env kernel-env tools clean
 .DELETE_ON_ERROR:
 
 help:
@@ -42,10 +45,10 @@ help:
 demo: $(if $(findstring --remote,$(ARGS)),venv,$(VENV)/demo-ready)  ## compare conversations without and with offloading
 	@$(BIN)/kvoffload demo $(ARGS)
 
-test: $(VENV)/wheel/ready vllm-env kernel-env  ## prove every promise once, in 15 minutes
+test: $(VENV)/wheel/ready vllm-env sglang-env  ## prove every promise once, in 15 minutes
 	@.ci/tools || echo "Tests that need those programs are skipped."
-	@.ci/timed "tests without vLLM" $(WITHOUT_VLLM) -m "not vllm and not full" $(ARGS)
-	@$(if $(ARGS),echo "ARGS chose tests; those on a stock vLLM: make test-vllm ARGS=...",$(MAKE) --no-print-directory test-vllm)
+	@.ci/timed "tests without vLLM" $(WITHOUT_VLLM) -m "not vllm and not sglang and not full" $(ARGS)
+	@$(if $(ARGS),echo "ARGS chose tests; those on a stock engine: make test-vllm ARGS=... or test-sglang",$(MAKE) --no-print-directory test-vllm test-sglang)
 
 check: lint types imports test  ## run all that a change must pass, as CI does
 
@@ -66,12 +69,16 @@ test-vllm: $(VENV)/wheel/ready vllm-env kernel-env  ## run the part of make test
 	@$(if $(ARGS),,.ci/timed "one start of each vLLM" $(VERSIONS) --starts)
 	@.ci/timed "tests on vLLM" $(WITH_VLLM) -m "vllm and not full" $(or $(ARGS),$(VLLM_TESTS))
 
+test-sglang: $(VENV)/wheel/ready sglang-env  ## run the part of make test that needs a stock SGLang
+	@.ci/timed "tests on SGLang" $(WITH_SGLANG) -m "sglang and not full" $(or $(ARGS),tests/sglang)
+
 test-all: PROFILE := full
-test-all: $(VENV)/wheel/ready vllm-env kernel-env quick-others size  ## run every test that this machine can run
+test-all: $(VENV)/wheel/ready vllm-env sglang-env quick-others size  ## run every test that this machine can run
 	@.ci/tools || echo "Tests that need those programs are skipped."
-	@.ci/timed "all tests without vLLM" $(WITHOUT_VLLM) -m "not vllm" $(ARGS)
+	@.ci/timed "all tests without vLLM" $(WITHOUT_VLLM) -m "not vllm and not sglang" $(ARGS)
 	@$(if $(ARGS),,.ci/timed "versions of vLLM" $(VERSIONS) --check)
 	@$(if $(ARGS),,.ci/timed "all tests on vLLM" $(WITH_VLLM) -m vllm $(VLLM_TESTS))
+	@$(if $(ARGS),,.ci/timed "all tests on SGLang" $(WITH_SGLANG) -m sglang tests/sglang)
 
 quick-others:  ## run make quick with other Pythons, where they exist
 	@for version in $(OTHER_PYTHONS); do \
@@ -216,6 +223,9 @@ wheel: $(VENV)/wheel/ready  ## build the wheel into .venv/dist
 
 vllm-env:  ## set up a stock vLLM in .venv/vllm
 	@$(PYTHON) tests/vllm/stock/install.py --versions all $(VLLM_ENV_ARGS)
+
+sglang-env: vllm-env kernel-env  ## set up a stock SGLang in .venv/sglang
+	@$(PYTHON) tests/sglang/stock/install.py
 
 kernel-env: venv  ## set up Triton in .venv/triton (1 GB)
 	@test -d $(VENV)/triton || $(PIP) install --no-deps --target $(VENV)/triton triton==3.9.0

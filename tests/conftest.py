@@ -49,6 +49,8 @@ def reasons_to_skip(item: pytest.Item) -> list[str]:
         reasons.append("needs a CUDA device")
     if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
         reasons.append("needs an environment with vLLM")
+    if item.get_closest_marker("sglang") and importlib.util.find_spec("sglang") is None:
+        reasons.append("needs an environment with SGLang")
     needed = [name for mark in item.iter_markers("tools") for name in mark.args]
     missing = [name for name in needed if shutil.which(name) is None and find_library(name) is None]
     if missing:

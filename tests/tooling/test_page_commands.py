@@ -17,7 +17,7 @@ import pytest
 from tests.tooling.pages import PAGES, blocks
 from tests.tooling.scripts import ROOT
 
-NEEDS = {"a GPU", "a cluster", "a package index", "Docker", "vLLM"}
+NEEDS = {"a GPU", "a cluster", "a package index", "Docker", "SGLang", "vLLM"}
 # README's blocks install what they run, so tests/install/test_bare.py runs them in a separate environment.
 RUN = [page for page in PAGES if page != ROOT / "README.md" and any(not one.needs for one in blocks(page))]
 

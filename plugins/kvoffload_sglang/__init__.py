@@ -1,0 +1,1 @@
+"""kvoffload's lower tiers for SGLang: a dynamic storage backend below HiCache's host memory. Translates and decides nothing."""

@@ -1,0 +1,53 @@
+"""The pages of one of SGLang's host pools, as regions of memory: one per layer and kind, or one in page-first layouts."""
+
+from __future__ import annotations
+
+from ctypes import c_char
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvoffload.model.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.pool_host import HostKVCache
+
+    from kvoffload.runtime.tier_cache import Page
+
+
+class HostPages:
+    """The pages of a host pool, where they are.
+
+    Args:
+        pool: the host pool.
+        name: SGLang's name of it.
+
+    Attributes:
+        pool: the host pool.
+        page_tokens: positions of a page.
+        page_bytes: bytes of each region of a page.
+
+    Raises:
+        ConfigError: the pool does not say where its pages are.
+    """
+
+    def __init__(self, pool: HostKVCache, name: str) -> None:
+        self.pool = pool
+        self.page_tokens: int = pool.page_size
+        try:
+            _, sizes = pool.get_page_buffer_meta(torch.arange(self.page_tokens))
+        except Exception as error:  # a pool that cannot raises whatever comes first
+            layout = getattr(pool, "layout", None)
+            problem = f"SGLang's {name} pool in the layout {layout!r} has no addresses for storage: {error!r}"
+            raise ConfigError([problem]) from error
+        self.page_bytes = tuple(sizes)
+
+    def at(self, host_indices: torch.Tensor) -> list[Page]:
+        """Return the pages at these positions, `page_tokens` for each page."""
+        addresses, sizes = self.pool.get_page_buffer_meta(host_indices)
+        regions = [
+            memoryview((c_char * size).from_address(address)).cast("B")
+            for address, size in zip(addresses, sizes, strict=True)
+        ]
+        count = len(self.page_bytes)
+        return [regions[first : first + count] for first in range(0, len(regions), count)]

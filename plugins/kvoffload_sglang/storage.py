@@ -1,0 +1,283 @@
+"""`KVOffloadStorage`: kvoffload's disk and remote tier as a storage backend of SGLang's HiCache.
+
+SGLang makes one object per rank, in the rank's scheduler process. Its prefetch thread asks which leading pages exist,
+SGLang takes the fewest of all ranks, and its I/O threads read and write pages of SGLang's host pools. A call that hung
+would block its thread for good, so each has a time limit; afterwards SGLang computes what it did not get.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from msgspec.structs import replace
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
+
+from kvoffload.disk.tier_key import read_tier_key
+from kvoffload.model.errors import ConfigError, KVOffloadError
+from kvoffload.remote.address import parse_address
+from kvoffload.runtime.tier_cache import TierCache, tier_config
+from kvoffload_sglang.exported import Exported
+from kvoffload_sglang.identity import Engine, find_identity, find_problems, is_shared, this_engine
+from kvoffload_sglang.pages import HostPages
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.mem_cache.hicache_storage import (
+        HiCacheStorageConfig,
+        HiCacheStorageExtraInfo,
+        PoolTransfer,
+    )
+    from sglang.srt.mem_cache.pool_host import HostKVCache
+
+    from kvoffload.model.config import OffloadConfig
+
+ASK_S: Final = 0.5
+COPY_S: Final = 1.0
+COPY_S_PER_TOKEN: Final = 0.25 / 1024
+LONGEST_S: Final = 5.0
+"""Time limits of a call, in seconds. SGLang lets a request wait 1 s, and 0.25 s more per 1,024 tokens. To detach or to
+flush its cache it waits 10 s for its threads; a longer call would end the engine."""
+
+_OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1", "file_storage_path")
+"""Keys of the extra config that SGLang leaves there for itself."""
+
+
+class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checker runs without SGLang
+    """kvoffload's lower tiers for one rank.
+
+    Args:
+        storage_config: what SGLang tells a storage backend; its `extra_config` holds our settings.
+        _: further facts, none of which is needed.
+
+    Raises:
+        ConfigError: the settings cannot be used, or this engine's KV cannot be kept. The message lists all reasons.
+    """
+
+    def __init__(self, storage_config: HiCacheStorageConfig, _: Mapping[str, Any] | None = None) -> None:
+        self._engine = this_engine(storage_config)
+        self._config = _checked(self._engine)
+        self._pools: dict[str, HostPages] = {}
+        self._caches: dict[str, TierCache] = {}
+        self._exported: Exported | None = None
+
+    # -- pools ------------------------------------------------------------------------------------------------------
+
+    def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
+        """Take the pool of attention layers."""
+        super().register_mem_pool_host(mem_pool_host)
+        self.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
+
+    def register_mem_host_pool_v2(self, host_pool: HostKVCache, host_pool_name: PoolName) -> None:
+        """Take a pool: recurrent states, sliding windows, an index.
+
+        Raises:
+            ConfigError: pages of this pool cannot be kept.
+        """
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        name = str(host_pool_name)
+        if self._caches:
+            problem = (
+                f"SGLang registers the {name} pool after the storage backend was attached, and its pages are not kept; "
+                "attach kvoffload at run time, or use no draft model with a pool of its own"
+            )
+            raise ConfigError([problem])
+        if self._config.disk_path is not None and is_shared(self._engine, name):
+            problem = (
+                "disk_path: one rank writes this model's KV and all read it, but a folder on the disk belongs to one rank; "
+                "use remote_url only"
+            )
+            raise ConfigError([problem])
+        self._pools[name] = HostPages(host_pool, name)
+
+    def on_host_pools_registered(self) -> None:
+        """Open the tiers for all pools. The weights are read, and files opened, on other threads.
+
+        Raises:
+            KVOffloadError: there is no memory for the staging slots.
+        """
+        config, key = self._config, read_tier_key(self._config.tier_key_file)
+        root = config.disk_path or Path.home() / ".cache" / "kvoffload"
+        sizes = {name: each.pool.size * each.pool.size_per_token for name, each in self._pools.items()}
+        for name, pages in self._pools.items():
+            share = config.disk_bytes * sizes[name] // (sum(sizes.values()) * self._engine.ranks)
+            self._caches[name] = TierCache(
+                partial(find_identity, self._engine, name, pages.pool, root, config.weights_id, key),
+                pages.page_bytes,
+                replace(config, disk_bytes=max(share, 1)),
+                replica=self._engine.replica,
+                engine=self._engine.identity,
+            )
+        if self._engine.storage.enable_storage_metrics:
+            labels = self._engine.labels
+            self._exported = Exported({(*labels, name): cache for name, cache in self._caches.items()})
+
+    # -- SGLang's calls ---------------------------------------------------------------------------------------------
+
+    def batch_exists(self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        """Return how many pages, counted from the first, a tier has."""
+        return [*self._which(PoolName.KV, keys), False].index(False)
+
+    def batch_exists_v2(
+        self,
+        keys: Sequence[str],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """Return the longest prefix that can be restored, all such lengths, and how far each pool alone would reach."""
+        found = self.batch_exists(keys)
+        reach: dict[str, int] = {PoolName.KV: found}
+        lengths = set(range(1, found + 1))
+        for transfer in pool_transfers or ():
+            own = _restorable(transfer, self._which(transfer.name, keys[:found]))
+            reach[transfer.name] = max(own, default=0)
+            lengths &= own
+        return PoolTransferResult(max(lengths, default=0), reach, sorted(lengths))
+
+    def batch_get_v1(
+        self,
+        keys: Sequence[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Copy pages into SGLang's pool of attention layers; return which it has now."""
+        return self._get(PoolName.KV, keys, host_indices, _until(host_indices))
+
+    def batch_set_v1(
+        self,
+        keys: Sequence[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Write pages of SGLang's pool of attention layers; return which a tier has now."""
+        return self._put(PoolName.KV, keys, host_indices, _until(host_indices))
+
+    def batch_get_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Copy pages into several pools; return for each which it has now."""
+        until = _until(*(each.host_indices for each in transfers))
+        return {
+            each.name: self._get(each.name, each.keys or (), each.host_indices, until) for each in transfers
+        }
+
+    def batch_set_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Write pages of several pools; return for each which a tier has now."""
+        until = _until(*(each.host_indices for each in transfers))
+        return {
+            each.name: self._put(each.name, each.keys or (), each.host_indices, until) for each in transfers
+        }
+
+    def _which(self, name: PoolName, keys: Sequence[str]) -> list[bool]:
+        cache = self._caches.get(str(name))
+        return [False] * len(keys) if cache is None else cache.exists(_digests(keys), ASK_S)
+
+    def _get(
+        self, name: PoolName, keys: Sequence[str], host_indices: torch.Tensor, until: float
+    ) -> list[bool]:
+        cache, pool = self._caches.get(str(name)), self._pools.get(str(name))
+        if cache is None or pool is None or not _fits(keys, host_indices, pool):
+            return [False] * len(keys)
+        return cache.get(_digests(keys), pool.at(host_indices), until - time.monotonic())
+
+    def _put(
+        self, name: PoolName, keys: Sequence[str], host_indices: torch.Tensor, until: float
+    ) -> list[bool]:
+        cache, pool = self._caches.get(str(name)), self._pools.get(str(name))
+        if cache is None or pool is None or not _fits(keys, host_indices, pool):
+            return [False] * len(keys)
+        return cache.put(_digests(keys), pool.at(host_indices), until - time.monotonic())
+
+    def clear(self) -> None:
+        """Begin a new generation: nothing stored so far is found again, by this process or a later one.
+
+        Raises:
+            KVOffloadError: a tier does not answer, so a later process could still find earlier pages; clear again.
+        """
+        failed = [name for name, cache in self._caches.items() if not cache.reset()]
+        if failed:
+            raise KVOffloadError(
+                f"pages of {', '.join(failed)} may still be found after a restart; clear again"
+            )
+
+    def get_stats(self) -> None:
+        """Update our metrics, which SGLang's `/metrics` shows. SGLang calls this in each step if it has metrics."""
+        if self._exported is not None:
+            self._exported.update()
+
+    def close(self) -> None:
+        """Close files and connections. SGLang's threads have ended."""
+        for cache in self._caches.values():
+            cache.close()
+        if self._exported is not None:
+            self._exported.close()
+
+    # -- the interface without `interface_v1`, which a checked backend is never asked for ---------------------------
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise NotImplementedError("kvoffload needs interface_v1")
+
+    get = set = batch_get = batch_set = exists = _refuse
+
+
+def _checked(engine: Engine) -> OffloadConfig:
+    """Return the settings.
+
+    Raises:
+        ConfigError: they cannot be used, or the engine's KV cannot be kept.
+    """
+    raw = dict(engine.storage.extra_config or {})
+    problems: list[str] = []
+    if not raw.get("interface_v1"):
+        problems.append("interface_v1 is not set; set it to 1 in --hicache-storage-backend-extra-config")
+    config = None
+    try:
+        config = tier_config({name: value for name, value in raw.items() if name not in _OF_SGLANG})
+        read_tier_key(config.tier_key_file)
+        if config.remote_url is not None:
+            parse_address(config.remote_url)
+    except ConfigError as error:
+        problems += error.problems
+    problems += find_problems(engine, has_identity=config is not None and config.weights_id is not None)
+    if config is None or problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _restorable(transfer: PoolTransfer, has: Sequence[bool]) -> set[int]:
+    """Return the prefix lengths, in pages, at which a pool can be restored.
+
+    Args:
+        transfer: what SGLang needs of the pool.
+        has: for each page of the prefix, whether a tier has the pool's part of it.
+    """
+    if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+        width = len(has)
+    elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+        width = max(1, len(transfer.keys or ()))
+    else:
+        raise ValueError(f"the hit policy {transfer.hit_policy} of the pool {transfer.name} is unknown here")
+    lengths, run = set(), 0
+    for end, is_there in enumerate(has, 1):
+        run = run + 1 if is_there else 0
+        if run >= min(width, end):
+            lengths.add(end)
+    return lengths
+
+
+def _fits(keys: Sequence[str], host_indices: torch.Tensor | None, pool: HostPages) -> bool:
+    return host_indices is not None and host_indices.numel() == len(keys) * pool.page_tokens > 0
+
+
+def _until(*host_indices: torch.Tensor | None) -> float:
+    tokens = sum(each.numel() for each in host_indices if each is not None)
+    return time.monotonic() + min(COPY_S + COPY_S_PER_TOKEN * tokens, LONGEST_S)
+
+
+def _digests(keys: Sequence[str]) -> list[bytes]:
+    return [bytes.fromhex(key) for key in keys]

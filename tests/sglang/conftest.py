@@ -1,0 +1,45 @@
+"""One server of a stock SGLang, and one S3 server that it can reach, for all tests that do not harm them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.remote.servers import Bucket
+from tests.sglang.prompts import Prompts
+from tests.sglang.stock.engines import Server, serving
+from tests.sglang.stock.install import BELOW
+from tests.vllm.stock.checkpoints import make
+
+os.environ["PATH"] += (
+    f"{os.pathsep}{BELOW / 'bin'}"  # programs of the environment below, such as the S3 server
+)
+
+
+@pytest.fixture(scope="session")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+    server = Bucket(tmp_path_factory.mktemp("bucket"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("qwen3", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, bucket: Bucket, model: Path) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("sglang") / "log"
+    with serving(model, log, environment=bucket.environment) as started:
+        yield started
+
+
+@pytest.fixture
+def some(server: Server) -> Prompts:
+    """Prompts of which nothing is cached yet, with what the engine makes of them without storage."""
+    server.flush()
+    return Prompts.told_by(server)

@@ -1,0 +1,99 @@
+"""kvoffload's disk as a storage backend of a stock SGLang. One server; backends are attached and detached at run time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.sglang.prompts import STATE, Prompts, attached
+from tests.sglang.stock.engines import PAGE, Server
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+
+
+def test_what_was_evicted_comes_from_the_disk_and_changes_no_token(
+    server: Server, some: Prompts, tmp_path: Path
+) -> None:
+    with attached(server, disk_path=str(tmp_path)):
+        assert some.ask(server) == some.none
+        server.flush()
+        assert some.ask(server) == some.all
+    written = server.metric("kvoffload_tier_blocks_total", tier="disk", direction="store", outcome="done")
+    assert written == sum(some.all) / PAGE
+
+
+def test_the_next_backend_finds_what_the_first_wrote_and_one_of_other_weights_nothing(
+    server: Server, some: Prompts, tmp_path: Path
+) -> None:
+    with attached(server, disk_path=str(tmp_path)):
+        some.ask(server)
+    with attached(server, disk_path=str(tmp_path), weights_id="other weights"):
+        assert some.ask(server) == some.none
+    with attached(server, disk_path=str(tmp_path)):
+        assert some.ask(server) == some.all
+
+
+def test_nothing_is_found_after_a_clear(server: Server, some: Prompts, tmp_path: Path) -> None:
+    with attached(server, disk_path=str(tmp_path)):
+        some.ask(server)
+        assert server.clear()[0] == 200
+        server.flush()
+        assert some.ask(server)[0] == 0
+    with attached(server, disk_path=str(tmp_path)):
+        some.ask(server)
+        assert server.clear()[0] == 200
+    with attached(server, disk_path=str(tmp_path)):
+        assert some.ask(server) == some.none
+
+
+def test_flipped_bytes_are_never_served(server: Server, some: Prompts, tmp_path: Path) -> None:
+    with attached(server, disk_path=str(tmp_path)):
+        some.ask(server)
+    (slots,) = tmp_path.glob("*/replica0/slots0")
+    damage(slots)
+    with attached(server, disk_path=str(tmp_path)):
+        assert some.ask(server) == some.none
+    assert (
+        server.metric("kvoffload_tier_blocks_total", tier="disk", outcome="corrupt") == sum(some.all) / PAGE
+    )
+    assert server.words("corrupt")
+
+
+def damage(slots: Path) -> None:
+    """Flips a bit in every 4 KiB of a file, except in its header."""
+    data = bytearray(slots.read_bytes())
+    for place in range(4096 + 100, len(data), 4096):
+        data[place] ^= 1
+    slots.write_bytes(data)
+
+
+def test_a_disk_without_room_costs_hits_only(server: Server, some: Prompts, tmp_path: Path) -> None:
+    with attached(server, opens=False, disk_path=str(tmp_path), disk_bytes="900TiB"):
+        some.ask(server)
+        server.flush()
+        assert some.ask(server) == some.none
+        assert server.metric(STATE, tier="disk", state="closed") == 1
+    assert server.words("lower disk_bytes or free space")
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"disk_pth": "x"}, "did you mean disk_path"),
+        ({"host_bytes": "1GiB"}, "host_bytes does not concern a disk or a remote tier"),
+        ({"interface_v1": 0}, "interface_v1 is not set"),
+        ({"tier_key_file": "/nowhere"}, "tier_key_file"),
+        ({"disk_path": None}, "neither disk_path nor remote_url"),
+    ],
+)
+def test_bad_settings_are_refused_with_one_error_and_nothing_half_starts(
+    server: Server, tmp_path: Path, settings: dict[str, object], problem: str
+) -> None:
+    given = {"disk_path": str(tmp_path), **settings}
+    status, words = server.attach(**{name: value for name, value in given.items() if value is not None})
+    assert status == 400
+    assert problem in words
+    assert not list(tmp_path.iterdir())
+    with attached(server, disk_path=str(tmp_path)):
+        pass

@@ -1,0 +1,60 @@
+"""Several lives of a stock SGLang on one disk, and ranks."""
+
+from __future__ import annotations
+
+import random
+import threading
+from contextlib import suppress
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sglang.prompts import STATE, WHOLE, Prompts
+from tests.sglang.stock.engines import PAGE, Server, serving, wait_until
+from tests.vllm.stock.checkpoints import make
+
+pytestmark = [pytest.mark.sglang, pytest.mark.full, pytest.mark.timeout(3600)]
+
+LIVES = 2
+
+
+def test_lives_that_are_killed_at_random_find_what_earlier_ones_wrote_and_serve_nothing_wrong(
+    server: Server, some: Prompts, model: Path, tmp_path: Path
+) -> None:
+    chance = random.Random(7)
+    for life in range(LIVES):
+        with serving(model, tmp_path / "log", storage={"disk_path": str(tmp_path / "disk")}) as living:
+            wait_until(lambda: living.metric(STATE, tier="disk", state="open") == 1)
+            found = some.ask(living)
+            assert life == 0 or sum(found) > 0
+            living.flush()
+            killer = threading.Timer(chance.uniform(0.1, 2.0), living.kill)
+            killer.start()
+            with suppress(OSError, HTTPException):  # the server is gone
+                while True:
+                    some.ask(living)
+                    living.flush()
+            killer.join()
+    other = make("qwen3", tmp_path / "other", seed=1)
+    with serving(other, tmp_path / "log", storage={"disk_path": str(tmp_path / "disk")}) as living:
+        wait_until(lambda: living.metric(STATE, tier="disk", state="open") == 1)
+        assert sum(living.generate(prompt).stored for prompt in some.wanted) == 0
+
+
+def test_two_ranks_keep_a_half_each(server: Server, some: Prompts, model: Path, tmp_path: Path) -> None:
+    settings = {"disk_path": str(tmp_path / "disk")}
+    options: dict[str, Any] = {"tp_size": 2, "hicache_mem_layout": "page_first_direct"}
+    environment = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with serving(model, tmp_path / "log", storage=settings, environment=environment, **options) as two:
+        wait_until(lambda: two.metric(STATE, tier="disk", state="open") == 2)
+        some.ask(two)
+        two.flush()
+        assert some.ask(two) == some.all
+        written = [
+            two.metric("kvoffload_tier_blocks_total", rank=rank, direction="store", outcome="done")
+            for rank in "01"
+        ]
+    assert written == [len(some.wanted) * WHOLE / PAGE] * 2
+    assert len(list((tmp_path / "disk").glob("*/identity.json"))) == 2
