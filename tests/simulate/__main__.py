@@ -37,7 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _play_one(args: argparse.Namespace) -> Iterator[Result]:
-    """Run one seed, and print its scenario, its journal and the full traceback."""
     print(draw(args.seed))
     journal, result = keep_journal(args.seed, args.journals)
     print(f"journal: {journal}")

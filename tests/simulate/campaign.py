@@ -1,5 +1,3 @@
-"""Runs many seeds on all cores, and collects their results."""
-
 from __future__ import annotations
 
 import multiprocessing
@@ -18,14 +16,14 @@ import torch
 from tests.simulate.simulation import Simulation, simulate
 
 _PATIENCE_S = (
-    60  # processor seconds for one seed, so that an endless loop in our code does not block the others
+    60  # processor seconds for one seed, so that an endless loop in our code does not block the other seeds
 )
 
 Play = Callable[[int], Simulation]
 
 
 class Endless(BaseException):
-    """Raised at any point when a seed takes too long. Not an `Exception`, because code under test would catch that."""
+    """Raised anywhere when a seed takes too long. Code under test catches every `Exception`, so this is not one."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Result:
         seed: the seed.
         problem: the error, None if there was none.
         trace: the traceback.
-        numbers: counts of events in it, by name.
+        numbers: how often each event occurred in the run, by event name.
     """
 
     seed: int
@@ -46,7 +44,6 @@ class Result:
 
 
 def play(seed: int, simulation: Play = simulate) -> Result:
-    """Run one seed, and catch all errors."""
     try:
         with _patience(seed):
             world = simulation(seed)
@@ -56,14 +53,13 @@ def play(seed: int, simulation: Play = simulate) -> Result:
 
 
 def play_all(seeds: Iterable[int], processes: int | None = None) -> Iterator[Result]:
-    """Run seeds on all cores; yield results in any order."""
-    context = multiprocessing.get_context("forkserver")  # Forking a process with threads may hang.
+    context = multiprocessing.get_context("forkserver")  # forking a process that has threads may hang
     with context.Pool(processes or os.cpu_count(), _start) as pool:
         yield from pool.imap_unordered(play, seeds, chunksize=8)
 
 
 def first_failure(seeds: Iterable[int]) -> Result | None:
-    """Run seeds one after the other, and return the first failure."""
+    """Run seeds one after the other; return the first failure."""
     return next((result for result in map(play, seeds) if result.problem), None)
 
 
@@ -77,7 +73,7 @@ def keep_journal(seed: int, folder: Path) -> tuple[Path, Result]:
 
 def _start() -> None:
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent process ends it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C and ends this one
 
 
 def _numbers(world: Simulation) -> Counter[str]:

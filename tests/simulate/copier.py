@@ -1,4 +1,4 @@
-"""A copier with random faults: late, failing, torn, refused and hanging copies. Bytes are copied at any time."""
+"""A copier with random faults: late, failing, torn, refused and hanging copies. Bytes are copied at random times."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Odds:
         fail: nothing is copied, and the ticket reports a failure.
         tear: a part is copied, and the ticket reports a failure.
         explode: querying the ticket raises.
-        refuse: submitting raises, and nothing was started.
+        refuse: submitting raises, and no copy is started.
         no_fence: recording the fence raises.
         hang: the copy ends only when the run is over.
         late: the copy takes about as long as the timeout, or twice as long.
-        usual_s: the longest time of other copies.
+        usual_s: the longest time of a copy that is neither late nor hanging.
         timeout_s: the timeout that `late` refers to.
         in_order: whether batches of one direction end in the order of submission, as on a stream.
     """
@@ -49,7 +49,7 @@ class Odds:
 
 
 class ChaosTicket:
-    """One batch. The loop decides when its bytes are copied. Its end was drawn when it was submitted."""
+    """One batch. The loop's timers copy the bytes and end the batch, as chosen at the submission."""
 
     def __init__(self, copier: ChaosCopier, direction: Direction, runs: CopyRuns) -> None:
         self._copier = copier
@@ -73,7 +73,6 @@ class ChaosTicket:
         return self._state
 
     def move(self, pieces: slice) -> None:
-        """Copy some of the batch's pieces now, unless it has ended."""
         if self.is_open:
             runs = self.runs
             copy_by_memmove(CopyRuns(runs.source[pieces], runs.target[pieces], runs.size[pieces]))
@@ -127,10 +126,10 @@ class ChaosCopier:
         return ticket
 
     def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+        """Do nothing: a fake copier has no resources."""
 
     def release(self) -> None:
-        """End hanging copies, and cause no more faults, because the run is over."""
+        """End hanging copies and cause no more faults: the run is over."""
         self.odds = Odds()
         self.is_dead = False
         self._hung.clear()
@@ -140,12 +139,12 @@ class ChaosCopier:
             ticket.end(TicketState.DONE)
 
     def die(self) -> None:
-        """The process has died, so no more bytes are copied."""
+        """Copy no more bytes: the process has died."""
         for ticket in self.open_tickets:
             ticket.end(TicketState.FAILED)
 
     def _begin(self, ticket: ChaosTicket) -> None:
-        """Draw when the batch's bytes are copied, when it ends, and how."""
+        """Choose at random when the batch's bytes are copied, and when and how the batch ends."""
         odds, draws, direction = self.odds, self._draws, ticket.direction
         fate = self._fate()
         seconds = draws.uniform(0, odds.usual_s) * draws.random()
@@ -175,7 +174,7 @@ class ChaosCopier:
         return "done"
 
     def _move(self, ticket: ChaosTicket, seconds: float, share: float) -> None:
-        """Copy the first `share` of the pieces in two parts, at two moments before the end."""
+        """Copy the first `share` of the pieces, in two parts, at random moments before the end."""
         count = round(share * len(ticket.runs))
         middle = self._draws.randint(0, count)
         for part in (slice(0, middle), slice(middle, count)):

@@ -1,9 +1,11 @@
-"""A model that detects every wrong byte: each KV cell contains a number computed from all tokens up to its own.
+"""A model that detects every wrong byte: each KV cell contains a number computed from all tokens up to its
+own.
 
-A token's number depends on the tokens before it and the weights' version. The cells written for it differ between
-groups and tensors, and so between ranks. A step reads every cell that its tokens attend to from the engine's real
-blocks, checks it, and computes the new token from all of them. A recurrent state is its last token's number plus the
-cell's index, in every cell of a block. A step reads the previous state, and an error in it stays in the next state.
+A token's number depends on the tokens before it and the weights' version. The cells written for it differ
+between groups and tensors, and so between ranks. A step reads every cell that its tokens attend to from the
+engine's real blocks, checks it, and computes the new token from all of them. In a recurrent state, every cell
+of a block contains the last token's number plus the cell's index. A step reads the previous state, and passes
+an error in that state on to the next state.
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ if TYPE_CHECKING:
 
 VOCABULARY = 2**31 - 1
 _MASK = 2**64 - 1
-_ODD = 0x9E3779B97F4A7C15  # the golden ratio in 64 bits, which spreads neighbouring numbers
+_ODD = 0x9E3779B97F4A7C15  # the golden ratio in 64 bits, which maps neighbouring numbers far apart
 
 Numbers = "NDArray[np.uint64]"
 
 
 def chain(tokens: Sequence[int], weights: int, known: Sequence[int] = ()) -> list[int]:
-    """Return one number per token, computed from the token and all before it. Continues `known`."""
+    """Return one number per token, computed from the token and all tokens before it. Continue `known`, if given."""
     found = list(known)
     last = found[-1] if found else (weights + 1) * _ODD & _MASK
     for token in tokens[len(found) :]:
@@ -51,14 +53,14 @@ def cells(numbers: NDArray[np.uint64], tensor: int, group: int) -> NDArray[np.ui
 
 
 def state(number: int, tensor: int, group: int, size: int) -> NDArray[np.uint64]:
-    """Return a tensor's block with a recurrent state after a token with this number; zeros before the first token."""
+    """Return a tensor's block that contains the state after a token with this number; zeros before the first token."""
     return cells(np.array([number], np.uint64), tensor, group) + np.arange(size).astype(np.uint64)
 
 
 def expected(
     groups: Sequence[GroupFacts], tensors: int, prompt: Sequence[int], new_tokens: int, weights: int
 ) -> list[int]:
-    """Return the tokens that result from correct KV."""
+    """Return the tokens that the engine must produce if all KV is correct."""
     tokens, numbers = list(prompt), chain(prompt, weights)
     for _ in range(new_tokens):
         end = len(tokens)
@@ -74,7 +76,7 @@ def expected(
 
 
 class CountingRunner(Runner):
-    """Replaces the transformer. `wrong` lists every cell with a wrong value.
+    """Replaces the transformer, and records every cell with a wrong value in `wrong`.
 
     Args:
         computing: called once per step, to let time pass.
@@ -126,7 +128,7 @@ class CountingRunner(Runner):
                 pages.reshape(-1)[places] = cells(numbers, tensor, group.index)
 
     def _continue_states(self, chunk: Chunk) -> int:
-        """Read the state from which each recurrent group continues, and write the next.
+        """Read the state from which each recurrent group continues, and write the next state.
 
         Return the sum of the written states.
         """
@@ -134,7 +136,7 @@ class CountingRunner(Runner):
         for group in self._recurrent:
             table = chunk.request.tables[group.index]
             write = table[(chunk.end - 1) // self._size]
-            # Inside a block, a state is updated in place.
+            # within a block, the state is updated in place
             read = write if chunk.start % self._size else table[chunk.start // self._size - 1]
             for tensor, pages in enumerate(self._pages):
                 new, wrong = state(numbers[chunk.end - 1], tensor, group.index, self._size), np.uint64(0)
@@ -148,7 +150,7 @@ class CountingRunner(Runner):
         return total
 
     def _read(self, chunk: Chunk) -> int:
-        """Read the cells that the chunk's tokens attend to; return the number that results for the last token."""
+        """Read the cells that the chunk's tokens attend to; return the resulting number for the last token."""
         numbers = np.array(self._numbers[chunk.request][: chunk.end], np.uint64)
         total = 0
         for group in self._attention:
@@ -179,9 +181,9 @@ class CountingRunner(Runner):
 
 
 def _first_read(group: GroupFacts, position: int) -> int:
-    """Return the first token whose number the token at `position` reads.
+    """Return the first token whose number is needed to compute the token at `position`.
 
-    For a recurrent group, only the state before it.
+    A recurrent group needs only the state before that token.
     """
     return position if group.kind == "recurrent" else first_visible(group, position)
 

@@ -1,6 +1,7 @@
-"""A disk with random faults, and the threads that use it. The files are real, and calls take simulated time.
+"""A disk with random faults, and the threads that use it. The files are real, but calls take simulated time.
 
-    loop ──resume──▶ a thread runs up to its next call on the disk ──park──▶ loop ──a timer──▶ the call, and on
+    loop ──resume──▶ a thread runs up to its next call on the disk ──park──▶ loop ──a timer──▶ the call, and
+        on
 
 Only one thread runs at a time, so that runs are reproducible. The engine's own thread must not call the disk.
 """
@@ -47,7 +48,7 @@ class DiskOdds:
         flip: a wrong bit is written or read.
         lost: nothing is done, and the call reports success.
         hang: the call returns when the run is over.
-        usual_s: the longest time of other calls.
+        usual_s: the longest time of a call that does not hang.
     """
 
     error: float = 0.0
@@ -64,7 +65,7 @@ class Killed(BaseException):
 
 
 class SimThread:
-    """A thread that runs only while the loop's thread waits for it.
+    """A thread that runs only while the loop's thread waits for it to pause.
 
     Args:
         loop: its timers resume the thread.
@@ -101,7 +102,6 @@ class SimThread:
         return self._work is not None and self.timer is None
 
     def start(self, work: Callable[[], None], seconds: float) -> None:
-        """Start a piece of work after some seconds."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
@@ -109,7 +109,7 @@ class SimThread:
         self.timer = self._loop.call_later(seconds, self.resume)
 
     def resume(self) -> None:
-        """On the loop's thread: let this thread run to its next call, or to the end of its work."""
+        """Let this thread run until its next call or the end of its work. Called on the loop's thread."""
         if self.timer is not None:
             self.timer.cancel()
         self.timer = None
@@ -119,7 +119,7 @@ class SimThread:
             self._ended()
 
     def park(self, seconds: float | None) -> None:
-        """On this thread: wait for some seconds; None means forever."""
+        """Wait for some seconds; None means forever. Called on this thread."""
         if seconds is not None:
             self.timer = self._loop.call_later(seconds, self.resume)
         self._back.release()
@@ -128,7 +128,7 @@ class SimThread:
             raise Killed
 
     def kill(self) -> None:
-        """On the loop's thread: end this thread in its wait."""
+        """End this thread while it waits. Called on the loop's thread."""
         if not self._is_killed:
             self._is_killed = True
             if self._thread is not None:
@@ -152,7 +152,7 @@ class SimThread:
 
 
 class SimExecutor(Executor):
-    """Several `SimThread`s with a queue.
+    """Several `SimThread`s with a common queue of work.
 
     Args:
         loop, draws: determine when queued work begins.
@@ -194,7 +194,6 @@ class SimExecutor(Executor):
             thread.kill()
 
     def release(self) -> None:
-        """Let hanging calls return."""
         for thread in self.threads:
             if thread.hangs:
                 thread.resume()
@@ -229,7 +228,7 @@ def _drive(loop: SimLoop, threads: Sequence[SimThread], future: Future[Any], tim
 
 
 class DiskPortal(SimPortal):
-    """A portal of one of several engines on the loop. Closing or killing it only ends its own tasks.
+    """The portal of one of several engines on a common loop. Closing or killing it ends only its own tasks.
 
     Args:
         loop: the common loop.
@@ -263,17 +262,15 @@ class DiskPortal(SimPortal):
         return True
 
     def kill(self) -> None:
-        """Kill the process of its threads."""
+        """Kill the process that owns the portal's threads."""
         for executor in self._executors:
             executor.kill()
         self.close()
 
     def drive(self, future: Future[Any], timeout: float | None) -> None:
-        """Let time pass only for the threads, as when the engine's thread waits for them."""
         _drive(self.loop, [thread for each in self._executors for thread in each.threads], future, timeout)
 
     def release(self) -> None:
-        """Let hanging calls return."""
         for executor in self._executors:
             executor.release()
 
@@ -297,7 +294,7 @@ class SimDisk(RecordedOs):
         self.has_lied = False
 
     def token_bytes(self, size: int) -> bytes:
-        """Replaces the function of the module `secrets`."""
+        """Stand in for `secrets.token_bytes`."""
         return self._draws.randbytes(size)
 
     # -- calls ----------------------------------------------------------------------------------------------------
@@ -314,7 +311,7 @@ class SimDisk(RecordedOs):
         os.close(descriptor)
 
     def fdopen(self, descriptor: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        self._open_files.discard(descriptor)  # The file object closes it.
+        self._open_files.discard(descriptor)
         return os.fdopen(descriptor, *args, **kwargs)
 
     def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
@@ -357,7 +354,7 @@ class SimDisk(RecordedOs):
         place = self._place()
         for name in list(self._disk.names):
             if place is not None and not (place / name).exists():
-                del self._disk.names[name]  # It was removed.
+                del self._disk.names[name]  # the sync has made the file's removal durable
 
     def rename(self, old: str, new: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
         self._wait(("error",))
@@ -370,7 +367,7 @@ class SimDisk(RecordedOs):
     # -- what becomes of it ---------------------------------------------------------------------------------------
 
     def process_dies(self) -> None:
-        """Close and unlock the process's files."""
+        """Close and unlock the process's files, as its death does."""
         for descriptor in list(self._open_files):
             self.close(descriptor)
 
@@ -389,7 +386,6 @@ class SimDisk(RecordedOs):
         self._disk = found
 
     def rots(self) -> None:
-        """Flip some bits in the files."""
         place = self._place()
         for path in sorted(place.iterdir()) if place is not None else ():
             data = bytearray(path.read_bytes())
@@ -406,7 +402,7 @@ class SimDisk(RecordedOs):
         data[self._draws.randrange(len(data))] ^= 1 << self._draws.randrange(8)
 
     def _wait(self, fates: Sequence[str], *, does_part: bool = False) -> str:
-        """Let a call take its time; return its outcome. An error raises, unless the caller must do a part before."""
+        """Let a call take its time; return its outcome. Raise on an error, unless the caller must first do a part."""
         thread = SimThread.current()
         assert thread is not None, "the engine's thread calls the disk"
         fate = self._fate((*fates, "hang"))
@@ -428,7 +424,7 @@ class SimDisk(RecordedOs):
         return "done"
 
     def heals(self) -> None:
-        """Cause no more faults, because the run is over."""
+        """Cause no more faults: the run is over."""
         self._odds = DiskOdds()
 
 

@@ -1,7 +1,8 @@
 """Simulations with the shipped CUDA copier on the emulated driver, instead of the fake copier.
 
-The engine's KV memory is treated as device memory. The loop's timers run operations in a random order, so that bytes
-are copied at any time between submission and end. With the counting model, a wrong byte leads to a wrong token.
+The emulator treats the engine's KV memory as device memory. The loop's timers run operations in a random
+order, so that bytes are copied at any time between submission and end. With the counting model, a wrong byte
+leads to a wrong token.
 """
 
 from __future__ import annotations
@@ -29,8 +30,6 @@ _DEVICES = 2
 
 
 class EmulatedTicket(ChaosTicket):
-    """A batch on a stream of the emulator."""
-
     def __init__(self, copier: EmulatedCopier, direction: Direction, runs: CopyRuns, inside: Ticket) -> None:
         super().__init__(copier, direction, runs)
         self._inside = inside
@@ -53,7 +52,9 @@ class EmulatedTicket(ChaosTicket):
 
 
 class EmulatedCopier(ChaosCopier):
-    """The copier of one rank. Of `odds`, it applies refusals (also partial ones), failing queries and hangs."""
+    """The copier of one rank. Of the faults in `odds`, it causes refusals (also partial ones), failing
+    queries and hangs.
+    """
 
     emulator: ClassVar[Emulator]
     ranks: ClassVar[int] = 0
@@ -98,7 +99,7 @@ class EmulatedCopier(ChaosCopier):
         self.emulator.step()
 
     def _run_on(self, seconds: float) -> None:
-        """Run a few operations then, and continue while there are any."""
+        """Run a few operations after this delay, and repeat until none is left."""
 
         def run() -> None:
             count = self._draws.randint(1, 8)

@@ -19,15 +19,16 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_LONGEST_S = 1000.0  # many times the length of the longest run
+_LONGEST_S = 1000.0  # many times as long as the longest run
 
 
 class Stuck(Exception):
-    """Raised when a task waits and no callback or timer is left, as with a hung request."""
+    """Raised when a task waits but no callback or timer is left, as with a hung request."""
 
 
 class SimLoop(asyncio.BaseEventLoop):
-    """Runs ready callbacks. Without any, time jumps to the next timer. It uses no selector, thread or real clock.
+    """Runs ready callbacks; when there are none, time jumps to the next timer. No selector, thread or real
+    clock is used.
 
     Args:
         draws: shuffles the callbacks that are ready at the same time; None keeps asyncio's order.
@@ -42,7 +43,7 @@ class SimLoop(asyncio.BaseEventLoop):
         return self.now
 
     def jump(self, seconds: float) -> None:
-        """Let time pass while the loop runs nothing, as when its thread is busy."""
+        """Advance time without running callbacks, as when the loop's thread is busy."""
         self.now += seconds
 
     def _run_once(self) -> None:
@@ -73,7 +74,7 @@ class SimLoop(asyncio.BaseEventLoop):
         """Do nothing: no thread sleeps in a system call."""
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Do nothing: cancelled timers leave the heap at their time."""
+        """Do nothing: cancelled timers are dropped when their time comes."""
 
 
 def _pop(timers: list[asyncio.TimerHandle]) -> asyncio.TimerHandle:
@@ -96,8 +97,6 @@ class SimClock:
 
 
 class SimPortal(Portal):
-    """A portal on the simulation's loop."""
-
     def __init__(self, loop: SimLoop) -> None:
         super().__init__("simulation")
         self.loop = loop
@@ -129,7 +128,7 @@ class SimPortal(Portal):
 
 
 class _Spawned(TaskFuture):
-    """A future that runs the loop if it is waited for outside the loop."""
+    """A future that runs the loop when code outside the loop waits for the future."""
 
     def __init__(self, loop: SimLoop, task: asyncio.Task[Any]) -> None:
         super().__init__(task)

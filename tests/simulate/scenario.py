@@ -15,7 +15,7 @@ from tests.simulate.counting import VOCABULARY
 from tests.simulate.disk import DISK_TROUBLES, DiskOdds
 from tests.simulate.store import STORE_TROUBLES, StoreOdds
 
-LONGEST = 32  # tokens of a request, including new ones
+LONGEST = 32  # the maximum number of tokens of a request, including new ones
 _CELL_BYTES = 8
 
 TROUBLES: dict[str, dict[str, float]] = {
@@ -36,19 +36,21 @@ class Scenario:
         engine: the engine's configuration, including the plugin's.
         odds: the odds of each rank's copier.
         conversations: the total number of conversations.
-        bases: the beginnings of their prompts.
-        abort, cold: the probability that a turn is aborted, and that it comes late.
-        forgets: the probability that the device's prefix cache is reset before a late turn, if no request uses it.
+        bases: the common beginnings of the conversations' prompts.
+        abort: the probability that a turn is aborted.
+        cold: the probability that a turn comes late.
+        forgets: the probability that the device's prefix cache is reset before a late turn, if no request
+            uses the cache.
         acts: the operator's actions, in order, from `OPERATOR`.
         step_s: the longest time of a step.
-        switch: the probability that another thread runs where it could.
+        switch: the probability that another thread runs, at each point where it could.
         is_shuffled: whether callbacks that are ready together run in random order.
         observers: the behaviour of extra observers: "slow", "raises".
         is_logged: whether log lines are written.
         has_journal: whether a journal is written, to a slow disk.
         has_full_disk: whether writes of the journal sometimes fail.
-        disk: the odds of the disk tier; None without one.
-        store: the odds of the remote tier; None without one.
+        disk: the odds of the disk tier; None without a disk tier.
+        store: the odds of the remote tier; None without a remote tier.
     """
 
     seed: int
@@ -83,12 +85,11 @@ class Scenario:
         return "break" in self.acts
 
     def draws(self, what: str) -> random.Random:
-        """Return random numbers for one purpose, independent of all other purposes."""
+        """Return random numbers for one purpose, independent of those for all other purposes."""
         return random.Random(f"{self.seed} {what}")
 
 
 def draw(seed: int) -> Scenario:
-    """Return the scenario of a seed."""
     draws = random.Random(f"{seed} scenario")
     ranks = draws.choice([1, 1, 2, 3])
     timeout_s = draws.choice([0.05, 0.3, 1.0])
@@ -175,7 +176,7 @@ def _with_store(scenario: Scenario) -> Scenario:
 
 
 def with_plugin(engine: EngineConfig, settings: Mapping[str, object]) -> EngineConfig:
-    """Return the configuration with more settings of the plugin."""
+    """Return the configuration with these settings added to the plugin's."""
     return replace(engine, plugin_config={**engine.plugin_config, **settings})
 
 
@@ -194,7 +195,8 @@ def _engine(draws: random.Random, ranks: int, timeout_s: float, acts: tuple[str,
     sized = replace(shape, num_blocks=capacity.pool_blocks(1) + spare)
     settings = _plugin(draws, shape, timeout_s)
     if "corrupt" in acts:
-        settings["verify"] = "full"  # A sample could miss it, and then a token could be wrong.
+        # checking only a sample could miss the corruption, which would lead to a wrong token
+        settings["verify"] = "full"
     return with_plugin(sized, settings)
 
 
@@ -214,7 +216,7 @@ def _model(draws: random.Random, block_tokens: int, tensors: int) -> ModelConfig
 def _with_recurrence(scenario: Scenario) -> Scenario:
     """Return the scenario with recurrent layers.
 
-    The device's cache is reset more often, because it has most of the few states.
+    The device's cache is reset more often; otherwise most of the few states would be found on the device.
     """
     draws, config = scenario.draws("recurrence"), scenario.engine
     local = draws.randint(1, 2)
@@ -241,7 +243,7 @@ def _plugin(draws: random.Random, shape: EngineConfig, timeout_s: float) -> dict
 
 
 def _block_bytes(shape: EngineConfig) -> int:
-    """Return the block's bytes of all ranks.
+    """Return a block's bytes, summed over all ranks.
 
     Each rank has as much host memory as the rank with the most tensors needs.
     """
@@ -250,7 +252,7 @@ def _block_bytes(shape: EngineConfig) -> int:
 
 
 def _odds(draws: random.Random, ranks: int, timeout_s: float) -> tuple[Odds, ...]:
-    """Return the odds. Either all ranks misbehave in the same way, or only one of them."""
+    """Return each rank's odds. Either all ranks have the same faults, or only one rank has any."""
     trouble = draws.choice([*TROUBLES, "none", "some"])
     alone = draws.choice([None, draws.randrange(ranks)])
     in_order = draws.random() < 0.7

@@ -1,4 +1,4 @@
-"""One seed: engine, plugin, coroutines, observers and clients on one loop, and the invariants."""
+"""One seed: engine, plugin, coroutines, observers and clients run on one loop, and the invariants are checked."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kvoffload.model.ids import Rank
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
-_MOST_STEPS = 4_000  # many times the steps of the longest run
+_MOST_STEPS = 4_000  # many times as many as the longest run has
 _MOST_LAST_STEPS = 60
 _BASE_TOKENS = 20
 _MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -58,8 +58,8 @@ class Simulation:
         keep: receives every line of a complete journal.
         folder: folder for the journal's file, if the scenario has one.
         copier: the class of each rank's copier.
-        disk, store: the lower tiers, None without one. With either of them, engines are killed and others start with
-            its contents.
+        disk, store: the lower tiers, or None. If either is given, engines are killed, and later engines start
+            with the tier's contents.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Simulation:
         self.copies_below = Counter[str]()
         self._namespaces: dict[str, None] = {}
         self._reset_namespaces: dict[str, int] = {}
-        self._left_namespaces: dict[str, None] = {}  # namespaces that this engine has used and left
+        self._left_namespaces: dict[str, None] = {}  # namespaces that this engine used before its resets
         self._is_stepping = self._is_over = False
         self._complaints: list[str] = []
         self.loop.set_exception_handler(self._complain)
@@ -96,7 +96,7 @@ class Simulation:
         ]
 
     def _start(self) -> None:
-        """Start an engine: the first, or the one after a kill."""
+        """Start the first engine, or the next one after a kill."""
         self.copiers: list[ChaosCopier] = []
         now, scenario = self.loop.time, self.scenario
         if self._disk is None and self._store is None:
@@ -119,7 +119,7 @@ class Simulation:
         )
         if self._keep is not None:
             self._follow(self._keep)
-        self.offload.bus.count(JobOverdue, self._note_overdue)  # Counted even if the core has raised.
+        self.offload.bus.count(JobOverdue, self._note_overdue)  # this count goes on after the core has raised
         self.offload.bus.count(TierCopyEnded, self._note_copy_below)
         self.offload.bus.count(RemoteOpened, self._check_namespace)
         self.offload.bus.count(DiskOpened, partial(self._check_opened, was_reset=self._was_reset))
@@ -143,12 +143,12 @@ class Simulation:
 
     @property
     def has_lost_blocks(self) -> bool:
-        """Return whether copies were abandoned, so that the device may lack blocks for a request."""
+        """Return whether copies were abandoned, in which case the device may lack blocks for a request."""
         return self._abandoned > 0
 
     @property
     def is_cut_off(self) -> bool:
-        """Return whether the core has raised, so that its records cannot be checked (R12)."""
+        """Return whether the core has raised, in which case its records cannot be checked (R12)."""
         return self.offload.faults.error is not None
 
     @property
@@ -163,15 +163,15 @@ class Simulation:
 
     @property
     def has_lives(self) -> bool:
-        """Return whether engines are killed and others started."""
+        """Return whether engines are killed and replaced."""
         return isinstance(self.portal, DiskPortal)
 
     def is_ending(self, life: int) -> bool:
-        """Return whether this engine is about to be killed, or has been."""
+        """Return whether this engine has been killed or is about to be."""
         return self.life != life or bool(self._end)
 
     async def reading(self, read: Coroutine[object, object, None]) -> None:
-        """Read a stream. The engine's end cancels it."""
+        """Read a stream, until the engine's end cancels the reading."""
         if not self.has_lives:
             await read
             return
@@ -184,7 +184,7 @@ class Simulation:
             self._reading.pop(task)
 
     def reset(self) -> None:
-        """Reset the caches. After True, no engine may find anything from before."""
+        """Reset the caches, and record the namespaces in which no engine may find blocks any more."""
         self.engine.reset_prefix_cache()
         below = self.offload._tiers_side
         replaced = self._store.replaced if self._store is not None else 0
@@ -240,7 +240,7 @@ class Simulation:
             raise AssertionError("; ".join(self._complaints))
 
     def _run(self, play: asyncio.Task[None]) -> None:
-        """Run the loop to the end. Engines are killed and started between its turns."""
+        """Run the loop to the end. Engines are killed and started between two turns of the loop."""
         while self.has_lives and not play.done():
             self._is_dying.clear()
             dying = self.loop.create_task(self._is_dying.wait())
@@ -294,7 +294,9 @@ class Simulation:
             await self.turn(list(self.text(base)), 3, None)
 
     async def _live_again(self) -> None:
-        """Let blocks that were found again be spilled. The next engines find them, if the disk has kept them."""
+        """Let lookups find blocks, so that they are spilled; then end the engine and start the next one, up
+        to three times.
+        """
         draws = self.scenario.draws("lives")
         for how in draws.choices(["kill", "kill", "power fails", "stop"], k=draws.randint(1, 3)):
             if self._store is not None and draws.random() < 0.8:
@@ -302,22 +304,22 @@ class Simulation:
             await self._ask_all()
             await self._ask_all()
             await self.until(lambda: not self.engine.has_work)
-            # The index is written ten times a second.
+            # The index is written ten times a second, so the engine may end before or after a write.
             await asyncio.sleep(draws.choice([0.0, 0.3, 0.3, 3.0]))
             if draws.random() < 0.2:
                 self.reset()
             self.end_life(how)
             await self.is_open.wait()
-            for _ in range(10):  # Meanwhile the index is read.
+            for _ in range(10):  # the new engine reads the index during these steps
                 await asyncio.sleep(draws.random() * self.scenario.timeout_s)
                 self.step()
 
     async def _settle(self) -> None:
-        """End everything except hanging copies, then release those. Late ends are reported."""
+        """End everything except hanging copies, then release the hanging copies, whose late ends are reported."""
         await self.until(lambda: not self.engine.has_work)
         self._check_drained()
         self._release()
-        # An idle engine notices ended copies in its next step, and each may start the next spill.
+        # An idle engine notices ended copies only in its next step, and each of them may start another spill.
         for number in range(_MOST_LAST_STEPS):
             await asyncio.sleep(self.scenario.timeout_s / 3)
             self.step()
@@ -326,7 +328,6 @@ class Simulation:
         self._check_nothing_left()
 
     async def until(self, is_so: Callable[[], bool]) -> None:
-        """Poll until `is_so` returns True."""
         while not is_so():  # noqa: ASYNC110
             await asyncio.sleep(self.scenario.timeout_s / 10)
 
@@ -357,7 +358,6 @@ class Simulation:
                 await asyncio.sleep(self._time.uniform(0, 0.002))
 
     def step(self) -> bool:
-        """Run one step of the engine, and check the invariants."""
         self.steps += 1
         if self.steps > _MOST_STEPS:
             raise AssertionError(f"not drained after {_MOST_STEPS} steps: {self.engine.statistics()}")
@@ -366,12 +366,12 @@ class Simulation:
             has_computed = self.engine.step()
         finally:
             self._is_stepping = False
-            self.engine._wake.set()  # The loop's own task for steps may sleep while there is work.
+            self.engine._wake.set()  # the engine's own task for steps may be asleep although there is work
         self._check()
         return has_computed
 
     def _switch(self) -> None:
-        """Let the engine's thread run when the coroutine calls the copier."""
+        """Let the engine's thread run while the coroutine calls the copier."""
         if self._is_stepping or self._is_over or not self.scenario.switch or not self._is_up.is_set():
             return
         if self._switches.random() < self.scenario.switch and self.engine.has_work:
@@ -404,7 +404,7 @@ class Simulation:
     def _check(self) -> None:
         problems = [*self.runner.wrong, *self.engine.audit()]
         problems += self._store.problems if self._store is not None else ()
-        # If the core has raised, the first line reports this.
+        # After a failure of the core, the first line reports the failure itself.
         problems += self.offload.audit()[1:] if self.is_cut_off else audit(self.offload.core)
         if self.steps % 8 == 0:
             problems += slot_problems(self.offload.gauges())
@@ -424,7 +424,8 @@ class Simulation:
         core, left = self.offload.core.state, list[str]()
         if not self.is_cut_off:
             left += [f"request {request} is still live" for request in core.requests.live]
-            # A hanging disk keeps no engine stepping for longer than `disk_drain_s`.
+            # Jobs on a lower tier may still be open: an engine steps at most `disk_drain_s` for a hanging
+            # disk.
             open_jobs = [job for job in core.jobs.open.values() if not job.settled and job.tier is Tier.HOST]
             left += [f"job {job.id} is {job.state.name}" for job in open_jobs]
         numbers = self.engine.statistics()
@@ -434,7 +435,7 @@ class Simulation:
             raise AssertionError("; ".join(left))
 
     def _check_nothing_left(self) -> None:
-        """Check that everything is as at the start (R11)."""
+        """Check that everything is back in its initial state (R11)."""
         self._check_drained()
         core, numbers = self.offload.core.state, self.engine.statistics()
         left = [f"workers still copy for job {job.id}" for job in self.offload.copies.running]
@@ -458,20 +459,22 @@ class Simulation:
         self.copies_below[f"{event.tier.value} {event.direction.value} {event.outcome.value}"] += event.blocks
 
     def _check_namespace(self, fact: RemoteOpened) -> None:
-        """Check that blocks from before a reset are not found, also by later engines with a new generation (R18)."""
+        """Check that no engine, present or later, uses a namespace from before a reset (R18)."""
         name = fact.namespace
         if name in self._left_namespaces or self.store.replaced > self._reset_namespaces.get(name, inf):
             self._complaints.append(f"{name}, from before a reset, is looked at")
         self._namespaces[name] = None
 
     def _check_opened(self, event: DiskOpened, *, was_reset: bool) -> None:
-        """Check that blocks from before a reset are not found, unless a disk has only claimed to remove them (R18)."""
+        """Check that no block from before a reset is found, unless the disk reported a removal that did not
+        happen (R18).
+        """
         self.copies_below["restored"] += event.blocks
         if was_reset and event.blocks and not self.disk.has_lied:
             self._complaints.append(f"{event.blocks} blocks from before a reset are found")
 
     async def _check_states_after_reset(self) -> None:
-        """Check that states computed after a reset are not refused as from before it."""
+        """Check that states computed after a reset are not refused as computed before it."""
         self.reset()
         before = self._outcomes(StoreOutcome.BEFORE_RESET)
         for _ in range(2):
@@ -552,14 +555,14 @@ def _journal_settings(folder: Path | None, life: int) -> dict[str, object]:
 
 
 def _left_of(tier: LowerTier) -> list[str]:
-    """Return what jobs keep on a lower tier."""
+    """Return what open jobs still hold on a lower tier."""
     kept = {"spill": tier.in_flight.keys, "fetch": tier.fetching}
     return [what for what, there in kept.items() if there]
 
 
 @contextmanager
 def slow_disk(scenario: Scenario, *, is_full: bool) -> Iterator[None]:
-    """Run a disk thread's work on the loop, with a delay. A full disk raises now and then."""
+    """Run the journal's disk thread on the loop, with a delay. If `is_full`, writes sometimes fail."""
     draws = scenario.draws("disk")
 
     async def run_sync(call: Callable[..., Any], *args: object) -> object:
@@ -574,7 +577,7 @@ def slow_disk(scenario: Scenario, *, is_full: bool) -> Iterator[None]:
 
 @contextmanager
 def _quiet(is_quiet: bool) -> Iterator[None]:
-    """Drop log lines. With `is_quiet`, they are not even formatted."""
+    """Drop log lines. If `is_quiet`, they are not even formatted."""
     logger = logging.getLogger(ROOT)
     before = logger.handlers, logger.level, logger.propagate
     logger.handlers, logger.propagate = [logging.NullHandler()], False
@@ -587,7 +590,6 @@ def _quiet(is_quiet: bool) -> Iterator[None]:
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first exception in nested groups."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,7 +1,8 @@
-"""A shared store with random faults. It outlives engines, and other engines write to it with the same names.
+"""A shared store with random faults. The store outlives engines, and other engines write under the same
+names.
 
-Its calls take simulated time, on threads of which one runs at a time (`tests/simulate/disk.py`). The engine's own
-thread must not call it.
+Its calls take simulated time, on threads that run one at a time (`tests/simulate/disk.py`). The engine's own
+thread must not call the store.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ STORE_TROUBLES: dict[str, dict[str, float]] = {
     "hanging": {"hang": 0.05, "late": 0.1},
 }  # fmt: skip
 _FREE_FAILURES = 12
-"""Failures in a row: three open a breaker, and some further calls are already queued.
+"""The number of consecutive failures after which all further calls must be probes.
 
-The next calls are probes, at least a second apart.
+Three failures open a breaker, but more calls may be queued by then. Probes are at least a second apart.
 """
 _PROBES_S = 0.9
 _HINTS = 100
@@ -60,7 +61,7 @@ class StoreOdds:
         mixed: the store delivers another block's value.
         full: the store does not accept a value.
         lost: the store reports that it has accepted a value, but loses it.
-        usual_s: the longest time of most calls.
+        usual_s: the longest time of a call that is neither late nor hanging.
         timeout_s: the timeout that `late` refers to.
     """
 
@@ -80,7 +81,7 @@ class StoreOdds:
 
 
 class SimStore:
-    """The store, and every connection to it.
+    """The store, which also stands for every connection to it.
 
     Args:
         draws: the random numbers.
@@ -94,19 +95,19 @@ class SimStore:
         self.problems: list[str] = []
         self.values: dict[str, bytes] = {}
         self._written: dict[str, bytes] = {}
-        """all values ever put, which another engine may write again"""
+        """all values ever put, because another engine may put them again"""
         self._asked: dict[str, None] = {}
         self.is_dead = self.is_full = False
         self.replaced = 0
-        """how often the shared generation was replaced"""
-        self._failures: dict[object, list[float]] = {}  # failures in a row, by the executor of the calls
+        # times of consecutive failures, by the executor that makes the calls
+        self._failures: dict[object, list[float]] = {}
 
     def token_hex(self, size: int) -> str:
-        """Replaces the function of the module `secrets`."""
+        """Stand in for `secrets.token_hex`."""
         return self._draws.randbytes(size).hex()
 
     def connect(self, address: object, timeout_s: float) -> SimStore:
-        """Replaces `open_store`."""
+        """Stand in for `open_store`."""
         self._call()
         return self
 
@@ -166,16 +167,15 @@ class SimStore:
         self.comes_back()
 
     def comes_back(self) -> None:
-        """Answer again, and accept values."""
+        """Answer calls and accept values again."""
         self.is_dead = self.is_full = False
 
     def evict(self) -> None:
-        """Drop some values."""
         for name in self._some(list(self.values)):
             del self.values[name]
 
     def others_write(self) -> None:
-        """Write our engines' values again as other engines do, and write wrong values under their names."""
+        """Put our engines' values again, as other engines do, and put wrong values under our engines' names."""
         for name in self._some([*self._written, *self._asked]):
             value = self._written.get(name, b"")
             others = list(self._written.values())
@@ -189,14 +189,13 @@ class SimStore:
             self.values[name] = self._draws.choice([value, value, value, *strange])
 
     def heals(self) -> None:
-        """Cause no more faults, because the run is over."""
+        """Cause no more faults: the run is over."""
         self._odds = StoreOdds()
         self.comes_back()
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _call(self) -> str:
-        """Let a call take its time; return its outcome."""
         thread = SimThread.current()
         assert thread is not None, "the engine's thread calls the store"
         fate, seconds = self._fate(), self._draws.uniform(0, self._odds.usual_s)
@@ -216,7 +215,7 @@ class SimStore:
         return "done"
 
     def _note(self, thread: SimThread, *, fails: bool) -> None:
-        """Check that an engine only sends probes to a failing store."""
+        """Check that an engine sends only probes to a failing store."""
         failures = self._failures.setdefault(thread.owner, [])
         if not fails:
             failures.clear()
@@ -264,7 +263,7 @@ class SimStore:
 
 
 class Awaited(Future[Any]):
-    """A future for which the engine's thread waits. Meanwhile, time passes for its portal's threads."""
+    """A future for which the engine's thread waits. During the wait, time passes for the portal's threads."""
 
     portal: ClassVar[DiskPortal]
 
@@ -278,7 +277,8 @@ def in_place_of_clients(store: SimStore) -> Iterator[None]:
     with ExitStack() as stack:
         for module in (remote_catalog, worker_side):
             stack.enter_context(mock.patch.object(module, "open_store", store.connect))
-        stack.enter_context(mock.patch.object(tiers, "MOST_HINTS", _HINTS))  # Audits check each hint.
+        # every audit checks each hint, so there must be few hints
+        stack.enter_context(mock.patch.object(tiers, "MOST_HINTS", _HINTS))
         for module in (remote_catalog, values):
             stack.enter_context(mock.patch.object(module, "secrets", store))
         stack.enter_context(mock.patch.object(remote_catalog, "Future", Awaited))

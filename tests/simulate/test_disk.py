@@ -1,4 +1,4 @@
-"""A disk in simulations: it is written and read, keeps blocks over kills, and fails in every way."""
+"""Simulates a disk: blocks are written, read, kept across kills, and every operation can fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.simulate.simulation import simulate
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SEEDS = range(60, 200)
-"""the seeds after those of `test_simulate`"""
+"""does not overlap with the seeds of `test_simulate`"""
 
 
 @pytest.mark.full

@@ -60,7 +60,7 @@ def test_batches_without_an_end_event_show_in_one_of_the_first_seeds(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CudaTicket, "end", lambda self: setattr(self, "_has_end", True))
-    child = os.fork()  # Copies reach memory that was freed and reused, so the process may crash.
+    child = os.fork()  # With the rule disabled, copies reach freed memory, so the process may crash.
     if child == 0:
         os._exit(any(play(seed, partial(simulate_on, emulator)).problem for seed in range(40)))
     assert os.waitpid(child, 0)[1] != 0

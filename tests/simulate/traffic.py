@@ -1,4 +1,4 @@
-"""The users of the simulated engine: conversations with common beginnings, and an operator."""
+"""The users of the simulated engine: conversations whose prompts have common beginnings, and an operator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TURNS = 4
 
 
 class Conversation:
-    """A client that sends prompts, reads the answers, continues with them, and sometimes aborts."""
+    """A client that sends prompts, continues each with the answer, and sometimes aborts."""
 
     def __init__(self, world: Simulation, number: int) -> None:
         self._world = world
@@ -55,7 +55,7 @@ class Conversation:
 
 
 async def read(stream: TokenStream, patience: float | int | None, found: list[int]) -> None:
-    """Read tokens into `found`, until the end or a timeout.
+    """Append tokens to `found` until the stream ends or the client aborts.
 
     Raises:
         EngineError: the engine reported an error instead of more tokens.
@@ -79,11 +79,11 @@ async def read(stream: TokenStream, patience: float | int | None, found: list[in
 async def turn(
     world: Simulation, prompt: list[int], new_tokens: int, patience: float | int | None = None
 ) -> None:
-    """Run one request and check its tokens. All must arrive, unless it is aborted.
+    """Run one request and check its tokens. All tokens must arrive, unless the request is aborted.
 
-    If the engine is killed, it is sent again.
+    A request whose engine is killed is sent again to the next engine.
     """
-    while not world.is_open.is_set():  # The flag may have been cleared again before this task runs.
+    while not world.is_open.is_set():  # the flag may have been cleared again before this task runs
         await world.is_open.wait()
     life, should = world.life, world.expected(prompt, new_tokens)
     stream = world.engine.submit(prompt, SamplingParams(new_tokens))
@@ -106,7 +106,7 @@ async def turn(
 
 
 class Operator:
-    """An operator who resets, preempts, changes weights and causes faults while requests run."""
+    """Resets, preempts, changes weights and causes faults while requests run."""
 
     def __init__(self, world: Simulation) -> None:
         self._world = world
@@ -121,7 +121,7 @@ class Operator:
         self._world.reset()
 
     async def _device_forgets(self) -> None:
-        self._world.engine.pool.reset_prefix_cache()  # only if no request uses it
+        self._world.engine.pool.reset_prefix_cache()  # has no effect while a request uses the cache
 
     async def _preempt(self) -> None:
         running = [request.request_id for request in self._world.engine._scheduler.running]
@@ -129,9 +129,9 @@ class Operator:
             self._world.engine.preempt(self._draws.choice(running))
 
     async def _new_weights(self) -> None:
-        """When no request computes: reset once, with copies in flight.
+        """Reset once when no request computes, but copies may be in flight.
 
-        When the device has released all blocks, change the weights.
+        Change the weights when the device has released all blocks.
         """
         world = self._world
         world.is_open.clear()
@@ -179,7 +179,7 @@ class Operator:
         self._world.store.is_full = True
 
     async def _corrupt(self) -> None:
-        """Corrupt a byte of a host slot without a running copy, on one rank."""
+        """Corrupt a byte of a host slot that no copy uses, on one rank."""
         world, pool = self._world, self._world.offload.core.state.pool
         slots = [slot for slot in map(SlotId, range(pool.capacity)) if pool.state(slot) is SlotState.READY]
         if slots:
@@ -191,7 +191,7 @@ class Operator:
         self._draws.choice(self._world.plugin.workers)._tasks[1].cancel()
 
     async def _break(self) -> None:
-        """Make a state handler raise from now on. Offloading ends, and everything else continues (R12)."""
+        """Make a state handler raise from now on. Offloading ends, but requests are served (R12)."""
 
         def broken(fact: facts.Fact) -> None:
             raise RuntimeError("a state handler raises")
