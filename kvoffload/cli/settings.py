@@ -11,8 +11,6 @@ from kvoffload.model.config import ADVANCED, SETTINGS
 
 HELP = "list the settings, each with its default, its meaning and the allowed values"
 
-_INDENT = 4 * " "
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add nothing: the command has no options."""
@@ -27,5 +25,5 @@ def run(_: argparse.Namespace) -> int:
         for name, setting in settings:
             print(f"{name:<28}{setting.default}")
             for text in (setting.meaning, setting.allowed):
-                print(textwrap.fill(text, width, initial_indent=_INDENT, subsequent_indent=_INDENT))
+                print(textwrap.indent(textwrap.fill(text, width - 4), "    "))
     return 0

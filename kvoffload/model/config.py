@@ -52,7 +52,6 @@ _NOT_HERE = {
 
 _RENAMED = {
     "spill_after_hits": "disk_min_hits",
-    "share_after_hits": "remote_min_hits",
     "disk_identity": "weights_id",
 }
 """Maps former key names to the present ones, where the two are not similar."""

@@ -25,8 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     others = "any other settings: a JSON object, a file that holds one, or KEY=VALUE; may be repeated"
     parser.add_argument("--config", metavar="SETTINGS", action="append", default=[], help=others)
     forms = (
-        "flag: one --kv-transfer-config with JSON; dotted: an option per key; yaml: lines for the file of vLLM's "
-        "--config; python: an argument of LLM()"
+        "flag: JSON in one option; dotted: an option per key; yaml: for vLLM's --config; python: for LLM()"
     )
     parser.add_argument("--form", choices=_FORMS, default="flag", help=forms)
 

@@ -86,3 +86,14 @@ def test_a_key_file_that_cannot_be_used_stops_each_sides_start(
     nothing: Any = None
     with pytest.raises(ConfigError, match=r"tier_key_file: .* is not used"):
         getattr(assembly, side)(nothing, nothing, nothing)
+
+
+def test_a_start_without_host_memory_advises_a_multiple_of_vllms_own_cache() -> None:
+    from kvoffload_vllm import assembly
+
+    extra = SimpleNamespace(kv_connector_extra_config={"store_policy": "lazy"})
+    parallel = SimpleNamespace(world_size=4, local_world_size=2, data_parallel_index=0)
+    given: Any = SimpleNamespace(kv_transfer_config=extra, parallel_config=parallel)
+    with pytest.raises(ConfigError, match="host_bytes is missing") as refused:
+        assembly._config(given, 2**20)
+    assert "left for 2 ranks; advised: 12.0 MiB, 3.0 times the device's KV cache" in str(refused.value)
