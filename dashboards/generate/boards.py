@@ -153,7 +153,6 @@ class Board(Part, frozen=True):
 
     @property
     def panels(self) -> Iterator[Panel]:
-        """Yield all panels."""
         return (panel for row in self.rows for panel in row.panels)
 
 

@@ -118,8 +118,9 @@ async def run_observer(
 ) -> None:
     """Pass every event of `feed` to `observer` until the feed is closed and empty.
 
-    An observer that raises is removed: its feed closes, queued events count as dropped, and `on_removed` gets its
-    name and the exception. While `observer` runs, new events wait in the feed; when it is full, they are dropped.
+    An observer that raises is removed: its feed closes, queued events count as dropped, and `on_removed` gets its name
+    and the exception. While `observer` runs, new events wait in the feed; once the feed is full, further events are
+    dropped.
     """
     try:
         try:

@@ -10,7 +10,6 @@ HELP = "print a completion script for bash, zsh or tcsh"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("shell", choices=["bash", "zsh", "tcsh"], help="which shell")
 
 

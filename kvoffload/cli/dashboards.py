@@ -23,7 +23,6 @@ _NAME = "kvoffload"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("action", choices=["export"], help="export: write the files")
     parser.add_argument("directory", metavar="DIR", type=Path, help="where to; made if it does not exist")
 

@@ -129,7 +129,6 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
 
 
 def worst(findings: Sequence[Finding]) -> Verdict:
-    """Return the worst verdict."""
     found = {one.verdict for one in findings}
     return next(verdict for verdict in _WORST_FIRST if verdict in found)
 

@@ -62,7 +62,6 @@ class Account:
 
 
 def add_up(records: Iterable[Record]) -> Account:
-    """Add up a journal's lines."""
     account, bus, counters = Account(), Bus(), Counters()
     counters.subscribe(bus)
     begun: float | None = None

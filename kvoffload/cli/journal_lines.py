@@ -22,7 +22,10 @@ _CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?")
 
 
 def add_journal_arguments(parser: argparse.ArgumentParser, suffix: str) -> None:
-    """Add the arguments for the journal, the part of it to show, and the output file; `opened` reads them."""
+    """Add the arguments for the journal, the part of it to show, and the output file.
+
+    `opened` reads these arguments.
+    """
     add = parser.add_argument
     words = "the file that an engine wrote to `journal_path`; may be gzipped, JOURNAL.1 is read before it"
     add("journal", metavar="JOURNAL", type=Path, help=words)

@@ -30,7 +30,6 @@ table{border-collapse:collapse}th,td{padding:.25rem 1rem .25rem 0;text-align:lef
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     add_journal_arguments(parser, _SUFFIX)
 
 

@@ -14,7 +14,6 @@ _SUFFIX = ".trace.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     add_journal_arguments(parser, _SUFFIX)
 
 

@@ -248,7 +248,6 @@ def _has_restarted(before: Reading, now: Reading) -> bool:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     add = parser.add_argument
     address = (
         "of the metrics, HOST:PORT, or a PORT of this machine: kvoffload's own port, or that of `vllm serve`"
@@ -268,7 +267,7 @@ def run(args: argparse.Namespace) -> int:
     servers = [Server(page_url(url)) for url in args.urls]
     if args.json or args.once or not sys.stdout.isatty():
         return _print_once(servers, args.interval, as_json=args.json)
-    with suppress(KeyboardInterrupt):  # the usual way to leave
+    with suppress(KeyboardInterrupt):  # Ctrl-C is the usual way to leave
         _watch(servers, max(args.interval, _LEAST_INTERVAL_S))
     return Exit.OK
 

@@ -20,7 +20,7 @@ _IN_USE = (SlotState.FILLING, SlotState.PINNED, SlotState.DRAINING)
 def audit(state: CoreState, stores: Stores) -> list[str]:
     """Return one line of text for each wrong total. Changes nothing.
 
-    Two totals are always checked; the rest only when no request is live and no job is pending.
+    Two totals are always checked. All other totals are checked only when no request is live and no job is pending.
     """
     totals = _totals(state, stores)
     return [

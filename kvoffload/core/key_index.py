@@ -84,7 +84,6 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
             width //= 2
 
     def add(self, keys: Sequence[BlockKey], slots: Sequence[SlotId]) -> None:
-        """Add keys with their slots."""
         parts = self.parts
         for key, slot in zip(keys, slots, strict=True):
             parts[key[0]][key] = slot

@@ -104,7 +104,7 @@ class Retention:
         self._pool.use(self._slots_deepest_first(record, tokens), {})
 
     def _release_and_use(self, record: RequestRecord) -> None:
-        """Release held slots and mark shared ones as used, deepest first.
+        """Release held slots and mark shared slots as used, deepest first.
 
         The prefix's head, which other requests may share, is then the most recently used.
         """

@@ -112,7 +112,6 @@ Item = TypeVar("Item")
 
 
 def count(counts: dict[Item, int], items: Sequence[Item]) -> None:
-    """Count one use of each item."""
     once = dict.fromkeys(items, 1)
     if len(once) == len(items) and counts.keys().isdisjoint(once):
         counts.update(once)
@@ -177,7 +176,6 @@ class HostPool:
         return self._counts[state]
 
     def state(self, slot: SlotId) -> SlotState:
-        """Return a slot's state."""
         return SlotState(self._states[slot])
 
     def key(self, slot: SlotId) -> BlockKey | None:

@@ -140,7 +140,6 @@ class Stores:
         self._decide([self._offer_of(record, *position) for position in positions], last_chance=True)
 
     def settle_waiting(self, record: RequestRecord, outcome: StoreOutcome) -> None:
-        """Settle a request's waiting offers with this outcome."""
         for group, position in record.waiting:
             self._settle(record.keys[group][position], outcome)
         self._stop_waiting(record)
@@ -385,7 +384,6 @@ class Stores:
     # -- outcomes -----------------------------------------------------------------------------------------------
 
     def _settle(self, key: BlockKey, outcome: StoreOutcome) -> None:
-        """Give an offer its outcome."""
         self._state.tally.count_stores(outcome)
         cause = MISS_CAUSES.get(outcome)
         if cause is not None and key not in self._state.pool.index:

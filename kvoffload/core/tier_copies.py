@@ -617,7 +617,7 @@ class LowerTiers:
             self._state.tally.events.append(DiskClosed())
 
     def remote_opened(self, fact: facts.RemoteOpened) -> None:
-        """Open the remote tier. If its namespace has changed, discard the hints from the old one."""
+        """Open the remote tier. If its namespace has changed, discard the hints from the old namespace."""
         jobs, remote = self._state.jobs, self._state.remote
         assert remote is not None, fact
         if remote.namespace not in ("", fact.namespace):

@@ -287,7 +287,6 @@ class RemoteTier(LowerTier):
         """Queries for the tier. Each has a request and the keys to look up."""
 
     def open(self, namespace: str) -> None:
-        """Open the tier with this namespace."""
         self.namespace = namespace
         self.is_open = True
         self.is_closed = False

@@ -343,7 +343,6 @@ class IndexLog:
 
 
 def new_generation() -> bytes:
-    """Return a new random generation."""
     return secrets.token_bytes(16)
 
 

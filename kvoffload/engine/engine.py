@@ -134,7 +134,7 @@ class Engine:
     def preempt(self, request_id: str) -> bool:
         """Take a running request's blocks, so that the request is computed again later.
 
-        Return False if it is not running.
+        Return False if the request is not running.
         """
         request, _ = self._open.get(request_id, (None, None))
         if request is None or request.state is not RequestState.RUNNING:

@@ -28,8 +28,6 @@ class RequestState(Enum):
 
 
 class Token(NamedTuple):
-    """One generated token."""
-
     token_id: int
     logprob: float  # natural logarithm
 
@@ -143,7 +141,6 @@ class Request:
         return tuple(map(tuple, self.tables))
 
     def append(self, token_id: int) -> None:
-        """Add a generated token."""
         self.tokens.append(token_id)
         self.chain.extend(self.tokens)
 

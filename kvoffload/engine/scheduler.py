@@ -51,8 +51,6 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's work."""
-
     chunks: tuple[Chunk, ...]
     facts: StepFacts
     is_starved: bool  # whether a request could not get blocks

@@ -58,7 +58,6 @@ def parts() -> dict[str, Part]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options to the parser."""
     add = parser.add_argument
     add("--device", default="cuda:0", help="the GPU, as torch names it")
     add("--copy-bytes", metavar="BYTES", type=size, default="256MiB", help="a large copy, in whole MiB")

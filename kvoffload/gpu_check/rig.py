@@ -86,7 +86,7 @@ class Rig:
         return CopyRuns(device, host, size) if way is Direction.STORE else CopyRuns(host, device, size)
 
     def seconds(self, *copies: tuple[Direction, CopyRuns]) -> float:
-        """Copy several batches at the same time; return how many seconds the device takes for the longest.
+        """Copy several batches at the same time; return how many seconds the device takes for the longest batch.
 
         As in an engine, one thread submits the batches and another queries them.
 

@@ -277,7 +277,7 @@ class DiskClosed(Event, frozen=True):
 
 
 class ResetStarted(Event, frozen=True):
-    """The cache was reset. Lookups no longer find anything computed before.
+    """The cache was reset. Lookups no longer find anything computed before the reset.
 
     Args:
         epoch: number of resets so far.

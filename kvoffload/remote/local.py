@@ -132,7 +132,6 @@ class LocalMooncake:
         self.master = Server(*command, log=self._folder / "master.log", is_ready=listens)
 
     def start_node(self) -> None:
-        """Start an empty store node."""
         log = self._folder / "node.log"
         command = sys.executable, "-m", __name__, f"127.0.0.1:{self.port}"
         self.node = Server(
@@ -194,7 +193,6 @@ class LocalBucket:
         self.server = Server(program, "mini", *options, log=log, is_ready=listens, env=credentials)
 
     def close(self) -> None:
-        """Kill the server."""
         self.server.kill()
 
 

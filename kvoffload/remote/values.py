@@ -56,7 +56,6 @@ class Shard:
         return f"{self.rank}of{self.ranks}"
 
     def name(self, key: BlockKey) -> str:
-        """Return the name of a block's value."""
         return f"{FORMAT}/{self.namespace}/{key.hex()}/{self.part}"
 
 

@@ -279,7 +279,6 @@ class NetBenefit:
             self._break_even[tier].weigh(rate, load)
 
     def _copying(self) -> Copies:
-        """Return the directions of the open copies."""
         stores = _STORING if self._open.count(Direction.STORE, is_overdue=False) else ()
         return stores + (_LOADING if self._open.count(Direction.LOAD, is_overdue=False) else ())
 

@@ -1,8 +1,8 @@
 """The threads that kvoffload starts in an engine's process.
 
-A portal is a background thread with an event loop, and a few more threads for copies that block. All are daemon
-threads, so that a copy that never ends cannot keep the process from exiting. Each thread starts at its first use, so an
-unused portal costs nothing and a fork before the first use is harmless.
+A portal is a background thread with an event loop, and a few more threads for copies that block. All of these are
+daemon threads, so that a copy that never ends cannot keep the process from exiting. Each thread starts at its first
+use, so an unused portal costs nothing and a fork before the first use is harmless.
 
 A fork copies the process's memory but not its threads. In the child a portal starts new threads at its next use. The
 portal keeps the parent's loop open and untouched, because closing it would unregister the parent's descriptors.

@@ -280,7 +280,6 @@ class SchedulerSide:
     # -- reports ------------------------------------------------------------------------------------------------
 
     def reported(self, reports: Sequence[TransferReport]) -> None:
-        """Process the ranks' reports."""
         began = self._hook.now = self._clocks.monotonic()
         open_before = self._jobs.open_on_tiers
         for report in reports:

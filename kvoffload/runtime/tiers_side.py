@@ -216,7 +216,7 @@ class TiersSide:
         return False
 
     def reset(self) -> bool:
-        """Invalidate all blocks on these tiers. Return True if later processes cannot find them either."""
+        """Invalidate all blocks on these tiers. Return True if later processes cannot find these blocks either."""
         if self._remote is not None:
             self.polls_at = -inf
         # Build a list instead of short-circuiting, because every catalog must be reset, even if the first reset is

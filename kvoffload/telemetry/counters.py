@@ -179,7 +179,6 @@ class Counters:
                 one.kept.append(seconds)
 
     def add(self, name: str, *labels: str) -> None:
-        """Add 1 to a counter."""
         self.changes += 1
         self._counts[name][labels] += 1
 

@@ -56,7 +56,6 @@ class SpanCanvas:
         self._outer = Context()
 
     def begin(self, track: Track, request: str, at: float) -> None:
-        """Begin a request's span."""
         carrier = {"traceparent": self.trace_parent} if self.trace_parent is not None else {}
         span = self._tracer.start_span(
             f"{_SCOPE}.request",
@@ -70,7 +69,6 @@ class SpanCanvas:
         self._contexts[request] = set_span_in_context(span, Context())
 
     def end(self, track: Track, at: float, how: str) -> None:
-        """End a request's span."""
         span = self._open.pop(track)
         span.set_attribute(f"{_SCOPE}.end", how)
         span.end(_nanoseconds(at))

@@ -24,8 +24,6 @@ Args = Mapping[str, object]
 
 
 class What(StrEnum):
-    """Kinds of spans."""
-
     STEP = "step"
     LOOKUP = "lookup"
     LOAD_WAIT = "load_wait"
@@ -241,7 +239,6 @@ class Timeline:
         """The method that draws an event, by the event's class."""
 
     def draw(self, record: Record) -> None:
-        """Draw a record."""
         at, message = record.time, record.message
         missing = record.sequence - self.sequence - 1
         if missing and self.sequence:

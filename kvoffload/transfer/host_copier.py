@@ -339,7 +339,7 @@ def _works(copy: Copy) -> bool:
 
 
 def cut(runs: CopyRuns, limit: int) -> Iterator[CopyRuns]:
-    """Cut copies into parts of about `limit` bytes each, always less than twice that, in order."""
+    """Cut copies, in order, into parts of about `limit` bytes each, and always less than twice `limit`."""
     if runs.total_bytes <= limit:
         yield runs
         return

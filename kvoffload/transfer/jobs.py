@@ -128,8 +128,8 @@ class JobLedger:
     def end(self, open_job: OpenJob, now: float, slot_bytes: int) -> None:
         """Report a job that is over.
 
-        `queue_s` is the time without copies: waiting for the limit, the fence and the checksums, and until the end is
-        noticed.
+        `queue_s` is the time without copies: the waits for the limit, the fence and the checksums, and the delay until
+        the end is noticed.
         """
         job = open_job.job
         del self._open[job.id]

@@ -78,7 +78,6 @@ class Lane:
 
     @property
     def pending_bytes(self) -> int:
-        """The number of bytes in pending batches."""
         return sum([batch.size for batch in tuple(self._pending)])
 
     @property

@@ -94,7 +94,6 @@ class RemoteMover:
         self._buffers = threading.local()
 
     def positions_of(self, job: AnyJob) -> list[Sequence[int]]:
-        """Return the positions of the blocks in each batch."""
         positions = range(len(job.slots))
         return [positions[start : start + self._batch] for start in positions[:: self._batch]]
 

@@ -76,7 +76,6 @@ class CopyRuns(Struct, frozen=True, eq=False):
         return int(self.size.sum())
 
     def __getitem__(self, which: slice | NDArray[np.bool_]) -> CopyRuns:
-        """Return some of the copies."""
         return CopyRuns(self.source[which], self.target[which], self.size[which])
 
     @classmethod

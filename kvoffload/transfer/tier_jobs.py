@@ -80,7 +80,7 @@ def find_corrupt(part: Part, checksums: Checksums | None, log: BoundLogger) -> N
 
 
 class Mover(Protocol):
-    """Copies the parts of jobs. `positions_of` runs on the owner's thread, the other methods run within calls."""
+    """Copies the parts of jobs. `positions_of` runs on the owner's thread; the other methods run within calls."""
 
     def positions_of(self, job: AnyJob) -> list[Sequence[int]]:
         """Return the positions of the blocks in each part of a job."""

@@ -99,7 +99,6 @@ class ReferencePlugin:
         return ReferenceScheduler(self.offload, self._portal.close)
 
     def worker_side(self, engine: EngineFacts, rank: int) -> WorkerPlugin:
-        """Make the worker's side of one rank."""
         copier = self._make_copier(Rank(rank)) if self._make_copier is not None else None
         worker = WorkerSide(
             Rank(rank),

@@ -127,7 +127,7 @@ def _found(part: Part, options: Options) -> Iterator[Line]:
 def plain(
     options: Options, model: Path, target: Path, engine: Mapping[str, Any], what: str
 ) -> Iterator[Line]:
-    """Write the answers of a vLLM without kvoffload, and how much they vary with the batch size.
+    """Write the answers of a vLLM without kvoffload, and how much these answers vary with the batch size.
 
     Args:
         options: the options of the whole check.

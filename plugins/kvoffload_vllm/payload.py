@@ -78,7 +78,6 @@ class Changes:
 
 
 def split_labels(joined: str) -> tuple[str, ...]:
-    """Split joined label values."""
     return tuple(joined.split(_COMMA)) if joined else ()
 
 

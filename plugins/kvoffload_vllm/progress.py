@@ -163,7 +163,7 @@ class ProgressReports:
     def step(
         self, output: SchedulerOutput, states: Sequence[facts.StateHandedOff]
     ) -> tuple[tuple[facts.Progress, ...], list[DeviceBlockId]]:
-        """Return the progress to report in this step, and newly allocated blocks that this progress may not include."""
+        """Return the progress to report in this step, and newly allocated blocks that this progress may lack."""
         scheduled, cached, late = output.num_scheduled_tokens, output.scheduled_cached_reqs, self._late
         resumed, groups, tables = cached.resumed_req_ids, self._groups, cached.new_block_ids
         self.steps += 1

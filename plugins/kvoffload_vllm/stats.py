@@ -41,5 +41,4 @@ class KVOffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # the
         self._families = Families(*metrics)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one message of an engine."""
         self._families.observe(transfer_stats_data, engine_idx)

@@ -64,7 +64,6 @@ class Features:
 
 
 def find_features() -> Features:
-    """Return the features of the installed vLLM."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.core.sched import output
 

@@ -20,7 +20,6 @@ _KEY = "kv_connector_extra_config"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("--host-bytes", metavar="BYTES", help="host memory of one engine, for all its ranks")
     others = "any other settings: a JSON object, a file that holds one, or KEY=VALUE; may be repeated"
     parser.add_argument("--config", metavar="SETTINGS", action="append", default=[], help=others)

@@ -57,7 +57,6 @@ class Screen:
         say(text)
 
     def result(self, text: str) -> None:
-        """Print a result."""
         print_error(self._clear, end="")
         print(text, flush=True)
 

@@ -298,7 +298,6 @@ class CudaCopier:
         _ = [driver.event(timed=timed) for timed in (True, False) for _ in range(_EVENTS_AHEAD)]
 
     def stream(self, direction: Direction) -> int:
-        """Return the stream of a direction."""
         return self._streams[direction]
 
     def use_kernel(self, below: Limits) -> None:
@@ -338,7 +337,7 @@ class CudaCopier:
 
 
 def split(runs: CopyRuns, below: int, fewest: int) -> tuple[CopyRuns, CopyRuns]:
-    """Split a batch into the runs for the kernel and those for the copy engine.
+    """Split a batch into the runs for the kernel and the runs for the copy engine.
 
     Args:
         runs: the copies of one batch.

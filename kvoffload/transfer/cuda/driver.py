@@ -233,7 +233,6 @@ class NvidiaDriver:
         self.record(event, self._current_stream())
 
     def record(self, event: Event, stream: int) -> None:
-        """Record `event` on `stream`."""
         self.enter()
         self._enqueue("cuEventRecord", stream, event.handle, stream)
         queue = event.queue = self._queues.get(stream)
