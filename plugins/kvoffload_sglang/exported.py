@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from kvoffload.runtime.tier_cache import TierCache
 from kvoffload.telemetry.catalogue import BY_NAME, Kind
+from kvoffload.tier_cache import TierCache
 from kvoffload_vllm.families import Families
 
 LABELS = ("model_name", "engine", "rank", "pool")
@@ -30,7 +30,8 @@ class Exported:
         self._caches = [*caches.values()]
         self._families = Families(classes, LABELS, dict(enumerate(caches)))
         self._sent: list[Mapping[str, float]] = [{} for _ in self._caches]
-        self._now, self._next_s = now, 0.0
+        self._now = now
+        self._next_s = 0.0
 
     def update(self) -> None:
         """Add what has changed, at most once a second."""

@@ -12,7 +12,7 @@ from kvoffload.model.errors import ConfigError
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.pool_host import HostKVCache
 
-    from kvoffload.runtime.tier_cache import Page
+    from kvoffload.tier_cache import Page
 
 
 class HostPages:

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 from kvoffload.disk.tier_key import read_tier_key
 from kvoffload.model.errors import ConfigError, KVOffloadError
 from kvoffload.remote.address import parse_address
-from kvoffload.runtime.tier_cache import TierCache, tier_config
+from kvoffload.tier_cache import TierCache, tier_config
 from kvoffload_sglang.exported import Exported
 from kvoffload_sglang.identity import Engine, find_identity, find_problems, is_shared, this_engine
 from kvoffload_sglang.pages import HostPages

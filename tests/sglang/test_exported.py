@@ -8,7 +8,7 @@ from pathlib import Path
 from prometheus_client import REGISTRY
 
 from kvoffload.disk.identity import KVIdentity
-from kvoffload.runtime.tier_cache import TierCache, tier_config
+from kvoffload.tier_cache import TierCache, tier_config
 from kvoffload_sglang.exported import LABELS, Exported
 
 VALUES = ("model", "0", "1", "kv")

@@ -95,9 +95,7 @@ def living(
     checkpoint = checkpoints.make("qwen3", folder / f"model{seed}", seed=seed)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("kvoffload_vllm.kv_identity.process_began_ns", time.time_ns)
-        patched.setattr(
-            "kvoffload.runtime.tier_cache._STAGING_BYTES", 0
-        )  # eight slots, so that the disk is read
+        patched.setattr("kvoffload.tier_cache._STAGING_BYTES", 0)  # eight slots, so that the disk is read
         for side in ("worker_side", "remote_catalog") if store is not None else ():
             patched.setattr(f"kvoffload.runtime.{side}.open_store", lambda *_: store)
         with engines.in_process(checkpoint, **options) as llm:

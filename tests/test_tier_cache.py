@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from kvoffload.disk.identity import KVIdentity
 from kvoffload.disk.slot_file import SlotFile
 from kvoffload.model.errors import ConfigError, DiskError
-from kvoffload.runtime.tier_cache import Page, TierCache, tier_config
 from kvoffload.telemetry.exporter import KVOffloadCollector
 from kvoffload.testing import FakeClock
+from kvoffload.tier_cache import Page, TierCache, tier_config
 from tests.captured_logs import capture_logs
 from tests.disk.fork_server import forking
 from tests.gates import ThreadGate
@@ -144,9 +144,7 @@ def test_put_blocks_are_found_with_their_bytes(
 def test_more_blocks_than_staging_slots_are_found_by_the_next_process(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "kvoffload.runtime.tier_cache._STAGING_BYTES", 0
-    )  # eight slots, two per call at a time
+    monkeypatch.setattr("kvoffload.tier_cache._STAGING_BYTES", 0)  # eight slots, two per call at a time
     numbers = range(50)
     first = start()
     assert all(first.put(*numbers))
@@ -592,7 +590,7 @@ def test_a_random_life_serves_only_what_was_put_since_the_last_reset(
 
 @pytest.mark.slow
 def test_several_threads_put_and_get_the_same_blocks(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffload.runtime.tier_cache._STAGING_BYTES", 0)
+    monkeypatch.setattr("kvoffload.tier_cache._STAGING_BYTES", 0)
     rig = start(sizes=(4096,), disk_bytes=4096 * 24)
     errors: list[BaseException] = []
 
