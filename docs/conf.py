@@ -7,7 +7,7 @@ import os
 import sys
 from importlib.metadata import version as installed
 
-# "Commands" shows what the commands of this environment print, in lines that fit the page.
+# The page "Commands" runs this environment's commands and shows their output, in lines that fit the page.
 os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
 os.environ["COLUMNS"] = "100"
 

@@ -68,8 +68,8 @@ def read_settings(texts: Iterable[str], option: str, **own: str | None) -> dict[
 
     Args:
         texts: the option's values.
-        option: its name.
-        own: settings with an option of their own, None for those that were not given.
+        option: the option's name.
+        own: settings that have their own options; None for settings that were not given.
 
     Raises:
         ConfigError: a text cannot be read, or a key is set twice.

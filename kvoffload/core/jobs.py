@@ -411,7 +411,7 @@ class Stall:
     """Counts jobs that timed out, and stops new copies before such jobs lease the whole device pool (R5, R16).
 
     Args:
-        limit: how many device blocks such jobs may lease together. A single job may exceed it.
+        limit: how many device blocks such jobs may lease together. A single job may exceed this limit.
     """
 
     def __init__(self, limit: int) -> None:

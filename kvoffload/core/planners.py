@@ -45,7 +45,7 @@ class EagerPlanner:
         self._due[record] = None
 
     def step(self, fact: StepScheduled, advanced: Sequence[RequestRecord]) -> None:
-        """Offer newly confirmed blocks of requests that advanced, and of those that started to run since the last step.
+        """Offer newly confirmed blocks of requests that advanced or that started to run since the last step.
 
         Args:
             fact: the step.

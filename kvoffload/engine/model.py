@@ -37,7 +37,7 @@ class Layer(NamedTuple):
 class Transformer:
     """The model without its KV cache. The caller provides the attention.
 
-    This lets the same code serve the paged engine and a dense reference.
+    So the same code serves the paged engine and a dense reference.
     """
 
     def __init__(self, config: ModelConfig, max_model_len: int, device: torch.device) -> None:

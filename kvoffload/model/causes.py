@@ -86,7 +86,7 @@ class TierOutcome(Cause):
     FAILED = "failed"
     CORRUPT = "corrupt"  # the bytes differ from the bytes written, in the tier or, with `verify`, on the host
     ABANDONED = "abandoned"
-    # cancelled by a reset, by the end of its requests, or because offloading was switched off
+    # cancelled by a reset, by the end of the job's requests, or because offloading was switched off
     CANCELLED = "cancelled"
 
 

@@ -306,7 +306,7 @@ class DiskCatalog:
 def _find_index(
     folder: OpenFolder, files: tuple[bytes, ...], slots: int, key: TierKey | None
 ) -> IndexContents | None:
-    """Return the folder's index of these slot files, or None if it is missing or unusable. Log an unusable one."""
+    """Return the folder's index of these slot files, or None if it is missing or unusable. Log why it is unusable."""
     try:
         found = load_index(folder, slots, key)
         if found is not None and found.header.files != files:

@@ -1,4 +1,4 @@
-"""The scheduler's side of offloading. An adapter's hooks call it, and it connects the parts.
+"""The scheduler's side of offloading: an adapter's hooks call it, and it connects the parts.
 
 Each hook dispatches one fact on the bus. The fact's state handler, a method of the core, runs inline. The fact and the
 core's events then reach counters, the journal and every other observer in one batch. A lookup or a step's plan needs an

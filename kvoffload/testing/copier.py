@@ -73,7 +73,7 @@ class GatedCopier:
     """Copies between addresses in host memory; a batch is copied when the test finishes its ticket.
 
     Args:
-        held: whether batches stay open; if False, each is finished when it is submitted, until `hold` is called.
+        held: whether batches stay open; if False, each batch is finished when it is submitted, until `hold` is called.
     """
 
     def __init__(self, *, held: bool = True) -> None:

@@ -34,8 +34,9 @@ log = get_logger("transfer")
 _KEPT: list[object] = []  # memory that a device may still access, so it must not be released
 _RESERVE = 256 * 2**20
 """Bytes left free while an arena grows: several chunks, because several ranks may check at the same time."""
-_AMPLE = 3  # times the device's KV cache: what README advises
-_SMALL = 1.6  # times the device's KV cache up to which "lazy" found more than "eager" (tests/bench/README.md)
+_AMPLE = 3  # README advises this many times the device's KV cache
+# up to this many times the device's KV cache, "lazy" found more than "eager" (tests/bench/README.md)
+_SMALL = 1.6
 _NO_LIMIT = 2**60  # cgroup version 1 reports "no limit" as a number above this, version 2 as "max"
 
 

@@ -85,7 +85,9 @@ class Identification:
         self._is_sent = False
 
     def identify(self) -> KVIdentity:
-        """Return the identity. Call it on a tier's thread: it waits for the first step and for the weights to be read.
+        """Return the identity.
+
+        Call this method on a tier's thread: it waits for the first step and for the weights to be read.
 
         Raises:
             CancelledError: the engine stopped before the identity was known.

@@ -109,7 +109,7 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type che
         self._loads = DaemonExecutor("kvoffload-tier-load", _THREADS)
         self._stores = DaemonExecutor("kvoffload-tier-store", _THREADS)
         self._open: dict[int, tuple[TransferJob, Future[tuple[list[bool], float]]]] = {}
-        # Of each live request, the blocks whose load failed: it does not try them again.
+        # For each live request: the blocks whose load failed, which are not tried again.
         self._failed: dict[str, set[OffloadKey]] = {}
         self._counted = Changes(self._cache)
         events = offloading_spec.kv_events_config

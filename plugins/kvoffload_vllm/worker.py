@@ -81,8 +81,8 @@ class VllmWorker:
 
         Loads that ended without a copy are recorded here, because vLLM gets ended loads only from workers.
 
-        Both of vLLM's model runners call this after they have zeroed and copied blocks for the step, and before its
-        forward pass.
+        Both of vLLM's model runners call this after they have zeroed and copied blocks for the step, and before the
+        step's forward pass.
         """
         self._metadata = metadata
         self._stores_started = False
