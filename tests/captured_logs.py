@@ -1,5 +1,3 @@
-"""Captures kvoffload's log lines for tests."""
-
 from __future__ import annotations
 
 import logging

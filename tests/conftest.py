@@ -1,4 +1,4 @@
-"""Shared by all tests: profiles for property tests, and marks that skip tests with a reason."""
+"""Profiles for property tests, and marks that skip tests with a reason."""
 
 import importlib.util
 import os
@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 
 from kvoffload.cli.signals import HANDLED
 
-# No deadlines and no check for slow examples: both measure the machine more than the code.
+# There are no deadlines and no check for slow examples: both measure the machine more than the code.
 common = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("fast", common, max_examples=30, stateful_step_count=30)
 settings.register_profile("ci", common, max_examples=50, derandomize=True)
@@ -20,18 +20,18 @@ settings.register_profile("full", common, max_examples=200, derandomize=True)
 settings.register_profile("deep", common, max_examples=5000, stateful_step_count=100)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
-# Tests must not send spans to a collector that the environment names.
+# Tests must not send spans to a collector that is set in the environment.
 os.environ.pop("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", None)
 
-# If a script started this run in the background, SIGINT is ignored, also in all children. Tests of Ctrl-C need the
-# default.
+# If a script started this run in the background, this process and its children ignore SIGINT. Tests of Ctrl-C
+# need the default handler.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def signals_are_as_before() -> Iterator[None]:
-    """Restore the signal handlers that a command sets when a test runs it in this process."""
+    """Restore the signal handlers after a test has run a command in this process."""
     handlers = {number: signal.getsignal(number) for number in HANDLED}
     yield
     for number, handler in handlers.items():
@@ -59,6 +59,6 @@ def reasons_to_skip(item: pytest.Item) -> list[str]:
 
 
 def _has_cuda() -> bool:
-    import torch  # Imported here, so that runs without such tests need not wait for the import.
+    import torch  # Imported here, so that runs without such tests do not wait for the import.
 
     return torch.cuda.is_available()

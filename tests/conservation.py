@@ -16,7 +16,7 @@ _OUTCOMES_OF = {
 
 
 def slot_problems(gauges: Mapping[str, Series]) -> list[str]:
-    """Return a text for each tier whose slots by state do not sum to its capacity."""
+    """Return a line of text for each tier whose slots by state do not sum to its capacity."""
     problems = []
     for (tier,), capacity in gauges.get("kvoffload_capacity_slots", {}).items():
         total = sum(count for (of, _), count in gauges["kvoffload_slots"].items() if of == tier)
@@ -30,7 +30,7 @@ def conservation(snapshot: Snapshot, *, drained: bool = False) -> list[str]:
 
     Args:
         snapshot: all counts since the start.
-        drained: whether no job and no offer is open, so that outcomes must equal their totals.
+        drained: whether no job and no offer is open, so that each total must equal the sum of its outcomes.
     """
     missed = snapshot.count("kvoffload_lookup_blocks_total", LookupResult.MISS.value)
     causes = snapshot.total("kvoffload_miss_blocks_total")

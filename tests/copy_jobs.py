@@ -1,4 +1,4 @@
-"""Makes jobs between device and host, as in a plan."""
+"""Makes jobs that copy between device and host, as in a plan."""
 
 from __future__ import annotations
 

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_PATIENCE_S = 30.0  # a test that waits longer has failed
+_PATIENCE_S = 30.0  # a test that waits longer than this has failed
 
 
 class ThreadGate:
-    """Holds threads until it is opened, and counts arrivals."""
+    """Holds threads until the gate is opened, and counts arrivals."""
 
     def __init__(self) -> None:
         self._arrivals = 0
@@ -32,7 +32,7 @@ class ThreadGate:
         """Count the calling thread, and wait until the gate is open.
 
         Raises:
-            TimeoutError: it was not opened in time.
+            TimeoutError: the gate was not opened in time.
         """
         with self._changed:
             self._arrivals += 1
@@ -44,7 +44,7 @@ class ThreadGate:
         """Wait until `count` threads have arrived since the start.
 
         Raises:
-            TimeoutError: fewer have arrived in time.
+            TimeoutError: fewer threads have arrived in time.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._arrivals >= count, _PATIENCE_S):
@@ -72,7 +72,6 @@ class ManualExecutor(Executor):
 
     @property
     def waiting(self) -> int:
-        """The number of calls that have not been run."""
         return len(self._work)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -89,7 +88,7 @@ class ManualExecutor(Executor):
                 if self._errors:
                     raise self._errors.popleft()
                 future.set_result(fn(*args, **kwargs))
-            except Exception as error:  # The caller gets this exception.
+            except Exception as error:  # the future passes the exception on to the caller
                 future.set_exception(error)
 
         self._work.append(work)
@@ -98,7 +97,6 @@ class ManualExecutor(Executor):
         return future
 
     def refuse(self, error: Exception) -> None:
-        """Raise `error` at the next submission, which is not queued."""
         self._refusals.append(error)
 
     def lose_next(self, error: Exception) -> None:
@@ -107,11 +105,11 @@ class ManualExecutor(Executor):
         self.run_next()
 
     def hold(self) -> None:
-        """From now on, keep submitted calls in the queue."""
+        """Keep submitted calls in the queue from now on."""
         self._held = True
 
     def release(self) -> None:
-        """Run all queued calls, and from now on each call when it is submitted."""
+        """Run all queued calls. From now on, run each call when it is submitted."""
         self._held = False
         self.run_all()
 

@@ -1,5 +1,3 @@
-"""Makes block keys in the form that engines use."""
-
 from __future__ import annotations
 
 from kvoffload.model.ids import BlockKey, GroupId

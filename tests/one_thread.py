@@ -1,4 +1,4 @@
-"""A fixture that computes on one thread, which is fastest for tiny models."""
+"""A fixture that makes torch compute on one thread, which is fastest for tiny models."""
 
 from __future__ import annotations
 

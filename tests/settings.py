@@ -1,4 +1,4 @@
-"""Settings for tests that do not care how much host memory there is."""
+"""Settings for tests that do not depend on the size of host memory."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from kvoffload.model.config import OffloadConfig
 
 
 def make_config(**given: object) -> OffloadConfig:
-    """Return these settings, with room for everything that a test stores."""
+    """Return these settings, with enough host memory for everything that a test stores."""
     return OffloadConfig(**{"host_bytes": 8 * 2**30, **given})  # type: ignore[arg-type]  # passed through

@@ -18,7 +18,7 @@ _CORE = tuple(f"{Path(path)}{os.sep}" for path in kvoffload.core.__path__)
 
 
 class Place(NamedTuple):
-    """A call of a function, with its number, counted from 1."""
+    """One call of a function, identified by its number. The first call has number 1."""
 
     function: str
     call: int
@@ -32,7 +32,9 @@ class Broken(Exception):
 
 
 def places(act: Callable[[], object]) -> list[Place]:
-    """Return calls of the core's functions made by `act`: of each function the first two, the middle and the last."""
+    """Return calls of the core's functions that `act` makes: of each function the first two, the middle and
+    the last call.
+    """
     counts: Counter[str] = Counter()
     names = _Names()
 
@@ -51,7 +53,7 @@ def places(act: Callable[[], object]) -> list[Place]:
 
 @contextmanager
 def raising(place: Place) -> Iterator[Callable[[], bool]]:
-    """Make one call of the core raise when it begins. Yield a function that returns whether it has raised."""
+    """Make one call of the core raise when the call begins. Yield a function that returns whether it has raised."""
     left, names = place.call, _Names()
 
     def seen(frame: FrameType, event: str, _argument: object) -> None:
@@ -59,14 +61,14 @@ def raising(place: Place) -> Iterator[Callable[[], bool]]:
         if event == "call" and left and names.of(frame.f_code) == place.function:
             left -= 1
             if not left:
-                raise Broken(str(place))  # Raising also ends the trace.
+                raise Broken(str(place))  # raising also ends the profiling
 
     with _watched_by(seen):
         yield lambda: not left
 
 
 def chosen(found: Sequence[Place], every: int) -> list[Place]:
-    """Return each `every`-th place, in a fixed order, or all places if KVOFFLOAD_SWEEP is "all"."""
+    """Return every `every`-th place in a fixed order, or all places if KVOFFLOAD_SWEEP is "all"."""
     return sorted(found)[:: 1 if os.environ.get("KVOFFLOAD_SWEEP") == "all" else every]
 
 
@@ -79,7 +81,7 @@ class _Names:
     def of(self, code: CodeType) -> str | None:
         if code not in self._known:
             is_one = code.co_filename.startswith(_CORE) and not code.co_name.startswith("<")
-            # A generator is also entered when it is closed, where an exception could not be reported.
+            # Closing a generator also enters its code, where an exception could not be reported.
             is_one &= not code.co_flags & CO_GENERATOR
             self._known[code] = f"{Path(code.co_filename).stem}.{code.co_qualname}" if is_one else None
         return self._known[code]

@@ -150,7 +150,7 @@ def test_removals_are_published(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_host_keeps_its_own_logging(caplog: pytest.LogCaptureFixture) -> None:
-    """We add no handler, the host's level applies, and each line names the caller's file, as hosts print it."""
+    """Check that we add no handler, that the host's level applies, and that each line names the caller's file."""
     log = get_logger("part")
     logging.getLogger("kvoffload").setLevel(logging.WARNING)
     log.info("quiet")

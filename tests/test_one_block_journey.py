@@ -1,7 +1,7 @@
 """Follows one block through seven steps on the real parts (see ARCHITECTURE.md).
 
-Only the device and the copier are fakes: a few blocks of bytes with the engine's own block pool, and a copier that
-copies real bytes when the test decides.
+Only the device and the copier are fakes. The device is a few blocks of bytes with the engine's own block
+pool. The copier copies real bytes when the test decides.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Story:
         self.steps = 0
 
     def step(self, *progress: Progress) -> TransferPlan:
-        """Schedule one step. The plan goes to the worker, whose hooks start the copies."""
+        """Schedule one step, and pass the plan to the worker, whose hooks start the copies."""
         self.steps += 1
         plan = self.scheduler.step(StepScheduled(self.steps, progress))
         self.pump.submit_loads(plan.loads)
@@ -59,7 +59,7 @@ class Story:
         return plan
 
     def hear(self) -> list[RequestId]:
-        """Let the worker poll and report. Return the requests whose load has ended."""
+        """Let the worker poll and report; return the requests whose load has ended."""
         self.pump.poll()
         report = self.pump.take_report()
         self.scheduler.reported([report] if report is not None else [])
@@ -77,7 +77,7 @@ async def story() -> AsyncIterator[Story]:
     await wait_all_blocked()
     story.executor.run_next()
     await memory
-    story.hear()  # the rank has two slots ready: capacity is 2 from now on
+    story.hear()  # The rank reports two ready slots, so the capacity is 2 from now on.
     yield story
     coroutine.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -89,11 +89,12 @@ async def story() -> AsyncIterator[Story]:
 async def test_one_block_goes_to_the_host_and_comes_back(story: Story) -> None:
     scheduler, pool = story.scheduler, story.pool
 
-    # 1. A request arrives. Its first block was never seen, so its lookup finds nothing and records that cause.
+    # 1. A request arrives. No earlier request had its first block, so its lookup finds nothing and records
+    # that cause.
     scheduler.seen(RequestSeen(FIRST, prompt_tokens=20, keys=((KEY,),)))
     assert scheduler.lookup(FIRST, 0) == 0
 
-    # 2. The engine allocates a device block and computes into it.
+    # 2. The engine allocates a device block, and computes KV into this block.
     block, tail = map(DeviceBlockId, pool.allocate(2))
     scheduler.allocated(BlocksAllocated(FIRST, ((block, tail),), device_tokens=0, external_tokens=0))
     assert scheduler.counters.snapshot().count("kvoffload_miss_blocks_total", "never_seen") == 1
@@ -102,16 +103,17 @@ async def test_one_block_goes_to_the_host_and_comes_back(story: Story) -> None:
     story.memory.write(block, computed)
     pool.index(block, KEY)
 
-    # 3. The block is confirmed, so it is offered. It gets a slot and a lease, and the step's plan has a store.
+    # 3. The block is confirmed and therefore offered. It gets a slot and a lease, and the step's plan
+    # contains a store.
     (store,) = story.step(Progress(FIRST, confirmed_tokens=20)).stores
     assert (store.targets, store.slots) == ((block,), (0,))
     assert story.slot() is SlotState.FILLING
     scheduler.ended(RequestEnded(FIRST, confirmed_tokens=20))
     pool.release([block, tail])
-    assert not pool.is_free(block)  # The request has ended, but the lease keeps the block.
+    assert not pool.is_free(block)  # the request has ended, but the lease keeps the block
 
-    # 4. The transfer coroutine starts the copy. After it has ended and the rank has reported, the block can hit and its
-    # lease is released.
+    # 4. The transfer coroutine starts the copy. After the copy has ended and the rank has reported, the block
+    # can hit and its lease is released.
     await wait_all_blocked()
     story.copier.tickets[0].finish()
     story.hear()
@@ -119,19 +121,21 @@ async def test_one_block_goes_to_the_host_and_comes_back(story: Story) -> None:
     assert bytes(story.arena.pages(0)[0]) == computed
     assert pool.is_free(block)
 
-    # 5. The device needs its memory, and allocates the block to other requests, which overwrite it.
+    # 5. The engine allocates the block to other requests, which overwrite it.
     others = pool.allocate(4)
     assert block in others
     story.memory.write(block, bytes(64))
     assert pool.cached_block(KEY) is None
     pool.release(others)
 
-    # 6. A request with the same prefix arrives. The block is only on the host: a hit, pinned until its allocation.
+    # 6. A request with the same prefix arrives. The block is only on the host: its lookup is a hit, and the
+    # block is pinned until the allocation.
     scheduler.seen(RequestSeen(SECOND, prompt_tokens=20, keys=((KEY,),)))
     assert scheduler.lookup(SECOND, 0) == BLOCK_TOKENS
     assert story.slot() is SlotState.PINNED
 
-    # 7. The engine loads the hit into a newly allocated block. The load is submitted at once, and the request runs.
+    # 7. The engine allocates a new block and loads the hit into it. The load is submitted at once; the
+    # request runs after the load.
     target, tail = map(DeviceBlockId, pool.allocate(2))
     scheduler.allocated(BlocksAllocated(SECOND, ((target, tail),), device_tokens=0, external_tokens=16))
     (load,) = story.step().loads
@@ -141,7 +145,7 @@ async def test_one_block_goes_to_the_host_and_comes_back(story: Story) -> None:
     assert story.memory.read(target) == computed
     assert story.slot() is SlotState.READY
 
-    # In the end nothing is left: no pin, no lease, no record. Every invariant holds.
+    # At the end, no pin, lease or record is left, and every invariant holds.
     scheduler.ended(RequestEnded(SECOND, confirmed_tokens=16))
     pool.release([target, tail])
     assert pool.free_blocks == 4

@@ -1,4 +1,4 @@
-"""The cache with a disk and a store: blocks are found with their bytes, or missed in time."""
+"""The cache with a disk and a store: blocks are found with the right bytes, or missed within the time limit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.gates import ThreadGate
 from tests.remote.fake_store import FakeStore
 
 PAGES = (640, 96, 5000)
-LONG = (2**16, 2**17)  # pages read and written in place
+LONG = (2**16, 2**17)  # pages that are read and written in place
 IDENTITY = KVIdentity("engine 1", "weights 1", "sha256", {"tensor": 1}, {"dtype": "float16"})
 SOON_S = 0.2
 WAIT_S = 20.0
@@ -76,7 +76,7 @@ class Rig:
         return self.cache.put([key_of(number) for number in numbers], pages, timeout_s)
 
     def get(self, *numbers: int, timeout_s: float = WAIT_S) -> list[bool]:
-        """Return which blocks are found, after checking their bytes."""
+        """Check the bytes of the blocks that are found; return which blocks are found."""
         pages = [blank(self.sizes) for _ in numbers]
         found = self.cache.get([key_of(number) for number in numbers], pages, timeout_s)
         for number, page, is_found in zip(numbers, pages, found, strict=True):
@@ -97,7 +97,7 @@ Start = Callable[..., Rig]
 def start(tmp_path: Path) -> Iterator[Start]:
     """Return a function that starts caches, by default on the test's folder.
 
-    At the end, check that nothing is left in them.
+    At the end, check that the caches hold no memory, thread or file.
     """
     with ExitStack() as running:
 
@@ -136,7 +136,6 @@ def test_put_blocks_are_found_with_their_bytes(
     assert rig.has(0, 9, 2) == [True, False, True]
     assert rig.get(2, 0, 9, 0) == [True, True, False, True]
     assert rig.put(1, 3) == [True, True]
-    # The second put of block 1 wrote nothing.
     assert rig.count("tier_blocks_total", tier, "store", "done") == 4
     assert rig.cache.core.audit() == []
 
@@ -144,7 +143,7 @@ def test_put_blocks_are_found_with_their_bytes(
 def test_more_blocks_than_staging_slots_are_found_by_the_next_process(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvoffload.tier_cache._STAGING_BYTES", 0)  # eight slots, two per call at a time
+    monkeypatch.setattr("kvoffload.tier_cache._STAGING_BYTES", 0)  # eight slots, two per call
     numbers = range(50)
     first = start()
     assert all(first.put(*numbers))
@@ -198,7 +197,7 @@ def test_r18_another_key_finds_nothing(start: Start, tmp_path: Path) -> None:
 def test_another_process_shares_the_remote_tier(start: Start, store: FakeStore) -> None:
     first, second = start(**REMOTE), start(**REMOTE)
     assert all(first.put(0, 1, 2))
-    assert second.get(1, 2) == [True, True]  # It has not been queried before.
+    assert second.get(1, 2) == [True, True]
     assert second.has(0, 7) == [True, False]
 
 
@@ -366,7 +365,7 @@ def test_r17_a_dead_store_is_a_miss_a_metric_and_a_log_line(
         setattr(store, fault, True)
         assert rig.get(2, 3) == [False, False]
         assert rig.put(2, 3, timeout_s=60.0) == [False, False]
-        for _ in range(4):  # until the breaker opens
+        for _ in range(4):
             rig.get(7, 8)
         assert rig.has(0) == [False]
         assert rig.count("tier_state", "remote", "failing") == 1
@@ -454,7 +453,7 @@ def test_settings_of_other_parts_are_refused(tmp_path: Path) -> None:
 
 
 def test_r15_a_full_disk_drops_the_least_recently_used_and_a_prefixs_head_last(start: Start) -> None:
-    rig = start(sizes=(4096,), disk_bytes=4096 * 11)  # ten slots and the header
+    rig = start(sizes=(4096,), disk_bytes=4096 * 11)  # room for ten slots and the header
     assert rig.count("capacity_slots", "disk") == 10
     assert all(rig.put(0, 1, 2, 3))
     assert all(rig.put(10, 11, 12, 13))
@@ -514,7 +513,7 @@ def test_r10_a_put_that_runs_during_a_reset_is_not_found(
 
 
 def test_changes_of_the_disk_are_returned_in_order(start: Start) -> None:
-    rig = start(sizes=(4096,), disk_bytes=4096 * 3)  # two slots
+    rig = start(sizes=(4096,), disk_bytes=4096 * 3)  # room for two slots
     assert rig.cache.take_changes() == []
     for number in (0, 1, 2):
         assert rig.put(number) == [True]
@@ -544,7 +543,7 @@ def test_the_numbers_are_served_to_prometheus(start: Start) -> None:
     assert samples["kvoffload_tier_blocks_total", "disk", "store", "done"] == 2
     assert samples["kvoffload_slots", "disk", "ready"] == 2
     assert samples["kvoffload_tier_state", "disk", "open"] == 1
-    assert not [name for name in samples if "remote" in name]  # that tier is off
+    assert not [name for name in samples if "remote" in name]  # the remote tier is off
 
 
 # -- random lives -----------------------------------------------------------------------------------------------------
@@ -602,7 +601,7 @@ def test_several_threads_put_and_get_the_same_blocks(start: Start, monkeypatch: 
                 draw.choice([rig.put, rig.get, rig.get, rig.has])(*numbers)
                 if seed == 0 and draw.random() < 0.1:
                     rig.cache.reset()
-        except BaseException as error:  # The test reports every exception.
+        except BaseException as error:  # the test reports every exception
             errors.append(error)
 
     threads = [threading.Thread(target=live, args=(seed,)) for seed in range(5)]
@@ -646,7 +645,7 @@ def test_after_a_kill_at_any_moment_found_blocks_have_their_bytes(tmp_path: Path
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         rig = Rig(disk_path=str(tmp_path), disk_bytes="256KiB")
-        served = rig.get(*range(210))  # This raises if wrong bytes are served.
+        served = rig.get(*range(210))  # raises if wrong bytes are served
         found += served.count(True)
         assert rig.cache.core.audit() == []
         rig.cache.close()

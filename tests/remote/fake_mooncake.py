@@ -1,7 +1,8 @@
-"""A fake of Mooncake's client. A test puts it as `mooncake/store.py` on the import path of the client's process.
+"""A fake of Mooncake's client. A test puts it as `mooncake/store.py` on the import path of the client's
+process.
 
-Its values are files in the same folder. It records each call and its process, and then behaves as the test has set for
-this call.
+The values and the list of calls are files on that import path. The fake records each call and its process,
+and then behaves as the test has chosen for this call.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def _arrive(call: str) -> int:
     order = _FOLDER / "orders" / call
     what = order.read_text() if order.exists() else ""
     if what == "hang":
-        ctypes.PyDLL(None).pause()  # This keeps the GIL, as the real client does while it connects.
+        ctypes.PyDLL(None).pause()  # keeps the GIL, as the real client does while it connects
     elif what == "abort":
         os.abort()
     elif what == "kill":
@@ -76,7 +77,7 @@ class MooncakeDistributedStore:
     def batch_get_into(
         self, names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
-        """The fault happens when half of each value has arrived."""
+        """Cause the fault when half of each value has arrived."""
         values = [_file(name).read_bytes() if _file(name).exists() else None for name in names]
         for value, address, size in zip(values, addresses, sizes, strict=True):
             ctypes.memset(address, 0xA5, size)
@@ -89,7 +90,7 @@ class MooncakeDistributedStore:
     def batch_put_from(
         self, names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
-        """The fault happens when half of the values are stored, the last of them truncated."""
+        """Cause the fault when half of the values are stored, the last of them truncated."""
         values = [ctypes.string_at(address, size) for address, size in zip(addresses, sizes, strict=True)]
         some = len(values) // 2
         for name, value in zip(names[:some], values, strict=False):

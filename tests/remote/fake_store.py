@@ -19,7 +19,7 @@ class FakeStore:
         values: the values by name.
         fails: whether every call raises.
         is_gone: whether every call raises `RemoteGone`.
-        is_full: whether it accepts no values.
+        is_full: whether the store accepts no values.
         gate: if set, every call waits at this gate.
         calls: the calls, in order.
         registered: how often memory was registered.

@@ -1,4 +1,4 @@
-"""An HTTP proxy before an S3 server, which can be slow, silent, cut answers off or refuse requests."""
+"""An HTTP proxy in front of an S3 server. The proxy can be slow or silent, cut off answers, or refuse requests."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Proxy(ThreadingHTTPServer):
 
     Attributes:
         requests: the method and path of each request, in order.
-        refuse: returns the status to answer a method with, or None to forward the request.
+        refuse: returns the status with which to answer a method, or None to forward the request.
         gate: if set, every request waits at this gate.
         seconds: how many seconds to delay each answer.
-        cuts: whether to cut every answer and its connection in the middle.
+        cuts: whether to close every connection in the middle of an answer.
     """
 
     daemon_threads = True
@@ -34,7 +34,6 @@ class Proxy(ThreadingHTTPServer):
         self._thread.start()
 
     def restore(self) -> None:
-        """Forward all requests from now on."""
         self.refuse: Callable[[str], int | None] = lambda _: None
         self.gate: ThreadGate | None = None
         self.seconds, self.cuts = 0.0, False
@@ -72,7 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(answer.status, answer.getheaders(), answer.read())
         upstream.close()
 
-    do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _serve  # names that the library calls
+    do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _serve  # the library calls these names
 
     def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
         self.send_response_only(status)
@@ -85,7 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.cuts:
             self.close_connection = True
             body = body[: len(body) // 2]
-        with suppress(OSError):  # The client has closed the connection.
+        with suppress(OSError):  # the client may have closed the connection
             self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""An S3 server in memory, for buckets too large or too unusual for a real one. It counts requests."""
+"""An S3 server in memory that counts requests, for buckets too large or too unusual for a real server."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ class S3Server(ThreadingHTTPServer):
 
     Attributes:
         objects: the objects by name; `put` keeps the names sorted.
-        lists, gets: the requests: the names at which listings begin, and the names that are read.
+        lists: for each listing request, the name at which the listing begins.
+        gets: for each read request, the name of the object.
         sizes: sizes that listings report, for objects whose real size differs.
-        refuses: for some names, the status that reads are answered with.
+        refuses: the status with which reads of these names are answered.
         page: the number of names in one listing.
         is_endless: whether every page of a listing is empty and followed by another page.
     """
@@ -47,7 +48,7 @@ class S3Server(ThreadingHTTPServer):
         self._thread.start()
 
     def reach(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Set this process's environment to use this server."""
+        """Make this process's environment point to this server."""
         monkeypatch.setenv("AWS_ENDPOINT", f"http://127.0.0.1:{self.server_port}")
         monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
         monkeypatch.setenv("AWS_REGION", "us-east-1")
@@ -125,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Last-Modified", "Tue, 24 Nov 2026 00:00:00 GMT")
         if content_range is not None:
             self.send_header("Content-Range", content_range)
-        with suppress(OSError):  # The client has closed the connection.
+        with suppress(OSError):  # the client may have closed the connection
             self.end_headers()
             self.wfile.write(body)
 

@@ -1,4 +1,4 @@
-"""Real stores for tests. If something that they need is missing, the test is skipped."""
+"""Real stores for tests. A test is skipped if a program that its store needs is missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Mooncake(LocalMooncake):
 
     def __init__(self, folder: Path, *options: object, node_bytes: int = 2**28) -> None:
         if find_library("ibverbs") is None:
-            pytest.skip("needs ibverbs: make tools")  # the same reason as for the mark `tools`
+            pytest.skip("needs ibverbs: make tools")  # the text of the mark `tools`
         super().__init__(folder, node_bytes, options)
 
 
@@ -31,7 +31,7 @@ class Bucket(LocalBucket):
         return tuple(self.environment[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
 
     def reach(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Set this process's environment to use this server."""
+        """Make this process's environment point to this server."""
         for name, value in self.environment.items():
             monkeypatch.setenv(name, value)
 
@@ -59,7 +59,7 @@ class SecureBucket(Bucket):
 def suspend(server: Server) -> None:
     """Stop a process, as on a machine that hangs."""
     server.process.send_signal(signal.SIGSTOP)
-    os.waitpid(server.process.pid, os.WUNTRACED)  # Wait until it has stopped.
+    os.waitpid(server.process.pid, os.WUNTRACED)
 
 
 def resume(server: Server) -> None:

@@ -22,7 +22,7 @@ PATIENCE_S = 30.0
 
 
 class Served:
-    """A real engine with the plugin, on real threads, connected to a real store."""
+    """A real engine with the plugin and real threads, connected to a real store."""
 
     def __init__(self, url: str | None, kind: str = "full", *, ranks: int = 1, **extra: object) -> None:
         self.kind = kind
@@ -51,7 +51,9 @@ class Served:
             self.engine.step()
 
     def opened(self) -> Served:
-        """Step until each rank has connected to the store and has its host memory. Before that nothing is fetched."""
+        """Step until each rank has connected to the store and allocated host memory. Earlier fetches are
+        impossible.
+        """
         state = self.offload.core.state.remote
         assert state is not None
         self.step_until(

@@ -1,4 +1,4 @@
-"""Refused addresses, and warnings about addresses."""
+"""Addresses that are refused, and addresses that cause warnings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generation that engines share, from each scheduler's point of view, with a store in memory and a test clock."""
+"""The generation that engines share, as seen by each scheduler, with a store in memory and a test clock."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ NAME = generation_name("print")
 
 
 class InlinePortal(Portal):
-    """A portal whose calls have run when they are submitted."""
+    """A portal that runs each call as soon as the call is submitted."""
 
     def new_executor(self, purpose: str, threads: int = 1) -> ManualExecutor:
         return ManualExecutor(held=False)
 
 
 class Engine(RemoteCatalog):
-    """Records the facts for its core."""
+    """Records the facts that it sends to its core."""
 
     def __init__(self, *args: Any) -> None:  # noqa: ANN401
         super().__init__(*args)
@@ -50,7 +50,7 @@ class World:
         self.engines: list[Engine] = []
 
     def start(self, identity: Future[str] | None = None) -> Engine:
-        """Start an engine. With a pending `identity`, its KV is not identified yet."""
+        """Start an engine. As long as `identity` is pending, the engine's KV is not identified."""
         place = RemotePlace(BucketAddress("blocks"), lambda: "print")
         engine = Engine(place, 1, InlinePortal("inline"), self.clock.monotonic, 2.0, self.key)
         if identity is not None:
@@ -62,12 +62,12 @@ class World:
     def step(self, seconds: float = 0.0) -> None:
         self.clock.jump(seconds)
         for engine in self.engines:
-            for _ in range(3):  # a probe, the calls that waited for it, and their end
+            for _ in range(3):  # a probe, the calls that wait for the probe, and the end of these calls
                 engine.told += engine.take_facts()
 
 
 def generation(engine: Engine) -> str:
-    """Return the generation that the core was last told to use, or ""."""
+    """Return the generation that the core uses, or ""."""
     changes = [each for each in engine.told if not isinstance(each, facts.RemoteAnswered)]
     return changes[-1].namespace if changes and isinstance(changes[-1], facts.RemoteOpened) else ""
 
@@ -144,7 +144,7 @@ def test_what_is_no_generation_is_not_used(world: World, data: bytes) -> None:
 def test_r18_a_reset_before_the_identity_is_known_is_one_too(world: World) -> None:
     known = Future[str]()
     first, second = world.start(), world.start(known)
-    assert second.reset()  # It has written nothing yet.
+    assert second.reset()
     known.set_result("print")
     world.step()
     assert generation(second) not in ("", generation(first))
@@ -159,7 +159,7 @@ def test_a_reset_that_the_store_does_not_take_is_made_up_for_when_it_is_back(wor
     assert "remote_generation_not_replaced" in [line["event"] for line in lines]
     for _ in range(4):
         world.step()
-    assert generation(first) == ""  # after three failures in a row
+    assert generation(first) == ""  # after three failures in a row, the core uses no generation
     assert not first.reset()
     world.store.fails = False
     world.step(1.0)
@@ -184,7 +184,6 @@ def test_a_store_that_is_lost_during_a_reset_is_not_reported_open(world: World) 
 
 @pytest.fixture
 def keyed(world: World) -> World:
-    """Return a world whose engines have a key."""
     world.key = TierKey(bytes(32))
     return world
 
@@ -198,7 +197,8 @@ def test_r18_engines_with_a_key_share_lose_and_reset_as_those_without(keyed: Wor
     was = read(first)
     assert read(second) == was
     assert was.encode() in keyed.store.values[NAME]
-    assert len(keyed.store.values[NAME]) <= 256  # the bytes that are read of a small object in a bucket
+    # at most this many bytes of a small object are read from a bucket
+    assert len(keyed.store.values[NAME]) <= 256
     del keyed.store.values[NAME]
     keyed.step(LOOK_PERIOD_S)
     shared = read(first)
@@ -247,7 +247,7 @@ def test_r18_an_older_generation_that_is_put_back_is_refused_by_engines_that_run
         world.step(LOOK_PERIOD_S)
     refused = [line["event"] for line in lines].count("remote_generation_refused")
     assert (read(first), refused) == ((name, 0) if key is None else (newer, 1))
-    assert read(world.start()) == name  # A new engine cannot detect this.
+    assert read(world.start()) == name  # a new engine cannot detect that the old generation is back
 
 
 def test_a_generation_is_newer_than_those_that_its_engine_has_seen_whatever_the_clock(

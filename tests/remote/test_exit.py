@@ -66,7 +66,6 @@ def server(tmp_path: Path) -> Iterator[Mooncake]:
 
 
 def calls_of(engine: Served) -> list[BlockingCalls[Any]]:
-    """Return the scheduler's calls and the rank's calls."""
     below, (worker,) = engine.offload._tiers_side, engine.plugin.workers
     assert below is not None
     assert below._remote is not None
@@ -91,7 +90,7 @@ def test_r17_closing_waits_for_no_call_that_hangs(server: Mooncake) -> None:
 def test_r17_an_engine_that_starts_under_a_master_that_is_stopped_serves_and_shares_later(
     server: Mooncake,
 ) -> None:
-    """Mooncake's client alone would take ten minutes to connect."""
+    """Mooncake's client alone would need ten minutes to connect."""
     suspend(server.master)
     with pytest.raises(RemoteError, match="no Mooncake master answers at"):
         own_address(MooncakeAddress("127.0.0.1", server.port), 0.2)
@@ -109,7 +108,9 @@ def test_r17_an_engine_that_starts_under_a_master_that_is_stopped_serves_and_sha
 def test_a_process_that_ends_in_the_middle_of_calls_is_not_aborted(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, how: str, client: str
 ) -> None:
-    """If a thread of the S3 client, or our thread in it, returned to Python too late, the process would abort."""
+    """The process would abort if a thread of the S3 client, or our thread inside the client, returned to
+    Python too late.
+    """
     bucket.reach(monkeypatch)
     for _ in range(4):
         ended = subprocess.run(

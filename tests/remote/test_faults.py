@@ -1,6 +1,7 @@
 """A real store's failures cost only hits: no token is wrong, and no request or shutdown waits too long.
 
-`Served.run` compares every answer with that of an engine without offloading, and fails if a step takes too long.
+`Served.run` compares every answer with the answer of an engine without offloading, and fails if a step takes
+too long.
 """
 
 from __future__ import annotations
@@ -42,20 +43,22 @@ T = TypeVar("T")
 LOAD, STORE = Direction.LOAD, Direction.STORE
 SIZE = slot_bytes("full") + TRAILER_BYTES
 TIMEOUT_S = 1.5
-pytestmark = pytest.mark.timeout(240)  # A fault takes a part of this, and the machine may be busy.
+pytestmark = pytest.mark.timeout(240)  # much longer than a fault takes, because the machine may be busy
 PROMPTS = [text(seed, 10 * BLOCK) for seed in range(10, 14)]
 
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Notice quickly that a store is gone, even without requests, and find new packs in a bucket at once."""
+    """Let engines notice quickly that a store is gone, even without requests, and find new packs in a bucket
+    at once.
+    """
     monkeypatch.setattr(remote_catalog, "LOOK_PERIOD_S", 0.05)
     monkeypatch.setattr("kvoffload.remote.bucket.LOOK_PERIOD_S", 0.0)
 
 
 @pytest.fixture
 def proxy(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """A proxy between all engines and the bucket."""
+    """Return a proxy that connects all engines to the bucket."""
     bucket.reach(monkeypatch)
     made = Proxy(bucket.port)
     monkeypatch.setenv("AWS_ENDPOINT", made.endpoint)
@@ -85,11 +88,11 @@ def check_found(engine: Served, prompt: tuple[int, ...]) -> None:
 
 
 def meet(first: Served, second: Served) -> None:
-    """Serve other prompts until one engine finds blocks that the other has shared."""
+    """Serve other prompts until the second engine finds blocks that the first engine has shared."""
     had, ends = (
         second.copied(LOAD),
         time.monotonic() + 3 * PATIENCE_S,
-    )  # The breakers' pauses get longer each time.
+    )  # the breakers' pauses get longer each time
     for seed in itertools.count(100):
         assert time.monotonic() < ends
         for engine in (first, second):
@@ -103,7 +106,7 @@ def meet(first: Served, second: Served) -> None:
 def check_gone_and_back(
     first: Served, second: Served, fail: Callable[[], object], restore: Callable[[], object]
 ) -> list[dict[str, Any]]:
-    """Let two engines share, fail the store while they compute, then share again; return the log lines."""
+    """Let two engines share, make the store fail during a request, then let them share again; return the log lines."""
     for prompt in PROMPTS[:2]:
         share(first, prompt)
     check_found(second, PROMPTS[0])
@@ -146,7 +149,7 @@ def test_r17_s3_that_fails_is_not_called_and_used_again(
 
     lines = check_gone_and_back(first, second, fail, restore)
     reasons = " ".join(str(line.get("reason")) for line in lines)
-    # For a hanging call, the client's own time limit may come first.
+    # in a hanging call, the client's own time limit may end first
     expected = {"unavailable": "503", "silent": "has not returned|Timeout"}.get(what, "")
     assert re.search(expected, reasons)
     kind = {"refused": "unreachable", "cut": "unreachable", "silent": "timeout"}.get(what, "other")
@@ -192,18 +195,19 @@ def test_r17_mooncake_that_fails_is_not_called_and_used_again(
         began = time.monotonic()
         second.offload.reset()
         second.engine.close()
-        assert time.monotonic() - began < PATIENCE_S  # the client alone takes up to a minute for each call
+        # the client alone would take up to a minute for each call
+        assert time.monotonic() - began < PATIENCE_S
     finally:
         server.close()
 
 
 def test_r17_a_full_mooncake_store_takes_nothing_and_is_read(start: StartEngine, tmp_path: Path) -> None:
-    # With this size nothing is evicted.
+    # With nodes of this size, Mooncake evicts nothing.
     server = Mooncake(tmp_path, "--default_kv_lease_ttl", 60_000, node_bytes=2**24)
     try:
         first, second = (start(server.url).opened() for _ in range(2))
         share(first, PROMPTS[0])
-        check_found(second, PROMPTS[0])  # Blocks that were read have a lease.
+        check_found(second, PROMPTS[0])  # The read gives the blocks a lease.
         fill(server)
         check_refused(first, "-200")
         assert errors(first)["full"] >= 2
@@ -214,7 +218,7 @@ def test_r17_a_full_mooncake_store_takes_nothing_and_is_read(start: StartEngine,
 
 @pytest.mark.parametrize("status", [403, 507])
 def test_r17_a_bucket_that_takes_nothing_is_read(start: StartEngine, proxy: Proxy, status: int) -> None:
-    """Its credentials may only read, or it is full."""
+    """The bucket is full, or its credentials allow only reads."""
     first, second = (start("s3://blocks/kvoffload", weights_id=f"full {status}").opened() for _ in range(2))
     share(first, PROMPTS[0])
     proxy.refuse = lambda method: status if method == "PUT" else None
@@ -226,13 +230,13 @@ def test_r17_a_bucket_that_takes_nothing_is_read(start: StartEngine, proxy: Prox
 
 
 def errors(engine: Served) -> dict[str, float]:
-    """Errors of all sides, by kind."""
+    """Return the number of errors by kind, summed over all sides."""
     series = engine.offload.gauges()["kvoffload_remote_errors_total"]
     return {kind: number for (kind,), number in series.items()}
 
 
 def check_refused(engine: Served, reason: str) -> None:
-    """Check that blocks found again are not accepted, that this is logged once, and that the store stays open."""
+    """Check that the store refuses the blocks, that one line logs this, and that the store stays open."""
     with capture_logs() as lines:
         for prompt in PROMPTS[1:3]:
             had = engine.copied(STORE, TierOutcome.FAILED)
@@ -246,7 +250,7 @@ def check_refused(engine: Served, reason: str) -> None:
 
 
 def fill(server: Mooncake) -> None:
-    """Leave no room for a block. Pinned objects are not evicted."""
+    """Fill the store so that no block fits. Pinned objects are not evicted."""
     from mooncake.store import ReplicateConfig
 
     store, pinned, size = other_writer(server), ReplicateConfig(), 2**20
@@ -302,7 +306,7 @@ def test_r17_values_of_another_writer_in_mooncake_are_not_used(
         writer = other_writer(server)
         for name in map(shard.name, keys):
             while writer.remove(name) != 0:
-                pass  # Wait until the lease has ended.
+                pass  # the lease has not ended yet
             assert writer.put(name, secrets.token_bytes(SIZE - 9 if harm == "cut" else SIZE)) == 0
         writer.close()
         check_corrupt(second)
@@ -319,7 +323,7 @@ def test_r17_values_of_another_writer_in_a_bucket_are_not_used(
     share(first, PROMPT)
     there = S3Store("blocks", prefix="kvoffload")
     if harm == "cut":
-        second.run(PROMPTS[1])  # By now it has read the index.
+        second.run(PROMPTS[1])  # The second engine reads the index before the pack is cut.
     [pages] = obstore.list(there, f"kvo1/{first.namespace}/")
     for entry in pages:
         pack = bytes(obstore.get(there, entry["path"]).bytes())
@@ -380,16 +384,16 @@ def test_r17_a_dead_store_is_only_probed(start: StartEngine, proxy: Proxy) -> No
     assert engine.offload._tiers_side is not None
     assert engine.offload._tiers_side._remote is not None
     calls = engine.offload._tiers_side._remote._calls
-    engine.step_until(lambda: not calls._active)  # calls that began before the breaker opened
+    engine.step_until(lambda: not calls._active)  # waits for calls that began before the breaker opened
     began, before = time.monotonic(), len(proxy.requests)
     for seed in range(100, 108):
         engine.run(text(seed, 10 * BLOCK))
     probes = 1 + int(
         math.log2(1 + time.monotonic() - began)
-    )  # on the scheduler's side, after 1, 2, 4 seconds and so on
+    )  # the scheduler's side probes after 1, 2, 4 seconds and so on
     made = proxy.requests[before:]
     assert [each for each in made if not each.endswith("kvo1/probe")] == []
-    assert len(made) <= 2 * probes  # The client retries each once.
+    assert len(made) <= 2 * probes  # the client retries each probe once
     began = time.monotonic()
     engine.engine.close()
     assert time.monotonic() - began < PATIENCE_S
@@ -404,7 +408,7 @@ def test_r17_a_dead_store_costs_a_lookup_at_most_five_calls(start: StartEngine, 
 
 
 def calls_of_lookups(engine: Served) -> int:
-    """Return the most Python calls that a lookup makes."""
+    """Return the maximum number of Python calls that a lookup makes."""
     most = 0
 
     def counted(hook: Callable[P, T]) -> Callable[P, T]:

@@ -1,4 +1,5 @@
-"""The requests and memory that a connection needs for many packs, bad packs, and writers whose clocks differ.
+"""The requests and the memory that a connection needs: many packs, bad packs, and writers whose clocks
+differ.
 
 Most tests use pages of ten names instead of a thousand, so that a hundred packs correspond to ten thousand.
 """
@@ -63,7 +64,7 @@ class World:
         return name
 
     def write_all(self, count: int, *, every_ms: int) -> None:
-        """Write packs up to now as other engines; number 0 is the newest."""
+        """Write packs as other engines, one each `every_ms` until now. Number 0 is the newest."""
         for number in range(count):
             self.write(number, age_ms=number * every_ms)
 
@@ -71,7 +72,7 @@ class World:
         return BucketStore(BucketAddress(BUCKET), timeout_s)
 
     def requests(self) -> tuple[int, int, int]:
-        """Return the listings, the reads, and the requests in a row since the last call."""
+        """Return the numbers of listings, reads and sequential rounds since the last call of this method."""
         made = len(self.server.lists), len(self.server.gets), len(self.server.lists) + self.rows
         self.server.forget_requests()
         self.rows = 0
@@ -93,7 +94,6 @@ def world(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> World:
 
 @pytest.fixture
 def small(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
-    """A world whose pages have ten names."""
     monkeypatch.setattr(bucket, "_PAGE", PAGE)
     world.server.page = PAGE
     return world
@@ -142,7 +142,7 @@ def test_a_walk_back_reads_each_pack_once_and_ends(small: World) -> None:
 
 @pytest.mark.parametrize("per_minute", [6, 30, 60])
 def test_a_look_after_a_finished_walk_lists_two_pages(small: World, per_minute: int) -> None:
-    """With pages of a thousand names, these are 10, 50 and 100 packs per second."""
+    """With pages of a thousand names, these rates correspond to 10, 50 and 100 packs per second."""
     every_ms = MINUTE // per_minute
     small.write_all(30 * per_minute, every_ms=every_ms)
     store = small.connect()
@@ -170,7 +170,7 @@ def test_packs_written_while_the_engine_was_idle_are_found(small: World) -> None
 
 
 def test_what_is_newest_is_found_before_a_walk_goes_on_to_what_is_old(small: World) -> None:
-    """The engine was idle for an hour while its first walk was not finished."""
+    """The engine was idle for an hour before its first walk was finished."""
     small.write_all(1000, every_ms=HOUR)
     store = small.connect()
     finds(store)
@@ -198,7 +198,7 @@ def test_own_packs_do_not_hide_what_others_wrote_before_them(small: World) -> No
 
 
 def test_a_read_walks_back_until_it_finds_its_keys(small: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank lists only when a block is fetched, and the scheduler's connection may know more packs."""
+    """A rank lists only when it fetches a block, so the scheduler's connection may know more packs."""
     small.write_all(100, every_ms=HOUR)
     value = bytearray(len(VALUE))
     assert small.connect().get(SHARD, [key_of(85)], [memoryview(value)]) == [len(VALUE)]
@@ -236,7 +236,7 @@ def test_many_packs_from_the_future_do_not_hide_those_of_right_clocks(small: Wor
 
 
 def test_a_clock_that_is_wrong_by_more_than_ten_minutes_costs_its_own_packs(small: World) -> None:
-    """Packs with a time in the future are not even listed, so they are never in the way."""
+    """Packs with a time in the future are not even listed, so they delay no other pack."""
     small.write_all(20, every_ms=MINUTE)
     store = small.connect()
     looks_until(lambda: bool(finds(store)) or catalogue_of(store).walked_to is None, most=10)
@@ -259,7 +259,9 @@ def signed(index: bytes) -> bytes:
 
 GOOD, _ = index_of({key_of(7): memoryview(VALUE), key_of(8): memoryview(VALUE)})
 ENTRY = struct.pack("<HQQ", 33, 71, 8) + key_of(7)
-BAD = {  # for each: the end of the name, the object, its size in the listing, and whether any of it is read
+# for each: the end of the name, the object, its size in the listing, and whether any part of the object is
+# read
+BAD = {
     "an index of a gigabyte": ("-999999999", bytes(100), 10**9, False),
     "an index of 16 KiB and one byte": ("-16385", bytes(16400), None, False),
     "an index of nothing": ("-0", bytes(100), None, False),
@@ -298,7 +300,7 @@ def test_a_bad_pack_costs_itself_and_a_line(
 
 
 def test_a_pack_whose_read_is_refused_costs_itself_and_a_server_that_fails_the_look(world: World) -> None:
-    """If its writer has another encryption key, a pack may be unreadable for others."""
+    """A pack whose writer has another encryption key may be unreadable for others."""
     bad = world.write(1)
     world.write(2)
     world.server.refuses[bad] = 403
@@ -381,7 +383,8 @@ def test_a_listing_that_does_not_end_fails_and_is_not_continued(world: World) ->
         finds(world.connect(0.3))
     other = world.connect()
     assert other.read("kvo1/probe") is None
-    listings = len(world.server.lists)  # The last request may have begun earlier.
+    # the abandoned listing may have sent its last request before this line
+    listings = len(world.server.lists)
     assert other.read("kvo1/probe") is None
     assert len(world.server.lists) == listings
 

@@ -35,12 +35,11 @@ def store(url: str) -> Iterator[RemoteStore]:
 
 @pytest.fixture
 def shard() -> Shard:
-    """Return a shard that no other test uses."""
     return Shard(f"fingerprint/{secrets.token_hex(16)}", 1, 2)
 
 
 def values(store: RemoteStore, count: int, *, size: int = SIZE) -> list[memoryview]:
-    """Return memory for values, filled with random bytes."""
+    """Return memory for this many values, filled with random bytes."""
     buffer = memoryview(SharedMemory(count * size))
     buffer[:] = secrets.token_bytes(len(buffer))
     store.register(buffer)
@@ -94,7 +93,7 @@ def test_what_is_there_is_not_written_over(store: RemoteStore, shard: Shard) -> 
 
 
 def test_values_of_another_size_do_not_pass(url: str, store: RemoteStore, shard: Shard) -> None:
-    """Another writer stored values under our names, or our values were truncated."""
+    """Another writer may store values under our names, and our values may be truncated."""
     [short], [long] = values(store, 1, size=SIZE - 7), values(store, 1, size=SIZE + 7)
     store.put(shard, KEYS[:2], [short, long])
     reader = open_store(parse_address(url), TIMEOUT_S)
@@ -139,7 +138,7 @@ def test_calls_leave_other_threads_running(store: RemoteStore, shard: Shard) -> 
 
 @pytest.fixture
 def there(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> S3Store:
-    """The bucket, for other writers."""
+    """Return the bucket as other writers see it."""
     bucket.reach(monkeypatch)
     return S3Store("blocks", prefix="kvoffload")
 
@@ -155,7 +154,7 @@ def test_a_deleted_pack_is_missing_and_forgotten(bucket: Bucket, there: S3Store,
     for writer in (first, second):
         writer.put(shard, KEYS, values(writer, len(KEYS)))
     assert first.ask(shard, KEYS[:2]) == [True, True]
-    for pack in packs_of(there, shard):  # the newest first
+    for pack in packs_of(there, shard):  # in order from the newest pack
         obstore.delete(there, pack)
         assert first.get(shard, KEYS[:2], values(first, 2)) == [MISSING, MISSING]
     assert first.ask(shard, KEYS[:2]) == [False, False]
@@ -164,7 +163,7 @@ def test_a_deleted_pack_is_missing_and_forgotten(bucket: Bucket, there: S3Store,
 def test_what_is_known_is_read_without_a_listing(
     bucket: Bucket, shard: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A listing takes a round trip, and fetches are for blocks that a query has found.
+    """A listing takes a round trip. Fetches are for blocks that a query has found, so they need no listing.
 
     Only unknown blocks need a listing.
     """
@@ -187,7 +186,7 @@ def test_what_is_known_is_read_without_a_listing(
 
 @pytest.fixture
 def new_packs(bucket: Bucket, there: S3Store, shard: Shard) -> BucketStore:
-    """Return a connection that has not seen five packs yet, each with one of the first keys."""
+    """Return a connection that has not yet seen five packs, each with one of the first five keys."""
     writer = open_store(parse_address(bucket.url), TIMEOUT_S)
     for key in KEYS[:5]:
         writer.put(shard, [key], values(writer, 1))
@@ -228,7 +227,7 @@ def test_new_packs_that_take_too_long_are_read_by_the_next_calls(
     monkeypatch.setattr(new_packs, "_listing_s", 0.0)
     assert [new_packs.ask(shard, KEYS[:5]) for _ in range(2)] == [
         [False, False, False, True, True],
-        [True] * 5,  # the two newest of the others, and two of the next page
+        [True] * 5,  # the second call reads the other new packs
     ]
 
 
@@ -236,7 +235,7 @@ def test_new_packs_that_take_too_long_are_read_by_the_next_calls(
 def test_r17_a_pack_that_was_cut_costs_its_values_and_no_other_pack(
     bucket: Bucket, there: S3Store, shard: Shard, left: int
 ) -> None:
-    """The client's own read of several ranges panics here."""
+    """The client's own read of several ranges panics on such a pack."""
     store, late = (open_store(parse_address(bucket.url), TIMEOUT_S) for _ in range(2))
     written = values(store, 4)
     store.put(shard, KEYS[:3], written[:3])
@@ -249,7 +248,7 @@ def test_r17_a_pack_that_was_cut_costs_its_values_and_no_other_pack(
     assert read[3] == written[3]
     assert all(arrived[at] < SIZE or read[at] == written[at] for at in range(3))
     assert arrived[2] < SIZE
-    assert store.get(shard, KEYS[2:3], read[:1]) == [MISSING]  # Its index is not read again.
+    assert store.get(shard, KEYS[2:3], read[:1]) == [MISSING]  # the index is not read again
     assert late.ask(shard, KEYS[:4]) == [False, False, False, True]
     assert store.put(shard, KEYS[2:3], written[2:3]) == [True]
     assert len(packs_of(there, shard)) == 3

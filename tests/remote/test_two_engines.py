@@ -1,4 +1,4 @@
-"""Engines that share a real store find each other's prefixes, and nothing from before a reset."""
+"""Engines that share a real store find each other's prefixes, but no block from before a reset."""
 
 from __future__ import annotations
 
@@ -88,14 +88,14 @@ def test_r18_a_reset_of_one_engine_costs_the_others_nothing_and_it_finds_nothing
         second.step_until(lambda: keeping(lines) == 1)
         third.step_until(lambda: keeping(lines) == 2)
     second.run()
-    assert second.copied(Direction.LOAD) > 0  # blocks that the first engine wrote before its reset
+    assert second.copied(Direction.LOAD) > 0  # finds blocks that the first engine wrote before its reset
     second.run(OTHER)
     second.run(OTHER)
     second.step_until(lambda: second.copied(Direction.STORE) > 0)
     third.run(OTHER)
     assert third.copied(Direction.LOAD) > 0
     assert {second.namespace, third.namespace} == {shared}
-    late = start(url, weights_id="others").opened()  # This corresponds to a restart of the first engine.
+    late = start(url, weights_id="others").opened()  # stands for a restart of the first engine
     for fresh in (first, late):
         for prompt in (PROMPT, OTHER):
             fresh.run(prompt)

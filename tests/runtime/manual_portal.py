@@ -1,4 +1,4 @@
-"""A portal without a thread: its loop runs on the test's thread when the test advances it."""
+"""A portal without a thread: the test's thread runs the portal's loop when the test advances time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ManualPortal(Portal):
         super().__init__("manual")
         self.clock = clock
         self.loop = asyncio.new_event_loop()
-        self.is_dead = False  # set to True to simulate that the thread has died
+        self.is_dead = False  # set to True to simulate a dead thread
         self._manual_executor = ManualExecutor(held=False)
         self.extra = ManualExecutor(held=False)  # the executor that `new_executor` returns for spans
         self.disks: list[ManualExecutor] = []  # the disk executor of each rank
@@ -70,7 +70,7 @@ class ManualPortal(Portal):
 
 
 class TaskFuture(Future[Any]):
-    """The future of a task on the test's own loop. Cancelling it cancels the task."""
+    """The future of a task on the test's own loop. Cancelling the future cancels the task."""
 
     def __init__(self, task: asyncio.Task[Any]) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class TaskFuture(Future[Any]):
 
 
 class _Running(TaskFuture):
-    """A future that runs the loop while it waits."""
+    """A future that runs the loop while a caller waits for the future."""
 
     def __init__(self, portal: ManualPortal, task: asyncio.Task[Any]) -> None:
         super().__init__(task)

@@ -1,4 +1,4 @@
-"""A scheduler side with fake surroundings, which tests call like an adapter."""
+"""A scheduler side with a fake engine and a fake clock. Tests call it as an adapter does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.runtime.manual_portal import ManualPortal
 from tests.settings import make_config
 
 BLOCK = 4
-RELOAD = 3 * BLOCK  # the tokens that `Side.stored` leaves on the host
+RELOAD = 3 * BLOCK  # how many tokens `Side.stored` leaves on the host
 TIMEOUT_S = 30.0
 SHAPE = EngineShape(
     (GroupSpec(GroupId(0), AttentionKind.FULL, BLOCK),), ranks=1, device_blocks=400, step_tokens=64
@@ -36,7 +36,7 @@ IDENTITY = KVIdentity("parts", "no weights", "keys", {}, {}, ())
 
 
 class Pool:
-    """The engine's block pool: blocks by number, with keys that the test sets."""
+    """The engine's block pool: block numbers, and keys that the test sets."""
 
     def __init__(self) -> None:
         self.leased: list[DeviceBlockId] = []
@@ -65,7 +65,7 @@ class Pool:
 class Side:
     """One scheduler side, by default with 50 host slots. Requests with the same `prefix` have common blocks.
 
-    A disk or a store needs a portal.
+    A side with a disk or a store needs a portal.
     """
 
     def __init__(
@@ -148,7 +148,6 @@ class Side:
         )
 
     def stored(self, prefix: str = "p", blocks: int = 3) -> None:
-        """Compute and store a request, and end it."""
         name = f"first-{prefix}"
         self.seen(name, prefix, blocks)
         self.allocated(name, blocks=blocks)
@@ -162,7 +161,7 @@ class Side:
 
 
 def loading(side: Side, name: str = "a") -> TransferPlan:
-    """Return the plan with the load of a request."""
+    """Return the plan that contains a request's load."""
     side.stored()
     side.seen(name)
     assert side.side.lookup(RequestId(name), 0) == RELOAD

@@ -1,4 +1,4 @@
-"""The small engine of the core's tests on a real scheduler side, called and timed like by an adapter."""
+"""The core tests' small engine on a real scheduler side, which the world calls and times like an adapter."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _TURNS = 60  # limit on an engine's turns; no test needs half as many
 class SideWorld(World):
     """A world with a scheduler side.
 
-    Bytes, reference counts and answers to loads are checked as in `World`. The core's invariants are checked only on
-    demand, because these tests break them.
+    Bytes, reference counts and answers to loads are checked as in `World`. The core's invariants are checked
+    only on demand, because these tests break them.
 
     Args:
         groups: the engine's groups.
@@ -88,7 +88,7 @@ class SideWorld(World):
     # -- an engine's turns --------------------------------------------------------------------------------------
 
     def turn(self, *, copies_end: bool = True) -> None:
-        """Admit waiting requests, run a step, and end copies that do not hang."""
+        """Admit waiting requests, run a step, and end all copies that do not hang."""
         for request in tuple(self.requests.values()):
             if request.state == "waiting":
                 self.admit(request)
@@ -102,12 +102,12 @@ class SideWorld(World):
                 self.report(rank, job)
 
     def hang(self) -> None:
-        """Let all running copies hang, and time out."""
+        """Let all running copies hang until they have timed out."""
         self.hung.update(self.copies)
         self.clock.jump(TIMEOUT_S)
 
     def finish_requests(self, *names: str) -> None:
-        """Run these requests (by default all) until each has computed its text, and end them."""
+        """Run these requests (by default all) until each has computed its text, then end them."""
         asked = {name: len(self.requests[name].text) for name in names or tuple(self.requests)}
         for _ in range(_TURNS):
             self.turn()
@@ -137,7 +137,7 @@ class SideWorld(World):
     # -- what must hold when all has ended ----------------------------------------------------------------------
 
     def problems_at_end(self) -> list[str]:
-        """End all copies, including abandoned ones; return what remains by mistake. Does not run the audit."""
+        """End all copies, including abandoned ones; return what should not be left. The audit is not run."""
         self.drain()
         self.end_copies(list(self.copies))
         self.drain()

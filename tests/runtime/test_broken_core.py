@@ -1,4 +1,4 @@
-"""If our own code raises, offloading is switched off and logged, and the engine waits for nothing (R12)."""
+"""If our own code raises, offloading is switched off, one line is logged, and no request waits for us (R12)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_question_that_raises_is_answered_with_nothing(
     monkeypatch.setattr(side.side.core, question, boom)
     assert side.side.lookup(RequestId("a"), 0) in (0, RELOAD)
     assert side.step() == NOTHING
-    assert side.side.take_answers() == LoadAnswers()  # No request waits for `b`.
+    assert side.side.take_answers() == LoadAnswers()
     assert side.side.degraded is DegradeCause.HANDLER_RAISED
     assert f"doing={question}" in caplog.text
 
@@ -67,7 +67,7 @@ def test_a_plan_that_raises_is_empty(
 
 
 def test_a_plan_that_raises_leaves_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The load was planned, then planning raised, so no worker will ever report the load."""
+    """Planning raises after the load was planned, so no worker will ever report the load."""
     side = Side()
     side.stored()
     side.seen("a")
@@ -115,7 +115,7 @@ def test_a_load_that_the_core_forgot_is_answered(monkeypatch: pytest.MonkeyPatch
 
 
 def test_loads_fail_though_nothing_watches_the_bus() -> None:
-    """Observers that raise are removed. The engine's loads are answered without them."""
+    """Observers that raise are removed. The engine's loads must be answered without observers."""
     side = Side()
     plan = loading(side)
     bus = side.side.bus
@@ -142,7 +142,7 @@ def test_a_load_is_answered_once_though_the_core_comes_back_to_it(monkeypatch: p
 def test_blocks_stay_leased_while_a_worker_copies_though_the_core_lost_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The core raises while it processes the first of two reports. Only the second is still missing."""
+    """The core raises on the first of two reports, so only the second report is still missing."""
     side = Side(ranks=2)
     side.seen("a")
     side.allocated("a")
@@ -200,9 +200,9 @@ def test_a_core_that_raised_gets_no_more_facts_and_open_loads_fail() -> None:
 
 
 def test_numbers_that_cannot_be_read_do_not_stop_their_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine may read the gauges in a step, and another thread at any time.
+    """An engine may read the gauges in a step, and another thread may read them at any time.
 
-    Only the next step may stop using the core.
+    A failed read must not stop the use of the core before the next step.
     """
     side = Side()
     plan = loading(side)

@@ -1,4 +1,4 @@
-"""Invariants are checked at rest and on request. The oldest pin and job are reported."""
+"""Invariants are checked at rest and on request. The ages of the oldest pin and job are reported."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def test_the_last_end_is_audited_and_no_step_is() -> None:
     for _ in range(3):
         side.step()
     assert audits(side) == before
-    plan = loading(side)  # An earlier request has ended, after which an audit ran.
+    plan = loading(side)  # An audit has run, because an earlier request has ended.
     assert audits(side) == before + 1
     side.done(plan)
-    assert audits(side) == before + 1  # the request is running
+    assert audits(side) == before + 1
     side.ended("a")
     assert audits(side) == before + 2
 
@@ -61,7 +61,7 @@ def test_what_is_found_at_rest_switches_offloading_off_at_once(caplog: pytest.Lo
     before = audits(side)
     side.seen("b")
     side.ended("b")
-    assert audits(side) == before  # one audit is enough
+    assert audits(side) == before  # no second audit at rest
 
 
 def test_an_audit_that_raises_switches_offloading_off_and_nothing_else(
@@ -78,7 +78,7 @@ def test_an_audit_that_raises_switches_offloading_off_and_nothing_else(
 
 
 class Readable(Pool):
-    """A pool with readable reference counts."""
+    """A pool whose reference counts can be read."""
 
     def lease_problems(self, leases: Mapping[DeviceBlockId, int]) -> list[str]:
         if sorted(self.leased) == sorted(block for block, count in leases.items() for _ in range(count)):
@@ -96,7 +96,7 @@ def test_the_engines_own_counts_are_compared(asked: bool, monkeypatch: pytest.Mo
     if asked:
         assert side.side.audit() == ["the engine counts others"]
     else:
-        side.pool.leased += [block, block]  # One lease too many is left at the end.
+        side.pool.leased += [block, block]  # adds a lease that is never released
         side.done(plan)
         side.ended("a")
     assert side.side.degraded is DegradeCause.INVARIANT_BROKEN

@@ -1,4 +1,4 @@
-"""The scheduler's side with a disk: when fetches pay, and what the tier costs the hooks."""
+"""The scheduler's side with a disk: when fetches pay off, and what the tier adds to the hooks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOAD, STORE = Direction.LOAD, Direction.STORE
 
 @pytest.fixture
 def side(tmp_path: Path) -> Iterator[Side]:
-    """A side whose disk index has been read."""
+    """Return a side whose disk index has been read."""
     config = make_config(transfer_timeout_s=TIMEOUT_S, min_load_tokens=AUTO)
     made = Side(portal=True, disk=tmp_path, config=config)
     open_disk(made)
@@ -47,7 +47,7 @@ def end_disk_jobs(side: Side, plan: TransferPlan, copy_s: float = 0.0) -> None:
 
 
 def leave_on_disk(side: Side, prefix: str) -> None:
-    """Let lookups find a prefix again and spill it, and fill the host with other prefixes."""
+    """Let lookups find a prefix again, spill it, and fill the host with other prefixes."""
     side.stored(prefix)
     again = f"again-{prefix}"
     side.side.lookup(side.seen(again, prefix), 0)
@@ -63,7 +63,7 @@ def leave_on_disk(side: Side, prefix: str) -> None:
 
 
 def fetched(side: Side, name: str, prefix: str, seconds: float) -> RequestId:
-    """Let a request wait this many seconds for a fetch of its prefix from the disk."""
+    """Let a request wait this many seconds for the fetch of its prefix from the disk."""
     request = side.seen(name, prefix)
     plan = side.step()
     assert [job.direction for job in plan.disk] == [LOAD]
@@ -75,7 +75,7 @@ def fetched(side: Side, name: str, prefix: str, seconds: float) -> RequestId:
 
 
 def measure(side: Side) -> None:
-    """Measure prefill at 10 ms per token, and loads at no time."""
+    """Let the side measure prefill at 10 ms per token, and loads that take no time."""
     side.seen("measured", "m")
     side.allocated("measured")
     side.step(prefill=100)
@@ -86,7 +86,7 @@ def measure(side: Side) -> None:
 
 
 def least_from_disk(side: Side) -> int:
-    """Return the minimum number of tokens for a fetch, a second later."""
+    """Let a second pass; return the minimum number of tokens for a fetch."""
     side.clock.jump(1.0)
     side.step()
     disk = side.side.core.state.disk

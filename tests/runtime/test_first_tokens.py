@@ -15,7 +15,7 @@ A = RequestId("a")
 
 
 class Engine:
-    """Publishes the test's facts, and counts the checks for first tokens."""
+    """Publishes the test's facts, and counts how often first tokens are checked."""
 
     def __init__(self) -> None:
         self.hook = HookTime(10.0)
@@ -108,7 +108,7 @@ def test_one_that_ends_without_a_token_is_forgotten(engine: Engine) -> None:
 
 
 def test_the_last_lookup_before_the_token_counts_and_none_behind_it(engine: Engine) -> None:
-    """A lookup after the token, as after a failed load or a preemption, does not count."""
+    """A lookup after the first token, as after a failed load or a preemption, does not count."""
     engine.seen()
     engine.admitted(host=32)
     engine.step()

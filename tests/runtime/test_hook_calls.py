@@ -1,7 +1,7 @@
 """The cost of each hook on the engine's critical path, counted in calls, with all observers.
 
-Each number is the calls that the hook made when the number was written down, plus a tenth. Times are measured by the
-benches, but a hook with more calls is slower on every machine.
+Each limit is a measured number of calls plus a tenth. The benchmarks measure times, but a hook that makes
+more calls is slower on every machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.runtime.parts import BLOCK, RELOAD, Side
 
 RUNNING = 16
 
-MOST_CALLS = {  # without a disk below the host, and with one
+MOST_CALLS = {  # without a disk tier, and with one
     "a step in which nothing happens": (21, 21),
     "a step in which 16 requests get a block each": (163, 163),
     "a step that offers a block and plans its store": (105, 105),
@@ -103,7 +103,7 @@ def counted(**settings: Any) -> dict[str, int]:  # noqa: ANN401  # those of a si
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int]]:
-    counted()  # the first run of the process makes more calls
+    counted()  # the first run in a process makes more calls
     without, with_ = counted(), counted(portal=True, disk=tmp_path_factory.mktemp("disk"))
     return {what: (without[what], with_[what]) for what in without}
 
@@ -115,7 +115,7 @@ def test_a_hook_makes_no_more_calls_than_this(what: str, found: dict[str, tuple[
 
 
 def tracking(requests: int) -> Side:
-    """Return a side with this many running requests, some of them stored, that do nothing."""
+    """Return a side with this many idle running requests, some of them stored."""
     side = Side()
     for number in range(requests):
         side.seen(f"r{number}", prefix=f"{number % 5}-", blocks=2)
@@ -145,7 +145,7 @@ def test_a_step_without_a_planned_job_asks_for_no_plan(monkeypatch: pytest.Monke
 
 @pytest.fixture
 def readings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record each reading of a clock for state or durations, without the journal's time of a batch."""
+    """Record each reading of a clock for state or durations, but not the journal's one reading per batch."""
     found: list[str] = []
 
     def counted(clock: Callable[[], float]) -> Callable[[], float]:

@@ -1,4 +1,4 @@
-"""The seconds saved, waited and lost that the scheduler's side measures, and the minimum lengths of "auto"."""
+"""The seconds saved, waited and lost that the scheduler's side measures, and the minimum lengths chosen by "auto"."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def lost(side: Side, direction: str) -> float:
 
 
 def measure_prefill(side: Side, seconds_per_token: float = PER_TOKEN_S) -> None:
-    """Compute one request alone; then the engine is idle."""
+    """Compute one request alone, then let the engine be idle."""
     side.seen("measured", "m")
     side.allocated("measured")
     side.step(prefill=100)
@@ -89,7 +89,7 @@ def test_a_failed_load_cost_its_wait_and_saved_nothing() -> None:
 
 
 def test_a_declined_hit_does_not_count_and_saves_nothing() -> None:
-    """Another connector's hit came first, and counts as that connector's hit."""
+    """The hit of an earlier connector is used instead, and is counted for that connector."""
     side = Side()
     measure_prefill(side)
     side.stored()
@@ -105,7 +105,7 @@ def test_a_declined_hit_does_not_count_and_saves_nothing() -> None:
     assert gained.count("kvoffload_miss_blocks_total", "not_accepted") == 1
     assert (
         gained.count("kvoffload_miss_blocks_total", "behind_miss") == 3
-    )  # two positions that were found, and the rest
+    )  # two positions found, and the remaining ones
     assert gained.total("kvoffload_contract_violations_total") == 0
     assert (saved(side), waited(side)) == (0, 0)
     assert conservation(side.side.counters.snapshot()) == []
@@ -168,7 +168,7 @@ def decode(side: Side, seconds: float, count: int = 400) -> None:
 
 
 def storing(side: Side) -> TransferPlan:
-    """Return the plan with the store of a running request."""
+    """Return the plan that contains the store of a running request."""
     side.seen("s", "s")
     side.allocated("s")
     side.pool.names.update(
@@ -228,7 +228,7 @@ def test_a_loss_and_its_end_are_each_logged_once(caplog: pytest.LogCaptureFixtur
         side.clock.jump(wait_s)
         arrived(side, plan)
         side.ended(f"r{number}")
-        for _ in range(3):  # A minute without any load changes nothing.
+        for _ in range(3):
             side.clock.jump(60.0)
             side.step()
         assert value(side.side, "net_benefit_negative") == (number < 2)
@@ -261,7 +261,7 @@ def auto(wait_s: float) -> Side:
     plan = loading(side)
     side.clock.jump(wait_s)
     arrived(side, plan)
-    side.clock.jump(1.0)  # From now on the measurements are used.
+    side.clock.jump(1.0)  # the measurements are used from now on
     return side
 
 
@@ -274,7 +274,8 @@ def test_auto_declines_hits_that_take_longer_to_load(wait_s: float, answer: int)
     assert side.side.lookup(side.seen("b"), 0) == answer
     side.allocated("b", answer)
     counted = side.side.counters.snapshot()
-    # 12 of 13 tokens were found. If the hit is declined, that is the cause; otherwise only the last token is missing.
+    # Of 13 tokens, 12 were found. A declined hit is the cause of the missing blocks; otherwise only the last
+    # token is missing.
     assert counted.count("kvoffload_miss_blocks_total", "load_declined") == (answer == 0)
 
 
@@ -322,4 +323,4 @@ def test_an_engine_that_reports_no_tokens_has_no_estimate() -> None:
 def test_tokens_that_pay_are_said_of_each_tier_that_is_read() -> None:
     series = Side().side.gauges()
     assert series["kvoffload_break_even_tokens"] == {(): 0}
-    assert series["kvoffload_fetch_break_even_tokens"] == {}  # no lower tier
+    assert series["kvoffload_fetch_break_even_tokens"] == {}

@@ -1,4 +1,6 @@
-"""Observers run on the portal's loop. Their output is complete at the end, and their failures affect nothing else."""
+"""Observers run on the portal's loop. Their output is complete at the end, and their failures affect only
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +127,7 @@ def test_an_observer_that_stands_still_costs_no_more_calls_than_one_that_keeps_u
         for _ in range(20):
             side.step(decode=20)
 
-    for _ in range(5):  # what the journal first does for many at a time
+    for _ in range(5):  # warms up what the journal does only once per many events
         steps()
     early = calls(steps)
     while not side.side.bus.feeds["journal"].dropped:

@@ -1,4 +1,4 @@
-"""A tier that opens slowly: one warning with the stage, and none while the engine is idle."""
+"""A tier that opens slowly causes one warning with its stage, and no warning while the engine is idle."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def logged() -> Iterator[list[dict[str, Any]]]:
 
 
 def held() -> ManualPortal:
-    """Return a portal whose disk thread does nothing yet."""
+    """Return a portal whose disk thread is held."""
     portal = ManualPortal(FakeClock())
     portal.index.hold()
     return portal
@@ -102,7 +102,7 @@ def test_both_are_named(
 
 
 def test_an_idle_engine_is_not_warned(tmp_path: Path, logged: list[dict[str, Any]]) -> None:
-    """One step every ten minutes: a tier that needs three steps to open is not slow."""
+    """The engine steps once every ten minutes. A tier that opens within three of these steps is not slow."""
     side = Side(portal=held(), disk=tmp_path)
     steps(side, 30, each_s=600.0)
     assert warnings(logged) == []

@@ -85,7 +85,7 @@ def test_a_sleeping_coroutine_without_references_is_not_collected(portal: Portal
     begun, ended = Future[None](), Future[None]()
     portal.spawn(forever, begun, ended)
     begun.result(PATIENCE_S)
-    portal.spawn(thread_name, "").result(PATIENCE_S)  # by now it sleeps
+    portal.spawn(thread_name, "").result(PATIENCE_S)  # the thread now sleeps in its loop
     gc.collect()
     assert not ended.done()
     assert portal.close(PATIENCE_S)
@@ -130,7 +130,7 @@ def test_close_from_the_loop_itself(portal: Portal) -> None:
         closed.set_result(portal.close(PATIENCE_S))
 
     portal.spawn(close)
-    assert closed.result(PATIENCE_S) is False  # It cannot have ended while its answer is pending.
+    assert closed.result(PATIENCE_S) is False  # `close` cannot have succeeded while the call is pending
     assert portal.close(PATIENCE_S)
 
 
@@ -162,7 +162,7 @@ def test_closing_again_leaves_the_first_close_its_time(portal: Portal) -> None:
 
 
 def test_a_coroutine_started_before_close_ends_with_it(portal: Portal) -> None:
-    """If `close` came between getting the loop and submitting a coroutine, the coroutine would never run."""
+    """A coroutine must run even if `close` comes between getting the loop and submitting the coroutine."""
     asked, closed = ThreadGate(), Future[bool]()
 
     class Slow(Portal):
@@ -176,7 +176,7 @@ def test_a_coroutine_started_before_close_ends_with_it(portal: Portal) -> None:
     threading.Thread(target=lambda: spawned.set_result(slow.spawn(thread_name, "")), daemon=True).start()
     asked.wait_for_arrivals(1)
     threading.Thread(target=lambda: closed.set_result(slow.close(PATIENCE_S)), daemon=True).start()
-    assert slow._lock.locked()  # so that `close` must wait
+    assert slow._lock.locked()  # `close` must wait for this lock
     asked.open()
     assert closed.result(PATIENCE_S)
     assert wait_for([spawned.result(PATIENCE_S)], PATIENCE_S).done

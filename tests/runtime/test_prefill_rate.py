@@ -12,12 +12,12 @@ DECODE_S, PER_TOKEN_S = 0.01, 0.001
 
 
 def duration(tokens: int) -> float:
-    """Return the duration of a step that also decodes."""
+    """Return the duration of a step that prefills these tokens and also decodes."""
     return DECODE_S + tokens * PER_TOKEN_S
 
 
 def play(rate: PrefillRate, steps: list[int], in_flight: int) -> None:
-    """Run steps with these numbers of prefilled tokens. A step is scheduled as soon as fewer than `in_flight` run."""
+    """Run steps that prefill these numbers of tokens. A step is scheduled when fewer than `in_flight` steps run."""
     ends: list[float] = []
     now = 0.0
     for number, tokens in enumerate(steps):
@@ -74,7 +74,9 @@ def test_short_runs_count_only_until_there_is_a_long_one() -> None:
 
 
 def test_a_run_never_costs_nothing() -> None:
-    """Steps that decoded may have taken longer than usual, and prefilling no time. The rate stays positive."""
+    """Steps that only decode may take longer than usual, so that prefilling seems to take no time. The rate
+    stays positive.
+    """
     rate = PrefillRate(16)
     rate.step(0.0, 100, 5.0)
     rate.idle(1.0)
@@ -101,7 +103,7 @@ def test_of_three_runs_the_rate_is_that_of_the_middle_one() -> None:
 
 
 def test_more_work_in_a_step_takes_longer_to_compute() -> None:
-    """Longer steps mean a slower rate: twice the seconds per token."""
+    """Longer steps mean more seconds per token, here twice as many."""
     found = []
     for factor in (1, 2, 4):
         rate = PrefillRate(16)

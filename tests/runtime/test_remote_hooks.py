@@ -1,4 +1,4 @@
-"""What a store adds to a step in which it has nothing to say, counted in calls. `tests/remote/test_faults.py` has a dead one."""
+"""The calls that an idle store adds to a step. `tests/remote/test_faults.py` tests a dead store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_step_without_an_answer_does_not_poll_a_store() -> None:
     with patch("kvoffload.runtime.remote_catalog.open_store", lambda *_: FakeStore()):
         plain, shared = Side(portal=True), Side(portal=True, remote=store)
     for side in (plain, shared):
-        for number in range(4):  # the store is probed, then its generation is read
+        for number in range(4):  # probes the store, then reads its generation
             side.side.lookup(side.seen(f"{number}"), 0)
             side.allocated(f"{number}")
             side.step()
@@ -27,6 +27,6 @@ def test_a_step_without_an_answer_does_not_poll_a_store() -> None:
     without = calls(plain.step)
     assert calls(shared.step) == without
     shared.clock.jump(1)
-    assert calls(shared.step) > without  # time limits are looked at
+    assert calls(shared.step) > without  # the tier checks its time limits in each step
     for side in (plain, shared):
         side.close()

@@ -1,4 +1,4 @@
-"""A reset's answer, its metric and its log agree on what is still running."""
+"""A reset's answer, its metric and its log agree on which copies are still running."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_copy_that_is_abandoned_is_not_waited_for() -> None:
     side.step()
     assert reported[-1] == ResetEnded(1, 1)
     assert draining(side) == 0
-    assert side.side.reset() is True  # Its memory is quarantined.
+    assert side.side.reset() is True  # the copy's memory is quarantined
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -100,7 +100,7 @@ def test_the_oldest_pin_is_reported_while_there_is_one() -> None:
     side.clock.jump(5)
     side.side.lookup(RequestId("b"), 0)
     assert side.side.gauges()["kvoffload_oldest_pin_timestamp_seconds"][()] == first
-    side.allocated("a", RELOAD)  # The load's pins are as old as the lookup's.
+    side.allocated("a", RELOAD)  # The load's pins have the age of the lookup's pins.
     plan = side.step()
     assert side.side.gauges()["kvoffload_oldest_pin_timestamp_seconds"][()] == first
     side.done(plan)

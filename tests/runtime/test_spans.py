@@ -90,7 +90,7 @@ def finished(traced: Traced) -> list[ReadableSpan]:
 
 
 def of_request(found: Sequence[ReadableSpan], name: str) -> dict[str, ReadableSpan]:
-    """Return a request's own span and its children, by name."""
+    """Return the span of a request and that span's children, by name."""
     (root,) = [
         span
         for span in found
@@ -165,7 +165,7 @@ def test_a_request_with_a_load_has_spans_from_its_lookup_to_its_end(traced: Trac
 
 def test_the_engines_trace_goes_on(traced: Traced) -> None:
     side, _ = traced
-    side.stored()  # It has no parent.
+    side.stored()  # this request has no parent span
     seen(side, "a")
     seen(side, "b", "00-no-header-at-all")
     for name in ("a", "b"):
@@ -397,7 +397,7 @@ class Raising(InMemorySpanExporter):
 
 
 def work(side: Side) -> list[object]:
-    """Return the facts of some requests."""
+    """Play some requests; return the facts that they publish."""
     side.stored()
     received: list[object] = []
     for number in range(20):
@@ -443,7 +443,7 @@ def test_an_exporter_that_blocks_changes_nothing_and_what_does_not_fit_is_counte
     exporter = InMemorySpanExporter()
     side = make(exporter)
     held = executor(side)
-    held._held = True  # The exporter's thread stops in its first batch.
+    held._held = True  # the exporter's thread stops in its first batch
     seen(side, "early")
     advance(side)
     assert held.waiting == 1
@@ -543,8 +543,6 @@ def test_without_the_packages_a_collector_of_the_environment_is_not_for_us(
 
 
 class Collector(BaseHTTPRequestHandler):
-    """Receives spans like a collector."""
-
     paths: ClassVar[list[str]] = []
     names: ClassVar[set[str]] = set()
 

@@ -1,4 +1,4 @@
-"""How much longer steps take while copies run."""
+"""Measures how much longer steps take while copies run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metric for the limit on stores shows the rank with the lowest limit in its last report."""
+"""The metric for the limit on stores shows the lowest limit among the ranks' last reports."""
 
 from __future__ import annotations
 

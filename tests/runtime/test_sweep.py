@@ -30,7 +30,7 @@ WORLDS: dict[str, Callable[[], SideWorld]] = {
 
 @pytest.fixture(autouse=True)
 def no_logs() -> Iterator[None]:
-    """Drop hundreds of tracebacks, which the tests of single faults already check."""
+    """Drop the hundreds of tracebacks; the tests of single faults check what is logged."""
     logging.disable()
     yield
     logging.disable(logging.NOTSET)
@@ -50,7 +50,7 @@ def live(world: SideWorld) -> None:
 def fill(world: SideWorld, name: str) -> None:
     """Store TEXT on the host and remove it from the device.
 
-    A lazy planner needs other requests to take its blocks first.
+    A lazy planner stores the text only after other requests have taken device blocks.
     """
     world.serve_again(name, TEXT)
     for number in range(4 if world.config.store_policy == "lazy" else 0):
@@ -77,7 +77,7 @@ def a_shared_load_and_an_abort(world: SideWorld) -> None:
 
 
 def copies_that_end_badly(world: SideWorld, end: CopyOutcome | None) -> None:
-    """A load and a store fail or hang. The storing request is preempted, the loading one aborted."""
+    """Let a load and a store fail or hang. Preempt the storing request, and abort the loading one."""
     fill(world, f"fills{end}")
     for name in (f"again{end}", f"leaves{end}"):
         world.add(name, TEXT)
@@ -95,7 +95,7 @@ def copies_that_end_badly(world: SideWorld, end: CopyOutcome | None) -> None:
         world.preempt(world.requests[f"new{end}"])
     world.end(world.requests[f"leaves{end}"])
     world.finish_requests()
-    world.end_copies([*world.hung & world.copies.keys()][:1])  # One copy ends late.
+    world.end_copies([*world.hung & world.copies.keys()][:1])  # one hanging copy ends late
 
 
 def a_reset(world: SideWorld) -> None:
@@ -118,7 +118,7 @@ def an_eviction(world: SideWorld) -> None:
 
 
 def trial(make: Callable[[], SideWorld], place: Place) -> list[str]:
-    """Return the problems after the core has raised at this place."""
+    """Return the problems found after the core has raised at this place."""
     world = make()
     try:
         with raising(place):

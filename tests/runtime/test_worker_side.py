@@ -41,7 +41,7 @@ class Side:
         self._jobs = 0
 
     def registered(self) -> Side:
-        assert self.side.register(self.device.layout) == 10  # Half of the bytes are for the other rank.
+        assert self.side.register(self.device.layout) == 10  # half of the bytes belong to the other rank
         self.portal.advance()
         return self
 
@@ -77,7 +77,7 @@ def test_the_start_logs_what_was_chosen_and_how_many_times_the_device_that_is() 
         "event": "worker_registered",
         "log_level": "info",
         "rank": 1,
-        "host_bytes": "2.6 KiB",  # memory for both ranks
+        "host_bytes": "2.6 KiB",  # memory of both ranks
         "slots": 14,
         "slot_bytes": SLOT_BYTES,
         "times_device": 2.0,  # the device has 7 blocks
@@ -116,7 +116,7 @@ def test_a_plan_is_copied_there_and_back(made: Side) -> None:
     made.registered()
     before = made.device.read(1)
     store = made.plan(Direction.STORE, slot=3, block=1)
-    made.side.start_loads(store)  # The plan has no loads.
+    made.side.start_loads(store)
     made.side.start_stores(store)
     made.portal.advance()
     made.copier.release()
@@ -143,7 +143,7 @@ def test_close_waits_for_the_copies_that_were_started(made: Side) -> None:
     closing.close()
     assert made.copier.is_closed
     assert 1 <= made.clock.monotonic() < 1.5
-    closing.close()  # Closing again has no effect.
+    closing.close()
 
 
 def test_close_abandons_a_copy_that_never_ends_and_keeps_its_memory(made: Side) -> None:
@@ -194,9 +194,9 @@ def test_a_portal_whose_thread_is_gone_is_noticed(made: Side) -> None:
     made.side.start_loads(made.plan(Direction.LOAD))
     made.side.start_stores(made.plan(Direction.STORE, slot=1))
     made.portal.is_dead = True
-    assert made.outcomes() == {2: CopyOutcome.FAILED}  # It was not started, and will not be.
+    assert made.outcomes() == {2: CopyOutcome.FAILED}  # this copy has not been started, and never will be
     made.copier.release()
-    assert made.outcomes() == {1: CopyOutcome.DONE}  # It was started, so its end is still noticed.
+    assert made.outcomes() == {1: CopyOutcome.DONE}  # this copy was started, so its end is still noticed
     made.portal.is_dead = False
 
 
@@ -226,7 +226,7 @@ def test_host_bytes_that_cannot_be_are_refused(host_bytes: int, problem: str) ->
     side = WorkerSide(Rank(0), 1, OffloadConfig(host_bytes=host_bytes), portal)
     with pytest.raises(ConfigError, match=problem):
         side.register(DEVICE.layout)
-    assert not portal.is_alive  # no thread was started for it
+    assert not portal.is_alive  # no thread was started for the job
     side.close()
 
 
@@ -234,7 +234,7 @@ def test_host_bytes_that_cannot_be_are_refused(host_bytes: int, problem: str) ->
 def test_the_first_rank_of_a_machine_answers_for_its_others(
     rank: int, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight ranks on two machines, each with memory for three ranks."""
+    """Check eight ranks on two machines, each of which has memory for three ranks."""
     left = f"MemAvailable: {3 * 4 * 1024} kB\n"
     on_machine = partial(slots_for, read={"/proc/meminfo": left}.get)
     monkeypatch.setattr("kvoffload.runtime.worker_side.slots_for", on_machine)
@@ -247,7 +247,7 @@ def test_the_first_rank_of_a_machine_answers_for_its_others(
 
 
 def test_on_a_thread_of_its_own() -> None:
-    """The same on a real portal, with a real copier and clock."""
+    """Store a block on a real portal, with a real copier and clock."""
     portal = Portal("test")
     device = FakeDevice(8, pages=[64, 32])
     side = WorkerSide(Rank(0), 1, OffloadConfig(host_bytes=4 * SLOT_BYTES), portal)
@@ -257,7 +257,7 @@ def test_on_a_thread_of_its_own() -> None:
     job = device_job(0, Direction.STORE, (3,), (2,))
     side.start_stores(TransferPlan(stores=(job,)))
     pump = side.pump
-    side.close()  # Queued copies may fail; started ones end.
+    side.close()  # queued copies may fail, but started ones end
     report = pump.take_report()
     assert report is not None
     assert [each.job for each in report.jobs] == [0]
