@@ -73,5 +73,6 @@ def groups_of(shape: EngineShape) -> tuple[tuple[str, int, int | None, bool], ..
 def cpu_name() -> str:
     """Return a digest of the CPU's instruction set, which the layout inside a block may depend on."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    flags = {line for line in lines if line.startswith(("flags", "Features"))}  # on x86, on ARM
+    # "flags" on x86, "Features" on ARM
+    flags = {line for line in lines if line.startswith(("flags", "Features"))}
     return f"cpu {sha256(' '.join(sorted(flags)).encode()).hexdigest()[:16]}"

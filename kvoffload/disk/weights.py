@@ -86,7 +86,7 @@ def weights_identity(
 
 
 def process_began_ns() -> int:
-    """Return when this process began, in nanoseconds since 1970: an engine loaded its weights after that."""
+    """Return when this process began, in nanoseconds since 1970: an engine loaded its weights after that time."""
     fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return time.time_ns() - int(age * 1e9)

@@ -1,1 +1,4 @@
-"""kvoffload's lower tiers for SGLang: a dynamic storage backend below HiCache's host memory. Translates and decides nothing."""
+"""kvoffload's lower tiers for SGLang: a dynamic storage backend below HiCache's host memory.
+
+This package translates and decides nothing.
+"""

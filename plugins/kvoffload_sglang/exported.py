@@ -1,4 +1,4 @@
-"""Our metrics in SGLang's own `/metrics`, which adds up what the scheduler processes count."""
+"""Adds our metrics to SGLang's own `/metrics`, which sums them over the scheduler processes."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Exported:
         self._next_s = 0.0
 
     def update(self) -> None:
-        """Add what has changed, at most once a second."""
+        """Export the changes since the last update, at most once a second."""
         if (now := self._now()) >= self._next_s:
             self._next_s = now + _APART_S
             self._send(lambda series: True)
 
     def close(self) -> None:
-        """Add what has changed, and set all gauges to 0."""
+        """Export the remaining changes, and set all gauges to 0."""
         self._send(_is_counter)
 
     def _send(self, has_value: Callable[[str], bool]) -> None:
@@ -52,7 +52,10 @@ class Exported:
 
 
 def _changes(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Return a counter's increase and a gauge's value, by metric and joined labels; what is 0 is not in the arguments."""
+    """Return the increase of each counter and the value of each gauge, by metric and joined labels.
+
+    Series that are 0 are missing from `before` and `after`.
+    """
     changes: dict[str, dict[str, float]] = {}
     for series in {*before, *after}:
         name, _, labels = series.partition(",")

@@ -1,6 +1,6 @@
 """Determines the KV identity: everything that SGLang's KV depends on, except its keys.
 
-SGLang's keys are digests of tokens and of a request's salt. They say nothing of the model.
+SGLang's keys are digests of tokens and of a request's salt. The keys do not depend on the model.
 """
 
 from __future__ import annotations
@@ -39,10 +39,13 @@ _ELSEWHERE = (
     "speculative_token_map",
     "uno_lora_path",
 )
-"""Settings that take weights, or what the KV depends on, from a place that is not read here."""
+"""Settings that load weights, or other inputs of the KV, from a place that is not read here."""
 
 _WITH_VALUES = ("model", "exec", "spec")
-"""Groups of SGLang's settings that change KV values; all of a group counts, also what a later version adds."""
+"""Groups of SGLang's settings that change KV values.
+
+Every setting of a group counts, also one that a later version adds.
+"""
 
 _WITHOUT_VALUES = ("exec.graph", "exec.overlap", "exec.offload")
 _PLACES = (
@@ -65,18 +68,18 @@ _PLACES = (
     "grammar_backend",
     "spec_trace_dir",
 )
-"""Beginnings of names, in those groups, of settings that say where something is, or that change answers only."""
+"""Name prefixes, in those groups, of settings that only say where something is stored or that change only answers."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What this rank's SGLang is.
+    """The SGLang engine of this rank.
 
     Args:
         settings: SGLang's settings, as resolved.
         namespaces: the names of the settings in each of SGLang's groups.
-        storage: what SGLang tells a storage backend.
-        replica: which data-parallel replica this is.
+        storage: SGLang's configuration for storage backends.
+        replica: the index of this data-parallel replica.
         device: name of the device, on which the layout of bytes may depend.
     """
 
@@ -88,7 +91,7 @@ class Engine:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that share the settings' bytes."""
+        """The number of ranks among which the bytes in the settings are divided."""
         return int(self.storage.tp_size * self.storage.pp_size * self.storage.attn_cp_size)
 
     @property
@@ -177,12 +180,12 @@ def find_identity(
         )
     except DiskError:
         raise
-    except Exception as error:  # SGLang or the hub may raise anything here
+    except Exception as error:  # SGLang or the hub may raise any exception here.
         raise DiskError(f"what this engine's KV depends on cannot be determined: {error!r}") from error
 
 
 def is_shared(engine: Engine, pool_name: str) -> bool:
-    """Whether all tensor-parallel ranks hold the same pages of this pool, and one of them writes."""
+    """Whether all tensor-parallel ranks hold the same pages of this pool, and only one rank writes."""
     storage = engine.storage
     return storage.is_mla_model and storage.tp_size > 1 and pool_name not in ("mamba", "draft", "draft_swa")
 

@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 
 class HostPages:
-    """The pages of a host pool, where they are.
+    """The memory addresses of a host pool's pages.
 
     Args:
         pool: the host pool.
-        name: SGLang's name of it.
+        name: SGLang's name of the pool.
 
     Attributes:
         pool: the host pool.
-        page_tokens: positions of a page.
+        page_tokens: the number of token positions in a page.
         page_bytes: bytes of each region of a page.
 
     Raises:
-        ConfigError: the pool does not say where its pages are.
+        ConfigError: the pool does not provide its pages' addresses.
     """
 
     def __init__(self, pool: HostKVCache, name: str) -> None:
@@ -36,14 +36,14 @@ class HostPages:
         self.page_tokens: int = pool.page_size
         try:
             _, sizes = pool.get_page_buffer_meta(torch.arange(self.page_tokens))
-        except Exception as error:  # a pool that cannot raises whatever comes first
+        except Exception as error:  # A pool without addresses may raise any exception.
             layout = getattr(pool, "layout", None)
             problem = f"SGLang's {name} pool in the layout {layout!r} has no addresses for storage: {error!r}"
             raise ConfigError([problem]) from error
         self.page_bytes = tuple(sizes)
 
     def at(self, host_indices: torch.Tensor) -> list[Page]:
-        """Return the pages at these positions, `page_tokens` for each page."""
+        """Return the pages at these positions; each page has `page_tokens` positions."""
         addresses, sizes = self.pool.get_page_buffer_meta(host_indices)
         regions = [
             memoryview((c_char * size).from_address(address)).cast("B")

@@ -1,8 +1,9 @@
 """`KVOffloadStorage`: kvoffload's disk and remote tier as a storage backend of SGLang's HiCache.
 
-SGLang makes one object per rank, in the rank's scheduler process. Its prefetch thread asks which leading pages exist,
-SGLang takes the fewest of all ranks, and its I/O threads read and write pages of SGLang's host pools. A call that hung
-would block its thread for good, so each has a time limit; afterwards SGLang computes what it did not get.
+SGLang makes one object per rank, in the rank's scheduler process. SGLang's prefetch thread asks which leading pages
+exist, and uses the smallest answer of all ranks. SGLang's I/O threads read and write pages of SGLang's host pools. A
+call that hung would block its thread forever, so each call has a time limit. SGLang then computes the pages that were
+not read.
 """
 
 from __future__ import annotations
@@ -39,19 +40,22 @@ ASK_S: Final = 0.5
 COPY_S: Final = 1.0
 COPY_S_PER_TOKEN: Final = 0.25 / 1024
 LONGEST_S: Final = 5.0
-"""Time limits of a call, in seconds. SGLang lets a request wait 1 s, and 0.25 s more per 1,024 tokens. To detach or to
-flush its cache it waits 10 s for its threads; a longer call would end the engine."""
+"""Time limits of a call, in seconds. SGLang lets a request wait 1 s, and 0.25 s more per 1,024 tokens.
+
+When SGLang detaches the backend or flushes its cache, it waits 10 s for its threads; a longer call would end the
+engine.
+"""
 
 _OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1", "file_storage_path")
-"""Keys of the extra config that SGLang leaves there for itself."""
+"""Keys of the extra config that are meant for SGLang itself."""
 
 
 class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checker runs without SGLang
     """kvoffload's lower tiers for one rank.
 
     Args:
-        storage_config: what SGLang tells a storage backend; its `extra_config` holds our settings.
-        _: further facts, none of which is needed.
+        storage_config: SGLang's configuration for storage backends; its `extra_config` contains our settings.
+        _: further arguments, which are not used.
 
     Raises:
         ConfigError: the settings cannot be used, or this engine's KV cannot be kept. The message lists all reasons.
@@ -67,12 +71,12 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
     # -- pools ------------------------------------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
-        """Take the pool of attention layers."""
+        """Register the pool of the attention layers."""
         super().register_mem_pool_host(mem_pool_host)
         self.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
 
     def register_mem_host_pool_v2(self, host_pool: HostKVCache, host_pool_name: PoolName) -> None:
-        """Take a pool: recurrent states, sliding windows, an index.
+        """Register a pool of recurrent states, of sliding windows or of an index.
 
         Raises:
             ConfigError: pages of this pool cannot be kept.
@@ -94,7 +98,7 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
         self._pools[name] = HostPages(host_pool, name)
 
     def on_host_pools_registered(self) -> None:
-        """Open the tiers for all pools. The weights are read, and files opened, on other threads.
+        """Open the tiers for all pools. Other threads read the weights and open the files.
 
         Raises:
             KVOffloadError: there is no memory for the staging slots.
@@ -118,7 +122,7 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
     # -- SGLang's calls ---------------------------------------------------------------------------------------------
 
     def batch_exists(self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Return how many pages, counted from the first, a tier has."""
+        """Return how many leading pages a tier has."""
         return [*self._which(PoolName.KV, keys), False].index(False)
 
     def batch_exists_v2(
@@ -127,7 +131,7 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Return the longest prefix that can be restored, all such lengths, and how far each pool alone would reach."""
+        """Return the longest restorable prefix, all restorable lengths, and the longest length of each pool alone."""
         found = self.batch_exists(keys)
         reach: dict[str, int] = {PoolName.KV: found}
         lengths = set(range(1, found + 1))
@@ -143,7 +147,7 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Copy pages into SGLang's pool of attention layers; return which it has now."""
+        """Copy pages into SGLang's pool of attention layers; return for each page whether it was copied."""
         return self._get(PoolName.KV, keys, host_indices, _until(host_indices))
 
     def batch_set_v1(
@@ -152,13 +156,13 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Write pages of SGLang's pool of attention layers; return which a tier has now."""
+        """Write pages of SGLang's pool of attention layers; return for each page whether a tier has it now."""
         return self._put(PoolName.KV, keys, host_indices, _until(host_indices))
 
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Copy pages into several pools; return for each which it has now."""
+        """Copy pages into several pools; return for each page of each pool whether it was copied."""
         until = _until(*(each.host_indices for each in transfers))
         return {
             each.name: self._get(each.name, each.keys or (), each.host_indices, until) for each in transfers
@@ -167,7 +171,7 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
     def batch_set_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Write pages of several pools; return for each which a tier has now."""
+        """Write pages of several pools; return for each page of each pool whether a tier has it now."""
         until = _until(*(each.host_indices for each in transfers))
         return {
             each.name: self._put(each.name, each.keys or (), each.host_indices, until) for each in transfers
@@ -194,10 +198,11 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
         return cache.put(_digests(keys), pool.at(host_indices), until - time.monotonic())
 
     def clear(self) -> None:
-        """Begin a new generation: nothing stored so far is found again, by this process or a later one.
+        """Begin a new generation, so that neither this process nor a later one finds earlier pages.
 
         Raises:
-            KVOffloadError: a tier does not answer, so a later process could still find earlier pages; clear again.
+            KVOffloadError: a tier does not answer, so a later process could still find earlier pages; call `clear`
+                again.
         """
         failed = [name for name, cache in self._caches.items() if not cache.reset()]
         if failed:
@@ -229,7 +234,7 @@ def _checked(engine: Engine) -> OffloadConfig:
     """Return the settings.
 
     Raises:
-        ConfigError: they cannot be used, or the engine's KV cannot be kept.
+        ConfigError: the settings cannot be used, or the engine's KV cannot be kept.
     """
     raw = dict(engine.storage.extra_config or {})
     problems: list[str] = []
@@ -253,7 +258,7 @@ def _restorable(transfer: PoolTransfer, has: Sequence[bool]) -> set[int]:
     """Return the prefix lengths, in pages, at which a pool can be restored.
 
     Args:
-        transfer: what SGLang needs of the pool.
+        transfer: the pages of the pool that SGLang needs.
         has: for each page of the prefix, whether a tier has the pool's part of it.
     """
     if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
