@@ -1,4 +1,4 @@
-"""Blocks with recognizable bytes, and a writer that does the work of the scheduler and of all ranks."""
+"""Blocks with recognizable bytes, and a writer that acts as the scheduler and as all ranks."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def key_of(number: int) -> BlockKey:
 
 
 def shard(generation: bytes, key: bytes, rank: int, size: int = SLOT_BYTES) -> bytes:
-    """Return a rank's bytes for a key. They differ between generations."""
+    """Return a rank's bytes for a key. The bytes differ between generations."""
     return Random(generation + key + bytes([rank])).randbytes(size)
 
 
 class Writer:
-    """The files of one engine, written like the tier's: invalidate, reuse, write all ranks' data, then put."""
+    """The files of one engine, written as the tier writes them: invalidate, reuse, write all ranks' data, then put."""
 
     def __init__(self, folder: Path, slots: int, slot_bytes: int = SLOT_BYTES) -> None:
         self.folder = open_folder(folder)
@@ -109,9 +109,10 @@ def usable(folder: Path, files: list[SlotFile]) -> IndexContents | None:
 
 
 def found_blocks(folder: Path, slots: int) -> dict[bytes, bool]:
-    """Return the keys that a new engine finds, and for each whether its bytes match the index's checksums.
+    """Return the keys that a new engine finds, and for each whether the block's bytes match the index's
+    checksums.
 
-    Raise an error if the bytes match but are not the key's, because they would be served.
+    Raise an error if bytes match the checksum but belong to another key, because they would be served.
     """
     files = open_files(folder, slots)
     try:

@@ -1,7 +1,7 @@
 """Records the system calls on the disk tier's files, and simulates what a power failure leaves.
 
-Writes that were not synced may be lost, torn at any sector, or reordered within a file. Changes of names happen in
-order, because a file system journals them, but the last ones may be lost.
+Writes that were not synced may be lost, torn at any sector, or reordered within a file. File systems journal
+changes of names, so these happen in order, but the last changes may be lost.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _O_MAKES = os.O_CREAT
 
 @dataclass(slots=True)
 class Inode:
-    """A file's durable bytes, and the changes since."""
+    """A file's durable bytes, and the changes that are not yet durable."""
 
     durable: bytearray = field(default_factory=bytearray)
     pending: list[tuple[int, bytes | None]] = field(
         default_factory=list
-    )  # offset and data; None sets the size
+    )  # offset and data; without data, the offset is the file's new size
 
 
 class Disk:
@@ -36,7 +36,7 @@ class Disk:
         self.pending_names: list[tuple[str, str | None, int]] = []  # new name, old name, inode
 
     def left(self, random: Random, folder: Path) -> None:
-        """Write the files that a power failure at this moment can leave into a folder."""
+        """Write into a folder the files that a power failure at this moment can leave."""
         names = dict(self.names)
         for new, old, inode in self.pending_names[: random.randint(0, len(self.pending_names))]:
             names[new] = inode
@@ -74,7 +74,7 @@ def _put(data: bytearray, offset: int, new: bytes) -> None:
 
 
 class RecordedOs:
-    """Replaces the module `os`: calls it, and tracks which writes become durable.
+    """Stands in for the module `os`: passes calls on, and tracks which writes are durable.
 
     Args:
         disk: the tracked disk.

@@ -1,4 +1,4 @@
-"""The bytes of the index. After damage, only the whole batches before it are read."""
+"""The bytes of the index. After damage, only the whole batches before the damaged place are read."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def entries(data: bytes) -> list[Put]:
 
 
 def expected(records: list[DiskRecord]) -> list[Put]:
-    """Compute the expected entries with a dict, one record at a time."""
+    """Return the entries that result from the records, computed with a dict."""
     held: dict[SlotId, Put] = {}
     for record in records:
         if isinstance(record, Use):
@@ -152,7 +152,7 @@ def test_any_bytes_are_survived(data: bytes) -> None:
         (b"KVOINDEX\1\0\0\0" + bytes(100), "its format is version 1, not 2"),
         (encoded()[:20], "it ends after 20 bytes, in its header"),
         (encoded()[:-1], "its header is incomplete or damaged"),
-        # The header claims four billion ranks, whose ids are missing.
+        # The header claims four billion ranks, but their ids are missing.
         (encoded()[:12] + b"\xff" * 4 + encoded()[16:], "its header is incomplete or damaged"),
     ],
 )
@@ -174,7 +174,7 @@ def test_a_batch_in_another_place_does_not_pass() -> None:
 
 
 def test_a_batch_of_another_place_with_the_right_number_does_not_pass() -> None:
-    """The number alone is not enough: the checksum covers it."""
+    """The right number is not enough: the checksum also covers the batch's place."""
     batch = bytearray(encode_batch(HEADER, 0, [put(0, 0)]))
     batch[8] = 1
     assert entries(encoded([put(1, 1)]) + bytes(batch)) == [put(1, 1)]

@@ -148,7 +148,7 @@ def test_a_rewrite_of_harmed_bytes_is_refused(tmp_path: Path, log: IndexLog) -> 
 def test_an_index_larger_than_its_slots_can_make_it_is_not_read(tmp_path: Path, log: IndexLog) -> None:
     log.append([put(1)])
     log.close()
-    os.truncate(tmp_path / "index", 2**40)  # The file system stores only one page of this.
+    os.truncate(tmp_path / "index", 2**40)  # the file system stores only one page of this sparse file
     with pytest.raises(NotAnIndex, match=rf"it has {2**40} bytes, and 1000 slots take at most \d+"):
         load_index(open_folder(tmp_path), HEADER.slots)
 
@@ -159,7 +159,7 @@ def test_an_index_that_is_a_link_is_refused(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(tmp_path / "victim")
     with pytest.raises(DiskError, match="is not used"):
         load_index(open_folder(tmp_path), HEADER.slots)
-    start_index(open_folder(tmp_path), HEADER).close()  # It replaces the links.
+    start_index(open_folder(tmp_path), HEADER).close()  # replaces the links by files
     assert (tmp_path / "victim").read_text() == "precious"
 
 

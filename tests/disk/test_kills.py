@@ -19,11 +19,11 @@ from tests.disk.fork_server import forking
 
 SLOTS = 24
 KILLS = int(os.environ.get("KVOFFLOAD_KILLS", "12"))
-_MOST_ACTIONS = 400  # every writer is killed before this number of actions
+_MOST_ACTIONS = 400  # every writer is killed before it has done this many actions
 
 
 def write_until_killed(folder: Path, seed: int, to_test: Connection) -> None:
-    """Put, invalidate, sync, rewrite and reset at random. Report each action before and after it."""
+    """Put, invalidate, sync, rewrite and reset at random. Report each action before its start and after its end."""
     random = Random(seed)
     writer = Writer(folder, SLOTS)
     for number in range(1, 2 * _MOST_ACTIONS):
@@ -65,7 +65,7 @@ class Expected:
 
 
 def listen(from_writer: Connection, expected: Expected, least: int | None = None) -> None:
-    """Process the writer's messages: this many, or all."""
+    """Process this many of the writer's messages; by default, process all."""
     taken = 0
     while least is None or taken < least:
         try:
@@ -93,8 +93,8 @@ def test_after_a_kill_at_any_moment_all_put_blocks_are_found(tmp_path: Path) -> 
         assert process.exitcode == -signal.SIGKILL, "the writer ended by itself"
         found = found_blocks(tmp_path, SLOTS)
         assert {key for key in expected.there if not found.get(key)} == set(), f"seed {seed}"
-        # The last put may have been written but not reported. An invalidated block may be found, with or without its
-        # bytes.
+        # The last put may have been written but not reported. An invalidated block may be found, with or
+        # without its bytes.
         unsaid = found.keys() - expected.there - expected.perhaps
         assert len(unsaid) <= 1
         expected.there = {key for key, is_right in found.items() if is_right}

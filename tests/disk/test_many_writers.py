@@ -26,12 +26,12 @@ KILLS = 3
 
 
 def write_until_killed(folder: Path, to_test: Connection) -> None:
-    """Each thread writes its two slots in turn: invalidate, write all ranks' data, put."""
+    """Run threads that each write two slots alternately: invalidate, write all ranks' data, put."""
     files = open_files(folder, SLOTS)
     log = start_index(
         open_folder(folder), IndexHeader(new_generation(), tuple(file.id for file in files), SLOTS)
     )
-    lock = threading.Lock()  # The index has one writer at a time.
+    lock = threading.Lock()  # the index allows one writer at a time
 
     def write(number: int) -> None:
         buffer, round_number = aligned_buffer(files[0].shape.pitch), 0
@@ -78,8 +78,8 @@ def test_what_32_writers_put_before_they_were_killed_is_found(tmp_path: Path, se
             held[slot] = key
     except (EOFError, OSError):
         process.join()
-    found = found_blocks(tmp_path, SLOTS)  # This raises if accepted bytes are not the key's.
+    found = found_blocks(tmp_path, SLOTS)  # raises if accepted bytes belong to another key
     expected = {key for key in held.values() if key is not None}
     assert expected
     assert {key for key in expected if not found.get(key)} == set()
-    assert len(found.keys() - expected) <= 1  # The last put may have been written but not reported.
+    assert len(found.keys() - expected) <= 1  # the last put may have been written but not reported

@@ -142,7 +142,7 @@ def test_a_forked_child_does_not_keep_a_lock(tmp_path: Path) -> None:
     close_locked(held)
     again = os.open(tmp_path / "lock", os.O_RDWR)
     try:
-        lock(again)  # This raises an error if the child has the lock.
+        lock(again)  # raises if the child still has the lock
         close_locked(again)
     finally:
         os.write(go[1], b"x")

@@ -14,17 +14,18 @@ from tests.disk.blocks import Writer, found_blocks, key_of
 from tests.disk.recorded_os import Disk, RecordedOs
 
 SLOTS = 6
-FAILURES = 60  # the number of failures per seed
+FAILURES = 60  # the number of power failures per seed
 SEEDS = 8
 
 
 class Life:
-    """A writer, and snapshots of the disk at random moments, each with the blocks that must be found in it."""
+    """A writer, and snapshots of the disk at random moments. Each snapshot has the blocks that must be found in it."""
 
     def __init__(self, folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.random = Random(seed)
         self.disk = Disk()
-        self.durable: set[bytes] = set()  # put, synced with their data, and not invalidated
+        # keys of blocks whose put and data are synced and which are not invalidated
+        self.durable: set[bytes] = set()
         self.gone: set[bytes] = set()  # keys of blocks from before a completed reset
         self.pictures: list[tuple[Disk, set[bytes], set[bytes]]] = []
         recorded = RecordedOs(self.disk, self.happened)
@@ -73,7 +74,7 @@ def test_after_a_power_failure_at_any_moment_no_wrong_byte_is_served(
         after = tmp_path / f"after{number}"
         after.mkdir()
         disk.left(random, after)
-        found = found_blocks(after, SLOTS)  # This raises if accepted bytes are not the key's.
+        found = found_blocks(after, SLOTS)  # raises if accepted bytes belong to another key
         assert {key for key in durable if not found.get(key)} == set()
         assert found.keys() & gone == set()
         held += len(durable)

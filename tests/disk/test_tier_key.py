@@ -1,4 +1,4 @@
-"""The key's file, and the codes made with the key."""
+"""The key's file, and the codes computed with the key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def link(path: Path) -> None:
     path.symlink_to(write(path.with_name("real")))
 
 
-# Ways of making a file that is refused, each with a part of the error's text.
+# Ways of making a key file that is refused, each with a part of the error's text.
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda path: None, "No such file"),
     "a link": (link, "it is a link"),
@@ -100,7 +100,7 @@ def test_a_code_is_of_key_context_and_data_and_not_of_how_the_data_is_cut() -> N
 
 
 def test_the_code_is_hmac_sha256() -> None:
-    """Another program can then make and check the code."""
+    """Another program can therefore compute and check the code."""
     import hmac
 
     expected = hmac.digest(SECRET, (7).to_bytes(8, "little") + b"context" + b"data", "sha256")

@@ -1,4 +1,4 @@
-"""The identity of a model's weights. It does not depend on names, sizes or times."""
+"""The identity of a model's weights, which does not depend on names, sizes or times."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def snapshot(tmp_path: Path) -> Path:
-    """Make a model's folder as in a Hugging Face cache."""
+    """Create a model's folder as in a Hugging Face cache."""
     blobs = tmp_path / "models--org--name" / "blobs"
     folder = tmp_path / "models--org--name" / "snapshots" / COMMIT
     blobs.mkdir(parents=True)
@@ -96,7 +96,7 @@ def test_hidden_files_do_not_count(tmp_path: Path, model: Path) -> None:
 
 
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the length of each chunk that is hashed from now on, of files and of their list."""
+    """Return a list to which the length of each hashed chunk is appended, of files and of the list of files."""
     sizes: list[int] = []
     real = xxh3_128
 

@@ -1,6 +1,6 @@
 """A small plugin that uses every hook: it copies confirmed blocks to a dictionary and back.
 
-Its loads end when the test decides, and it checks that the engine calls the hooks in the promised order.
+Its loads end when the test decides. It checks that the engine calls the hooks in the promised order.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ class CopyingWorker(WorkerPlugin):
 
 
 class CopyingScheduler(SchedulerPlugin):
-    """The scheduler's side. `hold_loads` keeps loads open; `fails` and `asks_later` are sets of requests."""
+    """The scheduler's side. `hold_loads` keeps loads open; the loads of requests in `fails` fail, and lookups
+    of requests in `asks_later` return None.
+    """
 
     def __init__(self, engine: EngineFacts) -> None:
         self.facts = engine
@@ -96,13 +98,13 @@ class CopyingScheduler(SchedulerPlugin):
         self._failed_once: set[str] = set()
         self._requests: dict[str, Request] = {}
         self._tables: dict[str, list[dict[int, int]]] = {}
-        self._leases: list[int] = []  # leases of the stores in the last plan
+        self._leases: list[int] = []  # the blocks leased for the stores in the last plan
         self._withheld: list[int] = []
         self._withheld_steps = 0
-        self._left: dict[bytes, int] = {}  # stores of requests that have ended; their blocks are leased
+        self._left: dict[bytes, int] = {}  # stores of requests that have ended; their blocks stay leased
 
     def withhold(self, count: int, steps: int) -> None:
-        """Lease the next free blocks, and release them after this many steps."""
+        """Lease the next free blocks; release them after this many steps."""
         self._withheld, self._withheld_steps = self.pool.next_evictable(count), steps
         self.pool.touch(self._withheld)
 
@@ -118,8 +120,8 @@ class CopyingScheduler(SchedulerPlugin):
         if request.request_id in self._failed_once:
             return 0
         size = self.facts.groups[0].block_tokens
-        # The engine computes at least one token. If it accepted fewer tokens than offered, a chunk could need other
-        # blocks.
+        # The engine must compute at least one token. If it accepted fewer tokens than offered, a chunk could
+        # need other blocks.
         longest = (request.num_tokens - 1) // size
         return next(
             (
@@ -242,7 +244,7 @@ class CopyingScheduler(SchedulerPlugin):
         }
 
     def _forget(self, block: int) -> None:
-        """A block that is allocated again no longer belongs to the request whose window has moved past it."""
+        """Forget a block that has left its request's window and is now allocated again."""
         for tables in self._tables.values():
             for table in tables:
                 for position in [p for p, held in table.items() if held == block]:
@@ -257,7 +259,7 @@ def engine_with_plugin(kind: str = "full", **settings: Unpack[Settings]) -> tupl
 def returning(
     kind: str = "full", **settings: Unpack[Settings]
 ) -> tuple[Engine, CopyingScheduler, list[Token]]:
-    """Return an engine that has computed 40 tokens and has them only in its plugin, and its answer."""
+    """Return an engine without cached blocks, a plugin that has 40 computed tokens, and the answer to them."""
     engine, plugin = engine_with_plugin(kind, **settings)
     first = run(engine, tokens(40))
     assert engine.pool.reset_prefix_cache()

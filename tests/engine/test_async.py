@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """A loop whose clock jumps to the next timer when nothing else can run."""
+    """A loop whose clock jumps to the next timer when no callback is ready."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def test_cancelling_the_reader_aborts_the_request_in_any_state() -> None:
                 await anext(stream)
             return was_done
 
-    for turns in range(1, 30):  # After 0 turns, the task is not waiting yet.
+    for turns in range(1, 30):  # after 0 turns, the task is not waiting yet
         with asyncio.Runner(loop_factory=VirtualLoop) as runner:
             if runner.run(story(turns)):
                 return

@@ -17,7 +17,7 @@ def test_blocks_are_allocated_in_order_of_their_release_and_keyless_ones_first()
     for block in (a, b, c):
         pool.index(block, b"key%d" % block)
     pool.release([c, b])
-    pool.release([d])  # `d` has no contents that could be found.
+    pool.release([d])  # `d` has no key, so no lookup can find it
     pool.release([a])
     assert pool.next_evictable(9) == [d, 5, c, b, a]
     assert pool.allocate(3) == [d, 5, c]
@@ -69,7 +69,7 @@ def test_two_blocks_may_hold_the_same_tokens() -> None:
     pool.index(a, b"same")
     pool.index(b, b"same")
     pool.release([a])
-    pool.allocate(2)  # takes the third block and a
+    pool.allocate(2)  # takes the free third block, and evicts a
     assert pool.cached_block(b"same") == b
     assert pool.key_of(a) is None
 

@@ -24,7 +24,7 @@ FULL = GroupFacts(0, "full", 16, None, None)
         (WINDOW, 513, 100_000, 96 + 1),  # 1536 tokens: exactly 96 blocks
         (WINDOW, 514, 100_000, 97 + 1),
         (WINDOW, 512, 1024, 64 + 1),  # the model's length is the limit
-        (CHUNK, 512, 100_000, 96),  # a chunk begins at a block's edge
+        (CHUNK, 512, 100_000, 96),  # a chunk begins at the edge of a block
         (CHUNK, 513, 100_000, 97),
         (CHUNK, 512, 1024, 64),
         (FULL, 512, 100_000, None),
@@ -36,17 +36,19 @@ def test_the_most_that_any_request_holds(
     capacity = Capacity((group,), in_flight, max_len)
     assert capacity.group_cap_blocks(group) == blocks
     assert capacity.request_blocks(100_000) == (blocks or 6250)
-    assert capacity.request_blocks(17) == 2  # A short request needs no more blocks than its tokens fill.
+    assert capacity.request_blocks(17) == 2  # a short request needs no more blocks than its tokens fill
 
 
 @pytest.mark.parametrize("span", [1, 2, 5, 8, 12, 16])
 @pytest.mark.parametrize("step_tokens", [1, 3, 4, 7, 16])
 @pytest.mark.parametrize("kind", ["sliding_window", "chunked_local"])
 def test_allocation_keeps_to_the_bound_and_comes_to_it(kind: str, span: int, step_tokens: int) -> None:
-    """The most blocks held, over all sizes of the first chunk and so over all alignments, equal the bound.
+    """The maximum number of blocks held equals the bound, over all sizes of the first chunk and so over all
+    alignments.
 
-    In two cases they are one less, because the formula ignores remainders: if window and step together are one token
-    more than whole blocks, they cannot cross two block edges; and a chunk is not full before its last token.
+    In two cases the maximum is one lower, because the formula ignores remainders. If window and step together
+    are one token more than whole blocks, they cannot cross two block edges. A chunk is not full before its
+    last token.
     """
     if kind == "chunked_local":
         span = -(-span // 4) * 4
@@ -63,7 +65,9 @@ def test_allocation_keeps_to_the_bound_and_comes_to_it(kind: str, span: int, ste
 
 
 def _most_held(groups: tuple[GroupFacts, ...], first: int, step_tokens: int) -> int:
-    """Return the most blocks of group 0 that a request of 100 tokens holds, with `first` tokens in its first step."""
+    """Return the maximum number of blocks of group 0 that a request of 100 tokens holds, if `first` are in
+    its first step.
+    """
     pool = BlockPool(200)
     tables = BlockTables(pool, groups)
     request = Request("r", tokens(100), 100, SamplingParams(1), KeyChain(4, 3), RequestStats(100, 0.0), 3)
@@ -81,14 +85,15 @@ def _most_held(groups: tuple[GroupFacts, ...], first: int, step_tokens: int) -> 
 def test_a_pool_that_is_not_given_is_sized_for_requests_of_full_length() -> None:
     config = tiny_config("sliding_window", num_blocks=None)
     capacity = Capacity(make_groups(config), config.step_tokens, config.max_model_len)
-    # 128 tokens: 32 blocks in the full group; 7 - 1 + 16 = 22 tokens: 6 + 1 blocks in each of two window groups.
+    # 128 tokens: 32 blocks in the full group. 7 - 1 + 16 = 22 tokens: 6 + 1 blocks in each of two window
+    # groups.
     assert capacity.request_blocks(128) == 32 + 2 * 7
     assert pool_size(config, capacity) == 1 + 4 * 46
 
 
 def test_a_long_prompt_on_a_windowed_model_is_admitted_where_the_bound_allows_it() -> None:
     prompt = tokens(120)
-    need = 31 + 2 * 7  # in 3 groups, which would need 93 blocks without windows
+    need = 31 + 2 * 7  # without windows, the 3 groups would need 93 blocks
     engine = tiny_engine("sliding_window", num_blocks=need + 1)
     assert len(run(engine, prompt, 4)) == 4
     engine = tiny_engine("chunked_local", num_blocks=31 + 2 * 6 + 1)
@@ -108,7 +113,7 @@ def test_a_prompt_too_large_for_a_full_attention_pool_is_refused_at_once() -> No
     engine = tiny_engine(num_blocks=11)
     with pytest.raises(PoolTooSmall, match=r"needs 11 KV blocks .* pool has 10: .* 12 .*shorten the prompt"):
         engine.submit(tokens(40), SamplingParams(2))
-    # Its last token is returned without computing its KV.
+    # the KV of the last token is not computed
     stream = engine.submit(tokens(40), SamplingParams(1))
     drain(engine)
     assert len(taken(stream)) == 1

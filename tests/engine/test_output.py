@@ -38,7 +38,7 @@ def test_a_reused_prefix_changes_nothing_but_the_work(kind: str) -> None:
     stream = engine.submit(tokens(40), SamplingParams(6))
     drain(engine)
     assert_same(taken(stream), first)
-    # The last block is computed again, because at least one token must be computed.
+    # the last block is computed again, because at least one token must be computed
     assert stream.stats.device_hit_tokens == 36
     assert stream.stats.computed_tokens == 40 + 6 - 1 - 36
 
@@ -51,7 +51,8 @@ def test_a_turn_that_continues_a_conversation_reuses_its_answer_too(kind: str) -
     stream = engine.submit(turn, SamplingParams(4))
     drain(engine)
     assert_same(taken(stream), dense(tiny_config(kind), turn, 4))
-    assert stream.stats.device_hit_tokens == 24  # 24 of the 27 tokens computed in the first turn are found
+    # a hit consists of whole blocks, and the first turn computed 27 tokens
+    assert stream.stats.device_hit_tokens == 24
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,10 +69,10 @@ def test_one_wrong_block_shows_in_the_log_probabilities(kind: str) -> None:
 
 
 def test_an_admission_does_not_evict_the_prefix_that_it_found() -> None:
-    """The found blocks are the next to be evicted, and the allocation needs as many blocks as there are."""
+    """The found blocks would be evicted next, and the allocation needs all the blocks that are free."""
     engine = tiny_engine(num_blocks=1 + 12)
     run(engine, tokens(16), 1)
-    # One block stays unused, and the first prompt's blocks are the oldest.
+    # one block stays unused, and the first prompt's blocks are the oldest
     run(engine, tokens(28, seed=1), 1)
     turn = [*tokens(16), *tokens(10, seed=2)]
     stream = engine.submit(turn, SamplingParams(3))
@@ -92,7 +93,7 @@ REQUESTS = st.lists(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=settings().max_examples // 2)  # for each kind of attention
+@settings(max_examples=settings().max_examples // 2)  # this test runs for each kind of attention
 @given(requests=REQUESTS, step_tokens=st.integers(1, 24), num_blocks=st.integers(34, 100), data=st.data())
 def test_no_mix_of_requests_changes_any_of_them(
     kind: str,

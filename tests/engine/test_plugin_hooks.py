@@ -27,11 +27,11 @@ def test_a_request_that_must_ask_later_is_skipped_and_keeps_its_position() -> No
     assert len(taken(other)) == 1
     asked = scheduler.counts["lookup"]
     scheduler.asks_later.clear()
-    engine.step()  # This computes the other request's last token.
-    assert scheduler.counts["lookup"] == asked  # Without room there is no lookup.
+    engine.step()  # This step computes the other request's last token.
+    assert scheduler.counts["lookup"] == asked  # without free blocks there is no lookup
     engine.step()
     waiting = [request.request_id for request in engine._scheduler.waiting]
-    assert waiting == [last.request_id]  # the request that waited was first in the queue
+    assert waiting == [last.request_id]  # the waiting request was first in the queue
     drain(engine)
     assert patient.stats.external_tokens == 36
     assert len(taken(last)) == 2
@@ -80,7 +80,8 @@ def test_new_blocks_are_reported_once_each_and_confirmed_tokens_lag_a_step() -> 
     facts = [step.progress[0] for step in plugin.scheduler.steps if step.progress]
     assert [progress.confirmed_tokens for progress in facts] == [0, 16, 20, 21, 22, 23, 24]
     reported = [[position for position, _ in group] for progress in facts for group in progress.new_blocks]
-    # `allocated` reported the first chunk's blocks. Then there is one for tokens 16 to 19, one for 20 and one for 24.
+    # `allocated` reported the first chunk's blocks. Each later report has one block: for tokens 16 to 19, for
+    # 20 and for 24.
     assert reported == [[], [4], [5], [], [], [], [6]]
 
 
@@ -121,7 +122,7 @@ def test_reset_forgets_device_and_plugin_and_says_what_it_could_not() -> None:
     assert engine.reset_prefix_cache()
     stream = engine.submit(tokens(40))
     engine.step()
-    assert not engine.reset_prefix_cache()  # blocks are in use
+    assert not engine.reset_prefix_cache()  # requests still use blocks
     drain(engine)
     assert stream.stats.external_tokens == 0
     scheduler.is_resettable = False

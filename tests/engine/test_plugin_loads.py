@@ -1,4 +1,4 @@
-"""Loads: the plugin brings back blocks that the device has lost, or the engine computes them again."""
+"""Loads: the plugin brings back blocks that the device has lost, or the engine computes the blocks again."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def test_blocks_under_a_load_cannot_be_found_and_others_go_on() -> None:
         engine.step()
     assert len(taken(other)) == 4
     assert taken(stream) == []
-    assert scheduler.steps[-1].progress == ()  # A step without work is planned too.
+    assert scheduler.steps[-1].progress == ()  # a step without work is planned too
     keys = [key for key, _ in scheduler.loads["loading"]]
     scheduler.hold_loads = False
     engine.step()
-    # Loaded blocks are indexed at once, before the request computes.
+    # loaded blocks are indexed at once, before the request computes
     assert all(engine.pool.cached_block(key) is not None for key in keys)
     drain(engine)
     assert_same(taken(stream), first)
@@ -84,12 +84,12 @@ def test_aborted_while_loading_keeps_its_blocks_until_the_load_has_ended(fails: 
     engine.submit(tokens(40), request_id="gone")
     engine.step()
     engine.abort("gone")
-    engine.abort("gone")  # A second abort has no effect.
+    engine.abort("gone")
     assert scheduler.counts["aborted"] == 1
     for _ in range(3):
         engine.step()
         assert engine.audit() == []
-        # The engine holds them, whether or not the plugin leases them.
+        # the engine holds these blocks, whether or not the plugin leases them
         assert engine._scheduler.loading["gone"].held_blocks == 9
     scheduler.hold_loads = False
     drain(engine)

@@ -1,4 +1,4 @@
-"""Keys, and the longest prefix over all groups compared with a search that tries every length."""
+"""Keys, and the longest prefix over all groups, compared with a search that tries every length."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def chain(tokens: list[int], groups: int = 2) -> KeyChain:
 
 def test_a_key_is_the_blocks_hash_and_the_groups_number() -> None:
     keys = chain([1, 2, 3, 4, 5])
-    assert len(keys.keys(0)) == 2  # only full blocks have keys
+    assert len(keys.keys(0)) == 2
     assert keys.keys(0)[0][:-4] == keys.keys(1)[0][:-4]
     assert keys.keys(1)[0][-4:] == b"\x00\x00\x00\x01"
 
@@ -48,12 +48,13 @@ GROUPS = (
 )
 
 
-# Chunks shorten the prefix to 6 blocks, a length for which the window lacks blocks.
+# Whole chunks shorten the prefix to 6 blocks, and at this length the window lacks blocks.
 @example(cached=[{2, 3, 6, 7}, {3}, set(range(8))], most=8)
 @given(cached=st.lists(st.sets(st.integers(0, 7)), min_size=3, max_size=3), most=st.integers(0, 8))
 def test_the_hit_is_the_longest_prefix_that_every_group_can_serve(cached: list[set[int]], most: int) -> None:
     keys = [[b"%d:%d" % (group, position) for position in range(8)] for group in range(3)]
-    # Full groups are cached from the front, in the order of computation. With gaps, no length after a gap could hit.
+    # Full groups are cached from the front, in the order of computation. After a gap, no longer prefix can
+    # hit.
     pool = BlockPool(30)
     for group, positions in enumerate(cached):
         for position, block in zip(sorted(positions), pool.allocate(len(positions)), strict=True):

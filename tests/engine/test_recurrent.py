@@ -1,4 +1,4 @@
-"""Recurrent layers: two blocks per request, states at block ends, and prefixes found by their states."""
+"""Recurrent layers: two blocks per request, states at block ends, and prefixes that are found by their states."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.engine.copying_plugin import engine_with_plugin
 from tests.engine.tiny import BLOCK, alone, assert_same, dense, drain, run, taken, tiny_engine, tokens
 
 GROUPS = 2
-"""the recurrent groups of the tiny model, before its attention group"""
+"""the tiny model's recurrent groups come before its attention group"""
 
 
 def row(engine: Engine, group: int = 0) -> list[int]:
@@ -19,16 +19,16 @@ def test_a_state_inside_a_block_moves_with_its_block_and_a_whole_one_is_left_beh
     engine.submit(tokens(21), SamplingParams(8))
     engine.step()
     first = row(engine)
-    assert [bool(block) for block in first] == [False, True]  # after 6 tokens
+    assert [bool(block) for block in first] == [False, True]
     state = first[1]
     engine.step()
-    assert row(engine) == [0, 0, state]  # After 12 tokens, the state is in the same block.
+    assert row(engine) == [0, 0, state]  # after 12 tokens, the state is in the same block
     engine.step()
     found = row(engine)
     assert found[:2] == [0, 0]
-    assert found[2] == state != found[4] != 0  # The step reads one block, and writes the other.
+    assert found[2] == state != found[4] != 0  # the step reads one of these blocks and writes the other
     engine.step()
-    assert row(engine)[2] == 0  # The request no longer needs it, but other requests may find it.
+    assert row(engine)[2] == 0  # the request no longer needs this block, but other requests may find it
     assert engine.pool.key_of(state) is not None
     drain(engine)
     assert engine.pool.free_blocks == engine.pool.usable_blocks
@@ -66,7 +66,7 @@ def found_by_sharers(engine: Engine, count: int = 4) -> list[int]:
 
 
 def test_a_shared_prefix_is_found_from_the_third_request_on() -> None:
-    """The second request ends a step at the end of the shared prefix, and leaves its states there."""
+    """The second request ends a step at the end of the shared prefix, which leaves the states for later requests."""
     assert found_by_sharers(tiny_engine("recurrent", step_tokens=64)) == [0, 0, 24, 24]
 
 

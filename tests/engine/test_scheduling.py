@@ -1,4 +1,4 @@
-"""Which requests compute, wait and lose their blocks. No request waits forever."""
+"""Which requests compute, wait or lose their blocks. No request waits forever."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def test_a_step_never_computes_more_than_its_budget_and_running_requests_come_fi
         before = first.stats.computed_tokens, second.stats.computed_tokens
         engine.step()
         computed.append((first.stats.computed_tokens - before[0], second.stats.computed_tokens - before[1]))
-    # The first request decodes one token per step. The second one's prompt fills the rest of the eight tokens.
+    # The first request decodes one token per step. The second request's prompt fills the rest of the eight
+    # tokens.
     assert computed == [(1, 7), (1, 7), (1, 6), (1, 1), (0, 1), (0, 1), (0, 1)]
 
 
@@ -34,13 +35,13 @@ def test_no_more_requests_run_than_allowed() -> None:
     for seed in range(5):
         engine.submit(tokens(5, seed), SamplingParams(3))
     engine.step()
-    assert engine.statistics()[1:4] == (3, 0, 2)  # numbers of waiting, loading and running requests
+    assert engine.statistics()[1:4] == (3, 0, 2)  # waiting, loading and running requests
     drain(engine)
     assert_idle(engine)
 
 
 def crowd(engine: Engine, count: int = 3) -> list[TokenStream]:
-    """Submit requests whose prompts fit in the pool together, but not with their answers."""
+    """Submit requests whose prompts fit in the pool together, but whose answers do not."""
     return [engine.submit(tokens(12, seed), SamplingParams(20)) for seed in range(count)]
 
 
@@ -64,13 +65,13 @@ def test_an_operator_may_preempt_only_running_requests() -> None:
     assert engine.pool.free_blocks == engine.pool.usable_blocks
     drain(engine)
     assert stream.stats.preemptions == 1
-    assert stream.stats.resumed_tokens == 8  # found on the device again after the first token
+    assert stream.stats.resumed_tokens == 8  # the blocks are still on the device after the first token
     assert_same(taken(stream), alone("full", 10, 0, 5))
     assert not engine.preempt(stream.request_id)
 
 
 def test_an_admission_leaves_blocks_that_the_oldest_can_still_need() -> None:
-    """Otherwise the new request would be preempted later, and its prompt computed in vain."""
+    """Otherwise the new request would later be preempted, which wastes the computation of its prompt."""
     engine = tiny_engine(num_blocks=1 + 12, step_tokens=64)
     oldest = engine.submit(tokens(16), SamplingParams(17))  # needs 8 blocks at its end
     other = engine.submit(tokens(20, 1), SamplingParams(1))  # needs 5 blocks
@@ -105,10 +106,10 @@ def test_an_aborted_preempted_request_is_gone() -> None:
 def test_a_prefix_is_evicted_from_its_tail() -> None:
     engine = tiny_engine(num_blocks=1 + 12)
     run(engine, tokens(40), 1)  # uses 10 of 12 blocks
-    run(engine, tokens(20, seed=1), 1)  # uses the other two blocks, and three of the ten
+    run(engine, tokens(20, seed=1), 1)  # uses the other two blocks, and three of the first prompt's ten
     stream = engine.submit(tokens(40), SamplingParams(1))
     engine.step()
-    assert stream.stats.device_hit_tokens == 28  # The request's first seven blocks are found.
+    assert stream.stats.device_hit_tokens == 28  # the first seven blocks are still on the device
 
 
 def test_ids_are_unique_among_open_requests() -> None:
@@ -150,7 +151,7 @@ def test_the_audit_sees_a_block_that_was_not_given_back() -> None:
     engine.step()
     request = engine._scheduler.running[0]
     request.tables[0][1] = 0
-    assert len(engine.audit()) == 2  # one in the pool's count, one in the request's
+    assert len(engine.audit()) == 2  # the block is missing from the pool's and from the request's count
 
 
 MIX = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30), st.integers(0, 99)), min_size=1, max_size=12)
@@ -161,7 +162,7 @@ MIX = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30), st.integers(0, 
 def test_no_mix_of_requests_deadlocks(
     kind: str, mix: list[tuple[int, int, int]], spare: int, step_tokens: int, aborts: set[int]
 ) -> None:
-    """All requests are served in a pool just large enough for the largest one."""
+    """All requests are served in a pool just large enough for the largest request."""
     sizes = [length + new - 1 for length, new, _ in mix]
     capacity = tiny_engine(kind, step_tokens=step_tokens)._capacity
     need = max(map(capacity.request_blocks, sizes))
@@ -178,7 +179,7 @@ def test_no_mix_of_requests_deadlocks(
 
 
 class _NoForward:
-    """Computes nothing: the next token is always 1."""
+    """Computes nothing; the next token is always 1."""
 
     def launch(self, batch: Batch) -> Batch:
         return batch

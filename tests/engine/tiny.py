@@ -1,4 +1,4 @@
-"""Tiny engines that the test steps, and a simple forward pass to compare them with."""
+"""Tiny engines that the test steps, and a simple forward pass for comparison."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ SPANS: dict[str, dict[str, int]] = {
 
 
 class Settings(TypedDict, total=False):
-    """Settings of a tiny engine that differ from the defaults."""
-
     model: dict[str, int]  # settings of the model
     num_blocks: int | None
     max_model_len: int
@@ -54,7 +52,7 @@ def tiny_config(kind: str = "full", **overrides: Unpack[Settings]) -> EngineConf
 def tiny_engine(
     kind: str = "full", plugin_instance: EnginePlugin | None = None, **overrides: Unpack[Settings]
 ) -> Engine:
-    """Return an engine for stepping by hand. Its clock counts how often it was read."""
+    """Return an engine for stepping by hand, whose clock counts its readings."""
     ticks = iter(range(1_000_000))
     return Engine(tiny_config(kind, **overrides), plugin_instance, clock=lambda: float(next(ticks)))
 
@@ -64,7 +62,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 
 def drain(engine: Engine, limit: int = 2000) -> None:
-    """Step until there is nothing left to do, and audit after each step."""
+    """Step until no work is left, auditing after each step."""
     for _ in range(limit):
         if not engine.has_work:
             return
@@ -102,7 +100,7 @@ def run(engine: Engine, prompt: Sequence[int], new_tokens: int = 6) -> list[Toke
 
 @cache
 def alone(kind: str, length: int, seed: int, new_tokens: int) -> list[Token]:
-    """Return a fresh engine's answer. Tests compare it with `dense`, and other answers with it."""
+    """Return a fresh engine's answer, which other answers and `dense` are compared with."""
     return run(tiny_engine(kind, step_tokens=128), tokens(length, seed), new_tokens)
 
 
@@ -150,7 +148,7 @@ class _DenseAttention:
 
     @staticmethod
     def _state(key: torch.Tensor, value: torch.Tensor, last: int) -> torch.Tensor:
-        """Return the sum of all values up to the last, each multiplied by the later gates."""
+        """Return the sum of all values up to the last, each multiplied by all later gates."""
         gates = torch.sigmoid(key[: last + 1] + 3.0)
         behind = [gates[token + 1 :].prod(0) for token in range(last + 1)]
         return ((1 - gates**2).sqrt() * value[: last + 1] * torch.stack(behind)).sum(0)
