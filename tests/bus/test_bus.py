@@ -99,7 +99,7 @@ def test_a_subscription_holds_for_classes_seen_before_it() -> None:
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=3), min_size=1, max_size=8))
 def test_all_subscribers_see_all_messages_in_the_same_order(children: list[list[int]]) -> None:
-    """Property: while message i is handled, one of three subscribers, chosen at random, publishes later ones."""
+    """While message i is handled, one of three subscribers, chosen at random, publishes later messages."""
     bus, seen = Bus(), [list[int](), list[int](), list[int]()]
 
     def listen(who: int) -> None:
@@ -115,7 +115,7 @@ def test_all_subscribers_see_all_messages_in_the_same_order(children: list[list[
         listen(who)
     bus.publish(Base(0))
     assert seen[0] == seen[1] == seen[2]
-    # Breadth first: all messages of a generation are delivered before the next generation.
+    # all messages of one generation are delivered before the next generation
     assert seen[0] == sorted(seen[0])
     assert bus.published == len(seen[0])
 

@@ -18,8 +18,6 @@ pytestmark = pytest.mark.asyncio
 
 
 class CountedFeed(Feed[int]):
-    """Counts how often the producer wakes the consumer."""
-
     wakeups = 0
 
     def _wake(self) -> None:
@@ -90,7 +88,7 @@ async def test_a_burst_wakes_a_sleeping_consumer_once_and_silence_never() -> Non
         await wait_all_tasks_blocked()
         assert feed.wakeups == 1
         feed.close()
-    assert feed.wakeups == 2  # The second one announces the end.
+    assert feed.wakeups == 2  # the second wake-up announces the end
 
 
 async def test_an_awake_consumer_is_not_woken() -> None:
@@ -134,12 +132,12 @@ async def test_cancelling_a_sleeping_consumer_leaves_the_feed_usable() -> None:
         await wait_all_tasks_blocked()
         group.cancel_scope.cancel()
     feed.offer(1)
-    assert feed.wakeups == 0  # No consumer sleeps there any more.
+    assert feed.wakeups == 0  # no consumer sleeps there any more
     assert await feed.take() == [1]
 
 
 class Interleaved(deque[int]):
-    """Runs code of the other thread at the moment when a thread checks for queued events."""
+    """Runs the other side's code exactly when one side checks for queued events."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +154,7 @@ class Interleaved(deque[int]):
 
 async def test_an_event_that_comes_just_after_the_last_look_wakes_the_consumer() -> None:
     feed, waiting = _interleaved()
-    waiting.at[2] = lambda: feed.offer(1)  # The second check follows the announcement.
+    waiting.at[2] = lambda: feed.offer(1)  # the second check follows the announcement
     with anyio.fail_after(5):
         assert await feed.take() == [1]
 
@@ -229,7 +227,7 @@ async def test_a_loop_that_is_gone_ends_the_feed_and_not_the_producer() -> None:
         task.cancel()
         loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
         loop.close()
-        feed._asleep = asleep  # Like a loop that was killed without unwinding its tasks.
+        feed._asleep = asleep  # as in a loop that was killed without unwinding its tasks
 
     await anyio.to_thread.run_sync(sleep_on_a_loop_that_ends)
     assert feed.offer(1)

@@ -59,7 +59,7 @@ async def test_an_observer_that_raises_is_removed_and_its_neighbour_goes_on() ->
         await wait_all_tasks_blocked()
         bus.publish(3)
         bus.close()
-    assert removed == [("bad", "at 1", 1)]  # The second event was queued and is dropped.
+    assert removed == [("bad", "at 1", 1)]  # the second event was queued and is dropped
     assert seen == [1, 2, 3]
     assert numbers(bad) == (1, 1, 0)
 
@@ -85,7 +85,7 @@ async def test_an_observer_that_waits_loses_only_its_own_events() -> None:
         gate.set()
         bus.close()
     assert seen == [0, 1, 2, 3, 4, 5]
-    assert late == [0, 1, 2]  # The consumer has taken one; two are queued.
+    assert late == [0, 1, 2]  # the consumer has taken one event; two are queued
     assert slow.dropped == 3
     assert quick.dropped == 0
 

@@ -1,4 +1,4 @@
-"""Shared by the tests of the command: small demos, and clean-up of the process."""
+"""Small demos for the tests of the command, and clean-up of the process after each test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["one_thread"]
 
-# Three turns of four conversations, on a device cache for about a third of them. Takes a fraction of a second.
+# Three turns of four conversations, with a device cache for about a third of them. This takes a fraction of a
+# second.
 SMALL = (
     "demo --model tiny --conversations 4 --turns 3 --first-tokens 100 --turn-tokens 30 --answer-tokens 5 "
     "--device-blocks {blocks} --host-bytes 16MiB"
@@ -23,7 +24,7 @@ SMALL = (
 
 @pytest.fixture(autouse=True)
 def _own_logging() -> Iterator[None]:
-    """Undo the command's logging setup, which other tests must not see."""
+    """Undo the command's logging setup, so that other tests do not see it."""
     logger = logging.getLogger("kvoffload")
     before = (logger.handlers[:], logger.level, logger.propagate)
     yield

@@ -24,7 +24,6 @@ class CorruptingPlugin:
 
     @property
     def offload(self) -> SchedulerSide | None:
-        """Return the scheduler side of the wrapped plugin."""
         offload: SchedulerSide | None = getattr(self._inside, "offload", None)
         return offload
 
@@ -32,7 +31,7 @@ class CorruptingPlugin:
         return self._inside.scheduler_side(engine)
 
     def worker_side(self, engine: EngineFacts, rank: int) -> WorkerPlugin:
-        """Return the wrapped plugin's worker side, which corrupts a block on the first rank."""
+        """Return the wrapped plugin's worker side; on the first rank, one that corrupts a block."""
         worker = self._inside.worker_side(engine, rank)
         return worker if rank else CorruptingWorker(worker)
 
@@ -47,7 +46,6 @@ class CorruptingWorker(WorkerPlugin):
         self._is_done = False
 
     def register_kv_caches(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep the tensors, to change them later."""
         self._tensors = tensors
         self._inside.register_kv_caches(tensors)
 

@@ -1,4 +1,4 @@
-"""Bad input gives one clear line and exit code 2, and leaves nothing started."""
+"""Bad input causes one clear line and exit code 2, and leaves nothing started."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Check that no conversation began and no new thread is left."""
+    """Check that no conversation began and that no new thread is left."""
 
     def play(*_: object) -> None:
         raise AssertionError("it was played")

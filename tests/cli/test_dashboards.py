@@ -1,4 +1,4 @@
-"""`kvoffload dashboards export` writes every file, and the Kubernetes objects contain the same."""
+"""`kvoffload dashboards export` writes every file, and the Kubernetes objects contain the same files."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def test_the_kubernetes_objects_hold_the_same(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_kubectl_apply_accepts_every_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """kubectl stores the object as JSON in an annotation, and an object's annotations may have 256 KiB in total."""
+    """kubectl stores the object as JSON in an annotation, and an object's annotations are limited to 256 KiB
+    in total.
+    """
     export(tmp_path, capsys)
     for path in (tmp_path / "kubernetes").iterdir():
         assert len(json.dumps(yaml.safe_load(path.read_text()))) < 200_000, path.name

@@ -1,4 +1,6 @@
-"""The demo's default model, with fewer conversations than by default. Benchmarks measure the time it saves."""
+"""The demo's default model, with fewer conversations than by default. Benchmarks measure the time that the
+demo saves.
+"""
 
 from __future__ import annotations
 

@@ -45,12 +45,12 @@ KINDS = {
         "recurrent",
         "--device-blocks",
         "40",
-    ],  # five states cost less than five windows
+    ],  # five states take less memory than five windows
 }
 
 
 def at_progress(monkeypatch: pytest.MonkeyPatch, text: str, act: Callable[[], object]) -> None:
-    """Call `act` once, in the middle of a demo, when it would print this text."""
+    """Call `act` when a demo reports this progress."""
 
     def progress(_: Screen, shown: str) -> None:
         if shown == text:
@@ -60,7 +60,7 @@ def at_progress(monkeypatch: pytest.MonkeyPatch, text: str, act: Callable[[], ob
 
 
 def run_json(argv: list[str], capsys: pytest.CaptureFixture[str], code: int = Exit.OK) -> dict[str, Any]:
-    """Run a demo with JSON output. Standard output contains nothing else."""
+    """Run a demo with JSON output; check that standard output contains nothing else."""
     assert main([*argv, "--json"]) == code, capsys.readouterr()
     found: dict[str, Any] = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     return found
@@ -83,7 +83,7 @@ def test_outputs_are_equal_and_tokens_are_saved(
     assert without["host_tokens"] == 0
     assert with_["host_tokens"] > 0
     assert with_["computed_tokens"] < without["computed_tokens"]
-    # Not more than that: on such a small pool a slow copy leaves no lease for a request's last blocks.
+    # The bound is low, because on such a small pool a slow copy leaves no lease for a request's last blocks.
     assert with_["reused_share"] >= 0.5
     assert found["offloading"]["loaded_blocks"].keys() == {"loaded"}
 
@@ -126,7 +126,8 @@ def test_one_turn_has_nothing_to_compare(small: list[str], capsys: pytest.Captur
 def test_a_slower_demo_reports_it(
     small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    medians = iter([0.1, 0.1, 0.1, 0.4])  # first and later turns without offloading, then with it
+    # first and later turns without offloading, then first and later turns with it
+    medians = iter([0.1, 0.1, 0.1, 0.4])
     monkeypatch.setattr("kvoffload.cli.demo.results.statistics.median", lambda _: next(medians))
     assert main(small) == Exit.OK
     assert "returning turns: 100 -> 400 ms (4.0x SLOWER)." in capsys.readouterr().out
@@ -328,7 +329,7 @@ def test_ctrl_c_drains_and_reports_it(
 def test_sigterm_drains_and_reports_it_though_sigint_is_ignored(
     times: int, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same if a second SIGTERM arrives while copies drain."""
+    """Check the same when a second SIGTERM arrives while copies drain."""
 
     def terminate() -> None:
         for _ in range(times):

@@ -1,4 +1,4 @@
-"""Which lines of a journal the commands read."""
+"""Checks which lines of a journal the commands read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def line(sequence: int, at: float, event: str, **fields: object) -> str:
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Path:
-    """Write two requests with a load each, ten seconds apart, in two files."""
+    """Write two requests with one load each, ten seconds apart, to two files."""
     path = tmp_path / "journal"
     begun = line(0, NOON, BEGUN, kvoffload="0.1", engine={"name": "vllm", "version": "1", "model": "m"})
     rotated(path).write_text(begun + load_of("a", 1, 1, NOON))

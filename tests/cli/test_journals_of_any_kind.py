@@ -56,7 +56,7 @@ def run(command: str, lines: list[dict[str, Any]]) -> int:
         chosen = {"since": None, "until": None, "last": None, "request": None}
         args = argparse.Namespace(journal=path, output=output, **chosen)
         try:
-            # The same call as in `main`, without parsing arguments each time.
+            # the same call as in `main`, without parsing the arguments each time
             return int(import_module(COMMANDS[command]).run(args))
         except KVOffloadError:
             return Exit.USAGE

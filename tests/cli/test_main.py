@@ -51,13 +51,12 @@ def test_the_documents_name_every_exit_code() -> None:
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
-    """The parser of each command."""
     (found,) = [one for one in make_parser()._actions if isinstance(one, argparse._SubParsersAction)]
     return dict(found.choices)
 
 
 def options_with_types() -> list[tuple[str, str]]:
-    """Every option whose value is not any text, by its command."""
+    """Return each command and option whose values are not arbitrary text."""
     return [
         (command, action.option_strings[0])
         for command, parser in commands().items()
@@ -72,7 +71,8 @@ def test_a_bad_value_is_answered_with_what_is_allowed(
 ) -> None:
     said = error_of(capsys, command, option, "!bad")
     reason = said.removeprefix(f"kvoffload: error: argument {option}").partition(" (see kvoffload")[0]
-    assert "'!bad'" in reason or option == "--remote"  # a URL may have credentials
+    # the value is not repeated for a URL, which may contain credentials
+    assert "'!bad'" in reason or option == "--remote"
     assert any(word in reason for word in ("is not a", "is not HOST:PORT", "choose from", "it must be"))
     assert "_" not in reason
     assert not re.search("invalid (?!choice)", reason)

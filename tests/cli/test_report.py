@@ -1,4 +1,4 @@
-"""`kvoffload report`: the page shows the counted numbers, and refers to nothing outside itself."""
+"""`kvoffload report`: the page shows the counted numbers, and loads nothing from outside the page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvoffload.cli.report import render
 from kvoffload.model.wire import Direction
 from kvoffload.telemetry.records import BEGUN
 
-# Long enough that host memory is ready before the end, even on a busy machine. The host evicts.
+# Long enough that host memory is ready before the end, even on a busy machine. The host must evict.
 _TIGHT = (
     "demo --model tiny --conversations 6 --turns 4 --first-tokens 400 --turn-tokens 30 --answer-tokens 5 "
     "--device-blocks 80 --host-bytes 4MiB"
@@ -35,7 +35,7 @@ def account_of(journal: Path) -> Account:
 
 
 def write(journal: Path, *messages: Mapping[str, object]) -> None:
-    """Write numbered lines, one second apart."""
+    """Write numbered lines to a journal, one second apart."""
     lines = [{"seq": number, "t": float(number), **message} for number, message in enumerate(messages, 1)]
     journal.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
@@ -64,7 +64,6 @@ class Reading(HTMLParser):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Return a demo's journal and its page."""
     journal = tmp_path_factory.mktemp("run") / "journal.jsonl"
     # Run in a separate process: the demo sets up logging, which would otherwise stay for the whole module.
     command = [sys.executable, "-m", "kvoffload", *_TIGHT.split(), "--config", f"journal_path={journal}"]
@@ -135,7 +134,7 @@ def test_a_page_needs_nothing_but_itself(run: tuple[Path, str]) -> None:
         "http://www.w3.org/2000/svg",
         "http://www.w3.org/1999/xlink",
     }
-    assert len(reading.ids) == len(set(reading.ids))  # The page has several figures.
+    assert len(reading.ids) == len(set(reading.ids))  # ids must be unique across all figures of the page
 
 
 def test_a_journals_text_is_text_and_never_markup(tmp_path: Path) -> None:

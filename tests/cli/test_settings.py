@@ -1,4 +1,4 @@
-"""`kvoffload settings` lists every key, what it means and what it may be."""
+"""`kvoffload settings` lists every key, its meaning and its allowed values."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_everything_that_happened_is_drawn_once(journal: Path, trace: list[dict[
 
 @pytest.mark.slow
 def test_spans_of_one_line_nest(trace: list[dict[str, Any]]) -> None:
-    """A viewer silently draws nonsense if spans on one line overlap without nesting."""
+    """If spans on one line overlap without nesting, a viewer silently draws nonsense."""
     lines: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in trace:
         if event["ph"] == "X":

@@ -40,8 +40,6 @@ A = RequestId("a")
 
 
 class Engine(FakeSource):
-    """Counters and one state, set by a test."""
-
     def __init__(self) -> None:
         super().__init__()
         self.collector = KVOffloadCollector(self)
@@ -68,7 +66,7 @@ def engine() -> Engine:
 
 
 def row(*readings: Reading) -> Row:
-    """Return the row of a server after these scrapes."""
+    """Return a server's row after these scrapes."""
     server = Server("http://h:1/metrics")
     for reading in readings:
         server.before, server.now = server.now, {"": reading}
@@ -163,7 +161,7 @@ def test_seconds_saved_are_less_what_waiting_and_interference_cost(engine: Engin
 
 
 def test_the_top_cause_is_that_of_first_missing_blocks(engine: Engine) -> None:
-    """Each lookup also misses a second block. If these counted, "behind_miss" would always be the top cause."""
+    """Each lookup also misses a second block. If that block counted, "behind_miss" would always be the top cause."""
     engine.work(2, MissCause.NEVER_SEEN)
     found = row(engine.reading(0.0))
     assert found.miss_cause == "never_seen"
@@ -243,7 +241,6 @@ def test_an_address_that_cannot_be_asked_is_a_line() -> None:
 
 @contextmanager
 def answering(*lines: bytes) -> Iterator[str]:
-    """Run a server that gives the same answer to every request."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -325,11 +322,11 @@ class OnTerminal:
         self.seen = ""
 
     def _own_terminal(self) -> None:
-        # A controlling terminal, so that Ctrl-C reaches the command.
+        # a controlling terminal, so that Ctrl-C reaches the command
         fcntl.ioctl(self._slave, termios.TIOCSCTTY, 0)
 
     def read_until(self, text: str, seconds: float = 30.0) -> None:
-        """Read the output from now on until it contains `text`."""
+        """Read new output until it contains `text`."""
         drawn, deadline = "", time.monotonic() + seconds
         while text not in drawn:
             assert time.monotonic() < deadline, f"{text!r} is not in {drawn[-3000:]!r}"
@@ -338,7 +335,6 @@ class OnTerminal:
         self.seen += drawn
 
     def end(self) -> int:
-        """Wait for the end and return the exit code."""
         deadline = time.monotonic() + 30
         while self.process.poll() is None and time.monotonic() < deadline:
             if select.select([self.master], [], [], 0.1)[0]:
@@ -385,5 +381,5 @@ def test_it_survives_the_servers_restart_and_restores_the_terminal(engine: Engin
                 terminal.process.send_signal(signal.SIGTERM)
                 assert terminal.end() == Exit.TERMINATED
         cursor = re.findall(r"\x1b\[\?25[hl]", terminal.seen)
-        assert cursor[-1] == "\x1b[?25h"  # The cursor is shown again.
+        assert cursor[-1] == "\x1b[?25h"  # shows the cursor again
         assert "Traceback" not in terminal.seen

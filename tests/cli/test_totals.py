@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 TURNS = 4 * 7
 
 UNREPORTED = {"kvoffload_audits_total"}
-"""Counters of the scheduler side that no event reports, so the journal does not contain them."""
+"""Counters of the scheduler side that no event reports, so that the journal lacks them."""
 
 Reported = tuple[list[Record], dict[str, dict[tuple[str, ...], float]], dict[str, Any]]
 
@@ -72,7 +72,7 @@ def parsed(page: str) -> dict[str, dict[tuple[str, ...], float]]:
 
 def test_the_journal_and_the_metrics_page_agree(reported: Reported) -> None:
     records, page, _ = reported
-    # No event was dropped.
+    # no event was dropped
     assert [record.sequence for record in records] == list(range(1, len(records) + 1))
     bus, counters = Bus(), Counters()
     counters.subscribe(bus)
@@ -110,7 +110,7 @@ def test_the_journal_and_the_table_agree(reported: Reported) -> None:
 
 
 def after_warming_up(records: Sequence[Record]) -> list[events.Event]:
-    """Return the events of the conversations. Earlier requests are only a warm-up, and have drained."""
+    """Return the events of the conversations. Earlier requests only warm up, and their copies have ended."""
     seen = [
         at
         for at, record in enumerate(records)

@@ -87,7 +87,9 @@ class Emulator:
     def reset(
         self, *, stepped: bool = False, seed: int = 1, delay_us: int = 200, version: int = 13000
     ) -> None:
-        """Reset the driver. Streams run by themselves, with delays up to `delay_us`, unless they are `stepped`."""
+        """Reset the driver. Streams run on their own threads, with delays up to `delay_us`, unless they are
+        `stepped`.
+        """
         self.lib.emu_reset(stepped, seed, delay_us, version)
 
     def step(self, operations: int = 1_000_000) -> int:
@@ -100,12 +102,12 @@ class Emulator:
 
     @property
     def wrong(self) -> int:
-        """Return how many reads of the engine's kernels found wrong bytes."""
+        """Return how many reads by the engine's kernels found wrong bytes."""
         return int(self.lib.emu_count(1))
 
     @property
     def faults(self) -> int:
-        """Return how many accesses were to memory that is neither the device's nor registered."""
+        """Return how many accesses were to memory that neither belongs to the device nor is registered."""
         return int(self.lib.emu_count(2))
 
     @property
@@ -114,32 +116,32 @@ class Emulator:
 
     @property
     def waits(self) -> int:
-        """Return how often a call waited for room in a stream."""
+        """Return how often a call waited because a stream was full."""
         return int(self.lib.emu_count(4))
 
     @property
     def waits_with_lock(self) -> int:
-        """Return how often a call would have waited for room with the GIL held."""
+        """Return how often a call would have waited for a full stream with the GIL held."""
         return int(self.lib.emu_count(5))
 
     @property
     def report(self) -> str:
-        """Return both accesses of each race, and all other errors."""
+        """Return a description of both accesses of each race, and of all other errors."""
         return str(self.lib.emu_report().decode())
 
     def calls(self, name: str = "", *, with_lock: bool = False) -> int:
         """Return how often a function was called, in total or with the GIL held.
 
-        Without a name, count all functions.
+        Without a name, count the calls of all functions.
         """
         return int(self.lib.emu_calls(name.encode(), with_lock))
 
     def fail(self, name: str, code: int, *, after: int = 0, times: int = 1) -> None:
-        """Make calls of a function fail."""
+        """Make calls of a function return this error code."""
         self.lib.emu_fail(name.encode(), code, after, times)
 
     def lose(self, device: int, code: int = 700) -> None:
-        """Put a device into an error state that stays."""
+        """Put a device into a lasting error state."""
         self.lib.emu_break(device, code)
 
     def limit_batches(self, copies: int) -> None:
@@ -164,18 +166,18 @@ class Emulator:
         self.lib.emu_set(5, 0)
 
     def gate(self, stream: int) -> None:
-        """Hold operations enqueued on a stream from now on, until `open`."""
+        """Hold operations that are enqueued on a stream from now on, until `open`."""
         assert self.lib.emu_gate(stream) == 0
 
     def open(self) -> None:
         self.lib.emu_open()
 
     def host_access(self, address: int, size: int, *, writes: bool) -> None:
-        """Report that the host reads or writes memory, for the detection of races."""
+        """Report an access of the host to memory, so that races with the device are detected."""
         self.lib.emu_host_access(address, size, writes)
 
     def adopt(self, address: int, size: int) -> None:
-        """Treat host memory as the device's."""
+        """Treat this host memory as device memory."""
         self.lib.emu_adopt(address, size)
 
     def advance(self, seconds: float = 0.0) -> float:
@@ -193,14 +195,15 @@ class Emulator:
 
 
 class Engine:
-    """A simulated engine on one device: it has a stream, and KV memory whose blocks its kernels write and read.
+    """A simulated engine on one device, with a stream, and KV memory whose blocks its kernels write and read.
 
     Args:
         emulator: the emulated driver.
         device: the device's number.
         blocks: the number of blocks.
         pages: bytes of a block in each region.
-        on_default_stream: whether it uses the device's legacy default stream, as engines in eager mode may do.
+        on_default_stream: whether the engine uses the device's legacy default stream, as engines in eager
+            mode may do.
     """
 
     def __init__(
@@ -241,11 +244,13 @@ class Engine:
         self._launch(block, seed, True, cost_s)
 
     def read(self, block: int, seed: int, cost_s: float = 1e-5) -> None:
-        """Launch a kernel that reads a block, and counts an error unless `write` makes its bytes from this seed."""
+        """Launch a kernel that reads a block. Any bytes that `write` does not make from this seed count as an
+        error.
+        """
         self._launch(block, seed, False, cost_s)
 
     def capture(self, mode: int = CAPTURE_GLOBAL) -> None:
-        """Begin to capture a graph. By default, as in torch, no thread may make an unsafe call."""
+        """Begin to capture a graph. By default, as in torch, no thread may make an unsafe call during the capture."""
         self.enter()
         self._check(self._lib.cuStreamBeginCapture_v2(self.stream, mode))
 

@@ -1,9 +1,11 @@
-"""A simulated engine that runs with kvoffload's worker side: `Life` on an emulated device, `Steps` on any device.
+"""A simulated engine that runs with kvoffload's worker side: `Life` on an emulated device, `Steps` on any
+device.
 
-Its kernels write and read blocks. It enqueues each step before the previous one has ended, in the order of vLLM's model
-runners: zeroing of blocks, `begin_step`, the forward pass, loads, stores. As the scheduler's side guarantees, it uses
-no block or slot under an open job, and reads a block after its load was reported. All other rules are up to the
-worker's side, and breaking one shows as a race or as wrong bytes.
+The engine's kernels write and read blocks. The engine enqueues each step before the previous step has ended,
+in the order of vLLM's model runners: zeroing of blocks, `begin_step`, the forward pass, loads, stores. As the
+scheduler's side guarantees, the engine uses no block or slot of an open job, and reads a block only after its
+load was reported. The worker's side must keep all other rules; a broken rule shows as a race or as wrong
+bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Steps:
         seed: seed of all random choices.
         blocks: the number of device blocks.
         slots: the number of host slots.
-        most: the most blocks in a job.
+        most: the maximum number of blocks in a job.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Steps:
         self.engine: KernelEngine = engine
         self.side, self.blocks, self.slots, self.most = side, blocks, slots, most
         self.draws = random.Random(seed)
-        self.contents: dict[int, int] = {}  # the contents of each block that no copy writes to, as a number
+        self.contents: dict[int, int] = {}  # the contents, as a number, of each block that no copy writes to
         self.stored: dict[int, int] = {}  # the contents of each slot whose store was reported
         self.open: dict[int, tuple[DeviceJob, tuple[int, ...]]] = {}
         self.outcomes: list[tuple[int, CopyOutcome]] = []
@@ -65,10 +67,10 @@ class Steps:
         self._seeds = 0
 
     def let_some_run(self) -> None:
-        """Let the device run some operations, if it does not run by itself."""
+        """Let the device run some operations, if it does not run on its own."""
 
     def let_all_run(self) -> None:
-        """Let the device run all operations that it can, if it does not run by itself."""
+        """Let the device run all operations that it can, if it does not run on its own."""
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -96,7 +98,7 @@ class Steps:
         for block in self._some(
             [block for block in self.contents if block not in self._under_copy()], self.most
         ):
-            del self.contents[block]  # The engine frees the block, and a later step writes it.
+            del self.contents[block]  # The engine frees the block, and a later step writes to it.
 
     def take(self) -> None:
         """Take reports, as the scheduler's side does."""
@@ -112,7 +114,7 @@ class Steps:
                 self.contents.update(zip(map(int, job.targets), seeds, strict=True))
 
     def settle(self) -> None:
-        """Let all jobs end, and read every block."""
+        """Wait until all jobs have ended, then read every block."""
         while self.open:
             self.let_all_run()
             self.take()

@@ -1,4 +1,4 @@
-"""The page kernel without Triton. The emulator runs an equivalent under the same name."""
+"""The page kernel without Triton. The emulator runs an equivalent kernel under the same name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class PageKernel:
-    """Replaces the page kernel. Each launch has separate descriptors."""
+    """Stands in for the page kernel. Each launch has separate descriptors."""
 
     programs: ClassVar[list[int]] = []
     """the number of thread blocks of each kernel that was made"""

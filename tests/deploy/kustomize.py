@@ -20,7 +20,6 @@ _KEYS = {
 
 
 def load(path: Path) -> list[Object]:
-    """Return the objects in a file."""
     return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
 
 

@@ -41,7 +41,7 @@ def pod(name: str) -> dict[str, Any]:
 
 
 def containers(name: str) -> list[dict[str, Any]]:
-    """Return the containers of the doctor and the server, with the arguments from the ConfigMap."""
+    """Return the doctor's and the server's containers, with the arguments from the ConfigMap."""
     if name == "production-stack-values.yaml":
         (model,) = objects(name)[0]["servingEngineSpec"]["modelSpec"]
         server = {"args": model["vllmConfig"]["extraArgs"], "image": f"{model['repository']}:{model['tag']}"}
@@ -94,7 +94,7 @@ def test_a_field_that_does_not_exist_is_found() -> None:
 
 @pytest.mark.parametrize("name", KUBERNETES)
 def test_each_tier_has_what_its_settings_name(name: str) -> None:
-    """Volumes, accounts, services and images that a pod refers to are in the same folder."""
+    """The folder must contain all volumes, accounts, services and images that a pod refers to."""
     found, spec, chosen = objects(name), pod(name), settings(name)
     names = {(one["kind"], one["metadata"]["name"]) for one in found}
     claims = {one["metadata"]["name"] for one in only(name, "StatefulSet")["spec"]["volumeClaimTemplates"]}
@@ -126,7 +126,7 @@ def test_the_pod_is_guaranteed_and_confined(name: str) -> None:
 
 
 def test_only_servers_and_the_store_reach_mooncake() -> None:
-    """A policy selects every pod that uses Mooncake. Of the servers, only the HTTP port is open to other pods."""
+    """A policy selects every pod that uses Mooncake. Other pods can reach only a server's HTTP port."""
     policies = {
         one["metadata"]["name"]: one
         for one in objects("kubernetes/mooncake")
@@ -155,7 +155,7 @@ def test_the_doctor_sees_the_servers_limits(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_the_doctor_is_content_with_all_but_this_machine(name: str) -> None:
-    """If a pod's tiers are not on this machine, the doctor warns. It fails for problems that would stop the server."""
+    """The doctor warns if a pod's tiers are not on this machine. It fails for problems that would stop the server."""
     doctor, _ = containers(name)
     command = [sys.executable, "-m", "kvoffload", *doctor["command"][1:], *doctor["args"], "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -221,7 +221,7 @@ def test_the_dockerfile_is_sound() -> None:
 
 @pytest.mark.slow
 def test_what_the_build_sends_is_enough_for_the_wheel(tmp_path: Path) -> None:
-    """Runs the first build stage with the files that `Dockerfile.dockerignore` includes."""
+    """Run the first build stage with the files that `Dockerfile.dockerignore` includes."""
     lines = (FOLDER / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
     context, wheels = tmp_path / "source", tmp_path / "wheel"
     context.mkdir()

@@ -63,9 +63,9 @@ def test_what_is_expected_is_what_the_arena_takes(pages: list[int], share: int) 
     ("sizes", "needed"),
     [
         (Sizes(), 2 * 4096),
-        (Sizes(ranks=3), 2 * 4096 - 2),  # The odd bytes are not used.
+        (Sizes(ranks=3), 2 * 4096 - 2),  # the odd bytes are not used
         (Sizes(ranks=2, block_bytes=4096), 2 * 4096),
-        (Sizes(ranks=2, block_bytes=3, page_bytes=(1, 1, 1)), 2 * 4095),  # Each rank has whole blocks.
+        (Sizes(ranks=2, block_bytes=3, page_bytes=(1, 1, 1)), 2 * 4095),  # each rank has whole blocks
     ],
 )
 def test_what_is_needed(sizes: Sizes, needed: int) -> None:
@@ -79,7 +79,7 @@ def test_what_is_needed(sizes: Sizes, needed: int) -> None:
 def test_property_a_start_is_refused_where_the_check_says_error(
     pages: list[int], share: int, ranks: int, above: int
 ) -> None:
-    """Tested a few KiB above and below the available memory, because sizes are rounded."""
+    """The available memory differs from the required memory by a few KiB, because sizes are rounded."""
     layout, share = FakeDevice(1, pages).layout, share + sum(pages)
     left = ranks * share // 1024 + above
     read = {"/proc/meminfo": f"MemAvailable: {left} kB\n"}.get
@@ -108,7 +108,7 @@ def test_property_a_start_is_refused_where_the_check_says_error(
             "8.0 GiB fit the 16.0 GiB that the cgroup /sys/fs/cgroup/engine has left now",
         ),
         (
-            # A parent allows less than its child, and a part of the usage is file cache.
+            # The parent allows less memory than its child, and part of the used memory is file cache.
             {
                 "proc/self/cgroup": "0::/pod/engine\n",
                 "sys/fs/cgroup/pod/engine/memory.max": f"{16 * GIB}\n",
@@ -138,7 +138,7 @@ def test_property_a_start_is_refused_where_the_check_says_error(
             "ok",
             "the machine",
         ),
-        # Values that cannot be read count as no limit, as at the engine's start.
+        # A value that cannot be read counts as no limit, as at the engine's start.
         ({"sys/fs/cgroup/engine/memory.max": "x\n"}, 8, "ok", "the machine"),
         ({"proc/self/cgroup": "nonsense\n0:\n\n::::\n"}, 8, "ok", "the machine"),
     ],
@@ -318,7 +318,7 @@ def test_the_disks_folder_is_tried_and_nothing_is_left(tmp_path: Path) -> None:
     where = machine(tmp_path / "machine", {"proc/self/mountinfo": "1 0 8:1 / / rw - ext4 /dev/a rw\n"})
     verdict, text = of_disk("disk folder", where, tmp_path / "disk" / "new")
     is_direct = "it is on ext4, and direct I/O works" in text
-    # This depends on the test's file system.
+    # the test's file system may not support direct I/O
     assert is_direct or "through the page cache (direct I/O: " in text
     assert verdict == ("ok" if is_direct else "warning")
     assert [one.name for one in tmp_path.iterdir()] == ["machine"]

@@ -1,4 +1,4 @@
-"""`kvoffload doctor` as a whole, in this process and in a separate one."""
+"""`kvoffload doctor` as a whole, in this process and in a separate process."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def test_problems_come_first_then_a_line_for_what_was_not_given_and_what_passed_
         "",
         "1 checks passed (--verbose lists them)",
     ]
-    assert "unknown  one: text" in as_text(answers, strict=True)  # A failed check has a paragraph.
+    # a failed check is reported in a separate paragraph
+    assert "unknown  one: text" in as_text(answers, strict=True)
     assert worst(answers) is Verdict.ERROR
     assert worst(answers[:3]) is Verdict.WARNING
     assert worst(answers[:2]) is Verdict.UNKNOWN
@@ -223,7 +224,7 @@ def test_in_a_process_of_its_own_with_little_locked_memory() -> None:
     argv = [sys.executable, "-m", "kvoffload", "doctor", "--json", "--config", '{"host_bytes": "1MiB"}']
     reported = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=30, preexec_fn=lower)
     (locked,) = [one for one in json.loads(reported.stdout)["findings"] if one["check"] == "locked memory"]
-    # Without a GPU nothing is pinned. With a GPU, the doctor reports the limit.
+    # Without a GPU, nothing is pinned. With a GPU, the doctor reports the limit.
     assert "nothing is pinned" in locked["finding"] or "at most 64.0 KiB" in locked["finding"]
     assert (reported.returncode, reported.stderr) == (0, "")
 
@@ -232,7 +233,7 @@ def test_in_a_process_of_its_own_with_little_locked_memory() -> None:
 @pytest.mark.parametrize(
     ("call", "heavy"),
     [
-        ("make_parser()", {"numpy", "torch", "vllm", "structlog"}),  # Every command imports these.
+        ("make_parser()", {"numpy", "torch", "vllm", "structlog"}),  # every command imports these modules
         ("main(['doctor', '--json'])", {"torch", "vllm", "prometheus_client"}),
     ],
 )

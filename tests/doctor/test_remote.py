@@ -29,7 +29,7 @@ def test_a_url_of_another_form_is_an_error(url: str, tmp_path: Path) -> None:
 
 def test_a_master_that_answers_is_a_warning_because_anyone_can_read_it(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as master:
-        # Accept a connection and close it, as a server does that gets no request.
+        # Accepts a connection and closes it, as a server does that receives no request.
         master.submit(lambda: server.accept()[0].close())
         verdict, text = found(f"mooncake://127.0.0.1:{server.getsockname()[1]}", tmp_path)
     assert verdict == "warning"

@@ -18,7 +18,7 @@ from tests.reference.rig import rig
 if TYPE_CHECKING:
     import pytest
 
-LAYOUT = FakeDevice(9, [65536, 65536]).layout  # 8 blocks besides the null block
+LAYOUT = FakeDevice(9, [65536, 65536]).layout  # 8 blocks and the null block
 ENOUGH = OffloadConfig(host_bytes=64 * 131072)
 
 
@@ -50,7 +50,7 @@ def test_one_rank_of_a_machine_speaks_for_all(tmp_path: Path) -> None:
     config = OffloadConfig(host_bytes=8 * 2**20)
     assert [line["check"] for line in warnings(0, 2, config, tight)] == ["host memory"]
     assert warnings(1, 2, config, tight) == []
-    # Two machines with one rank each take half each.
+    # Two machines with one rank each take half of the memory each.
     assert warnings(0, 2, config, tight, local_ranks=1) == []
     small = machine(tmp_path, {"proc/meminfo": "MemAvailable: 2048 kB\n"})
     assert [line["check"] for line in warnings(1, 2, config, small, local_ranks=1)] == ["host memory"]

@@ -64,7 +64,7 @@ def machine(
     root: Path, files: Mapping[str, str | None] | None = None, environ: Mapping[str, str] | None = None,
     **given: object,
 ) -> Machine:  # fmt: skip
-    """Return a machine with enough memory, changed by `files`: None removes a file."""
+    """Return a machine with enough memory. `files` replaces files of the kernel; None removes a file."""
     for name, text in {**ROOMY, **(files or {})}.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,12 +80,11 @@ def _read(root: Path, path: str) -> str | None:
 
 
 def setup(*, pins: bool = False, sizes: Sizes | None = None, **settings: object) -> Setup:
-    """Return a setup with these settings."""
     return Setup(make_config(**settings), sizes or Sizes(), pins)
 
 
 def ask(checks: tuple[Check, ...], name: str, known: Setup, where: Machine) -> tuple[str, str]:
-    """Return the verdict and the text of one check. A problem must have a remedy."""
+    """Return the verdict and the text of one check. Check that a problem has a remedy."""
     with where:
         (finding,) = run_checks([one for one in checks if one.name == name], known)
     assert bool(finding.remedy) or finding.verdict in ("ok", "unknown"), finding

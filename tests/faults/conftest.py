@@ -1,4 +1,4 @@
-"""These tests run tiny models on one thread."""
+"""Run the tiny models of these tests on one thread."""
 
 from tests.one_thread import one_thread
 

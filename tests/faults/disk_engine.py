@@ -1,7 +1,7 @@
 """A program that runs engines with a disk tier by commands on standard input, for tests of failing disks.
 
-Each command and each answer is a line of JSON; a command is `[name, arguments, settings]`. All engines serve the same
-prompts. If a request's tokens differ from those of an engine without offloading, the program ends.
+Each command and each answer is a line of JSON; a command is `[name, arguments, settings]`. All engines serve
+the same prompts. The program ends if a request's tokens differ from those of an engine without offloading.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.reference.rig import BLOCK, LAYERS, TOLERANCE, config_of, slot_bytes,
 PROMPTS = [text(seed, 8 * BLOCK) for seed in range(4)]
 HEAD_DIM = 8
 LONG_HEAD_DIM = 1024
-"""head size of a model whose pages, of 64 KiB, are written and read in place"""
+"""head size of a model with pages of 64 KiB, which are written and read in place"""
 _NEW_TOKENS = 4
 _PATIENCE_S = 20.0
 
@@ -45,7 +45,7 @@ class Driven:
         opens_in_s: float = _PATIENCE_S,
         head_dim: int = HEAD_DIM,
     ) -> dict[str, Any]:
-        """Start an engine, and let it allocate host memory and open its disk, if possible."""
+        """Start an engine. Wait until it has host memory and has opened its disk, or has failed to do so."""
         self.copies: dict[str, int] = {}
         self.plugin = ReferencePlugin()
         self.head_dim = head_dim
@@ -74,7 +74,7 @@ class Driven:
         """Serve prompts, each with an empty device cache."""
         for number in numbers:
             until = time.monotonic() + _PATIENCE_S
-            while not self.engine.pool.reset_prefix_cache():  # A late store still reads blocks.
+            while not self.engine.pool.reset_prefix_cache():  # a late store may still read blocks
                 assert time.monotonic() < until
                 self.engine.step()
             stream = self.engine.submit(PROMPTS[number], SamplingParams(_NEW_TOKENS))

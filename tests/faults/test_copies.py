@@ -36,7 +36,7 @@ Span = tuple[int, int]
 def test_an_engine_runs_with_the_host_memory_that_it_gets(
     granted: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No memory, or two chunks of six slots although many more were requested."""
+    """The host grants either no memory, or two chunks of six slots although many more were requested."""
     left, real = [granted], mmap.mmap
 
     def refuse(*args: Any, **kwargs: Any) -> mmap.mmap:  # noqa: ANN401  # mmap's own
@@ -94,7 +94,7 @@ def test_a_store_that_one_rank_fails_is_never_found(caplog: pytest.LogCaptureFix
         made.step()
         assert not made.offload.core.state.pool.index
         assert made.count("store_blocks", "failed") > 0
-        assert made.engine.pool.leased_blocks  # the other rank still reads the blocks
+        assert made.engine.pool.leased_blocks  # the other rank is still reading the blocks
         assert slow.open_tickets
         made.release()
         made.drain()
@@ -137,7 +137,7 @@ def test_an_engine_that_takes_a_leased_block_back_is_noticed(caplog: pytest.LogC
 def test_an_end_that_comes_after_its_job_was_abandoned(
     direction: str, end: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Device blocks are released, because no copy uses them any more. Host slots stay quarantined."""
+    """Device blocks are released when the copy has ended. Host slots stay quarantined."""
     with rig(host_blocks=40) as made:
         stuck = never_ending(made, direction)
         assert made.engine.statistics().leased_blocks > 0
@@ -149,7 +149,7 @@ def test_an_end_that_comes_after_its_job_was_abandoned(
             made.step(TIMEOUT_S / 4)
         assert made.engine.statistics().leased_blocks == 0
         assert made.offload.gauges()["kvoffload_slots"]["host", "quarantined"] == lost
-        # The blocks are counted once, as abandoned.
+        # the blocks are counted once, as abandoned
         assert made.counts().counts[f"kvoffload_{direction}_blocks_total"] == outcomes
         made.run(text(1, 30), 3)
         made.assert_clean()
@@ -186,7 +186,9 @@ def spans(ticket: GatedTicket) -> Iterator[Span]:
 @pytest.mark.parametrize("kind", KINDS[:2])
 @pytest.mark.parametrize("direction", ["load", "store"])
 def test_memory_under_a_copy_that_never_ends_is_never_allocated_again(kind: str, direction: str) -> None:
-    """Then requests fill both pools, with resets, aborts, preemptions, a broken invariant, and the end."""
+    """While the copy hangs, requests fill both pools, with resets, aborts, preemptions, a broken invariant,
+    and the end.
+    """
     made = Rig(kind, host_blocks=40, num_blocks=70)
     stuck = never_ending(made, direction)
     pool, before = made.engine.pool, len(made.copiers[0].tickets)
@@ -209,10 +211,10 @@ def test_memory_under_a_copy_that_never_ends_is_never_allocated_again(kind: str,
     assert lost == set(pool.leases())
     assert lost.isdisjoint(block for block in range(pool.num_blocks) if pool.is_free(block))
     made.assert_clean(lost_blocks=len(lost))
-    made.offload.core.state.pool._counts[0] += 1  # break an invariant
+    made.offload.core.state.pool._counts[0] += 1  # breaks an invariant
     assert made.offload.audit()
     made.run_plain(text(95, 60), 3)
     assert lost == set(pool.leases())
     arenas = [worker.pump._arena for worker in made.workers]
     made.close()
-    assert all(one.ready_slots for one in arenas)  # The process keeps the memory until it ends.
+    assert all(one.ready_slots for one in arenas)  # the process keeps the memory until it ends

@@ -26,7 +26,7 @@ ALL = range(4)
 
 
 class Process:
-    """A process that runs engines, and controls its disk's faults."""
+    """A process that runs engines, and whose disk calls fail as the test says."""
 
     def __init__(self, folder: Path, library: Path) -> None:
         self.root, self._orders, self._log = folder / "disks", folder / "orders", folder / "log"
@@ -51,13 +51,13 @@ class Process:
             )
 
     def order(self, *orders: str) -> None:
-        """Replace the disk's faults. Without any, the disk works."""
+        """Set the disk's faults. Without arguments, the disk works."""
         beside = self._orders.with_suffix(".new")
         beside.write_text("".join(f"{order}\n" for order in orders))
         beside.rename(self._orders)
 
     def __call__(self, name: str, *arguments: object, **settings: object) -> dict[str, Any]:
-        """Run a command in the process, and return its answer."""
+        """Run a command in the process; return the answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([name, arguments, settings]) + "\n")
@@ -83,7 +83,7 @@ class Process:
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    """Start one process for all faults. Each test starts another engine in it."""
+    """Start one process for all faults. Each test starts another engine in this process."""
     folder = tmp_path_factory.mktemp("failing-disk")
     library = folder / "failing_disk.so"
     flags = ["-shared", "-fPIC", "-O2", "-Wall", "-Werror", "-o", str(library)]
@@ -95,19 +95,18 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
 @pytest.fixture(params=[HEAD_DIM, LONG_HEAD_DIM], ids=["short pages", "long pages"])
 def head_dim(request: pytest.FixtureRequest) -> int:
-    """The size of a model whose blocks go through a buffer, or whose pages are read in place."""
+    """Return a head size whose blocks go through a buffer, or one whose pages are read in place."""
     return int(request.param)
 
 
 @pytest.fixture
 def folder(process: Process, request: pytest.FixtureRequest) -> Path:
-    """The folder of the engine's disk."""
     return process.root / request.node.name
 
 
 @pytest.fixture
 def engine(process: Process, folder: Path, head_dim: int) -> Iterator[Process]:
-    """Start an engine whose prompts are on the disk, written by an earlier engine, and not in its memory."""
+    """Start an engine whose prompts are on the disk, written by an earlier engine, but not in host memory."""
     process("start", str(folder), head_dim=head_dim)
     process("serve", *ALL, *ALL)
     process("close")
@@ -158,12 +157,12 @@ def test_a_torn_write_is_found_when_it_is_read(process: Process) -> None:
     process.order("torn 1")
     process("serve", *ALL)
     state = process("serve", *ALL)
-    assert spilled(state) > 0  # To the engine, the blocks seem to be written.
+    assert spilled(state) > 0  # the engine believes that the blocks were written
     process("close")
     process.order()
     process("start", folder)
     state = process("serve", *ALL)
-    assert fetched(state, "corrupt") > fetched(state)  # The first blocks of a torn write are complete.
+    assert fetched(state, "corrupt") > fetched(state)  # the first blocks of a torn write are complete
     process("close")
 
 
@@ -195,7 +194,7 @@ def test_a_read_that_hangs_opens_the_breaker_and_closing_waits_for_nothing(
     engine: Process, head_dim: int
 ) -> None:
     engine.order("hang 1")
-    state = engine("serve", *ALL)  # The first request waits for the timeout, the others do not wait.
+    state = engine("serve", *ALL)  # the first request waits for the timeout; the others do not wait
     assert fetched(state, "failed") > 0
     assert bool(state["abandoned"]) == (head_dim == LONG_HEAD_DIM), "host slots under the call, and no others"
     assert not state["is_usable"]
@@ -223,9 +222,9 @@ def test_after_a_read_that_hung_the_disk_is_asked_again(engine: Process) -> None
 
 
 def test_a_clock_that_is_set_back_changes_nothing(engine: Process, folder: Path, head_dim: int) -> None:
-    """Set back by a year, so that the disk's files are from the future, and while a call hangs.
+    """The clock is set back by a year while a call hangs, so the disk's files seem to be from the future.
 
-    Its timeout must end all the same.
+    The call's timeout must still end.
     """
     year = "clock-back 31536000"
     logged = len(engine.log)
@@ -252,7 +251,7 @@ def test_a_disk_that_is_removed_while_it_serves_costs_its_hits(engine: Process) 
     state = engine("serve", *ALL, *ALL)
     assert not state["is_usable"] or fetched(state, "failed") > 0
     engine("close")
-    # The next engine cannot use the disk either.
+    # the next engine cannot use the disk either
     state = engine("start", str(engine.root / "gone too"), opens_in_s=1.0)
     assert not state["is_usable"]
     engine("serve", *ALL)

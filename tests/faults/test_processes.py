@@ -45,7 +45,7 @@ class Demo:
         self.shared = shared_memory(self.process.pid)
 
     def read_until(self, words: str) -> str:
-        """Return the output up to the line with these words."""
+        """Return the output up to the line that contains these words."""
         read = ""
         while words not in read:
             line = self.errors.readline()
@@ -94,7 +94,7 @@ def start(journal: Path) -> Demo:
 
 @pytest.fixture(scope="module")
 def demos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Iterator[Demo]]:
-    """Start two demos at once, each with a running copy. A test takes one."""
+    """Start two demos in parallel, each with a running copy. Each demo is used by one test."""
     made = [start(tmp_path_factory.mktemp("demo") / "journal") for _ in range(2)]
     try:
         for one in made:

@@ -49,7 +49,7 @@ def lose_device_memory(engine: Engine) -> None:
 
 
 def fresh(kind: str, prompt: Sequence[int], count: int, *, retrained: bool) -> list[Token]:
-    """Return the answer of an engine without offloading and with an empty cache."""
+    """Return the answer of an engine with an empty cache and without offloading."""
     engine = Engine(config_of(kind), clock=lambda: 0.0)
     if retrained:
         retrain(engine)
@@ -57,21 +57,25 @@ def fresh(kind: str, prompt: Sequence[int], count: int, *, retrained: bool) -> l
 
 
 def reset(made: Rig) -> int:
-    """Reset until device and host report that nothing from before is left; return the number of attempts."""
+    """Reset until device and host report that no earlier block is left; return the number of attempts."""
     for times in range(1, 1000):
         answer = made.engine.reset_prefix_cache()
-        assert not made.offload.core.state.pool.index  # at once, whatever reset returned
+        # the index is empty at once, whatever the reset returned
+        assert not made.offload.core.state.pool.index
         if answer:
             assert made.offload.gauges()["kvoffload_reset_draining_jobs"][()] == 0
             return times
         made.release()
         made.step()
-        assert not made.offload.core.state.pool.index  # Copies that ended later have added nothing.
+        assert not made.offload.core.state.pool.index  # copies that ended later have added nothing
     raise AssertionError(made.engine.statistics())
 
 
 def check_answers(made: Rig, *, count: int = 4) -> int:
-    """Check that every request is answered by the new weights, twice. Return how many tokens came from the host."""
+    """Serve every request twice, and check that the answers are those of the new weights.
+
+    Return how many tokens came from the host.
+    """
     found = 0
     for _ in range(2):
         for prompt in PROMPTS:
@@ -91,13 +95,13 @@ def test_new_weights_are_served_from_after_the_reset_on(kind: str, in_flight: st
         begin(made, in_flight)
         retrain(made.engine)
         times = reset(made)
-        assert (times == 1) is (in_flight == "nothing")  # The device cannot drop leased blocks.
+        assert (times == 1) is (in_flight == "nothing")  # the device cannot drop leased blocks
         assert check_answers(made) > 0
         made.assert_clean()
 
 
 def begin(made: Rig, what: str) -> None:
-    """Start a request or copy whose KV the old weights compute."""
+    """Start a request or a copy whose KV is computed with the old weights."""
     if what == "nothing":
         return
     made.hold()
@@ -118,7 +122,7 @@ def begin(made: Rig, what: str) -> None:
 
 
 def test_without_the_reset_the_old_weights_would_have_been_served() -> None:
-    """A control for the tests above."""
+    """This control shows that the tests above would detect old weights."""
     with rig() as made:
         on_host_only(made, PROMPTS[0])
         retrain(made.engine)
@@ -134,7 +138,7 @@ def test_a_request_from_before_a_reset_leaves_nothing_to_be_found() -> None:
     """This request mixes KV of both weights, which is up to the engine. No other request may use its blocks."""
     with rig(step_tokens=8) as made:
         on_host_only(made, PROMPTS[0])
-        made.submit((*PROMPTS[0], 1, 2, 3), 30)  # Half of it comes from the host.
+        made.submit((*PROMPTS[0], 1, 2, 3), 30)  # half of this prompt comes from the host
         made.submit(PROMPTS[1], 30)
         for _ in range(8):
             made.step()
@@ -145,17 +149,17 @@ def test_a_request_from_before_a_reset_leaves_nothing_to_be_found() -> None:
         assert made.count("store_blocks", "stored") == stored
         assert not made.offload.core.state.pool.index
         assert made.count("store_blocks", "before_reset") > 0
-        assert reset(made) == 1  # Now the device can drop its blocks too.
+        assert reset(made) == 1  # now the device can drop its blocks too
         assert check_answers(made) > 0
         made.assert_clean()
 
 
 def test_a_device_that_was_not_reset_stores_nothing_old_on_the_host() -> None:
-    """The engine's own cache has old blocks until it is reset. None of them may be stored on the host."""
+    """The engine's own cache keeps old blocks until it is reset. None of these blocks may be stored on the host."""
     with rig() as made:
         for prompt in PROMPTS:
             made.run(prompt, 4)
-            assert made.offload.core.state.pool.index  # computed since the last reset
+            assert made.offload.core.state.pool.index  # these blocks were computed after the last reset
             assert made.offload.reset() is True  # resets only the host
             again = made.submit((*prompt, 1, 2, 3, 4, 5), 8)
             made.drain()
@@ -177,7 +181,9 @@ def test_after_a_sleep_the_host_has_nothing_old(in_flight: str) -> None:
 
 
 def test_a_copy_that_never_ends_delays_the_answer_by_the_time_out_and_no_more() -> None:
-    """The device cannot drop a block under such a copy, so its own answer stays False until the copy ends."""
+    """The device cannot drop a block that such a copy uses, so the device's reset returns False until the
+    copy ends.
+    """
     with rig(num_blocks=200) as made:
         made.hold()
         made.run_requests(PROMPTS[0])

@@ -47,7 +47,9 @@ def run(engine: Engine, prompt: tuple[int, ...], tokens: int = 3) -> int:
 def test_an_observer_that_blocks_the_loop_holds_up_stores_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The observer shares its thread with the transfer coroutine. The engine's thread starts loads; stores time out."""
+    """The observer shares its thread with the transfer coroutine. The engine's thread starts loads; stores
+    time out.
+    """
     gate = ThreadGate()
 
     async def block(self: LogObserver, event: object) -> None:
@@ -69,10 +71,10 @@ def test_an_observer_that_blocks_the_loop_holds_up_stores_and_nothing_else(
     plugin.offload.bus.publish(FactRejected(RejectionCause.UNKNOWN_JOB))
     gate.wait_for_arrivals(1)
 
-    assert run(engine, text(1, 30)) > 0  # Loads work.
+    assert run(engine, text(1, 30)) > 0  # loads work
     for number in range(5):
         run(engine, text(10 + number, 60))
-    assert engine.has_work  # stores wait
+    assert engine.has_work  # the stores wait for the coroutine
     for _ in range(20):  # Abandoned stores are tried once more, and abandoned again.
         clock.jump(TIMEOUT_S / 4)
         engine.step()
@@ -93,7 +95,7 @@ def test_an_observer_that_blocks_the_loop_holds_up_stores_and_nothing_else(
 
 
 def test_after_a_clock_jump_all_copies_are_abandoned_and_every_request_is_served() -> None:
-    """A suspended machine or a debugger has this effect: all copies are overdue at once, but end later."""
+    """A suspended machine or a debugger has this effect: all copies are overdue together, but end later."""
     with rig(num_blocks=150) as made:
         on_host_only(made, text(1, 30))
         made.hold()
@@ -107,7 +109,7 @@ def test_after_a_clock_jump_all_copies_are_abandoned_and_every_request_is_served
         assert open_stores(made)
         made.clock.jump(1e7)
         for copier in made.copiers:
-            copier._held = False  # for later copies
+            copier._held = False  # later copies run at once
         made.drain()
         assert all(stream.stats.finished_s is not None for stream in streams)
         assert made.engine.pool.leased_blocks
@@ -126,7 +128,9 @@ def test_after_a_clock_jump_all_copies_are_abandoned_and_every_request_is_served
 def test_a_wall_clock_that_is_set_changes_only_what_people_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Set back by a year and ahead by two, with copies open. No timeout ends, and the journal can be read."""
+    """The clock is set back by a year and ahead by two, with copies open. No copy times out, and the journal
+    can be read.
+    """
     wall = FakeClock(2e9)
     monkeypatch.setattr(
         "tests.reference.rig.Clocks",
@@ -146,7 +150,7 @@ def test_a_wall_clock_that_is_set_changes_only_what_people_read(
         now = made.offload.gauges()
         for what in ("pin", "job"):
             began = now[f"kvoffload_oldest_{what}_timestamp_seconds"][()]
-            assert 0 <= wall.monotonic() - began < TIMEOUT_S  # The age is right by the wall clock.
+            assert 0 <= wall.monotonic() - began < TIMEOUT_S  # the age is right by the new wall clock
         made.release()
         made.drain()
         assert made.count("abandoned_jobs", "load") == made.count("abandoned_jobs", "store") == 0

@@ -1,8 +1,8 @@
-"""Ends commands at random moments, and checks what they leave.
+"""Ends commands at random moments, and checks the files and output that they leave.
 
-Each command runs in a separate process. A random time after its signal handlers are installed, the first line of
-`script`, it is ended in one of six ways. There must be no traceback, the exit code must be a documented one, and a file
-with its final name must be complete.
+Each command runs in a separate process, and installs its signal handlers in the first line of `script`. A
+random time later, it is ended in one of six ways. There must be no traceback, the exit code must be a
+documented one, and every file with its final name must be complete.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Command:
 
     Args:
         line: the arguments.
-        outputs: the files that it writes to the folder, each with a check for completeness.
+        outputs: the files that the command writes to the folder, each with a check for completeness.
     """
 
     line: str
@@ -100,7 +100,7 @@ COMMANDS = {
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One kill: the command's name, the way to end it, and the delay as a share of the command's usual time."""
+    """One kill: the command's name, the way to end the command, and the delay as a share of its usual time."""
 
     command: str
     way: str
@@ -114,8 +114,6 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a process ended."""
-
     code: int
     errors: str
     seconds: float
@@ -142,12 +140,12 @@ class Killer:
     """Runs commands and kills them.
 
     Args:
-        folder: for the files that they write.
+        folder: the folder for the commands' files.
     """
 
     def __init__(self, folder: Path) -> None:
         self.hits = 0
-        """The number of kills whose process was still running."""
+        """the number of kills that found a running process"""
         self._folder = folder
         self._journal = folder / "journal"
         made = self._run(f"{_SMALL} --config journal_path={self._journal}", folder, None)
@@ -155,7 +153,7 @@ class Killer:
         self._usual_s = {name: self._undisturbed(name) for name in COMMANDS}
 
     def problems(self, kills: list[Kill]) -> Iterator[str]:
-        """Kill several commands at a time, and yield all problems."""
+        """Kill several commands in parallel; yield all problems."""
         with ThreadPoolExecutor(AT_ONCE) as pool:
             for kill, found in zip(kills, pool.map(self._problems_of, kills), strict=True):
                 yield from (f"{kill}: {problem}" for problem in found)
@@ -221,7 +219,7 @@ class Killer:
         return Outcome(128 - code if code < 0 else code, text.decode(errors="replace"), seconds, was_running)
 
     def _end(self, process: subprocess.Popen[bytes], reader: FileIO | None, kill: Kill) -> bool:
-        """Wait, end the process, and return whether it was still running."""
+        """Wait, then end the process; return whether it was still running."""
         with suppress(subprocess.TimeoutExpired):
             process.wait(kill.share * self._usual_s[kill.command])
         was_running = process.poll() is None
@@ -238,10 +236,13 @@ class Killer:
 
 @contextmanager
 def _standard_output(way: str, folder: Path) -> Iterator[tuple[FileIO | None, int]]:
-    """Yield the output's reading end, if closing it must end the process, and the output, which the caller closes."""
+    """Yield the output's reading end (only if closing it must end the process), and the output, which the
+    caller closes.
+    """
     if way in ("closed output", "closed terminal"):
         descriptor, output = os.pipe() if way == "closed output" else pty.openpty()
-        # A file object closes its descriptor only once. At a second close, the number may belong to another file.
+        # A file object closes its descriptor only once. After a second close, the number could belong to
+        # another file.
         with FileIO(descriptor) as reader:
             yield reader, output
         return
@@ -250,7 +251,7 @@ def _standard_output(way: str, folder: Path) -> Iterator[tuple[FileIO | None, in
 
 
 def _prepare(kill: Kill | None) -> None:
-    """Run in the new process: set its terminal and its limit on file sizes."""
+    """Set the terminal and the limit on file sizes, in the new process."""
     if kill is not None and kill.way == "closed terminal":
         fcntl.ioctl(1, termios.TIOCSCTTY, 0)
     if kill is not None and kill.way == "full disk":

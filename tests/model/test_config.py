@@ -55,7 +55,7 @@ def problems(raw: dict) -> tuple[str, ...]:
 
 
 def without(key: str) -> dict[str, object]:
-    """Return the settings that must be given, except `key`."""
+    """Return the required settings, except `key`."""
     return {name: value for name, value in GIVEN.items() if name != key}
 
 
@@ -287,7 +287,7 @@ def test_all_problems_are_listed_at_once() -> None:
         ("transfer_timeout", "transfer_timeout_s"),
         ("host_bytes_per_rank", "host_bytes"),
         ("journal_for", "journal_path"),
-        ("spill_after_hits", "disk_min_hits"),  # the rest are earlier names
+        ("spill_after_hits", "disk_min_hits"),  # from here on, earlier names of settings
         ("share_after_hits", "remote_min_hits"),
         ("drain_s", "disk_drain_s"),
         ("disk_identity", "weights_id"),
@@ -456,6 +456,6 @@ def test_any_input_gives_settings_or_one_sentence_for_each_problem(raw: dict) ->
         assert parse_config(raw).host_bytes >= 1
     except ConfigError as error:
         found = error.problems
-    assert len(found) <= len(raw) + 1  # and host_bytes, if it is missing
+    assert len(found) <= len(raw) + 1  # one more for host_bytes, if it is missing
     assert all(found)
     assert found or set(raw) <= {*SETTINGS, *ALIASES}

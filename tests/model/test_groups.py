@@ -19,7 +19,7 @@ CHUNKED, RECURRENT = AttentionKind.CHUNKED_LOCAL, AttentionKind.RECURRENT
 
 
 def reads(kind: AttentionKind, reach: int, token: int, other: int) -> bool:
-    """Return whether computing a token reads the KV of an earlier one."""
+    """Return whether computing a token reads the KV of the other token."""
     if kind is FULL:
         return True
     if kind is WINDOW:

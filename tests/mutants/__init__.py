@@ -1,4 +1,4 @@
-"""Measures which changes of the code the tests notice: small generated changes, and rules left out.
+"""Measures which changes of the code the tests notice: small generated changes, and disabled rules.
 
-For each change, `make mutants` runs the tests that run the changed line.
+For each change, `make mutants` runs the tests that cover the changed line.
 """

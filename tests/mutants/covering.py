@@ -1,4 +1,4 @@
-"""Finds out which tests run each line, how long each test takes, and which tests start processes, in one run."""
+"""Finds out, in one run, which tests run each line, how long each test takes, and which tests start processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Tests(msgspec.Struct):
         digest: a digest of all sources and tests.
         seconds: processor time of each test that is quick, passes and starts no process, the quickest first.
         left_out: tests not used with mutants, each with the reason.
-        lines: for each source file and line, the tests that run it, as positions in `seconds`, or -1 for an import.
+        lines: for each source file and line, the tests that run the line, as positions in `seconds`, or -1
+            for an import.
     """
 
     digest: str
@@ -59,7 +60,7 @@ class Tests(msgspec.Struct):
 class Recorder:
     """A pytest plugin that reports the running test to coverage.
 
-    Lines that a shared fixture runs are counted for all of its tests.
+    Lines that a shared fixture runs are counted for all tests that use the fixture.
     """
 
     def __init__(self, coverage: Coverage) -> None:
@@ -81,7 +82,7 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, bool, bool]:
-        """Count the lines run now for this test, including those of its fixtures."""
+        """Count the lines that run now for this test, including those of its fixtures."""
         for fixtures in item._fixtureinfo.name2fixturedefs.values():  # type: ignore[attr-defined]
             for fixture in fixtures:
                 self.users[_name(fixture)].add(item.nodeid)
@@ -95,9 +96,9 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[object]) -> Generator[None, object, object]:
-        """Count the lines run now for every test that uses this fixture.
+        """Count the lines that run now for every test that uses this fixture.
 
-        A fixture may run a compiler, but not keep a server.
+        A fixture may run a compiler, but may not keep a server.
         """
         if fixturedef.scope == "function":
             return (yield)
@@ -110,12 +111,10 @@ class Recorder:
         return made
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Exclude a test that fails."""
         if not report.passed:
             self.left_out[report.nodeid] = report.outcome
 
     def chosen(self) -> dict[str, float]:
-        """Return the tests that are quick, pass and start no process."""
         starting = self._starting.union(*(self.users.get(name, ()) for name in self._starting))
         for test, seconds in self.seconds.items():
             if test in starting:

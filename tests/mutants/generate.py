@@ -12,7 +12,7 @@ from pathlib import Path
 from types import CodeType
 
 _MARK = "# mutant: no"
-_SHOWN = 90  # the most characters of source text in a mutant's name
+_SHOWN = 90  # the maximum number of characters of source text in a mutant's name
 
 _PAIRS = (
     "Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn, And Or, Add Sub, Mult FloorDiv, Div Mult, Mod FloorDiv"
@@ -23,7 +23,7 @@ _OTHER_FUNCTION = {"min": "max", "max": "min", "any": "all", "all": "any"}
 _EMPTY = {"int": "0", "str": "''", "bool": "False", "list": "[]", "set": "set()", "Iterator": "iter(())"}
 _EMPTY |= {"tuple": "()", "Sequence": "()", "Iterable": "()", "dict": "{}", "Mapping": "{}"}
 
-# Fields that only matter to types and readers.
+# Fields that matter only to types and readers.
 _NOT_CODE = {"annotation", "returns", "decorator_list", "bases", "type_params", "pattern"}
 _TYPES = {"NewType", "TypeVar", "ParamSpec", "cast"}
 _TEXTS = {"__repr__", "__str__", "__slots__", "__all__"}
@@ -34,11 +34,12 @@ class Mutant:
     """One change of one module.
 
     Args:
-        path: the source file, from the working directory.
+        path: the source file, relative to the working directory.
         digest: a digest of the changed statement.
         key: a unique name, which does not depend on the line number.
         lines: the lines of the changed statement, without its nested statements.
-        place, new: the position in `tree`, and the node to put there.
+        place: the position in `tree` that changes.
+        new: the node to put at that position.
     """
 
     path: str
@@ -50,7 +51,7 @@ class Mutant:
     tree: ast.Module = field(repr=False)
 
     def compiled(self) -> CodeType:
-        """Compile the module with the change. Afterwards the tree is unchanged."""
+        """Compile the module with the change, and restore the tree."""
         old = self.place.put(self.new)
         try:
             return compile(self.tree, str(Path(self.path).resolve()), "exec", dont_inherit=True)
@@ -65,7 +66,7 @@ class _Place:
     index: int | None
 
     def put(self, new: ast.AST) -> ast.AST:
-        """Put a node at this position; return the previous one."""
+        """Put a node at this position; return the previous node."""
         inside = getattr(self.parent, self.name)
         if self.index is None:
             setattr(self.parent, self.name, new)
@@ -76,7 +77,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Site:
-    """A node and its surroundings."""
+    """A node, and the names and statements around the node."""
 
     node: ast.AST
     place: _Place
@@ -86,7 +87,9 @@ class _Site:
 
 
 def sample(paths: Iterable[Path], seed: int, number: int) -> list[Mutant]:
-    """Draw mutants of all these modules. With the same seed, a smaller sample is the beginning of a larger one."""
+    """Choose mutants of all these modules at random. With the same seed, a smaller sample is the beginning of
+    a larger one.
+    """
     sources = {path: path.read_text() for path in paths}
     defaults = parameters_with_defaults(sources.values())
     found = [mutant for path, source in sources.items() for mutant in mutants(str(path), source, defaults)]
@@ -94,10 +97,10 @@ def sample(paths: Iterable[Path], seed: int, number: int) -> list[Mutant]:
 
 
 def mutants(path: str, source: str, defaults: Mapping[str, set[str]] | None = None) -> Iterator[Mutant]:
-    """Make every mutant of a module.
+    """Yield every mutant of a module.
 
     Args:
-        path: the module's path, for names.
+        path: the module's path, used in names.
         source: the module's source.
         defaults: for each function, the parameters with defaults.
     """
@@ -155,7 +158,6 @@ def _optional_fields(body: Iterable[ast.stmt]) -> set[str]:
 
 
 def _sites(tree: ast.AST, outer: _Site) -> Iterator[_Site]:
-    """Yield all nodes in which a change could matter."""
     for name, value in ast.iter_fields(tree):
         if name in _NOT_CODE or (name == "keywords" and isinstance(tree, ast.ClassDef)):
             continue
@@ -177,7 +179,7 @@ def _inner(node: ast.AST, place: _Place, outer: _Site) -> _Site:
 
 
 def _is_not_code(node: ast.AST) -> bool:
-    """Return whether a node only matters to types and readers: docstrings, texts, logs and assertions."""
+    """Return whether a node matters only to types and readers: docstrings, texts, logs and assertions."""
     match node:
         case ast.Assert() | ast.Import() | ast.ImportFrom() | ast.JoinedStr() | ast.Expr(ast.Constant()):
             return True
@@ -316,7 +318,6 @@ def _text(node: ast.AST) -> str:
 
 
 def _own_lines(statement: ast.stmt) -> range:
-    """Return the lines of a statement without its nested statements."""
     body = getattr(statement, "body", None)
     last = max(body[0].lineno - 1, statement.lineno) if body else statement.end_lineno
     return range(statement.lineno, (last or statement.lineno) + 1)

@@ -29,7 +29,7 @@ from tests.mutants.generate import Mutant
 
 PYTEST = ["-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
 _LIBRARIES = ("anyio", "hypothesis.stateful", "msgspec", "numpy", "prometheus_client", "rich", "torch")
-_MEMORY_BYTES = 4 << 30  # a limit, so that an endless loop does not use other processes' memory
+_MEMORY_BYTES = 4 << 30  # a limit, so that an endless loop does not take the memory of other processes
 _PROFILE = "mutants"
 _STARTED, _FAILED = "started", "failed"
 _FORK = multiprocessing.get_context("fork")
@@ -37,7 +37,7 @@ _FORK = multiprocessing.get_context("fork")
 
 @dataclass(frozen=True)
 class Trial:
-    """A change, and the tests to run with it.
+    """A change, and the tests to run with the change.
 
     Args:
         name: the name of the change.
@@ -57,10 +57,11 @@ class Verdict:
     """How a trial ended.
 
     Args:
-        outcome: "killed" if a test failed, "import" if the tests could not be imported, "timeout" or "crash" if the
-            process ended early, or "survived".
-        by: the tests that failed, or during which the process ended; only the first one unless all tests are run.
-        seconds: how long it took.
+        outcome: "killed" if a test failed, "import" if the tests could not be imported, "timeout" or "crash"
+            if the process ended early, or "survived".
+        by: the tests that failed, or during which the process ended; only the first test unless all tests are
+            run.
+        seconds: how long the trial took.
     """
 
     outcome: str
@@ -69,7 +70,7 @@ class Verdict:
 
 
 class FromMemory(MetaPathFinder, Loader):
-    """Imports one module from a mutant instead of from its file."""
+    """Imports one module from a mutant instead of from the module's file."""
 
     def __init__(self, mutant: Mutant) -> None:
         self._mutant = mutant
@@ -85,7 +86,6 @@ class FromMemory(MetaPathFinder, Loader):
         return spec_from_file_location(name, self._file, loader=self) if name == self._name else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the mutant's code as the module."""
         exec(self._mutant.compiled(), module.__dict__)
 
 
@@ -138,11 +138,11 @@ class _Run:
 
 
 def prepare() -> None:
-    """Import what every trial needs except the project, and choose how property tests draw examples."""
+    """Import everything that the trials share except the project, and choose how property tests draw examples."""
     for name in _LIBRARIES:
         importlib.import_module(name)
     importlib.import_module("torch").set_num_threads(1)
-    # Draw the same examples each time, and do not shrink failing ones.
+    # draw the same examples each time, and do not shrink failing examples
     settings.register_profile(
         _PROFILE,
         derandomize=True,
@@ -171,7 +171,9 @@ def in_fork(work: Callable[[], None]) -> None:
 def hunt(
     trials: Iterable[Trial], processes: int, is_to_run_all: bool = False
 ) -> Iterator[tuple[Trial, Verdict]]:
-    """Try every change, several at a time. Each trial ends at its first failing test, unless all tests are to run."""
+    """Try every change, several at the same time. Each trial ends at its first failing test, unless all tests
+    are to run.
+    """
     waiting = iter(trials)
     running: dict[int, _Run] = {}
     try:
@@ -203,7 +205,7 @@ def _run(trial: Trial, folder: Path, is_to_run_all: bool) -> None:
     options = [f"--basetemp={folder}/tests", *([] if is_to_run_all else ["-x"])]
     status = pytest.main([*PYTEST, *options, *files], plugins=[plugin])
     sys.stdout.flush()
-    os._exit(status)  # Do not wait for threads that hang.
+    os._exit(status)  # threads may hang, so the exit does not wait for them
 
 
 def _outcome(status: int | None, failed: Sequence[str], output: str) -> str:

@@ -1,7 +1,8 @@
 """Disables whole rules, which takes more than a change of one line.
 
-`make mutants ARGS="--rules"` expects a test to fail for each, and `tests/simulate` expects most of them to fail in a
-simulation. Each function's name begins with its rule. It returns the patches that disable the rule.
+`make mutants ARGS="--rules"` expects a test to fail for each disabled rule, and `tests/simulate` expects a
+simulation to fail for most of them. Each function's name begins with its rule. The function returns the
+patches that disable the rule.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def r5_overdue_load_frees_its_blocks() -> list[Patch]:
 
 
 def r7_stale_ids_stay() -> list[Patch]:
-    """The last check, which compares a block's key with the engine's, is also disabled."""
+    """The last check, which compares a block's key with the engine's key, is also disabled."""
     real = Stores._by_block
 
     def by_block(self: Stores, offer: Any, holds: Any) -> Any:  # noqa: ANN401
@@ -179,7 +180,7 @@ def r12_what_the_core_raised_is_forgotten() -> list[Patch]:
 
 
 def r13_load_reported_at_once() -> list[Patch]:
-    """The pump reports a load as soon as it was submitted."""
+    """The pump reports a load as soon as it is submitted, before its copy has ended."""
     real = TransferPump._reap
 
     def reap(self: TransferPump) -> bool:
@@ -191,7 +192,7 @@ def r13_load_reported_at_once() -> list[Patch]:
 
 
 def r13_stores_start_before_the_forward_pass() -> list[Patch]:
-    """The block of a recurrent state already has its key, but not its bytes."""
+    """When the stores start, the block of a recurrent state already has its key, but not its bytes."""
     loads, stores = WorkerSide.start_loads, WorkerSide.start_stores
 
     def start_loads(self: WorkerSide, plan: TransferPlan) -> None:
@@ -270,6 +271,5 @@ def undone(name: str) -> Iterator[None]:
 
 
 def undo(name: str) -> None:
-    """Disable a rule until the process ends."""
     for owner, attribute, new in RULES[name]():
         setattr(owner, attribute, new)

@@ -13,10 +13,10 @@ class Result(msgspec.Struct, omit_defaults=True):
     """The result of one mutant.
 
     Args:
-        key, digest: those of the mutant.
-        line: its line.
+        key, digest: the mutant's key and digest.
+        line: the mutant's line.
         outcome: "not run" if no test runs the line; the other values are those of `Verdict`.
-        by: the tests that noticed it; only the first one unless all tests were run.
+        by: the tests that noticed the mutant; only the first test unless all tests were run.
         tests: how many tests run the line.
         seconds: how long these tests took.
     """
@@ -31,17 +31,17 @@ class Result(msgspec.Struct, omit_defaults=True):
 
     @property
     def place(self) -> str:
-        """Return the file and line."""
         return f"{self.key.split(' ', 1)[0]}:{self.line}"
 
     @property
     def change(self) -> str:
-        """Return the function and the change."""
         return self.key.split(" ", 1)[1]
 
 
 def summary(results: Sequence[Result], tests: Iterable[str], has_all: bool) -> Iterator[str]:
-    """Count each package's mutants by outcome. If all tests were run, count the mutants that each test notices."""
+    """Count each package's mutants by outcome. If all tests were run, also count the mutants that each test
+    notices.
+    """
     packages = Counter((str(Path(result.place).parent), result.outcome) for result in results)
     for (package, outcome), number in sorted(packages.items()):
         yield f"{package}  {outcome}  {number}"
@@ -55,7 +55,9 @@ def summary(results: Sequence[Result], tests: Iterable[str], has_all: bool) -> I
 
 
 def written(results: Sequence[Result], title: str) -> str:
-    """Return a table: for each mutant a line with its digest and the numbers of the tests that noticed it, then the tests."""
+    """Return a table: one line per mutant, with its digest and the numbers of the tests that noticed it; then
+    the tests.
+    """
     tests = sorted({test for result in results for test in result.by})
     number = {test: index for index, test in enumerate(tests)}
     outcomes = Counter(result.outcome for result in results)
@@ -69,7 +71,6 @@ def written(results: Sequence[Result], title: str) -> str:
 
 
 def read(text: str) -> Iterator[Result]:
-    """Read the results of a table."""
     rows = [line.split("\t") for line in text.splitlines()]
     tests = [row[1] for row in rows if len(row) == 2]
     for place, change, outcome, noticed, digest in (row for row in rows if len(row) == 5):

@@ -88,7 +88,7 @@ def test_a_mutant_keeps_its_name_and_digest_while_its_statement_stays() -> None:
     assert names(f"import os\n\n{EXAMPLE}") == names(EXAMPLE)
     changed = EXAMPLE.replace("number < 0 or", "number < 0  or len(self.books) == 3 or")
     gone = {*names(EXAMPLE)} - {*names(changed)}
-    assert len(gone) == 6  # all of the changed statement, also those whose own words are as before
+    assert len(gone) == 6  # all mutants of the changed statement, even those whose own words have not changed
     assert len({digest for _, digest in gone}) == 1
 
 
@@ -150,7 +150,7 @@ def test_a_run_reports_each_mutants_result_and_does_not_repeat_it(tmp_path: Path
     kept = (tmp_path / "kept/all-tests.jsonl").read_bytes()
     assert "survived  example" not in run(tmp_path, "-m", "tests.mutants", *options, "--all")
     assert (tmp_path / "kept/all-tests.jsonl").read_bytes() == kept
-    (tmp_path / "kept/all-tests.jsonl").unlink()  # as on another machine, which has only the table
+    (tmp_path / "kept/all-tests.jsonl").unlink()  # another machine has only the table
     assert "survived  example" not in run(tmp_path, "-m", "tests.mutants", *options, "--all")
     assert (tmp_path / "example/module.py").read_text() == MODULE
 

@@ -10,7 +10,7 @@ from kvoffload.telemetry.counters import Counters
 
 
 class FakeSource:
-    """Counts messages on its bus. All gauges are 0, except `state`."""
+    """Counts the messages on its bus. All gauges except `state` are 0."""
 
     def __init__(self, state: Mapping[str, Series] | None = None) -> None:
         self.state = state or {}

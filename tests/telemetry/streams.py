@@ -22,7 +22,7 @@ _FIELD_TYPES = {
 
 @st.composite
 def lookups(draw: st.DrawFn) -> LookupAnswered:
-    """Draw a lookup, which has a cause exactly if a block missed."""
+    """Draw a lookup. The lookup has a cause if, and only if, a block missed."""
     missed = draw(st.integers(0, 50))
     cause = draw(st.sampled_from(MissCause)) if missed else None
     number = st.integers(0, 1000)

@@ -171,7 +171,7 @@ def test_a_copy_that_ended_well_is_a_sample_and_a_failed_one_is_not() -> None:
     queue = change.distributions["kvoffload_transfer_queue_seconds"][("host", "load")]
     assert (copy.samples, copy.total, queue.samples, queue.total) == (1, 0.002, 1, 0.0001)
     bounds = BY_NAME["kvoffload_transfer_queue_seconds"].buckets
-    # A sample that equals a bound belongs in the bucket below.
+    # a sample that equals a bound belongs in the bucket below the bound
     assert queue.counts.index(1) == bounds.index(0.0001)
 
 

@@ -146,7 +146,7 @@ def test_a_state_that_does_not_add_up_is_reported() -> None:
     assert slot_problems(FakeSource({"kvoffload_slots": {("disk", "ready"): 2}}).gauges()) == [
         "slots of the disk by state sum to 2, but the capacity is 0"
     ]
-    assert slot_problems({}) == []  # A state that cannot be read has no other metrics.
+    assert slot_problems({}) == []  # a state that cannot be read exports no slots, so nothing is compared
 
 
 @pytest.mark.tools("promtool")
@@ -200,7 +200,7 @@ def test_a_collector_that_raises_is_an_error_to_the_scraper() -> None:
 def test_a_scraper_that_hangs_holds_up_nothing() -> None:
     with socket.socket() as hanging, serve(CollectorRegistry(), port=0) as url:
         hanging.connect(("127.0.0.1", port_of(url)))
-        hanging.sendall(b"GET /metr")  # An incomplete request does not keep the server from closing.
+        hanging.sendall(b"GET /metr")  # an incomplete request must not keep the server from closing
         with urllib.request.urlopen(url, timeout=10) as answer:
             assert answer.status == 200
 

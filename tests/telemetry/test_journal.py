@@ -1,4 +1,4 @@
-"""The journal contains what happened, without content. A slow disk delays nothing else."""
+"""The journal contains what happened, but no content of prompts. A slow disk delays only the journal."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def write(path: Path, *messages: object, capacity: int = 1000) -> tuple[Bus, Jou
 
 @given(st.lists(any_event(), max_size=30))
 def test_property_totals_agree_between_journal_and_counters(stream: list[Event]) -> None:
-    """Counting the events in the file gives exactly the same numbers."""
+    """Counting the events in the file gives exactly the counters' numbers."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "journal")
         bus, counters, journal = Bus(), Counters(), Journal(Ticks(), path=path)
@@ -500,7 +500,7 @@ anything = st.recursive(
 
 
 def read_as_far_as_it_goes(path: Path) -> None:
-    """Read a file; only the journal's own error may be raised."""
+    """Read a file, in which only the journal's own error may be raised."""
     with suppress(JournalError):
         for record in read_journal(path):
             assert isinstance(record.time, float)

@@ -33,7 +33,7 @@ PROVENANCE = {"kvoffload": "0.1", "settings": {"verify": "off"}}
 
 
 def write(path: Path, lines: int, *, max_bytes: int | None = None, batch: int = 10) -> None:
-    """Write events to a new journal, a few at a time, as an engine does."""
+    """Write events to a new journal, a few per batch, as an engine does."""
     clock = iter(range(1, 10**6))
     bus, journal = (
         Bus(),
@@ -72,7 +72,7 @@ def test_each_process_begins_with_its_provenance(tmp_path: Path) -> None:
 def test_a_bounded_journal_keeps_the_end_and_says_in_each_file_what_it_is_of(
     tmp_path: Path, batch: int
 ) -> None:
-    """The same if the writer is late, and must write more at once than a file may contain."""
+    """This must also hold if the writer is late, and has to write more at once than a file may contain."""
     path, most = tmp_path / "journal", 4000
     write(path, 500, max_bytes=most, batch=batch)
     assert files_of(path) == [rotated(path), path]
@@ -81,7 +81,7 @@ def test_a_bounded_journal_keeps_the_end_and_says_in_each_file_what_it_is_of(
     assert [oct(file.stat().st_mode)[-3:] for file in files_of(path)] == ["600", "600"]
     begun: list[Mapping[str, object]] = []
     kept = sequences(path, begun.append)
-    assert kept == list(range(kept[0], 501))  # No event is missing between the files.
+    assert kept == list(range(kept[0], 501))  # no event is missing between the files
     assert kept[0] > 1
     assert begun == [PROVENANCE] * 2
 
@@ -139,7 +139,7 @@ def test_lines_outside_of_the_time_are_skipped(tmp_path: Path) -> None:
     wanted = read_journal(path, Part(times[100], times[200]), begun.append)
     assert [record.time for record in wanted] == times[100:201]
     assert begun == [PROVENANCE]
-    # This includes the first line, whose time the writing thread reads.
+    # includes the first line, whose time the writing thread reads
     assert last_time(path) == max(json.loads(line)["t"] for line in path.read_text().splitlines())
 
 

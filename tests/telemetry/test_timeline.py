@@ -1,4 +1,4 @@
-"""A journal as a timeline: which spans are drawn, on which lines, from when to when."""
+"""A journal as a timeline: which spans are drawn, on which lines, and from when to when."""
 
 from __future__ import annotations
 
@@ -240,8 +240,6 @@ def test_rows_are_given_in_the_order_of_ends() -> None:
 
 
 class Counted(float):
-    """A time that counts its comparisons."""
-
     compared = 0
 
     def _count(self) -> None:

@@ -1,4 +1,4 @@
-"""The pages of the site, and the commands in them."""
+"""The pages of the site, and the commands on these pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FOREVER = "# runs until Ctrl-C\n"
 
 @dataclass(frozen=True)
 class Block:
-    """One block of commands of a page.
+    """One block of commands on a page.
 
     Args:
         text: the lines, for a shell.

@@ -1,4 +1,4 @@
-"""Shared by the tests of the tooling."""
+"""Helpers shared by the tests of the tooling."""
 
 import importlib.util
 import os
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def load_script(name: str) -> ModuleType:
-    """Import a script of .ci as a module, because the folder is not a package."""
+    """Import a script of .ci as a module, although the folder is not a package."""
     path = ROOT / ".ci" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"ci_{name}", path)
     assert spec is not None
@@ -22,7 +22,7 @@ def load_script(name: str) -> ModuleType:
 
 
 def unpacked_wheel() -> Path:
-    """Return where the Makefile unpacked the wheel that it built for this run."""
+    """Return the folder into which the Makefile has unpacked the wheel built for this run."""
     folder = os.environ.get("KVOFFLOAD_WHEEL")
     if folder is None:
         pytest.skip("no wheel was built for this run: make test")

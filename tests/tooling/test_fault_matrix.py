@@ -43,5 +43,5 @@ def test_the_operators_signs_exist_in_the_sources() -> None:
     for row in ROWS:
         for name in re.findall(r"`([a-z]+(?:_[a-z]+)+)[`{]", row[1]):
             known = name in BY_NAME or name in SETTINGS or f'"{name}"' in sources
-            # The lanes build these events from a verb, such as "copy", and an outcome.
+            # the lanes build these events from a verb, such as "copy", and an outcome
             assert known or f'"{name.partition("_")[2]}"' in sources, (row[0], name)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.tooling.scripts import ROOT
 
-# Hides the named packages, then imports.
+# Hides the named packages, then imports the project.
 WITHOUT = """
 import importlib, sys
 

@@ -1,4 +1,6 @@
-"""Every command in the documents' fenced blocks runs as written, or its first line names what it needs."""
+"""Every command in the documents' fenced blocks runs as written, or the block's first line names what the
+command needs.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,13 @@ NEEDS = {"a GPU", "a cluster", "a package index", "Docker", "SGLang", "vLLM"}
 RUN = [page for page in PAGES if page != ROOT / "README.md" and any(not one.needs for one in blocks(page))]
 
 DEMOS = {"disk.md", "store.md"}
-"""Pages with demos of a restart and of a store; tests/cli runs smaller demos."""
+"""Pages with demos of a restart and of a store. tests/cli runs smaller demos instead."""
 
 
 def environment() -> dict[str, str]:
-    """Return an environment with this interpreter's commands first, and without settings of vLLM or a terminal."""
+    """Return an environment with this interpreter's commands first on the path, and without settings of vLLM
+    or a terminal.
+    """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return {**os.environ, "PATH": path, "COLUMNS": "100"}
 
@@ -37,7 +41,7 @@ def shell(text: str) -> list[str]:
 
 @contextmanager
 def serving(text: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Start a block that runs until Ctrl-C, and wait until it serves. End it by Ctrl-C.
+    """Start a block that runs until Ctrl-C, wait until it serves, and end it by Ctrl-C.
 
     `exec` replaces the shell by the command, so that the command gets the signal.
     """
@@ -73,7 +77,7 @@ def serving(text: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_the_commands_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None:
-    """All blocks run in one folder. A block that runs until Ctrl-C runs beside the next block."""
+    """All blocks of a page run in one folder. A block that runs until Ctrl-C keeps running during the next block."""
     here = [one for one in blocks(page) if not one.needs]
     while here:
         one = here.pop(0)
@@ -115,7 +119,7 @@ def test_what_a_block_needs_has_a_known_name(page: Path) -> None:
     "page", [page for page in PAGES if page.parent == ROOT / "docs"], ids=lambda page: page.stem
 )
 def test_a_page_hides_no_command_from_this_test(page: Path) -> None:
-    """Indented code and other fences would not be run."""
+    """This test would not run commands in indented code or in other fences."""
     text = re.sub(r"^```bash\n.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     assert (
         re.findall(

@@ -29,6 +29,6 @@ def test_every_setting_is_documented() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_make_target_that_a_page_names_exists(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    named = r"(?:`|^)make ([a-z-]+)(?![a-z-]|NAME)"  # `bench-NAME` stands for many targets.
+    named = r"(?:`|^)make ([a-z-]+)(?![a-z-]|NAME)"  # `bench-NAME` stands for many targets
     for target in re.findall(named, page.read_text(encoding="utf-8"), flags=re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

@@ -14,7 +14,7 @@ TOP_LEVEL = {
 
 @pytest.fixture
 def files() -> list[str]:
-    """Return every file that is, or would be, in the repository."""
+    """Return every file that is in the repository, or would be after `git add`."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]

@@ -18,7 +18,7 @@ WIDTHS = (390, 1024, 1280, 1440)
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the built site."""
+    """Build the site; return its folder."""
     folder = tmp_path_factory.mktemp("site")
     command = [*BUILD, "-c", str(ROOT / "docs"), str(ROOT), str(folder)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -39,7 +39,7 @@ def test_the_site_builds_without_a_warning(site: Path) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.tools("chromium-headless-shell")
 def test_every_page_fits_its_window(site: Path) -> None:
-    # This page only redirects.
+    # the index page only redirects
     pages = [path for path in site.rglob("*.html") if path != site / "index.html"]
     too_wide: list[tuple[str, int, int]] = []
     with sync_playwright() as playwright:

@@ -22,7 +22,7 @@ def test_it_has_the_scenes_of_the_suite_and_the_versions_of_the_lock() -> None:
     assert title == ["vLLM", *matrix.COLUMNS]
     assert set(matrix.SCENES.values()) == {scene.__name__ for scene in SCENES}
     labels = [row[0] for row in body]
-    # The rows of the other runner take long, and are written when they are run.
+    # The rows of the other runner take a long time, and are written only when they are run.
     expected = [setup.label for setup in matrix.setups() if setup.runner == "V1" or setup.label in labels]
     assert labels == expected, "the table of versions is out of date: make vllm-versions"
     assert matrix.filled(README, body) == README, "the table was edited by hand: make vllm-versions"

@@ -54,7 +54,7 @@ def test_the_wheel_contains_only_its_packages_and_metadata(
     metadata: importlib.metadata.Distribution,
 ) -> None:
     tops = {path.parts[0] for path in metadata.files or []}
-    tops -= {"..", "bin"}  # pip put the script there
+    tops -= {"..", "bin"}  # pip put the script into this folder
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert tops == {*PACKAGES, f"kvoffload-{version}.dist-info"}
 
