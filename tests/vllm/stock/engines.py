@@ -86,6 +86,7 @@ def in_process(checkpoint: Path, **options: object) -> Iterator[LLM]:
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
+    from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
     # vLLM collects garbage seven times while an engine starts and ends. With the imported objects frozen this
     # takes 0.1 s instead of 2 s. vLLM itself would freeze the engine too, and unfreeze all objects at the
@@ -94,7 +95,11 @@ def in_process(checkpoint: Path, **options: object) -> Iterator[LLM]:
         gc.collect()
         gc.freeze()
     with patch("gc.freeze"), patch("gc.unfreeze"):
-        llm = LLM(str(checkpoint), **{**OPTIONS, "skip_tokenizer_init": True, **options})
+        try:
+            llm = LLM(str(checkpoint), **{**OPTIONS, "skip_tokenizer_init": True, **options})
+        except Exception:
+            ensure_kv_transfer_shutdown()  # Otherwise the next engine would use the refused engine's connector.
+            raise
         try:
             yield llm
         finally:

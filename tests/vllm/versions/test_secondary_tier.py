@@ -312,7 +312,6 @@ def test_without_the_engines_configuration_the_start_is_refused() -> None:
         _config_of_caller()
 
 
-# The last test: an engine that was refused leaves its worker's connector in the process, and the next one would use it.
 @pytest.mark.full
 def test_settings_that_cannot_be_kept_are_refused_at_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean disk_bytes"), living(tmp_path, disk_byte=1):
