@@ -491,7 +491,7 @@ class TierCache:
         self._side.moved(self._monotonic())
 
     def _count(self, key: BlockKey) -> int:
-        """Return how often a block was put before, and count it."""
+        """Return how many times a block was put before, and count this put."""
         before = self._seen.pop(key, 0)
         self._seen[key] = before + 1
         if len(self._seen) > _MOST_SEEN:

@@ -217,7 +217,7 @@ class Loads:
         self._state.requests.move(record, RequestEvent.ALLOCATE)
 
     def refuse(self, request: RequestId, external_tokens: int) -> None:
-        """Report a failed load for tokens that the engine waits for although no lookup promised them."""
+        """Report a load as failed: the engine waits for tokens that no lookup promised."""
         if external_tokens:
             self._state.tally.rejected(RejectionCause.TOKENS_WITHOUT_PIN, request)
             self._state.results.failed.append(request)

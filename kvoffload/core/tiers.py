@@ -378,6 +378,6 @@ class LayeredIndex:
         self.parts = (SimpleNamespace(get=get),) * 256
 
     def on_tiers(self, slots: Iterable[SlotId]) -> list[Block]:
-        """Return the blocks on lower tiers among these results of `get`, in the same order."""
+        """Return those of these results of `get` that are blocks on lower tiers, in the same order."""
         found = self._found
         return [found[-1 - slot] for slot in slots if slot < 0]

@@ -114,7 +114,7 @@ class EngineShape:
 
     @property
     def turnover_blocks(self) -> int:
-        """How many device blocks one step allocates at most to one request, and usually to all requests together."""
+        """The maximum number of device blocks that one step allocates to one request; few steps allocate more in all."""
         return sum(self._turnover_of(group) for group in self.groups)
 
     def _turnover_of(self, group: GroupSpec) -> int:

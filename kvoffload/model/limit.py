@@ -19,7 +19,7 @@ class AdaptiveLimit:
     * a load was pending when a copy ended, so the two ran at the same time;
     * a copy took twice as long as the best of its kind, so other work uses the same link, perhaps in another process.
 
-    Either observation halves the limit, once for all copies that began earlier. A copy that ends undisturbed raises the
+    Either observation halves the limit. Copies that began before that do not halve it again. A copy that ends undisturbed raises the
     limit by one step. So an occasional load hardly matters, and during continuous loads a few copies still run.
 
         most   ────╮          ╭──────        while the limit is low, a queued store starts only after the previous one

@@ -236,7 +236,7 @@ class BucketStore:
             self._walk(catalogue, catalogue.walked_to, until)
 
     def _walk(self, catalogue: Catalogue, walked_to: str, until: float) -> None:
-        """List the next older page."""
+        """List the next page of older packs, and read their indexes before `until`."""
         page, ends = self._page(catalogue, walked_to)
         catalogue.walk_listed(self._read_indexes(catalogue, page, until) or ends)
 

@@ -97,7 +97,7 @@ class RemoteCatalog:
             log.warning("remote_not_protected", note=place.address.caution)
 
     def take_facts(self) -> list[facts.Fact]:
-        """Run the work that is due. Return the facts for the core since the last call. Never waits."""
+        """Run the work that is due, and return the facts that were collected since the last call. Never waits."""
         self._calls.poll()
         if self._fingerprint is None and self._identified.done() and not self._is_refused:
             self._take_identity()

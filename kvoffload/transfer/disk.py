@@ -223,7 +223,7 @@ class DiskMover:
 
         Args:
             part: the part.
-            call: the call that this runs in.
+            call: the running call.
             copy: the slot file's `write` or `read` method.
             data: the memory to copy from or to for each position, in the part's order.
             may_change: whether a hanging call may still change the job's file slots or host slots.

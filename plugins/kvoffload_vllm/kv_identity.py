@@ -1,4 +1,4 @@
-"""Determines the KV identity: everything that vLLM's KV depends on, except its keys. Tiers below the host need it.
+"""Determines the KV identity: everything that vLLM's KV depends on, except the block keys.
 
     engine created ─▶ first step ─▶ identity known ─▶ disk: folder locked ─▶ sent to workers ─▶ files open ─▶ index read
                                                    └▶ remote tier: generation read ─▶ each job carries the namespace

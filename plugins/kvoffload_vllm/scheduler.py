@@ -150,7 +150,7 @@ class VllmScheduler:
             self._progress.steps, progress, preempted, reallocated, total - decoding, decoding, states
         )
         plan = self.offload.step(fact)
-        # vLLM only gets the end of a load from workers, and a worker does not report a load without a finished copy.
+        # vLLM learns only from workers that a load has ended. So the workers must report these loads, too.
         copies, answers = self.offload.copies, NO_ANSWERS
         if copies.awaited or copies.answers is not NO_ANSWERS or self.offload.faults.cause is not None:
             answers = self.offload.take_answers()

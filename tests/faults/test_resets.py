@@ -135,7 +135,7 @@ def test_without_the_reset_the_old_weights_would_have_been_served() -> None:
 
 
 def test_a_request_from_before_a_reset_leaves_nothing_to_be_found() -> None:
-    """This request mixes KV of both weights, which is up to the engine. No other request may use its blocks."""
+    """No other request may use this request's blocks, which mix KV of the old and the new weights."""
     with rig(step_tokens=8) as made:
         on_host_only(made, PROMPTS[0])
         made.submit((*PROMPTS[0], 1, 2, 3), 30)  # half of this prompt comes from the host

@@ -71,7 +71,7 @@ def go_on(request: Any, part: Sequence[int]) -> None:
 
 
 def scheduled(request: Any, count: int, *, preempted: bool = False) -> Any:
-    """Return a step that schedules only this request as a new one, or preempts it."""
+    """Return a step with only this request, which is new or is preempted."""
     cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
     return SimpleNamespace(
         preempted_req_ids={request.request_id} if preempted else set(),

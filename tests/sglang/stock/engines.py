@@ -191,12 +191,12 @@ def serving(
     storage: Mapping[str, object] | None = None,
     **options: object,
 ) -> Iterator[Server]:
-    """An SGLang server on a free port, ready; ended with the block.
+    """Start an SGLang server on a free port, wait until it is ready, and stop it at the end of the block.
 
     Args:
         checkpoint: the model.
         log: file for what the server prints.
-        seconds: the most that the start may take.
+        seconds: the time limit for the start.
         environment: further variables.
         storage: settings of our backend, None to start without one.
         options: arguments of the server; underscores become dashes.

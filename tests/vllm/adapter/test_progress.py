@@ -75,7 +75,7 @@ def test_what_decoding_requests_gain_is_reported_together() -> None:
     # The prompts of both requests are reported at once.
     assert engine.step({"a": 1, "b": 1}) == ({"a": (14, []), "b": (15, [])}, [])
     assert engine.step({"a": 1, "b": 1}) == ({}, [5])
-    # Every fourth step reports.
+    # The adapter reports progress in every fourth step.
     assert engine.step({"a": 1, "b": 1}) == ({"a": (16, [6]), "b": (17, [5])}, [])
     for _ in range(3):
         assert engine.step({"a": 1, "b": 1}) == ({}, [])

@@ -1,4 +1,4 @@
-"""The peer connector runs on this machine, has hits, and changes no token."""
+"""The peer connector runs on this machine, has hits, and does not change the output."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ pytestmark = MARKS
 
 
 def is_too_old() -> bool:
-    """Return whether this version expects states that a hit does not include, as versions before 0.28 do."""
+    """Return whether this vLLM, as every one before 0.28, expects recurrent states that our hits lack."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
     return not hasattr(base.KVConnectorBase_V1, "supports_divergent_local_hybrid_hits")

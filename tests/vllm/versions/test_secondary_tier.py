@@ -95,7 +95,8 @@ def living(
     checkpoint = checkpoints.make("qwen3", folder / f"model{seed}", seed=seed)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("kvoffload_vllm.kv_identity.process_began_ns", time.time_ns)
-        patched.setattr("kvoffload.tier_cache._STAGING_BYTES", 0)  # eight slots, so that the disk is read
+        # This leaves the smallest number of staging slots, so that most blocks are read from the disk.
+        patched.setattr("kvoffload.tier_cache._STAGING_BYTES", 0)
         for side in ("worker_side", "remote_catalog") if store is not None else ():
             patched.setattr(f"kvoffload.runtime.{side}.open_store", lambda *_: store)
         with engines.in_process(checkpoint, **options) as llm:
@@ -120,7 +121,7 @@ NONE = [0] * len(PROMPTS)
 
 def test_scene_of_qwen3_what_left_the_host_is_found_on_the_tier(tmp_path: Path) -> None:
     with living(tmp_path) as life:
-        expected = life.ask()  # computed
+        expected = life.ask()
         assert cached(expected) == NONE
         life.push_out()
         found = life.ask()

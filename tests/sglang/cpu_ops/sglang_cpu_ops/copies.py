@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def define() -> None:
-    """Puts the copies into SGLang's modules, which import them on a GPU only."""
+    """Add the copies to SGLang's modules, which import such functions only on a GPU."""
     from sglang.srt.mem_cache.pool_host import common, mamba, mha, mla
 
     common._cuda_host_register = lambda *_, **__: None
