@@ -48,6 +48,6 @@ def test_loads_are_priced_at_what_vllm_takes_to_prefill(folder: Path, two_steps:
         saved = value(rig, "prefill_seconds_saved_total")
         assert 0.2 < saved / (loaded / rate) < 5
         waits = rig.counts.distributions["kvoffload_load_wait_seconds"]["own_load",]
-        assert waits.samples == 3 * len(requests)
+        assert waits.samples == 2 * len(requests)
         assert 0 < waits.total < 60
         assert value(rig, "break_even_tokens") > 0
