@@ -49,7 +49,7 @@ from kvoffload.remote.address import RemotePlace, parse_address
 from kvoffload.runtime.portal import DaemonExecutor, Portal
 from kvoffload.runtime.tiers_side import TiersSide
 from kvoffload.runtime.worker_side import merged, open_disk, open_remote
-from kvoffload.telemetry.catalogue import CATALOGUE, Series, Side
+from kvoffload.telemetry.catalogue import CATALOGUE, Kind, Series, Side, read_all
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.logging import LogObserver, log_removed
 from kvoffload.telemetry.provenance import info_labels
@@ -86,9 +86,7 @@ Taken: TypeAlias = tuple[LowerTier, list[BlockKey]]
 
 _STAGING_BYTES, _LEAST_SLOTS = 64 * 2**20, 8
 _SHARE = 4  # one call uses at most a quarter of the staging slots at once
-_PERIOD_S = (
-    0.05  # the maximum time until a hanging call to a tier is noticed; a call that returns wakes the thread
-)
+_PERIOD_S = 0.05  # the longest delay until a hanging call is noticed; a call that returns wakes the thread
 _MOST_SEEN = 65_536
 _RANK = Rank(0)
 _SHAPE = EngineShape((GroupSpec(GroupId(0), AttentionKind.FULL, 1),), ranks=1, device_blocks=1, step_tokens=1)
@@ -123,7 +121,6 @@ class TierCache:
             raise.
         page_bytes: bytes of a block in each region.
         config: the settings, from `tier_config`.
-        meaning: describes properties of a page's bytes that are not part of the identity.
         replica: index of this process among those with the same identity and `disk_path`.
         engine: the engine, for `kvoffload_info`.
         clock: the clock for time limits of calls to the tiers.
@@ -143,7 +140,6 @@ class TierCache:
         page_bytes: Sequence[int],
         config: OffloadConfig,
         *,
-        meaning: str = "",
         replica: int = 0,
         engine: EngineIdentity | None = None,
         clock: Clock | None = None,
@@ -156,7 +152,7 @@ class TierCache:
         self._min_hits = {Tier.DISK: config.disk_min_hits, Tier.REMOTE: config.remote_min_hits}
         self._wake = threading.Event()
         self._portal = portal = _Threads(self._wake)
-        self._arena = arena = _staging(page_bytes, meaning, portal)
+        self._arena = arena = _staging(page_bytes, portal)
         policy = Policy(
             disk_min_hits=None if config.disk_path is None else config.disk_min_hits,
             remote_min_hits=None if address is None else config.remote_min_hits,
@@ -321,23 +317,9 @@ class TierCache:
             return changes
 
     def gauges(self) -> Mapping[str, Series]:
-        """Return the series of each metric that has a reader and a meaning here, by name."""
-        side = cast("Side", self)
-        return {
-            metric.name: {**dict.fromkeys(metric.series, 0), **metric.read(side)}
-            for metric in METRICS
-            if metric.read is not None
-        }
-
-    def statistics(self) -> dict[str, float]:
-        """Return all numbers that are not 0, by metric name and label values, joined by commas."""
-        series = {**self.counters.snapshot().counts, **self.gauges()}
-        return {
-            ",".join((name, *labels)): value
-            for name, values in series.items()
-            for labels, value in values.items()
-            if value
-        }
+        """Return the series of each metric that has a reader and a meaning here, by name; only counters after `close`."""
+        metrics = [metric for metric in METRICS if not self._is_closed or metric.kind is Kind.COUNTER]
+        return read_all(cast("Side", self), self.counters.tiers, metrics)
 
     def close(self) -> None:
         """Close the tiers. Waits for a disk for at most `disk_drain_s`, and never for a remote tier."""
@@ -584,7 +566,7 @@ class _Waking(DaemonExecutor):
         return future
 
 
-def _staging(page_bytes: Sequence[int], meaning: str, portal: Portal) -> Arena:
+def _staging(page_bytes: Sequence[int], portal: Portal) -> Arena:
     """Return the memory of the staging slots.
 
     Raises:
@@ -592,7 +574,7 @@ def _staging(page_bytes: Sequence[int], meaning: str, portal: Portal) -> Arena:
     """
     # These regions are on no device.
     regions = [DeviceRegion(number, size, size, 1) for number, size in enumerate(page_bytes)]
-    layout = DeviceLayout(tuple(regions), meaning)
+    layout = DeviceLayout(tuple(regions))
     slots = max(_STAGING_BYTES // layout.slot_bytes, _LEAST_SLOTS)
     arena = Arena(layout, slots, MmapAllocator(portal.executor))
     portal.spawn(arena.prepare).result()

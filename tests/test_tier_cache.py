@@ -61,14 +61,13 @@ class Rig:
         identity: KVIdentity = IDENTITY,
         sizes: Sequence[int] = PAGES,
         *,
-        meaning: str = "",
         clock: FakeClock | None = None,
         is_open: bool = True,
         **settings: object,
     ) -> None:
         self.sizes = sizes
         config = tier_config({"disk_bytes": "4MiB", **settings} if "disk_path" in settings else settings)
-        self.cache = TierCache(lambda: identity, sizes, config, meaning=meaning, clock=clock)
+        self.cache = TierCache(lambda: identity, sizes, config, clock=clock)
         assert self.cache.wait_open(WAIT_S) is is_open or not is_open
 
     def put(self, *numbers: int, timeout_s: float = WAIT_S) -> list[bool]:
@@ -87,7 +86,8 @@ class Rig:
         return self.cache.exists([key_of(number) for number in numbers], WAIT_S)
 
     def count(self, name: str, *labels: str) -> float:
-        return self.cache.statistics().get(",".join((f"kvoffload_{name}", *labels)), 0)
+        numbers = {**self.cache.counters.snapshot().counts, **self.cache.gauges()}
+        return numbers[f"kvoffload_{name}"].get(labels, 0)
 
 
 Start = Callable[..., Rig]
@@ -163,10 +163,9 @@ def test_more_blocks_than_staging_slots_are_found_by_the_next_process(
         {"identity": KVIdentity("engine 1", "weights 2", "sha256", {"tensor": 1}, {"dtype": "float16"})},
         {"identity": KVIdentity("engine 1", "weights 1", "sha256", {"tensor": 1}, {"dtype": "bfloat16"})},
         {"identity": KVIdentity("engine 1", "weights 1", "sha256", {"tensor": 2}, {"dtype": "float16"})},
-        {"meaning": "heads first"},
         {"sizes": (96, 640, 5000)},
     ],
-    ids=["weights", "dtype", "ranks", "layout", "pages"],
+    ids=["weights", "dtype", "ranks", "pages"],
 )
 def test_r18_another_model_or_layout_finds_nothing(
     start: Start, store: FakeStore, other: dict[str, Any], tier: str

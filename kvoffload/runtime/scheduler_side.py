@@ -83,7 +83,6 @@ class SchedulerSide:
         self.core = OffloadCore(shape, _policy(config, shape, disk, remote), device)
         self._jobs = self.core.state.jobs
         self._live = self.core.state.requests.live
-        self._lru = self.core.state.pool.order
         self.bus = Bus(self.core.state.tally)
         tiers = {tier.tier for tier in self.core.state.tiers}
         self.observation = Observation(self.bus, shape, config, identity, self._hook, self._clocks, tiers)
@@ -127,7 +126,7 @@ class SchedulerSide:
         self, fact: facts.RequestSeen, has_token: HasToken | None = None, trace_parent: str | None = None
     ) -> None:
         """Handle a new request. `has_token` tells if it has its first token; `trace_parent` is a W3C traceparent."""
-        began = self._hook.now = self._lru.now = self._clocks.monotonic()
+        began = self._hook.now = self.core.state.pool.order.now = self._clocks.monotonic()
         watch = self.observation
         if has_token is not None:
             watch.first_tokens.waiting[fact.request] = began, has_token
@@ -228,7 +227,7 @@ class SchedulerSide:
 
     def step(self, fact: facts.StepScheduled) -> TransferPlan:
         """Return the copies that the workers must start in a scheduled step. Call it exactly once per step."""
-        began = self._hook.now = self._lru.now = self._clocks.monotonic()
+        began = self._hook.now = self.core.state.pool.order.now = self._clocks.monotonic()
         copies, faults, watch = self.copies, self.faults, self.observation
         if faults.pending_error is not None:
             faults.raised(*faults.pending_error)

@@ -6,7 +6,7 @@ The exporters, dashboards/metrics.md and the dashboard tests use this table.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Protocol
@@ -502,10 +502,10 @@ CATALOGUE: tuple[Metric, ...] = (
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE}
 
 
-def read_all(side: Side, tiers: Set[Tier]) -> dict[str, Series]:
-    """Return all series that exist with these lower tiers, of each metric that has a reader, by name."""
+def read_all(side: Side, tiers: Set[Tier], metrics: Iterable[Metric] = CATALOGUE) -> dict[str, Series]:
+    """Return all series that exist with these lower tiers, of each of `metrics` that has a reader, by name."""
     found: dict[str, Series] = {}
-    for metric in CATALOGUE:
+    for metric in metrics:
         if metric.read is not None:
             series = metric.read(side)
             named = metric.series_with(tiers) if metric.series else series

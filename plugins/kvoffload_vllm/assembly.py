@@ -25,13 +25,13 @@ from kvoffload.remote.address import RemotePlace, parse_address
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.runtime.worker_side import WorkerSide
+from kvoffload.telemetry.payload import Changes
 from kvoffload.telemetry.spans import check_exporter
 from kvoffload.transfer.host_memory import advise_host_bytes
 from kvoffload_vllm.doctor import RECOMPUTE, block_hashes, load_failures, recurrent_states
 from kvoffload_vllm.events import TierEvents, find_wire, publishes_events
 from kvoffload_vllm.groups import VllmGroups, vllm_groups
 from kvoffload_vllm.kv_identity import Identification, find_identity, find_problems
-from kvoffload_vllm.payload import Changes
 from kvoffload_vllm.pool_device import VllmDevice
 from kvoffload_vllm.scheduler import VllmScheduler
 from kvoffload_vllm.worker import VllmWorker

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvoffload.runtime.scheduler_side import SchedulerSide
+    from kvoffload.telemetry.payload import Changes
     from kvoffload_vllm.events import TierEvents
     from kvoffload_vllm.groups import VllmGroups
     from kvoffload_vllm.kv_identity import Identification
-    from kvoffload_vllm.payload import Changes
     from kvoffload_vllm.pool_device import VllmDevice
 
 _output_tokens = attrgetter("num_output_tokens")

@@ -41,10 +41,10 @@ from kvoffload.model.engine import EngineIdentity
 from kvoffload.model.errors import ConfigError
 from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.telemetry.catalogue import BY_NAME, Kind
+from kvoffload.telemetry.payload import Changes, split_labels
 from kvoffload.tier_cache import METRICS, Page, TierCache, tier_config
 from kvoffload_vllm.assembly import join_logging
 from kvoffload_vllm.kv_identity import find_identity, find_problems
-from kvoffload_vllm.payload import Changes, split_labels
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec, OffloadKey, ReqContext, ScheduleEndContext

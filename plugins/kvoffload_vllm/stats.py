@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvoffload_vllm import payload
-from kvoffload_vllm.families import Families
+from kvoffload.telemetry import payload
+from kvoffload.telemetry.families import Families
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -1,4 +1,4 @@
-"""Our metrics beside SGLang's own; this needs no SGLang."""
+"""Our metrics in SGLang's `/metrics`. These tests need no SGLang."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def test_what_changed_is_added_once_a_second_and_a_closed_backend_has_no_state(t
     time[0] = 1.0
     exported.update()
     assert value("kvoffload_tier_blocks_total", **stored) == 3
+    assert value("kvoffload_transfer_seconds_count", tier="disk", direction="store") > 0
     cache.close()
     exported.close()
     assert value("kvoffload_tier_blocks_total", **stored) == 3

@@ -30,8 +30,8 @@ def adapter(
 
     from kvoffload.model.config import parse_config
     from kvoffload.runtime.scheduler_side import SchedulerSide
+    from kvoffload.telemetry.payload import Changes
     from kvoffload_vllm.groups import vllm_groups
-    from kvoffload_vllm.payload import Changes
     from kvoffload_vllm.pool_device import VllmDevice
     from kvoffload_vllm.scheduler import VllmScheduler
     from kvoffload_vllm.support import Features

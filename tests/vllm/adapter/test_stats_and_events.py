@@ -32,7 +32,7 @@ def through_the_wire(data: Any) -> Any:
 def test_stats_reach_a_front_ends_metrics() -> None:
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
-    from kvoffload_vllm.payload import Changes
+    from kvoffload.telemetry.payload import Changes
     from kvoffload_vllm.stats import KVOffloadPromMetrics, KVOffloadStats
 
     offload = FakeSource({"kvoffload_capacity_slots": {("host",): 3}})

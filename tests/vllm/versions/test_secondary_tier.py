@@ -72,7 +72,7 @@ class Life:
         assert engines.scheduler_of(self.llm).reset_prefix_cache()
 
     def count(self, *labels: str) -> float:
-        return float(self.tier._cache.statistics().get(",".join(("kvoffload_tier_blocks_total", *labels)), 0))
+        return self.tier._cache.counters.snapshot().count("kvoffload_tier_blocks_total", *labels)
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
+from kvoffload.telemetry import families
 from kvoffload.telemetry.catalogue import BY_NAME, CATALOGUE, Kind
-from kvoffload_vllm import families
-from kvoffload_vllm.families import Families
+from kvoffload.telemetry.families import Families
 
 CLASSES: dict[type, Any] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
 LABELS = ["model_name", "engine"]
@@ -135,7 +135,7 @@ class Alien:
 
     made: list[dict[str, Any]]
 
-    def __init__(self, name: str, documentation: str, labelnames: list[str], **options: Any) -> None:
+    def __init__(self, name: str, documentation: str, labelnames: list[str], **options: object) -> None:
         self.name, self.labelnames, self.options = name, labelnames, options
         self.children: dict[tuple[object, ...], Alien] = {}
         self.reported: list[float] = []

@@ -1,4 +1,4 @@
-"""Messages for vLLM's front end: the metrics' changes since the last message, in types that msgpack supports.
+"""Messages for an engine's front end: the metrics' changes since the last message, in types that msgpack supports.
 
     {metric: {labels: value}}        a counter's increase, a gauge's value, a histogram's samples [seconds, ..]
 

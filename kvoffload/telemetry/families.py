@@ -1,8 +1,7 @@
-"""The catalogue as ordinary Prometheus metrics, created with the classes that vLLM passes in (its own or Ray's).
+"""The catalogue as ordinary Prometheus metrics, created with given classes (on vLLM its own or Ray's).
 
 A process may create the metrics several times, for a second engine or a second logger, but the registry accepts each
-name once. So the newest metrics replace the earlier ones, which are still updated but no longer exported. vLLM's own
-metrics do the same.
+name once. So the newest metrics replace the earlier ones, which are still updated but no longer exported, as vLLM's own.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from kvoffload.model.wire import Tier
 from kvoffload.telemetry.catalogue import CATALOGUE, Kind, Metric
-from kvoffload_vllm.payload import entries, split_labels
+from kvoffload.telemetry.payload import entries, split_labels
 
 _STANDARD: Mapping[Kind, type] = {Kind.COUNTER: Counter, Kind.GAUGE: Gauge, Kind.HISTOGRAM: Histogram}
 _exported: dict[str, Any] = {}
@@ -28,8 +27,8 @@ class Families:
 
     Args:
         classes: for each metric class of the Prometheus client, the class to use instead.
-        label_names: vLLM's labels, which precede ours.
-        engine_labels: the values of vLLM's labels for each engine of this front end.
+        label_names: the engine's labels, which precede ours.
+        engine_labels: the values of these labels for each engine of this front end.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from kvoffload.model.ids import JobId, Rank
 from kvoffload.model.wire import Direction
 from kvoffload.telemetry import counters as counters_module
 from kvoffload.telemetry.catalogue import BY_NAME, Hook, Kind, Series
-from kvoffload_vllm.payload import Changes, Payload, split_labels
+from kvoffload.telemetry.payload import Changes, Payload, split_labels
 from tests.telemetry.fake_source import FakeSource
 from tests.telemetry.streams import any_event
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
+from kvoffload.telemetry import payload
 from kvoffload.telemetry.catalogue import CATALOGUE
-from kvoffload_vllm import payload
-from kvoffload_vllm.payload import merge, split_labels, summarize
+from kvoffload.telemetry.payload import merge, split_labels, summarize
 
 
 def sent() -> payload.Payload:
