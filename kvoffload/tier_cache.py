@@ -166,36 +166,23 @@ class TierCache:
         self.degraded: DegradeCause | None = None
         self._changed = threading.Condition()
         self._one_reset = threading.Lock()
-        self._is_closed = self._is_resetting = False
+        self._is_closed = False
+        self._is_resetting = False
         self._numbers = count()
         self._asked: set[RequestId] = set()  # queries that the remote tier has not answered
         self._seen: OrderedDict[BlockKey, int] = OrderedDict()  # how often each of the last blocks was put
         self._changes: list[tuple[BlockKey, bool]] | None = None
-        self.bus = bus = Bus(core.state.tally)
-        bus.on_state_error = lambda error, fact: self._broke(error, type(fact).__name__)
-        bus.on_removed = log_removed
+        self.bus = Bus(core.state.tally)
         self.counters = Counters({tier.tier for tier in self._tiers})
-        self.counters.subscribe(bus)
-        bus.handle(facts.TransferReported, core.transfer_reported)
-        bus.handle(facts.JobOverdue, core.job_overdue)
-        bus.handle(facts.CacheReset, core.cache_reset)
-        bus.count(facts.RemoteAnswered, lambda fact: self._asked.discard(fact.request))
-        self._report = TransferReport(
-            _RANK,
-            (),
-            arena.ready_slots,
-            slot_bytes=arena.layout.slot_bytes,
-            wanted_slots=arena.slots,
-        )
+        slots, size = arena.ready_slots, arena.layout.slot_bytes
+        self._report = TransferReport(_RANK, (), slots, slot_bytes=size, wanted_slots=arena.slots)
         self.observation = SimpleNamespace(
             info=info_labels(engine or EngineIdentity(), config), reports={_RANK: self._report}
         )
-        bus.dispatch([facts.TransferReported(self._report)])
         identifying = portal.new_executor("identity")
         identified = identifying.submit(lambda: with_key(_with_pages(identify(), arena.layout), key))
         identifying.shutdown(wait=False)
         disk = remote = None
-        shared = _RANK, 1, config, arena, portal, clock, None, key
         if config.disk_path is not None:
             disk = DiskPlace(config.disk_path, identified.result, replica)
         if address is not None:
@@ -203,12 +190,25 @@ class TierCache:
         clocks = Clocks(clock.monotonic, sleep=clock.sleep)
         self._side = TiersSide(core, self, config, portal, clocks, disk, remote, key)
         self.observation.remote_faults = self._side.remote_faults
-        self._side.handle_facts(bus)
+        self._handle_facts()
+        shared = _RANK, 1, config, arena, portal, clock, None, key
         self._disk = None if disk is None else open_disk(disk, *shared)
         self._remote = None if address is None else open_remote(address, *shared)
         observer = LogObserver(clock.monotonic)
-        portal.spawn(run_observer, observer.subscribe(bus), observer, log_removed)
+        portal.spawn(run_observer, observer.subscribe(self.bus), observer, log_removed)
         threading.Thread(target=self._run, name=f"{portal.name}-ends", daemon=True).start()
+
+    def _handle_facts(self) -> None:
+        bus, core = self.bus, self.core
+        bus.on_state_error = lambda error, fact: self._broke(error, type(fact).__name__)
+        bus.on_removed = log_removed
+        self.counters.subscribe(bus)
+        bus.handle(facts.TransferReported, core.transfer_reported)
+        bus.handle(facts.JobOverdue, core.job_overdue)
+        bus.handle(facts.CacheReset, core.cache_reset)
+        bus.count(facts.RemoteAnswered, lambda fact: self._asked.discard(fact.request))
+        self._side.handle_facts(bus)
+        bus.dispatch([facts.TransferReported(self._report)])
 
     # -- calls --------------------------------------------------------------------------------------------------
 
