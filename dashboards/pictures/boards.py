@@ -22,11 +22,11 @@ from kvoffload.remote.local import free_port
 
 BOARDS = FOLDER / "grafana" / "dashboards"
 _SOURCES = Path(__file__).with_name("grafana")
-_END_S = 180.0  # two servers end one after the other
+_END_S = 180.0  # Two servers end one after the other.
 _VLLM = FOLDER.parent / ".venv" / "vllm" / "bin" / "python"
 _BUILD = FOLDER.parent / ".venv" / "pictures"
 SERVE_S, EVERY_MS, RATE_MS = 600, 5000, 60_000
-"""How long the vLLM engines of the pictures serve, and how often they are scraped."""
+"""Seconds for which the vLLM engines serve, and milliseconds between scrapes and of each rate."""
 _PAGE = '<!doctype html><meta charset="utf-8"><link rel="stylesheet" href="board.css"><div id="root"></div>'
 _ORIGIN = "http://pictures.invalid/"
 _ICONS = Path("node_modules") / "@grafana" / "ui" / "dist" / "public"

@@ -1,4 +1,4 @@
-"""One server of a stock SGLang, and one S3 server that it can reach, for all tests that do not harm them."""
+"""Fixtures: one stock SGLang server and one S3 server, which all tests share that leave them intact."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, bucket: Bucket, model: Path
 
 @pytest.fixture
 def some(server: Server) -> Prompts:
-    """Prompts of which nothing is cached yet, with what the engine makes of them without storage."""
+    """Return prompts without cached blocks, and the engine's answers to them without storage."""
     server.flush()
     return Prompts.told_by(server)

@@ -1,4 +1,4 @@
-"""Prompts that share no page with those of other tests, and what an engine should make of them."""
+"""Prompts that share no page with other tests' prompts, and an engine's expected answers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Self
 from tests.sglang.stock.engines import PAGE, Answer, Server, wait_until
 
 WHOLE = 12 * PAGE
-"""Tokens of a prompt in whole pages."""
+"""The number of a prompt's tokens that are in whole pages."""
 STATE = "kvoffload_tier_state"
 _numbers = count()
 
 
 def prompts(number: int) -> list[list[int]]:
-    """New prompts. Six are longer together than the device's cache, and twelve than the host's below it."""
+    """Return new prompts. Six of them do not fit in the device's cache, and twelve do not fit in the host's."""
     firsts = [next(_numbers) for _ in range(number)]
     return [
         [first % 256, first // 256, *((7 * place + 13 * first) % 256 for place in range(WHOLE + 3))]
@@ -34,30 +34,30 @@ class Prompts:
 
     @classmethod
     def told_by(cls, server: Server, number: int = 6) -> Self:
-        """New prompts, asked of a server without storage, whose cache is empty afterwards."""
+        """Return new prompts with the answers of a server without storage, and empty its caches afterwards."""
         wanted = prompts(number)
         right = [server.generate(prompt).tokens for prompt in wanted]
         server.flush()
         return cls(wanted, right)
 
     def ask(self, server: Server) -> list[int]:
-        """How many tokens of each prompt came from storage; the answers must be right."""
+        """Check the answers; return how many tokens of each prompt came from storage."""
         return [answer.stored for answer in self.answers(server)]
 
     def answers(self, server: Server) -> list[Answer]:
-        """The answers, which must be right."""
+        """Check the answers, and return them."""
         answers = [server.generate(prompt) for prompt in self.wanted]
         assert [answer.tokens for answer in answers] == self.right
         return answers
 
     @property
     def all(self) -> list[int]:
-        """What `ask` returns if everything comes from storage."""
+        """The result of `ask` if all whole pages come from storage."""
         return [WHOLE] * len(self.wanted)
 
     @property
     def none(self) -> list[int]:
-        """What `ask` returns if nothing does."""
+        """The result of `ask` if no page comes from storage."""
         return [0] * len(self.wanted)
 
 
@@ -65,12 +65,12 @@ class Prompts:
 def attached(
     server: Server, policy: str = "timeout", *, opens: bool = True, **settings: object
 ) -> Iterator[None]:
-    """Our backend, for the block. It begins and ends with empty caches above it.
+    """Attach our backend for the block. At both ends of the block, the caches of device and host are empty.
 
     Args:
         server: the server.
         policy: how long a request waits for storage.
-        opens: whether its tiers are there; then the block begins when they are open.
+        opens: whether the tiers can open; if so, wait for that.
         settings: the backend's settings.
     """
     server.flush()
@@ -82,5 +82,5 @@ def attached(
             wait_until(lambda: all(server.metric(STATE, tier=tier, state="open") == 1 for tier in tiers))
         yield
     finally:
-        wait_until(lambda: server.detach()[0] == 200)  # SGLang refuses while a copy is on its way
+        wait_until(lambda: server.detach()[0] == 200)  # SGLang refuses to detach while a copy runs.
         server.flush()

@@ -1,4 +1,4 @@
-"""The storage backend on host pools of SGLang's own classes, without an engine."""
+"""Tests the storage backend on SGLang's own host pools, without an engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Start = Callable[..., "KVOffloadStorage"]
 
 
 def attention(layout: str, heads: int = 2, dtype: str = "float32") -> Any:
-    """A host pool of two layers, with room for twice `PAGES`."""
+    """Return a host pool of two layers and twice `PAGES`."""
     import torch
     from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
@@ -65,7 +65,7 @@ def attention(layout: str, heads: int = 2, dtype: str = "float32") -> Any:
 
 
 def states(layout: str = "page_first") -> Any:
-    """A host pool of recurrent states, one for each page."""
+    """Return a host pool of recurrent states, one for each page."""
     import torch
     from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
     from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
@@ -83,7 +83,7 @@ def fill(pool: Any, seed: int) -> None:
 
 
 def places(pool: Any, first: int, count: int = PAGES) -> torch.Tensor:
-    """The positions of `count` pages of a pool."""
+    """Return the positions of `count` pages of a pool."""
     import torch
 
     return torch.arange(first * pool.page_size, (first + count) * pool.page_size)
@@ -97,7 +97,7 @@ def pages(pool: Any, first: int, count: int = PAGES) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="session")
 def settings(model: Path) -> dict[str, Any]:
-    """SGLang's settings for the tests' model."""
+    """Return SGLang's settings for the tests' model."""
     from sglang.srt.server_args import ServerArgs
 
     server = ServerArgs(model_path=str(model), device="cpu", skip_tokenizer_init=True)
@@ -107,7 +107,7 @@ def settings(model: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def start(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Starts a backend: its pools by name, settings of ours, and what SGLang says of the rank or of itself."""
+    """Return a function that starts a backend with these pools, our settings, and SGLang's settings and rank."""
     from msgspec.structs import fields
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
     from sglang.srt.server_args import ServerArgs
@@ -207,7 +207,7 @@ def test_states_and_windows_shorten_a_hit_to_where_they_exist(start: Start, tmp_
 
 
 def test_only_the_same_kv_is_found(start: Start, tmp_path: Path, model: Path) -> None:
-    """Each change must hide the pages, and the last backend, without one, must find them."""
+    """With each change a backend finds no page. The last backend, without a change, finds all pages."""
     ours: dict[str, object] = {"disk_path": str(tmp_path)}
     first = start({"kv": attention("page_first")}, ours)
     assert all(first.batch_set_v1(KEYS, places(attention("page_first"), 0)))

@@ -1,4 +1,4 @@
-"""kvoffload's disk as a storage backend of a stock SGLang. One server; backends are attached and detached at run time."""
+"""kvoffload's disk as a storage backend of a stock SGLang server, which attaches and detaches it at run time."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_flipped_bytes_are_never_served(server: Server, some: Prompts, tmp_path:
 
 
 def damage(slots: Path) -> None:
-    """Flips a bit in every 4 KiB of a file, except in its header."""
+    """Flip a bit in every 4 KiB of a file, except in its header."""
     data = bytearray(slots.read_bytes())
     for place in range(4096 + 100, len(data), 4096):
         data[place] ^= 1

@@ -1,4 +1,4 @@
-"""Several lives of a stock SGLang on one disk, and ranks."""
+"""A stock SGLang that is killed and started again on one disk, and one with two ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_lives_that_are_killed_at_random_find_what_earlier_ones_wrote_and_serve_
             living.flush()
             killer = threading.Timer(chance.uniform(0.1, 2.0), living.kill)
             killer.start()
-            with suppress(OSError, HTTPException):  # the server is gone
+            with suppress(OSError, HTTPException):  # The server was killed.
                 while True:
                     some.ask(living)
                     living.flush()

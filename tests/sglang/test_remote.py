@@ -16,7 +16,7 @@ from tests.sglang.stock.engines import Server, wait_until
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 LONGEST_S = 6.0
-"""What a request may take while the store hangs: a second of SGLang's, our limits, and the computation."""
+"""Seconds that a request may take while the store hangs: one of SGLang's, our time limits, and the computation."""
 
 
 def test_another_backend_finds_in_the_store_what_the_first_wrote(
@@ -51,7 +51,7 @@ def test_a_store_that_lies_changes_no_token(
 def test_a_request_does_not_wait_for_a_store_that_hangs_and_finds_it_later(
     server: Server, some: Prompts, bucket: Bucket
 ) -> None:
-    # SGLang waits until a prefetch ends, so a call that hung would never let a request go.
+    # SGLang waits until a prefetch ends, so after a hanging call a request would never run.
     with attached(server, "wait_complete", remote_url=bucket.url):
         some.ask(server)
         server.flush()

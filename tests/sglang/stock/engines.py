@@ -17,16 +17,17 @@ from typing import Any
 
 from kvoffload.remote.local import free_port
 from tests.sglang.stock.install import EXTENSIONS, PYTHON
+from tests.vllm.stock import engines as vllm
 
 PAGE = 16  # tokens
-ADMIN = "of this test"  # the key without which SGLang attaches nothing
+ADMIN = "of this test"  # SGLang attaches a backend only for requests with this key.
 
 ENVIRONMENT: Mapping[str, str] = {
     "SGLANG_USE_CPU_ENGINE": "1",
-    "OMP_NUM_THREADS": "1",  # the tensors are tiny: more threads cost more than they bring
+    "OMP_NUM_THREADS": "1",  # The tensors are too small for more threads.
     "HF_HUB_OFFLINE": "1",
     "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
-    "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_cpu_ops.models",  # imports these models only
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_cpu_ops.models",  # Without this, SGLang imports hundreds of models.
 }
 
 OPTIONS: Mapping[str, Any] = {
@@ -65,7 +66,7 @@ BACKEND: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the engine made of one prompt."""
+    """An engine's answer to one prompt."""
 
     tokens: tuple[int, ...]
     cached: Mapping[str, Any]  # prompt tokens that were not computed: device, host, storage
@@ -73,33 +74,23 @@ class Answer:
 
     @property
     def stored(self) -> int:
-        """Prompt tokens that came from our tiers."""
+        """The number of prompt tokens that came from our tiers."""
         return int(self.cached.get("storage", 0))
 
 
-def wait_until(is_so: Callable[[], bool], seconds: float = 30) -> None:
-    """Waits until something is so; raises where it takes longer."""
+def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    """Wait until the condition holds; fail after `seconds`."""
     deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, f"not so after {seconds} s"
+    while not condition():
+        assert time.monotonic() < deadline, f"the condition does not hold after {seconds} s"
         time.sleep(0.1)
 
 
-class Server:
-    """A running SGLang."""
-
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-        self.process = process
-        self.log = log
-        self.root = f"http://127.0.0.1:{port}"
-
-    def get(self, path: str) -> str:
-        """The body of what the server answers."""
-        with urllib.request.urlopen(self.root + path, timeout=60) as answer:
-            return str(answer.read().decode())
+class Server(vllm.Server):
+    """A running SGLang server."""
 
     def send(self, method: str, path: str, body: Mapping[str, object] | None = None) -> tuple[int, str]:
-        """Sends `body` as JSON; returns the status and what comes back."""
+        """Send `body` as JSON; return the status and the answer's text."""
         data = json.dumps(body or {}).encode()
         request = urllib.request.Request(self.root + path, data, method=method)
         request.add_header("Content-Type", "application/json")
@@ -111,7 +102,7 @@ class Server:
             return error.code, error.read().decode()
 
     def generate(self, prompt: Sequence[int], count: int = 8) -> Answer:
-        """Continues a prompt greedily."""
+        """Continue a prompt greedily."""
         sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
         body = {"input_ids": list(prompt), "sampling_params": sampling}
         began = time.monotonic()
@@ -123,7 +114,7 @@ class Server:
         return Answer(tuple(answer["output_ids"]), cached, seconds)
 
     def attach(self, policy: str = "timeout", /, **settings: object) -> tuple[int, str]:
-        """Attaches our backend with these settings; `policy` says how long a request waits for it."""
+        """Attach our backend. `policy` is SGLang's name of how long a request waits for storage."""
         body = {
             "hicache_storage_backend": "dynamic",
             "hicache_storage_backend_extra_config_json": json.dumps({**BACKEND, **settings}),
@@ -132,53 +123,38 @@ class Server:
         return self.send("PUT", "/hicache/storage-backend", body)
 
     def detach(self) -> tuple[int, str]:
-        """Detaches the storage backend."""
         return self.send("DELETE", "/hicache/storage-backend")
 
     def clear(self) -> tuple[int, str]:
-        """Lets the storage backend forget everything."""
+        """Let the storage backend begin a new generation."""
         return self.send("POST", "/hicache/storage-backend/clear")
 
     def words(self, word: str) -> list[str]:
-        """The lines of the log with a word."""
+        """Return the lines of the log that contain a word."""
         return [line for line in self.log.read_text().splitlines() if word in line]
 
     def flush(self) -> None:
-        """Empties the device's and the host's cache."""
+        """Empty the caches of device and host."""
         wait_until(lambda: self.send("POST", "/flush_cache")[0] == 200)
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum over a metric's samples with these labels."""
+        """Return the sum over a metric's samples with these labels."""
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         lines = [line for line in self.get("/metrics").splitlines() if line.partition("{")[0] == name]
         return sum(float(line.split()[-1]) for line in lines if all(each in line for each in wanted))
 
-    def wait_until_ready(self, seconds: float) -> None:
-        """Returns when the server answers; raises, with the end of its log, where it does not."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                self.get("/health")
-            except (urllib.error.URLError, ConnectionError):
-                time.sleep(0.2)
-            else:
-                return
-        raise TimeoutError(f"the server is not ready; its last words:\n{self.log.read_text()[-4000:]}")
-
-    def kill(self) -> None:
-        """Ends all of the server's processes at once."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def stop(self, seconds: float = 60) -> None:
-        """Asks the server to end."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+    def stop(self, seconds: float = 60) -> int:
+        """Ask the server to end, then kill all processes that it has left; return its exit status."""
         try:
-            self.process.wait(seconds)
+            return super().stop(seconds)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """Kill all of the server's processes."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 @contextmanager

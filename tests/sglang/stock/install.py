@@ -1,8 +1,8 @@
 """Sets up a stock SGLang on a machine without a GPU, in `.venv/sglang`, from the versions in `.ci/sglang.lock`.
 
-It stands on `.venv/vllm`, whose packages it sees: torch's CPU build, transformers and most of what a server needs.
-No package's requirements are followed, so that nothing made for CUDA is fetched. The second run finds everything
-done. Needs nothing but Python's standard library.
+The environment also sees the packages of `.venv/vllm`: torch's CPU build, transformers and most other packages of a server.
+Requirements of packages are not installed, because they include CUDA. A second run changes nothing. This program needs
+only Python's standard library.
 
     python3 tests/sglang/stock/install.py
 """
@@ -23,7 +23,7 @@ TRITON = ENVIRONMENTS / "triton"
 STAND_INS = ROOT / "tests" / "sglang" / "cpu_ops"
 ENVIRONMENT = ENVIRONMENTS / "sglang"
 PYTHON = ENVIRONMENT / "bin" / "python"
-EXTENSIONS = ENVIRONMENT / "extensions"  # what torch compiles for SGLang, at the first use of each
+EXTENSIONS = ENVIRONMENT / "extensions"  # extensions that torch compiles for SGLang
 
 COMPILE = (
     "from sglang.srt.mem_cache.cpp_utils.native_hash import get_native_hash; get_native_hash([1], None, 1)"
@@ -31,7 +31,7 @@ COMPILE = (
 
 
 def main() -> int:
-    """Makes `.venv/sglang` what the lock says, unless it is that already."""
+    """Install the locked versions in `.venv/sglang`, unless they are there."""
     if not (BELOW / "bin" / "python").exists():
         sys.stdout.write("It stands on the environment of a stock vLLM: make vllm-env comes first.\n")
         return 1
@@ -68,7 +68,7 @@ def set_up() -> None:
 
 
 def packages(environment: Path) -> Path:
-    """The folder of an environment's packages."""
+    """Return the folder of an environment's packages."""
     (folder,) = (environment / "lib").glob("python3*/site-packages")
     return folder
 

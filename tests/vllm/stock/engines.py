@@ -50,16 +50,15 @@ OPTIONS: Mapping[str, Any] = {
     "block_size": BLOCK,
     "compilation_config": {"custom_ops": ["none"]},
     "num_gpu_blocks_override": 128,
-    "kv_cache_memory_bytes": 1
-    << 26,  # Without this, the worker requires nearly all of the machine's memory to be free.
+    # Without this, the worker requires nearly all of the machine's memory to be free.
+    "kv_cache_memory_bytes": 1 << 26,
     "max_model_len": 1024,
     "max_num_batched_tokens": 128,  # Longer prompts are computed in chunks.
     "max_num_seqs": 16,
 }
 
-TWO_WORKERS: Mapping[
-    str, Any
-] = {  # These options of `serving` run tensor parallelism on a machine with one memory node and two cores
+# These options of `serving` run tensor parallelism on a machine with one memory node and two cores.
+TWO_WORKERS: Mapping[str, Any] = {
     "tensor_parallel_size": 2,
     "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
 }

@@ -1,4 +1,4 @@
-"""kvoffload's tier below vLLM's own `OffloadingConnector`: the same tokens, found after a restart, and no harm from it.
+"""kvoffload's tier below vLLM's own `OffloadingConnector`: equal tokens, hits after a restart, and failing tiers.
 
 Only the copies between device and host are replaced, as for the `fs` tier (`tests/vllm/stock/fs_peer.py`).
 """
@@ -59,7 +59,7 @@ class Life:
         return tier
 
     def ask(self, prompts: Sequence[Prompt] = PROMPTS) -> list[engines.Answer]:
-        """Ask one after the other; all copies have ended then."""
+        """Return the answers to these prompts, asked one after the other, when all copies have ended."""
         answers = []
         for prompt in prompts:
             answers += engines.generate(self.llm, [prompt], TOKENS)
@@ -67,7 +67,7 @@ class Life:
         return answers
 
     def push_out(self) -> None:
-        """Leave what was asked for on the tier alone."""
+        """Evict the blocks of earlier prompts from device and host, so that only the tier has them."""
         self.ask(OTHERS)
         assert engines.scheduler_of(self.llm).reset_prefix_cache()
 
@@ -84,7 +84,7 @@ def living(
     engine: Mapping[str, object] | None = None,
     **settings: object,
 ) -> Iterator[Life]:
-    """An engine on a folder, or on a store. For the weights it counts as begun now."""
+    """Start an engine with the tier on a folder or on a store. The weights are older than the engine's process."""
     from tests.vllm.stock import fs_peer
 
     tier: dict[str, object] = {"type": "KVOffloadTier", "module_path": "kvoffload_vllm.secondary_tier"}
@@ -101,7 +101,7 @@ def living(
             patched.setattr(f"kvoffload.runtime.{side}.open_store", lambda *_: store)
         with engines.in_process(checkpoint, **options) as llm:
             life = Life(llm)
-            life.ask([(1, 2, 3)])  # with the first step the hashes have their seed, and the tier opens
+            life.ask([(1, 2, 3)])  # The first step sets the seed of the hashes, and then the tier opens.
             assert life.tier._cache.wait_open(60.0)
             yield life
 
@@ -137,7 +137,7 @@ def test_scene_of_qwen3_what_left_the_host_is_found_on_the_tier(tmp_path: Path) 
 
 @dataclass(frozen=True)
 class Before:
-    """What the first life has left in its folder, and what it answered."""
+    """The folder of a first engine, and that engine's answers."""
 
     folder: Path
     answers: list[engines.Answer]
@@ -177,7 +177,7 @@ def test_r17_flipped_bytes_are_computed_again(
     flipped = before.copy(tmp_path)
     (path,) = flipped.rglob("slots0")
     data = bytearray(path.read_bytes())
-    signs = slice(4096 + 3, None, 4)  # behind the header, of every float32
+    signs = slice(4096 + 3, None, 4)  # the sign byte of each float32 after the header
     data[signs] = bytes(byte ^ 0x80 for byte in data[signs])
     path.write_bytes(data)
     with capture_logs() as lines, living(shutil.copytree(flipped, tmp_path / "life")) as life:
@@ -186,7 +186,7 @@ def test_r17_flipped_bytes_are_computed_again(
         assert life.count("disk", "load", "corrupt") > 0
     assert "tier_copy_failed" in {line["event"] for line in lines}
 
-    # The control: without the comparison of checksums, the answers are others.
+    # Without the comparison of checksums, the answers differ.
     monkeypatch.setattr("kvoffload.transfer.disk.are_equal", lambda *_: True)
     with living(shutil.copytree(flipped, tmp_path / "control")) as life:
         assert tokens(life.ask()) != tokens(before.answers)
@@ -233,7 +233,7 @@ def test_a_second_life_finds_what_the_first_wrote_to_a_store(before: Before, tmp
     with living(tmp_path, store=store) as life:
         assert tokens(life.ask()) == tokens(before.answers)
     with living(tmp_path, store=store) as life:
-        found = life.ask()  # each lookup waits for the store's answer
+        found = life.ask()  # Each lookup waits for the store's answer.
         assert (tokens(found), cached(found)) == (tokens(before.answers), ALL)
         assert life.count("remote", "load", "done") > 0
 

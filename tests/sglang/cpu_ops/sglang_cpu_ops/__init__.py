@@ -1,9 +1,9 @@
-"""Lends a stock SGLang what its wheel lacks on a CPU, in plain torch. For development and tests only.
+"""Gives a stock SGLang, in plain torch, the functions that its wheel lacks on a CPU. For development and tests only.
 
-The wheel that a package index offers is the one for CUDA. With `SGLANG_USE_CPU_ENGINE=1` its Python side runs, up to the
-copies between device and host of HiCache. SGLang loads this package in every process of the engine through the entry
-point group `sglang.srt.plugins`. Beside it lie two packages that SGLang's imports want and whose functions it does not
-call for a dense model: `sgl_kernel` and `torchvision`. Does nothing where SGLang runs on a GPU.
+The package index has SGLang's wheel for CUDA. With `SGLANG_USE_CPU_ENGINE=1` its Python code runs on a CPU, except for
+HiCache's copies between device and host. SGLang loads this package in every process of the engine, through the entry
+point group `sglang.srt.plugins`. SGLang also imports two packages, `sgl_kernel` and `torchvision`, but calls none of their
+functions for a dense model; the folders of these names replace them. On a GPU this package changes nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Defines in this process what is missing. Called by SGLang, once."""
+    """Add the missing functions to this process. SGLang calls this once."""
     import torch
 
     if torch.version.cuda is not None:

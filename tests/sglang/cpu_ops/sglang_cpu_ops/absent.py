@@ -1,4 +1,4 @@
-"""Makes a package stand in for one that is absent: it has every submodule and every name, and none can be called."""
+"""Makes a package replace a missing one: it has every submodule and every name, and no name can be called."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def stand_in(name: str) -> None:
-    """Makes the package `name`, which is being imported, such a package."""
+    """Turn the package `name`, which is being imported, into such a package."""
     sys.modules[name].__class__ = _Absent
     sys.meta_path.append(_Finder(name))
 
@@ -28,7 +28,7 @@ class _Absent(ModuleType):
 
 
 class _Members(type):
-    """Names of an enumeration, of which tables are made at import."""
+    """The metaclass of enumerations: SGLang builds tables from their names at import."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("__"):
@@ -37,7 +37,7 @@ class _Members(type):
 
 
 class _Finder:
-    """Finds every submodule of a package: which are imported differs between versions of SGLang."""
+    """Find every submodule of a package, because each version of SGLang imports others."""
 
     def __init__(self, package: str) -> None:
         self._package = package

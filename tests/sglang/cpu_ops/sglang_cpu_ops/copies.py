@@ -1,4 +1,4 @@
-"""The copies between a KV cache and its host memory that SGLang has as CUDA kernels, for its pools of attention layers."""
+"""Copies between a KV cache and its host memory, for pools of attention layers. SGLang has them as CUDA kernels."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def copy_layer_from_pages(
     layer_id: int,
     page_size: int,
 ) -> None:
-    """From host memory of pages with all layers to one layer's rows."""
+    """Copy from host pages, which contain all layers, to one layer's rows."""
     for source, target in zip(src_ptrs, dst_ptrs, strict=True):
         target[dst_indices] = source[src_indices // page_size, layer_id, src_indices % page_size]
 
@@ -51,7 +51,7 @@ def copy_layers_to_pages(
     dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    """From all layers' rows, first of keys, then of values, to host memory of pages with all layers."""
+    """Copy the rows of all layers, first keys, then values, to host pages."""
     layers = len(src_ptrs) // len(dst_ptrs)
     for number, source in enumerate(src_ptrs):
         target = dst_ptrs[number // layers]

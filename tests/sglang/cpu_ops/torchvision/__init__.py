@@ -1,7 +1,7 @@
-"""Stands in for torchvision, which SGLang's modules for pictures import. Text needs nothing of it."""
+"""Replaces torchvision, which SGLang's image modules import. Text models do not call it."""
 
 from sglang_cpu_ops.absent import stand_in
 
-__version__ = "0.0"  # transformers wants one that it can compare
+__version__ = "0.0"  # transformers compares the version at import
 
 stand_in(__name__)

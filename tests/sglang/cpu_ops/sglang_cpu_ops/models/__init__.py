@@ -1,1 +1,1 @@
-"""The models that tests run. SGLang imports every module of a package of models, and its own has hundreds."""
+"""The models that tests run. SGLang imports every module of this package; its own package has hundreds."""
