@@ -166,7 +166,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
         Switch, _key("ask the engine for the missing recurrent state at the end of a shared prefix")
     ] = True
     batch_copies: Annotated[
-        Batches, _key("GPU: many copies in one call if the driver can, or each alone")
+        Batches, _key("GPU: many copies in one call if the driver can, or each by itself")
     ] = "auto"
 
 

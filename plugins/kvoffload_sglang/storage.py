@@ -131,7 +131,7 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Return the longest restorable prefix, all restorable lengths, and the longest length of each pool alone."""
+        """Return the longest restorable prefix, all restorable lengths, and the longest one of each pool."""
         found = self.batch_exists(keys)
         reach: dict[str, int] = {PoolName.KV: found}
         lengths = set(range(1, found + 1))

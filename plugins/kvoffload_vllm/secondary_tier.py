@@ -264,8 +264,8 @@ def _check(vllm_config: VllmConfig, config: OffloadConfig) -> None:
     problems = find_problems(vllm_config, has_identity=config.weights_id is not None)
     if vllm_config.lora_config is not None:
         problems.append(
-            "the tier is not told which requests use LoRA, and vLLM's hashes do not tell an adapter from a later one of "
-            "the same name; use KVOffloadConnector"
+            "vLLM does not report to a tier which requests use LoRA, and its hashes do not distinguish an adapter from a "
+            "later one of the same name; use KVOffloadConnector"
         )
     if problems:
         raise ConfigError(problems)

@@ -38,7 +38,7 @@ class Engine(RemoteCatalog):
 
     def __init__(self, *args: Any) -> None:  # noqa: ANN401
         super().__init__(*args)
-        self.told: list[facts.Fact] = []
+        self.reported: list[facts.Fact] = []
 
 
 class World:
@@ -63,12 +63,12 @@ class World:
         self.clock.jump(seconds)
         for engine in self.engines:
             for _ in range(3):  # a probe, the calls that wait for the probe, and the end of these calls
-                engine.told += engine.take_facts()
+                engine.reported += engine.take_facts()
 
 
 def generation(engine: Engine) -> str:
     """Return the generation that the core uses, or ""."""
-    changes = [each for each in engine.told if not isinstance(each, facts.RemoteAnswered)]
+    changes = [each for each in engine.reported if not isinstance(each, facts.RemoteAnswered)]
     return changes[-1].namespace if changes and isinstance(changes[-1], facts.RemoteOpened) else ""
 
 

@@ -42,4 +42,4 @@ def server(tmp_path_factory: pytest.TempPathFactory, bucket: Bucket, model: Path
 def some(server: Server) -> Prompts:
     """Return prompts without cached blocks, and the engine's answers to them without storage."""
     server.flush()
-    return Prompts.told_by(server)
+    return Prompts.answered_by(server)

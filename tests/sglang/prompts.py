@@ -33,7 +33,7 @@ class Prompts:
     right: Sequence[tuple[int, ...]]
 
     @classmethod
-    def told_by(cls, server: Server, number: int = 6) -> Self:
+    def answered_by(cls, server: Server, number: int = 6) -> Self:
         """Return new prompts with the answers of a server without storage, and empty its caches afterwards."""
         wanted = prompts(number)
         right = [server.generate(prompt).tokens for prompt in wanted]

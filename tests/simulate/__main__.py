@@ -55,7 +55,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make simulate", description=__doc__)
     parser.add_argument("--seeds", type=positive, default=_SEEDS, help=f"how many (default {_SEEDS})")
     parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
-    parser.add_argument("--seed", type=int, help="this one alone, with its journal")
+    parser.add_argument("--seed", type=int, help="only this life, with its journal")
     parser.add_argument("--processes", type=positive, help="default: one for each core")
     parser.add_argument("--journals", type=Path, default=_FOLDER, help="where journals go")
     return parser.parse_args(argv)

@@ -113,7 +113,7 @@ def _sum(cells: Iterable[str]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="run models with recurrent layers in every setting")
-    parser.add_argument("models", nargs="*", help="some of them; the table is left alone then")
+    parser.add_argument("models", nargs="*", help="only these models; the table is not written")
     parser.add_argument(
         "--rows", help="one model's rows as JSON lines into this file, for the program itself"
     )

@@ -119,7 +119,7 @@ def test_lazy_stores_are_published_in_full(folder: Path) -> None:
         rig.check_clean()
 
 
-def told(batches: Sequence[Any], medium: str, locality: str) -> list[Any]:
+def reported(batches: Sequence[Any], medium: str, locality: str) -> list[Any]:
     events = [one for batch in batches for one in batch.events if type(one).__name__ != "AllBlocksCleared"]
     return [one for one in events if (one.medium, one.locality) == (medium, locality)]
 
@@ -153,7 +153,9 @@ def test_blocks_on_the_disk_and_in_the_store_are_published_with_their_medium(
                 assert rig.scheduler.reset_prefix_cache()
                 rig.run({f"r{number}": asked})
             places = [("CPU", "LOCAL"), ("STORAGE", "LOCAL"), ("STORAGE", "REMOTE")]
-            stored = {place: {one.block_hashes[0]: one for one in told(batches, *place)} for place in places}
+            stored = {
+                place: {one.block_hashes[0]: one for one in reported(batches, *place)} for place in places
+            }
             on_host = stored["CPU", "LOCAL"]
             assert len(on_host) == 8
             for place in places[1:]:
@@ -165,7 +167,7 @@ def test_blocks_on_the_disk_and_in_the_store_are_published_with_their_medium(
             assert rig.scheduler.reset_prefix_cache(reset_connector=True)
             rig.run({"after": Asked(prompt(2), 1)})
             for place in places:
-                gone = [one for one in told(batches, *place) if type(one).__name__ == "BlockRemoved"]
+                gone = [one for one in reported(batches, *place) if type(one).__name__ == "BlockRemoved"]
                 assert {each for one in gone for each in one.block_hashes} == on_host.keys()
     finally:
         server.close()
