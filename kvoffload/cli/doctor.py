@@ -157,7 +157,8 @@ def as_text(findings: Sequence[Finding], *, verbose: bool = False, strict: bool 
     if by_verdict[Verdict.UNKNOWN] and Verdict.UNKNOWN not in shown:
         lines.append(_wrapped(Verdict.UNKNOWN, _by_remedy(by_verdict[Verdict.UNKNOWN])))
     if by_verdict[Verdict.OK] and not verbose:
-        lines += ["", f"{len(by_verdict[Verdict.OK])} checks passed (--verbose lists them)"]
+        passed = len(by_verdict[Verdict.OK])
+        lines += ["", f"{passed} check{'s' * (passed != 1)} passed (--verbose lists them)"]
     return "\n".join([f"{_coloured(worst(findings))}: {counted}", "", *lines])
 
 

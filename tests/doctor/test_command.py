@@ -83,7 +83,7 @@ def test_problems_come_first_then_a_line_for_what_was_not_given_and_what_passed_
         "         remedy: do",
         "unknown  one, five: give --a; four",
         "",
-        "1 checks passed (--verbose lists them)",
+        "1 check passed (--verbose lists them)",
     ]
     # a failed check is reported in a separate paragraph
     assert "unknown  one: text" in as_text(answers, strict=True)
