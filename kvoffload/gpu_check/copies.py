@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -15,9 +16,10 @@ from kvoffload.gpu_check.rig import Rig
 from kvoffload.model.errors import CopyError
 from kvoffload.model.wire import Direction
 from kvoffload.transfer.cuda.copier import ENGINE_ONLY, GpuProfile, profile_path, read_profile
-from kvoffload.transfer.cuda.crossover import Trial, learn
-from kvoffload.transfer.cuda.driver import CudaScratch, NvidiaDriver
+from kvoffload.transfer.cuda.crossover import learn
+from kvoffload.transfer.cuda.driver import NvidiaDriver
 from kvoffload.transfer.host_memory import read_file
+from kvoffload.transfer.runs import CopyRuns
 
 # Piece sizes in bytes: one step of the page kernel, and eight steps with a remainder.
 _PIECES = (4096, 33_808)
@@ -172,17 +174,13 @@ def profile(options: Options) -> Iterator[Line]:
 
 
 def _fewest(rig: Rig, programs: int) -> Generator[Line, None, int]:
-    """Yield the device's times for small batches; return the number of copies from which the kernel is faster."""
-    copier = rig.with_profile(GpuProfile(programs=programs), Direction.LOAD)
-    trial = Trial(rig.driver, copier.stream(Direction.LOAD), CudaScratch(rig.memory, rig.host))
-    trial.begin()
+    """Yield times of small batches; return the number of copies from which the kernel is faster."""
+    rig.with_profile(GpuProfile(programs=programs), Direction.LOAD)
     for number in _COUNTS:
+        runs = rig.runs(Direction.LOAD, _PROFILED, number)
         times = {}
         for by_kernel in (True, False):
-            runs = rig.runs(Direction.LOAD, _PROFILED, number)
-            samples = [
-                trial.seconds(Direction.LOAD, runs, by_kernel=by_kernel) for _ in range(rig.repeats + 1)
-            ]
+            samples = [_waited(rig, runs, by_kernel=by_kernel) for _ in range(rig.repeats + 1)]
             times[by_kernel] = median(samples[1:])
         ratio = times[True] / times[False]
         yield measured(
@@ -193,6 +191,18 @@ def _fewest(rig: Rig, programs: int) -> Generator[Line, None, int]:
         if ratio < _AS_FAST:
             return number
     return 2 * _COUNTS[-1]
+
+
+def _waited(rig: Rig, runs: CopyRuns, *, by_kernel: bool) -> float:
+    """Return the seconds from enqueueing a small load on an idle stream until it has ended."""
+    stream = rig.copier.stream(Direction.LOAD)
+    begun = time.perf_counter()
+    if by_kernel:
+        rig.driver.copy_by_kernel(runs, stream)
+    else:
+        rig.driver.copy(Direction.LOAD, runs, stream)
+    rig.settle(stream)
+    return time.perf_counter() - begun
 
 
 def _replaces(what: str, found: int, constant: int) -> Line:

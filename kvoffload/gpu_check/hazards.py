@@ -111,9 +111,9 @@ def _depth(options: Options, batch_copies: str, copies: int, what: str) -> Itera
     driver = rig.driver
     busy = driver.stream(urgent=False)
     runs = rig.runs(Direction.STORE, 8192, copies)
-    beats = [time.perf_counter()]
     enqueued = first = 0
     pause(driver, busy, _GATE_S)
+    beats = [time.perf_counter()]
     driver.record(rig.event, busy)
     driver.wait(rig.stream, rig.event)
     with repeated(lambda: beats.append(time.perf_counter())):

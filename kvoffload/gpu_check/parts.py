@@ -11,6 +11,7 @@ import signal
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -148,6 +149,8 @@ class NotHere(KVOffloadError):
 def asked(what: str, answers: Iterator[Line], *, is_check: bool = False) -> Iterator[Line]:
     """Yield the answers to a question. If `answers` raises an exception, the last line reports it.
 
+    An unexpected exception's traceback goes to standard error, which a part's process writes to the log.
+
     Args:
         what: the question.
         answers: a generator of the lines.
@@ -158,7 +161,10 @@ def asked(what: str, answers: Iterator[Line], *, is_check: bool = False) -> Iter
     except NotHere as reason:
         yield Line(what, words=f"not asked: {reason}")
     except Exception as error:
-        kind = "" if isinstance(error, KVOffloadError) else f"{type(error).__name__}: "
+        kind = ""
+        if not isinstance(error, KVOffloadError):
+            kind = f"{type(error).__name__}: "
+            traceback.print_exc()
         words = " | ".join(f"{kind}{error}".splitlines())
         yield Line(what, words=words, is_met=False, is_check=is_check)
 

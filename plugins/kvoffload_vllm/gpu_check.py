@@ -31,6 +31,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "TORCHDYNAMO_DISABLE": "1",  # compiling would take longer than it saves here
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # FlashInfer may compile its sampler, and greedy requests need none
     "HF_HUB_OFFLINE": "1",
 }
 BLOCK = 32

@@ -12,6 +12,8 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
+
 from kvoffload.cli.exits import CommandError, Exit, say
 from kvoffload.cli.partial_file import written
 from kvoffload.telemetry.provenance import describe_machine
@@ -77,12 +79,14 @@ def _options(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _machine(*packages: str) -> dict[str, object]:
-    """Return the facts on which the results depend: the processor, its current load, and versions.
+    """Return the facts on which the results depend: the GPU, the processor, its current load, and versions.
 
     Args:
         packages: further distributions whose versions are recorded, if they are installed.
     """
-    found = {}
+    found: dict[str, object] = {}
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
     for name in ("kvoffload", "torch", *packages):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
@@ -118,6 +122,7 @@ def _save(name: str, result: Mapping[str, object], folder: Path) -> Path:
 
 
 def _slug(about: Mapping[str, object]) -> str:
-    """Return a machine's processor and cores as a part of a file name."""
-    plain = re.sub(r"\((r|tm)\)|processor|cpu|@", " ", f"{about['cpu']} {about['cores']} cores".lower())
+    """Return a machine's GPU, or else its processor and cores, as a part of a file name."""
+    named = about.get("gpu") or f"{about['cpu']} {about['cores']} cores"
+    plain = re.sub(r"\((r|tm)\)|processor|cpu|@", " ", str(named).lower())
     return _NOT_IN_NAMES.sub("-", plain).strip("-")

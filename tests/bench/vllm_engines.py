@@ -25,6 +25,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "OMP_NUM_THREADS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # FlashInfer may compile its sampler, and greedy requests need none.
     "HF_HUB_OFFLINE": "1",
 }
 
@@ -44,6 +45,7 @@ _SHAPE: Mapping[str, Any] = {
     "bos_token_id": None,
 }
 HOST_BYTES = 1 << 28  # This is so much that nothing is evicted.
+_HOST_BYTES_ON_GPU = 20 << 30
 
 HOOKS = (
     "on_new_request",
@@ -217,24 +219,29 @@ def require_vllm() -> None:
         raise CommandError("this bench runs on vLLM, which is not installed in this environment")
 
 
-OURS, PEER = "kvoffload", "peer"
+OURS, PEER, NATIVE = "kvoffload", "peer", "native"
 
 
 def find_connectors() -> tuple[dict[str, dict[str, Any]], str]:
-    """Prepare the process for vLLM; return both connectors' settings by name, and a sentence about the peer.
+    """Prepare the process for vLLM; return the connectors' settings by name, and a sentence about the peer.
 
-    Without a GPU, copies within host memory replace the peer's copies.
+    Without a GPU, copies within host memory replace the peer's copies, and vLLM's `OffloadingConnector` is left out.
     """
     import torch
 
     on_gpu = torch.cuda.is_available()
     prepare_process(on_gpu)
-    ours = kv_transfer("KVOffloadConnector", host_bytes=HOST_BYTES)
     if on_gpu:
-        peer = kv_transfer("SimpleCPUOffloadConnector", cpu_bytes_to_use=HOST_BYTES)
-        return {OURS: ours, PEER: peer}, "SimpleCPUOffloadConnector as vLLM ships it"
+        size = _HOST_BYTES_ON_GPU
+        connectors = {
+            OURS: kv_transfer("KVOffloadConnector", host_bytes=size),
+            PEER: kv_transfer("SimpleCPUOffloadConnector", cpu_bytes_to_use=size),
+            NATIVE: kv_transfer("OffloadingConnector", cpu_bytes_to_use=size),
+        }
+        return connectors, "SimpleCPUOffloadConnector as vLLM ships it"
     from tests.vllm.stock import peer as on_host
 
+    ours = kv_transfer("KVOffloadConnector", host_bytes=HOST_BYTES)
     note = "SimpleCPUOffloadConnector, its copies replaced by tests.vllm.stock.peer"
     return {OURS: ours, PEER: on_host.kv_transfer(HOST_BYTES)}, note
 

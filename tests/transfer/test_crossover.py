@@ -4,6 +4,8 @@ makes all copies.
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -137,6 +139,20 @@ def test_copies_that_cover_the_enqueueing_come_before_the_timed_ones() -> None:
     # six covering copies, the timed copy, and an event before and after it
     assert device.time - start == 6 + 1 + 2
     assert timed == 1 + 1
+
+
+def test_a_batch_takes_as_long_as_its_enqueueing_if_that_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, the copy engine is as fast as the kernel, but enqueueing many short copies takes long."""
+    clock, piece = [0.0], 8 * KIB
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    class Slow(Device):
+        def copy(self, direction: Direction, runs: CopyRuns, stream: Stream) -> None:
+            clock[0] += float(len(runs)) * 2 * piece
+            super().copy(direction, runs, stream)
+
+    copier = learned(Slow(load_wins_from=0, store_wins_from=0))
+    assert copier.kernel_below == dict.fromkeys(Direction, 2 * piece)
 
 
 class Batch:
