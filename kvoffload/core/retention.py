@@ -20,7 +20,7 @@ from operator import itemgetter
 from kvoffload.core.jobs import TABLE, Store
 from kvoffload.core.machine import RequestState
 from kvoffload.core.request import RequestRecord
-from kvoffload.core.slots import HostPool
+from kvoffload.core.slots import SlotPool
 from kvoffload.core.tiers import LowerTier
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, SlotId
@@ -36,7 +36,7 @@ class Retention:
     """
 
     def __init__(
-        self, pool: HostPool, groups: tuple[GroupSpec, ...], tiers: tuple[LowerTier, ...] = ()
+        self, pool: SlotPool, groups: tuple[GroupSpec, ...], tiers: tuple[LowerTier, ...] = ()
     ) -> None:
         self._pool = pool
         self._tiers = tiers

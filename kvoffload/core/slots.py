@@ -143,7 +143,7 @@ def uncount(counts: dict[Item, int], items: Sequence[Item]) -> Sequence[Item]:
 # -- the pool ----------------------------------------------------------------------------------------------------------
 
 
-class HostPool:
+class SlotPool:
     """The slots of one tier. The host's pool starts empty and grows as the ranks' memory gets ready."""
 
     def __init__(self) -> None:

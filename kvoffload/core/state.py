@@ -10,7 +10,7 @@ from kvoffload.core.block_tables import BlockTables
 from kvoffload.core.jobs import Jobs, Leases, Stall
 from kvoffload.core.request import Requests
 from kvoffload.core.retention import Retention
-from kvoffload.core.slots import HostPool
+from kvoffload.core.slots import SlotPool
 from kvoffload.core.tally import MissMemory, Tally
 from kvoffload.core.tiers import DiskTier, RemoteTier
 from kvoffload.model.causes import DegradeCause
@@ -65,7 +65,7 @@ class CoreState:
         self.remote = None if (hits := policy.remote_min_hits) is None else RemoteTier(hits, jobs, ranks)
         self.tiers = tuple([tier for tier in (self.disk, self.remote) if tier is not None])
         """The tiers below the host, in the order in which they are searched."""
-        self.pool = HostPool()
+        self.pool = SlotPool()
         self.requests = Requests()
         self.leases = Leases(device)
         self.retention = Retention(self.pool, shape.groups, self.tiers)

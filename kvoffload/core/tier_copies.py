@@ -45,7 +45,7 @@ from kvoffload.core.jobs import Failure, Fetch, InFlight, Offer, Spill
 from kvoffload.core.machine import RequestState, SlotState
 from kvoffload.core.match import longest_match
 from kvoffload.core.request import PendingHit, RequestRecord
-from kvoffload.core.slots import HostPool
+from kvoffload.core.slots import SlotPool
 from kvoffload.core.state import CoreState
 from kvoffload.core.stores import Stores
 from kvoffload.core.tiers import ON_DEVICE, Block, LayeredIndex, LowerTier
@@ -82,7 +82,7 @@ class _Copies(ABC, Generic[JobT]):
     """
 
     def __init__(
-        self, state: CoreState, tier: LowerTier, read: HostPool, written: HostPool, in_flight: InFlight
+        self, state: CoreState, tier: LowerTier, read: SlotPool, written: SlotPool, in_flight: InFlight
     ) -> None:
         self._state = state
         self._tier = tier

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from kvoffload.core.jobs import InFlight, Jobs, Spill
 from kvoffload.core.key_index import KeyIndex
 from kvoffload.core.machine import JobState, SlotState
-from kvoffload.core.slots import HostPool
+from kvoffload.core.slots import SlotPool
 from kvoffload.model.engine import BlockPool
 from kvoffload.model.ids import BlockKey, JobId, Rank, RequestId, SlotId
 from kvoffload.model.limit import AdaptiveLimit
@@ -71,7 +71,7 @@ class LowerTier:
         self.takes_all = not after_hits
         self._after_hits = after_hits
         self._hits: dict[BlockKey, int] = {}
-        self.pool = HostPool()
+        self.pool = SlotPool()
         self.is_open = False
         self.is_closed = False
         self.failing: set[Rank] = set()

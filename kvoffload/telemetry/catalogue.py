@@ -32,7 +32,7 @@ from kvoffload.model.wire import Direction, Tier
 if TYPE_CHECKING:
     from kvoffload.bus.bus import Bus
     from kvoffload.core.offload_core import OffloadCore
-    from kvoffload.core.slots import HostPool
+    from kvoffload.core.slots import SlotPool
     from kvoffload.model.ids import Rank
     from kvoffload.model.wire import TransferReport
 
@@ -353,7 +353,7 @@ def _slots(side: Side) -> Series:
     return slots
 
 
-def _by_state(tier: Tier, pool: HostPool) -> dict[Labels, float]:
+def _by_state(tier: Tier, pool: SlotPool) -> dict[Labels, float]:
     return {(tier.value, label_of(state)): pool.count(state) for state in SlotState}
 
 

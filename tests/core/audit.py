@@ -11,7 +11,7 @@ from kvoffload.core.jobs import DeviceJob, Fetch, Job, Load, Spill, Store
 from kvoffload.core.machine import JobState, RequestState, SlotState
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.request import RequestRecord
-from kvoffload.core.slots import HostPool
+from kvoffload.core.slots import SlotPool
 from kvoffload.core.state import CoreState
 from kvoffload.core.stores import Stores
 from kvoffload.model.ids import NULL_BLOCK, SlotId
@@ -228,7 +228,7 @@ def _tables(state: CoreState) -> Iterator[str]:
         yield f"{where}: index and table disagree"
 
 
-def pool_problems(pool: HostPool) -> Iterator[str]:
+def pool_problems(pool: SlotPool) -> Iterator[str]:
     """Yield the differences between the slots' records and the pool's counts, eviction order or free slots."""
     states = bytes(pool.state(SlotId(slot)) for slot in range(pool.capacity))
     ready = {slot for slot, state in enumerate(states) if state == SlotState.READY}

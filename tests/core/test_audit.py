@@ -13,7 +13,7 @@ from kvoffload.core.jobs import Job, Leases, Spill, Store
 from kvoffload.core.machine import JobState, SlotState
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.request import RequestRecord
-from kvoffload.core.slots import HostPool
+from kvoffload.core.slots import SlotPool
 from kvoffload.core.state import CoreState
 from kvoffload.core.tally import MissMemory, Tally
 from kvoffload.core.tiers import LowerTier
@@ -50,7 +50,7 @@ class Broken:
     def __init__(self, world: World) -> None:
         self.core: OffloadCore = world.core
         self.state: CoreState = world.core.state
-        self.pool: HostPool = world.core.state.pool
+        self.pool: SlotPool = world.core.state.pool
         self.load = self.job(world, Direction.LOAD)
         store = self.job(world, Direction.STORE)
         assert isinstance(store, Store)

@@ -24,7 +24,7 @@ from kvoffload.core.machine import (
     SlotState,
 )
 from kvoffload.core.request import RequestRecord, Requests
-from kvoffload.core.slots import HostPool
+from kvoffload.core.slots import SlotPool
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import IllegalTransition
 from kvoffload.model.ids import BlockKey, Rank, RequestId, SlotId
@@ -80,8 +80,8 @@ def test_which_slots_can_hit_and_which_can_be_evicted() -> None:
 # -- the records that the tables move ---------------------------------------------------------------------------
 
 
-def pool_with(state: SlotState) -> tuple[HostPool, SlotId]:
-    pool = HostPool()
+def pool_with(state: SlotState) -> tuple[SlotPool, SlotId]:
+    pool = SlotPool()
     pool.grow(2)
     if state is SlotState.EMPTY:
         return pool, SlotId(1)
@@ -98,7 +98,7 @@ def pool_with(state: SlotState) -> tuple[HostPool, SlotId]:
     return pool, slot
 
 
-def picture(pool: HostPool) -> object:
+def picture(pool: SlotPool) -> object:
     states = [pool.state(SlotId(slot)) for slot in range(pool.capacity)]
     counts = [pool.count(state) for state in SlotState]
     return (
@@ -215,7 +215,7 @@ def test_using_moves_only_evictable_slots() -> None:
 
 
 def test_using_undoes_holds_in_the_same_order() -> None:
-    pool = HostPool()
+    pool = SlotPool()
     pool.grow(3)
     slots, _ = pool.reserve([BlockKey(bytes([number])) for number in range(3)])
     pool.fill(slots)
@@ -229,7 +229,7 @@ def test_using_undoes_holds_in_the_same_order() -> None:
 
 
 def test_slots_that_were_freed_are_taken_before_fresh_ones_and_in_order() -> None:
-    pool = HostPool()
+    pool = SlotPool()
     pool.grow(6)
     keys = [BlockKey(bytes([number])) for number in range(6)]
     slots, _ = pool.reserve(keys[:4])

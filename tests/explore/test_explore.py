@@ -11,7 +11,7 @@ from kvoffload.core.block_tables import BlockTables
 from kvoffload.core.jobs import InFlight, Job, Leases, Spill
 from kvoffload.core.loads import Loads, PendingHits
 from kvoffload.core.request import Requests
-from kvoffload.core.slots import HostPool
+from kvoffload.core.slots import SlotPool
 from kvoffload.core.stores import Stores
 from kvoffload.core.tier_copies import Fetches, LowerTiers, Spills, _Copies
 from kvoffload.core.tiers import DiskTier, RemoteTier
@@ -56,7 +56,7 @@ def _spilled_without_a_hang(self: Spills, job: Spill) -> None:
 BREAKS: dict[str, tuple[str, type, str, object]] = {
     "R1 a hit is not pinned until it is consumed": (
         "loads and evictions",
-        HostPool,
+        SlotPool,
         "unpin",
         lambda self, slots: self._pins.clear(),
     ),

@@ -20,7 +20,7 @@ from kvoffload.core.jobs import Failure, InFlight, Job, Jobs, Leases, Load, Stor
 from kvoffload.core.loads import Loads
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.request import Requests
-from kvoffload.core.slots import HostPool, LruOrder, count, uncount
+from kvoffload.core.slots import LruOrder, SlotPool, count, uncount
 from kvoffload.core.stores import Stores
 from kvoffload.model.causes import CopyOutcome, StoreOutcome
 from kvoffload.model.facts import StepScheduled
@@ -129,7 +129,7 @@ def r7_stale_ids_stay() -> list[Patch]:
 
 
 def r8_nothing_is_held() -> list[Patch]:
-    return [(HostPool, "hold", _nothing), (HostPool, "release", _nothing)]
+    return [(SlotPool, "hold", _nothing), (SlotPool, "release", _nothing)]
 
 
 def r9_failed_load_counts_as_loaded() -> list[Patch]:
@@ -144,10 +144,10 @@ def r9_loads_are_not_reported() -> list[Patch]:
 
 
 def r10_reset_forgets_nothing() -> list[Patch]:
-    def forget_all(self: HostPool) -> Mapping[BlockKey, SlotId]:
+    def forget_all(self: SlotPool) -> Mapping[BlockKey, SlotId]:
         return {}
 
-    return [(HostPool, "forget_all", forget_all)]
+    return [(SlotPool, "forget_all", forget_all)]
 
 
 def r10_store_of_before_reset_arrives() -> list[Patch]:
@@ -222,7 +222,7 @@ def r15_the_head_of_a_prefix_is_evicted_first() -> list[Patch]:
 
 
 def r16_quarantined_slot_comes_back() -> list[Patch]:
-    return [(HostPool, "quarantine", lambda self, slot: self.invalidate(slot))]
+    return [(SlotPool, "quarantine", lambda self, slot: self.invalidate(slot))]
 
 
 def r16_timed_out_job_counts_as_ended() -> list[Patch]:
