@@ -1,5 +1,3 @@
-"""Small demos for the tests of the command, and clean-up of the process after each test."""
-
 from __future__ import annotations
 
 import logging
@@ -14,8 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["one_thread"]
 
-# Three turns of four conversations, with a device cache for about a third of them. This takes a fraction of a
-# second.
+# Three turns of four conversations. The device's cache holds about a third of their blocks.
 SMALL = (
     "demo --model tiny --conversations 4 --turns 3 --first-tokens 100 --turn-tokens 30 --answer-tokens 5 "
     "--device-blocks {blocks} --host-bytes 16MiB"
@@ -24,7 +21,6 @@ SMALL = (
 
 @pytest.fixture(autouse=True)
 def _own_logging() -> Iterator[None]:
-    """Undo the command's logging setup, so that other tests do not see it."""
     logger = logging.getLogger("kvoffload")
     before = (logger.handlers[:], logger.level, logger.propagate)
     yield

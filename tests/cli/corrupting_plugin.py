@@ -1,4 +1,4 @@
-"""A plugin that corrupts one loaded block, to prove that the demo notices wrong bytes."""
+"""A plugin that corrupts one loaded block, to test that the demo notices wrong bytes."""
 
 from __future__ import annotations
 

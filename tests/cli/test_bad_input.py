@@ -1,5 +1,3 @@
-"""Bad input causes one clear line and exit code 2, and leaves nothing started."""
-
 from __future__ import annotations
 
 import socket
@@ -31,7 +29,7 @@ def _nothing_is_played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
-    """Return the single line that the command prints."""
+    """Run the command; check that it prints a single line on standard error, and return the line."""
     assert main(argv) == Exit.USAGE
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)

@@ -1,5 +1,3 @@
-"""`kvoffload dashboards export` writes every file, and the Kubernetes objects contain the same files."""
-
 from __future__ import annotations
 
 import json
@@ -43,7 +41,9 @@ def test_the_files_are_those_of_the_repository(tmp_path: Path, capsys: pytest.Ca
         assert json.loads((folder / "grafana" / board.name).read_text()) == json.loads(board.read_text())
 
 
-def test_the_kubernetes_objects_hold_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_kubernetes_objects_contain_the_same_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     export(tmp_path, capsys)
     folder = tmp_path / "kubernetes"
     for name in RULES:
@@ -68,11 +68,13 @@ def test_kubectl_apply_accepts_every_object(tmp_path: Path, capsys: pytest.Captu
         assert len(json.dumps(yaml.safe_load(path.read_text()))) < 200_000, path.name
 
 
-def test_again_into_the_same_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_export_writes_the_same_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert export(tmp_path, capsys) == export(tmp_path, capsys)
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_created_is_a_one_line_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").touch()
     assert main(["dashboards", "export", str(tmp_path / "file" / "folder")]) == Exit.OUTPUT
     out, err = capsys.readouterr()

@@ -1,7 +1,3 @@
-"""The demo's default model, with fewer conversations than by default. Benchmarks measure the time that the
-demo saves.
-"""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""The whole demo, with a tiny model and the real plugin."""
-
 from __future__ import annotations
 
 import json
@@ -39,18 +37,18 @@ slow = pytest.mark.slow
 
 KINDS = {
     "full": [],
-    "window": ["--layers", "window", "--device-blocks", "80"],  # six groups of blocks
+    "window": ["--layers", "window", "--device-blocks", "80"],
     "recurrent": [
         "--layers",
         "recurrent",
         "--device-blocks",
         "40",
-    ],  # five states take less memory than five windows
+    ],
 }
 
 
 def at_progress(monkeypatch: pytest.MonkeyPatch, text: str, act: Callable[[], object]) -> None:
-    """Call `act` when a demo reports this progress."""
+    """Call `act` when the demo shows the progress text `text`."""
 
     def progress(_: Screen, shown: str) -> None:
         if shown == text:
@@ -60,7 +58,7 @@ def at_progress(monkeypatch: pytest.MonkeyPatch, text: str, act: Callable[[], ob
 
 
 def run_json(argv: list[str], capsys: pytest.CaptureFixture[str], code: int = Exit.OK) -> dict[str, Any]:
-    """Run a demo with JSON output; check that standard output contains nothing else."""
+    """Run a demo with JSON output, and check that it prints nothing else to standard output."""
     assert main([*argv, "--json"]) == code, capsys.readouterr()
     found: dict[str, Any] = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     return found
@@ -83,7 +81,8 @@ def test_outputs_are_equal_and_tokens_are_saved(
     assert without["host_tokens"] == 0
     assert with_["host_tokens"] > 0
     assert with_["computed_tokens"] < without["computed_tokens"]
-    # The bound is low, because on such a small pool a slow copy leaves no lease for a request's last blocks.
+    # The bound is low: stores may lease only part of such a small device cache, so slow copies leave some
+    # blocks out.
     assert with_["reused_share"] >= 0.5
     assert found["offloading"]["loaded_blocks"].keys() == {"loaded"}
 
@@ -97,7 +96,7 @@ def test_every_token_is_accounted_for(small: list[str], capsys: pytest.CaptureFi
 
 
 @slow
-def test_people_get_a_table_and_nothing_on_standard_error(
+def test_without_json_a_table_is_printed_and_nothing_on_standard_error(
     small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(small) == Exit.OK
@@ -117,7 +116,9 @@ def test_people_get_a_table_and_nothing_on_standard_error(
 
 
 @slow
-def test_one_turn_has_nothing_to_compare(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_demo_of_one_turn_reports_that_no_turn_returned(
+    small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*small, "--turns", "1"]) == Exit.OK
     assert capsys.readouterr().out.startswith("No turn returned: give at least 2 --turns.")
 
@@ -126,7 +127,6 @@ def test_one_turn_has_nothing_to_compare(small: list[str], capsys: pytest.Captur
 def test_a_slower_demo_reports_it(
     small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # first and later turns without offloading, then first and later turns with it
     medians = iter([0.1, 0.1, 0.1, 0.4])
     monkeypatch.setattr("kvoffload.cli.demo.results.statistics.median", lambda _: next(medians))
     assert main(small) == Exit.OK
@@ -134,10 +134,10 @@ def test_a_slower_demo_reports_it(
 
 
 @slow
-def test_it_begins_when_there_is_host_memory(
+def test_conversations_begin_when_host_memory_is_ready(
     small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host memory becomes ready only after the third warm-up prompt."""
+    """Keep host memory from becoming ready before the fourth warm-up prompt."""
     ready, prepare, warm_up, warmed = threading.Event(), Arena.prepare, play.warm_up, []
 
     async def late(arena: Arena, **settings: bool) -> None:
@@ -170,7 +170,7 @@ def test_by_default_the_conversations_need_the_devices_cache_several_times(layer
 
 @slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_corrupt_block_is_seen(
+def test_one_corrupt_block_is_noticed(
     kind: str, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engines, "load_plugin", lambda name: CorruptingPlugin(load_plugin(name)))
@@ -183,7 +183,7 @@ def test_one_corrupt_block_is_seen(
 
 
 @slow
-def test_what_is_left_at_the_end_fails_the_audit(
+def test_slots_left_in_use_at_the_end_fail_the_audit(
     small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def hold(both: Engines) -> list[str]:
@@ -250,7 +250,9 @@ def test_close_log_probabilities_agree() -> None:
     ],
 )
 def test_any_difference_is_a_mismatch(answer: list[Token], problem: str) -> None:
-    """Each answer has one difference. After a different token, the context differs too."""
+    """Each answer differs in one place. A different token also ends the comparison, because later tokens
+    depend on it.
+    """
     [found] = compare(turn(Token(1, -0.5), Token(2, -1.5)), turn(*answer))["mismatches"]
     assert found.startswith("conversation 0, turn 1")
     assert found.endswith(problem)
@@ -286,7 +288,7 @@ def test_metrics_can_be_scraped_during_the_run(
 
 
 @slow
-def test_metrics_stay_for_a_while_and_ctrl_c_ends_that(
+def test_metrics_can_be_scraped_after_the_run_until_ctrl_c(
     small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say = Screen.say
@@ -312,7 +314,7 @@ def check_drained(first: str, second: str) -> None:
 
 @slow
 @pytest.mark.parametrize("play", ["without", "with"])
-def test_ctrl_c_drains_and_reports_it(
+def test_ctrl_c_drains_copies_and_reports_the_interruption(
     play: str, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_progress(monkeypatch, f"{play} offloading: 7 of 12 turns", lambda: signal.raise_signal(signal.SIGINT))
@@ -326,11 +328,9 @@ def test_ctrl_c_drains_and_reports_it(
 
 @slow
 @pytest.mark.parametrize("times", [1, 2])
-def test_sigterm_drains_and_reports_it_though_sigint_is_ignored(
+def test_sigterm_drains_copies_even_if_sigint_is_ignored(
     times: int, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check the same when a second SIGTERM arrives while copies drain."""
-
     def terminate() -> None:
         for _ in range(times):
             signal.raise_signal(signal.SIGTERM)
@@ -347,7 +347,7 @@ def test_sigterm_drains_and_reports_it_though_sigint_is_ignored(
 
 
 @slow
-def test_an_engine_that_stops_is_one_line(
+def test_an_engine_that_stops_is_a_one_line_error(
     small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop() -> None:

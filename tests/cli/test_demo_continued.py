@@ -1,5 +1,3 @@
-"""`demo --restart` and `demo --remote`: an engine is killed with SIGKILL, and the next engine uses its blocks."""
-
 from __future__ import annotations
 
 import asyncio
@@ -23,7 +21,7 @@ from kvoffload.remote.local import Server
 
 NEEDS_MOONCAKE = pytest.mark.tools("ibverbs")
 
-# Long enough for several writes of the disk's index before the kill. Half of the blocks found are answers.
+# Long answers, so that the disk's index is written several times before the kill.
 LONGER = ["--first-tokens", "400", "--answer-tokens", "320", "--device-blocks", "220"]
 # Other tests may keep the machine busy, so calls and the drain get long time limits.
 PATIENT = ["--config", "disk_drain_s=60", "--config", "remote_timeout_s=60"]
@@ -31,7 +29,7 @@ PATIENT = ["--config", "disk_drain_s=60", "--config", "remote_timeout_s=60"]
 
 @pytest.fixture
 def children(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
-    """Collect the engine processes that are started."""
+    """Return a list to which each started engine process is added."""
     started: list[Process] = []
     start = asyncio.create_subprocess_exec
 
@@ -45,7 +43,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
 
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Server]:
-    """Collect the servers that are started. Their folders are in `tmp_path`."""
+    """Return a list to which each started server is added. The servers keep their files in `tmp_path`."""
     started: list[Server] = []
     wait = Server._wait
 
@@ -74,9 +72,7 @@ def run_json(argv: list[str], capfd: pytest.CaptureFixture[str]) -> dict[str, An
 
 
 def check_found(found: dict[str, Any], tier: str) -> None:
-    """Check that every turn after the first two gives the expected tokens, and that the killed engine's
-    blocks save tokens.
-    """
+    """Check the tokens of every turn after the first two, and that blocks from the killed engine save work."""
     assert found["passed"]
     assert (found["options"]["killed_in"], found["agreement"]["tokens"]) == (2, 4 * 320)
     before, after = found["before"], found["tiers"][tier]
@@ -85,7 +81,7 @@ def check_found(found: dict[str, Any], tier: str) -> None:
     assert after["read_bytes"] > 0
     without, with_ = found["without_offloading"], found["with_offloading"]
     assert without["computed_tokens"] - with_["computed_tokens"] == with_["host_tokens"]
-    # more than the first messages have, because the prompts also contain the killed engine's answers
+    # more tokens than the first messages have, because the killed engine's answers are found too
     assert with_["host_tokens"] > 4 * 400
 
 
@@ -104,7 +100,7 @@ def test_blocks_written_before_a_kill_are_found_after_it(
 @pytest.mark.parametrize(
     "kind", [pytest.param("mooncake", marks=NEEDS_MOONCAKE), pytest.param("s3", marks=pytest.mark.full)]
 )
-def test_an_engine_finds_blocks_that_another_has_written_to_a_store(
+def test_an_engine_finds_blocks_that_another_engine_wrote_to_a_store(
     kind: str,
     small: list[str],
     children: list[Process],
@@ -119,7 +115,7 @@ def test_an_engine_finds_blocks_that_another_has_written_to_a_store(
 
 
 @pytest.mark.slow
-def test_the_table_says_what_was_killed_and_what_it_had_written(
+def test_the_table_names_the_killed_engine_and_its_written_blocks(
     small: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*small, "--disk", str(tmp_path), "--restart"]) == Exit.OK
@@ -135,7 +131,7 @@ def test_the_table_says_what_was_killed_and_what_it_had_written(
 
 
 def at_first_turn(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, times: int = 1) -> None:
-    """Raise a signal when the engine that will be killed has served a turn."""
+    """Raise a signal in this process when the engine that will be killed has served a turn."""
 
     def progress(screen: Screen, text: str) -> None:
         if text.startswith("before the kill: 1 of "):
@@ -195,7 +191,7 @@ def test_a_second_ctrl_c_exits_at_once(
         ),
     ],
 )
-def test_what_cannot_be_is_one_line_before_an_engine_starts(
+def test_impossible_options_are_a_one_line_error_before_an_engine_starts(
     argv: list[str], problem: str, children: list[Process], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["demo", *argv]) == Exit.USAGE
@@ -230,7 +226,7 @@ def test_a_first_engine_that_cannot_run_ends_the_demo(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_bucket_that_is_not_reached_is_one_error_without_credentials(
+def test_an_unreachable_bucket_is_one_error_without_credentials(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:

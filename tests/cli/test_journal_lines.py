@@ -1,5 +1,3 @@
-"""Checks which lines of a journal the commands read."""
-
 from __future__ import annotations
 
 import argparse
@@ -23,7 +21,7 @@ def line(sequence: int, at: float, event: str, **fields: object) -> str:
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Path:
-    """Write two requests with one load each, ten seconds apart, to two files."""
+    """Return a journal in two files, with two requests ten seconds apart; each request has one load."""
     path = tmp_path / "journal"
     begun = line(0, NOON, BEGUN, kvoffload="0.1", engine={"name": "vllm", "version": "1", "model": "m"})
     rotated(path).write_text(begun + load_of("a", 1, 1, NOON))
@@ -69,28 +67,28 @@ def test_a_journal_is_read_with_the_file_before_it(journal: Path) -> None:
         (["--since", "1", "--until", f"{datetime.fromtimestamp(NOON).astimezone():%H:%M:%S}"], [0]),
     ],
 )
-def test_a_part_by_time(journal: Path, options: list[str], expected: list[float]) -> None:
+def test_lines_can_be_selected_by_time(journal: Path, options: list[str], expected: list[float]) -> None:
     assert [at for _, at in read(journal, *options)] == expected
 
 
-def test_a_time_of_day_is_one_of_the_last_day() -> None:
+def test_a_time_of_day_means_its_most_recent_occurrence() -> None:
     day = datetime(2026, 11, 22, 18, 0).astimezone()
     assert parse_time("14:03", day.timestamp()) == day.replace(hour=14, minute=3).timestamp()
     assert parse_time("14:03:07", day.timestamp()) == day.replace(hour=14, minute=3, second=7).timestamp()
 
 
 @pytest.mark.parametrize("text", ["25:00", "yesterday", "2026-13-01", "-5", ""])
-def test_what_is_no_time_is_refused(text: str) -> None:
+def test_a_text_that_is_not_a_time_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not a time"):
         parse_time(text, NOON)
 
 
-def test_one_request_with_its_loads_and_nothing_missing(journal: Path) -> None:
+def test_selecting_one_request_reports_no_missing_events(journal: Path) -> None:
     assert read(journal, "--request", "b") == [(1, 10), (2, 11), (3, 12)]
 
 
 @pytest.mark.parametrize("command", ["report", "timeline"])
-def test_commands_show_the_part_and_where_it_is_from(
+def test_commands_name_the_selected_part_and_its_journal(
     command: str, journal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "out"
@@ -112,7 +110,7 @@ def test_commands_show_the_part_and_where_it_is_from(
         ([1, 3, 5, 7, 9], "events are missing: 4, numbers 2 to 2 and others;"),
     ],
 )
-def test_missing_events_are_said_and_end_with_1(
+def test_missing_events_are_reported_with_exit_code_1(
     command: str, kept: list[int], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "journal"
@@ -125,7 +123,7 @@ def test_missing_events_are_said_and_end_with_1(
 
 @pytest.mark.parametrize("command", ["report", "timeline"])
 @pytest.mark.parametrize("path", ["/", ".", ".."])
-def test_a_folder_is_one_line(command: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_is_a_one_line_error(command: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, path, "-o", "-"]) == Exit.USAGE
     assert capsys.readouterr() == ("", f"kvoffload: error: {path}: Is a directory\n")
 
@@ -139,7 +137,7 @@ def test_a_folder_is_one_line(command: str, path: str, capsys: pytest.CaptureFix
         (["--request", "nobody"], "has no lines in this part: request nobody"),
     ],
 )
-def test_a_part_that_cannot_be_shown(
+def test_a_selection_that_cannot_be_shown_is_wrong_usage(
     options: list[str], problem: str, journal: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(journal), *options]) == Exit.USAGE

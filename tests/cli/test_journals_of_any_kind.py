@@ -1,4 +1,6 @@
-"""Journals that no engine wrote. Whatever they contain, a command ends with a page, a trace, or one line."""
+"""Runs the commands on journals with arbitrary contents. A command must end with a page, a trace, or a
+one-line error.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ FACTS = sorted(
     name for name, cls in vars(facts).items() if isinstance(cls, type) and cls.__module__ == facts.__name__
 )
 FIELDS = sorted({name for cls in vars(facts).values() for name in getattr(cls, "__struct_fields__", ())})
-# Names that a reader may use for its own purposes.
+# Fields with these names could clash with names in the code that reads a journal.
 ODD = ["start", "end", "what", "track", "name", "replay", "self"]
 times = st.floats(-1e9, 1e9) | st.integers(-3, 3) | st.sampled_from([0, 1e10])
 anything = (
@@ -56,7 +58,7 @@ def run(command: str, lines: list[dict[str, Any]]) -> int:
         chosen = {"since": None, "until": None, "last": None, "request": None}
         args = argparse.Namespace(journal=path, output=output, **chosen)
         try:
-            # the same call as in `main`, without parsing the arguments each time
+            # Calls the command as `main` does, but without parsing the arguments for each example.
             return int(import_module(COMMANDS[command]).run(args))
         except KVOffloadError:
             return Exit.USAGE
@@ -72,7 +74,7 @@ def test_property_events_in_any_order_at_any_time(stream: list[tuple[Event, floa
 
 @pytest.mark.slow
 @given(stream=st.lists(st.tuples(reported, times), min_size=1, max_size=8))
-def test_property_facts_with_anything_in_them(stream: list[tuple[dict[str, Any], float]]) -> None:
+def test_property_facts_with_arbitrary_values(stream: list[tuple[dict[str, Any], float]]) -> None:
     lines = [{"seq": 1, "t": time, **fact} for fact, time in stream]
     for command in READERS:
         assert run(command, lines) in (Exit.OK, Exit.FAILED, Exit.USAGE)
@@ -85,7 +87,7 @@ def journal(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_trace_names_requests_and_is_its_owners_alone(journal: Path) -> None:
+def test_a_trace_names_requests_and_is_readable_only_by_its_owner(journal: Path) -> None:
     before = os.umask(0)
     try:
         assert main(["timeline", str(journal), "-o", str(journal.parent / "trace")]) == Exit.OK
@@ -109,7 +111,7 @@ def test_a_link_is_replaced_and_its_target_unchanged(command: str, journal: Path
 
 @pytest.mark.parametrize("command", READERS)
 @pytest.mark.parametrize("kind", ["pipe", "folder"])
-def test_what_is_no_file_is_never_replaced_by_one(
+def test_a_path_that_is_not_a_regular_file_is_never_replaced(
     command: str, kind: str, journal: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = journal.parent / kind

@@ -1,5 +1,3 @@
-"""The command itself: its help and version, and its errors for wrong usage."""
-
 from __future__ import annotations
 
 import argparse
@@ -20,7 +18,7 @@ from tests.tooling.scripts import ROOT
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """Return the line that wrong usage prints."""
+    """Run the command with wrong usage; return the line that it prints."""
     code = main(argv)
     out, err = capsys.readouterr()
     assert (code, out, err.count("\n")) == (Exit.USAGE, "", 1)
@@ -56,7 +54,7 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 
 
 def options_with_types() -> list[tuple[str, str]]:
-    """Return each command and option whose values are not arbitrary text."""
+    """Return each command's options that check their values."""
     return [
         (command, action.option_strings[0])
         for command, parser in commands().items()
@@ -66,12 +64,12 @@ def options_with_types() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("command", "option"), options_with_types())
-def test_a_bad_value_is_answered_with_what_is_allowed(
+def test_the_error_for_a_bad_value_says_which_values_are_allowed(
     command: str, option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = error_of(capsys, command, option, "!bad")
     reason = said.removeprefix(f"kvoffload: error: argument {option}").partition(" (see kvoffload")[0]
-    # the value is not repeated for a URL, which may contain credentials
+    # A URL is not repeated in the error, because it may contain credentials.
     assert "'!bad'" in reason or option == "--remote"
     assert any(word in reason for word in ("is not a", "is not HOST:PORT", "choose from", "it must be"))
     assert "_" not in reason
@@ -99,7 +97,7 @@ def test_asking_for_the_version_does_not_load_an_engine() -> None:
 
 
 @pytest.mark.slow
-def test_it_runs_as_a_process_of_its_own() -> None:
+def test_the_command_runs_in_a_separate_process() -> None:
     asked = [sys.executable, "-m", "kvoffload", "demo", "--frist-tokens", "3"]
     ended = subprocess.run(asked, capture_output=True, text=True, check=False)
     assert ended.returncode == Exit.USAGE
@@ -117,7 +115,7 @@ def test_no_command_is_an_error_with_help(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("words", [[], ["doctor"]])
-def test_help_is_a_command_too(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_also_a_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--help"]) == Exit.OK
     wanted = capsys.readouterr().out
     assert main(["help", *words]) == Exit.OK
@@ -130,7 +128,7 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in error for name in command.COMMANDS)
 
 
-def test_no_option_is_suggested_for_one_that_is_nothing_like_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_suggestion_is_made_for_a_very_different_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean" not in error_of(capsys, "demo", "--frobnicate")
 
 
@@ -184,19 +182,21 @@ def behaves(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
     return main(["demo"])
 
 
-def test_what_a_command_raises_becomes_one_line(
+def test_an_exception_in_a_command_is_printed_as_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert behaves(monkeypatch, CommandError("no such thing")) == Exit.USAGE
     assert capsys.readouterr() == ("", "kvoffload: error: no such thing\n")
 
 
-def test_ctrl_c_anywhere(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_in_a_command_prints_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert behaves(monkeypatch, KeyboardInterrupt()) == Exit.INTERRUPTED
     assert capsys.readouterr() == ("", "kvoffload: interrupted\n")
 
 
-def test_ctrl_c_before_anything_else(
+def test_ctrl_c_before_signal_handlers_are_installed_prints_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted() -> None:
@@ -232,7 +232,7 @@ ARGUMENTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", command.COMMANDS)
-def test_sigterm_ends_every_command_in_order_though_sigint_is_ignored(name: str) -> None:
+def test_sigterm_ends_every_command_cleanly_even_if_sigint_is_ignored(name: str) -> None:
     argv = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-c", BLOCKED, name]
     argv += [ARGUMENTS[name]] if name in ARGUMENTS else []
     argv += ["directory"] if name == "dashboards" else []
@@ -248,7 +248,7 @@ def test_sigterm_ends_every_command_in_order_though_sigint_is_ignored(name: str)
     assert process.returncode == Exit.TERMINATED
 
 
-def test_a_reader_that_has_left_is_no_traceback(
+def test_a_closed_pipe_causes_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     read, write = os.pipe()

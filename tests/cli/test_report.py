@@ -1,5 +1,3 @@
-"""`kvoffload report`: the page shows the counted numbers, and loads nothing from outside the page."""
-
 from __future__ import annotations
 
 import json
@@ -23,7 +21,7 @@ from kvoffload.cli.report import render
 from kvoffload.model.wire import Direction
 from kvoffload.telemetry.records import BEGUN
 
-# Long enough that host memory is ready before the end, even on a busy machine. The host must evict.
+# The demo runs long enough for host memory to become ready, even on a busy machine, and the host must evict.
 _TIGHT = (
     "demo --model tiny --conversations 6 --turns 4 --first-tokens 400 --turn-tokens 30 --answer-tokens 5 "
     "--device-blocks 80 --host-bytes 4MiB"
@@ -41,7 +39,7 @@ def write(journal: Path, *messages: Mapping[str, object]) -> None:
 
 
 class Reading(HTMLParser):
-    """A page's counters, its headings, and its references to anything outside the page."""
+    """Collects a page's counters, its headings, and its references to other resources."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -65,7 +63,7 @@ class Reading(HTMLParser):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     journal = tmp_path_factory.mktemp("run") / "journal.jsonl"
-    # Run in a separate process: the demo sets up logging, which would otherwise stay for the whole module.
+    # Run in a separate process: the demo sets up logging, which would otherwise affect the whole module.
     command = [sys.executable, "-m", "kvoffload", *_TIGHT.split(), "--config", f"journal_path={journal}"]
     subprocess.run(command, check=True, capture_output=True)
     assert main(["report", str(journal)]) == Exit.OK
@@ -73,7 +71,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 @pytest.mark.slow
-def test_the_page_has_the_journals_numbers(run: tuple[Path, str]) -> None:
+def test_the_page_shows_the_journals_numbers(run: tuple[Path, str]) -> None:
     journal, text = run
     reading = Reading(text)
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
@@ -123,7 +121,7 @@ def test_the_host_slots_at_the_end_are_what_was_stored_and_not_evicted(run: tupl
 
 
 @pytest.mark.slow
-def test_a_page_needs_nothing_but_itself(run: tuple[Path, str]) -> None:
+def test_a_page_loads_no_other_resource(run: tuple[Path, str]) -> None:
     text = run[1]
     reading = Reading(text)
     assert all(reference.startswith("#") for reference in reading.references)
@@ -134,10 +132,10 @@ def test_a_page_needs_nothing_but_itself(run: tuple[Path, str]) -> None:
         "http://www.w3.org/2000/svg",
         "http://www.w3.org/1999/xlink",
     }
-    assert len(reading.ids) == len(set(reading.ids))  # ids must be unique across all figures of the page
+    assert len(reading.ids) == len(set(reading.ids))
 
 
-def test_a_journals_text_is_text_and_never_markup(tmp_path: Path) -> None:
+def test_text_from_a_journal_is_escaped_in_the_page(tmp_path: Path) -> None:
     evil = "<script>alert(1)</script>\"'&"
     journal = tmp_path / "journal"
     begun = {"event": BEGUN, "kvoffload": evil, "engine": {"name": evil}, "settings": {evil: evil}}
@@ -148,7 +146,7 @@ def test_a_journals_text_is_text_and_never_markup(tmp_path: Path) -> None:
     assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;&quot;&#x27;&amp;") == 5
 
 
-def test_colours_are_the_dashboards() -> None:
+def test_the_page_uses_the_dashboards_colours() -> None:
     assert {key: DASHBOARDS[key] for key in COLOURS} == COLOURS
 
 
@@ -182,8 +180,8 @@ def test_a_file_that_is_not_a_journal_is_reported_and_nothing_is_written(
     assert {path.name for path in tmp_path.iterdir()} <= {"journal.jsonl"}
 
 
-def test_bytes_that_are_no_text_are_written_as_an_escape(tmp_path: Path) -> None:
-    """The model's path may contain bytes that are not UTF-8. JSON keeps them as lone surrogates."""
+def test_bytes_that_are_not_utf8_are_escaped(tmp_path: Path) -> None:
+    """The model's path may contain bytes that are not UTF-8. JSON represents them as lone surrogates."""
     path = tmp_path / "journal"
     engine = {"name": "vllm", "version": "1", "model": "/models/\udcff"}
     write(path, {"event": BEGUN, "engine": engine}, {"event": "BlocksOffered", "blocks": 3})
@@ -212,7 +210,7 @@ def test_a_folder_is_not_a_journal(command: str, tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().err == f"kvoffload: error: {tmp_path}: Is a directory\n"
 
 
-def test_a_journal_that_is_cut_off_is_shown_as_far_as_it_goes(
+def test_a_truncated_journal_is_shown_up_to_the_cut(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     journal = tmp_path / "journal.jsonl"
@@ -241,7 +239,7 @@ def test_lower_tiers_have_a_figure_if_there_are_copies(tmp_path: Path) -> None:
     assert "remote: 1, p50 250.0 ms" in page
 
 
-def test_numbers_that_no_axis_can_show_are_drawn_at_its_end(tmp_path: Path) -> None:
+def test_numbers_beyond_an_axis_are_drawn_at_its_end(tmp_path: Path) -> None:
     journal = tmp_path / "journal.jsonl"
     huge = 10**400
     copy = {

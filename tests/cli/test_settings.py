@@ -1,5 +1,3 @@
-"""`kvoffload settings` lists every key, its meaning and its allowed values."""
-
 from __future__ import annotations
 
 import pytest

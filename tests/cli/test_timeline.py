@@ -1,5 +1,3 @@
-"""`kvoffload timeline` on the journal of a real run."""
-
 from __future__ import annotations
 
 import json
@@ -24,7 +22,7 @@ DEMO = (
 @pytest.fixture(scope="module")
 def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("run") / "journal.jsonl"
-    # Run in a separate process: the demo sets up logging, which would otherwise stay for the whole module.
+    # Run in a separate process: the demo sets up logging, which would otherwise affect the whole module.
     command = [sys.executable, "-m", "kvoffload", *DEMO.split(), "--config", f"journal_path={path}"]
     subprocess.run(command, check=True, capture_output=True)
     return path
@@ -55,7 +53,7 @@ def test_everything_that_happened_is_drawn_once(journal: Path, trace: list[dict[
 
 @pytest.mark.slow
 def test_spans_of_one_line_nest(trace: list[dict[str, Any]]) -> None:
-    """If spans on one line overlap without nesting, a viewer silently draws nonsense."""
+    """If spans on one line overlap without nesting, a viewer draws them wrongly and shows no error."""
     lines: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in trace:
         if event["ph"] == "X":
@@ -72,7 +70,7 @@ def test_spans_of_one_line_nest(trace: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-def test_it_has_the_form_that_viewers_read(trace: list[dict[str, Any]]) -> None:
+def test_the_trace_has_the_format_that_viewers_read(trace: list[dict[str, Any]]) -> None:
     named = {(event["pid"], event["tid"]) for event in trace if event["name"] == "thread_name"}
     for event in trace:
         assert event["ph"] in "XiMsf"
@@ -83,7 +81,7 @@ def test_it_has_the_form_that_viewers_read(trace: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-def test_the_trace_lies_beside_the_journal(journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_trace_is_written_next_to_the_journal(journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["timeline", str(journal)]) == Exit.OK
     assert f"{journal}.trace.json" in capsys.readouterr().err
     assert sorted(path.name for path in journal.parent.iterdir()) == [
@@ -93,7 +91,7 @@ def test_the_trace_lies_beside_the_journal(journal: Path, capsys: pytest.Capture
 
 
 @pytest.mark.slow
-def test_a_truncated_journal_is_read_as_far_as_possible(
+def test_a_truncated_journal_is_read_up_to_the_cut(
     journal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cut = tmp_path / "cut.jsonl"
@@ -105,9 +103,7 @@ def test_a_truncated_journal_is_read_as_far_as_possible(
     assert "cut off" in err
 
 
-def test_a_journal_that_is_not_there_is_wrong_usage(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_journal_is_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["timeline", str(tmp_path / "none")]) == Exit.USAGE
     assert "No such file" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

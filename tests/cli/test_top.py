@@ -1,5 +1,3 @@
-"""`kvoffload top` with real metrics servers, on a real terminal, in a pipe, and during a server's restart."""
-
 from __future__ import annotations
 
 import fcntl
@@ -45,7 +43,7 @@ class Engine(FakeSource):
         self.collector = KVOffloadCollector(self)
 
     def work(self, requests: int = 1, cause: MissCause = MissCause.EVICTED) -> None:
-        """Look up prompts of 80 tokens, of which 48 are found."""
+        """Look up prompts of 80 tokens; 48 tokens of each prompt are found."""
         for _ in range(requests):
             self.bus.publish(events.LookupAnswered(A, 0, 3, 2, 48, 32, cause))
 
@@ -66,7 +64,7 @@ def engine() -> Engine:
 
 
 def row(*readings: Reading) -> Row:
-    """Return a server's row after these scrapes."""
+    """Return the table row of a server that was scraped several times."""
     server = Server("http://h:1/metrics")
     for reading in readings:
         server.before, server.now = server.now, {"": reading}
@@ -75,7 +73,7 @@ def row(*readings: Reading) -> Row:
 
 
 def cells(*servers: Server) -> list[list[str]]:
-    """Return the table's cells, without its headings."""
+    """Return the cells of the table's rows, without the headings."""
     console = Console(width=250, file=io.StringIO(), highlight=False, markup=False, emoji=False)
     console.print(table(servers))
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
@@ -86,7 +84,7 @@ def cells(*servers: Server) -> list[list[str]]:
 # -- pages ----------------------------------------------------------------------------------------------------------
 
 
-def test_engines_of_one_server_are_read_apart_whatever_other_labels_there_are() -> None:
+def test_engines_of_one_server_have_separate_rows_whatever_other_labels_exist() -> None:
     text = (
         '# TYPE kvoffload_resets_total counter\nkvoffload_resets_total{model_name="m",engine="0"} 1\n'
         'kvoffload_resets_total{model_name="m",engine="1"} 2\n'
@@ -134,7 +132,7 @@ def test_names_that_a_server_gives_are_shown_as_text() -> None:
 # -- rows -----------------------------------------------------------------------------------------------------------
 
 
-def test_rates_are_of_the_time_between_two_scrapes(engine: Engine) -> None:
+def test_rates_are_computed_between_two_scrapes(engine: Engine) -> None:
     before = engine.reading(10.0)
     assert (row(before).hit_rate, row(before).hit_rate_now, row(before).saved_tokens_per_s) == (
         0.6,
@@ -147,7 +145,7 @@ def test_rates_are_of_the_time_between_two_scrapes(engine: Engine) -> None:
     assert found.hit_rate_now == 0.6
 
 
-def test_seconds_saved_are_less_what_waiting_and_interference_cost(engine: Engine) -> None:
+def test_waiting_and_interference_are_subtracted_from_the_seconds_saved(engine: Engine) -> None:
     engine.state = {"kvoffload_prefill_seconds_saved_total": {(): 10.0}}
     before = engine.reading(0.0)
     engine.state = {
@@ -161,7 +159,7 @@ def test_seconds_saved_are_less_what_waiting_and_interference_cost(engine: Engin
 
 
 def test_the_top_cause_is_that_of_first_missing_blocks(engine: Engine) -> None:
-    """Each lookup also misses a second block. If that block counted, "behind_miss" would always be the top cause."""
+    """Each lookup also misses a second block, with the cause "behind_miss". It must not be counted."""
     engine.work(2, MissCause.NEVER_SEEN)
     found = row(engine.reading(0.0))
     assert found.miss_cause == "never_seen"
@@ -200,7 +198,7 @@ def test_a_row_has_the_operators_numbers(engine: Engine) -> None:
     assert (offloading, disk) == ("OFF: transfer_dead", "closed")
 
 
-def test_without_lower_tiers_they_are_off(engine: Engine) -> None:
+def test_lower_tiers_are_shown_as_off_if_there_are_none(engine: Engine) -> None:
     found = summarize("e", engine.reading(0.0), None)
     assert (found.disk, found.remote, found.off_because) == ("off", "off", [])
 
@@ -218,12 +216,12 @@ def test_an_address_or_a_port_is_enough() -> None:
 @pytest.mark.parametrize(
     "text", ["ftp://h/metrics", "http://", "h:99999999", "99999999", "file:///etc/passwd"]
 )
-def test_what_is_not_an_address_is_refused(text: str) -> None:
+def test_a_text_that_is_not_an_address_is_refused(text: str) -> None:
     with pytest.raises(CommandError, match="not the URL"):
         page_url(text)
 
 
-def test_a_server_that_stopped_keeps_its_rows_and_has_a_line(engine: Engine) -> None:
+def test_a_stopped_server_keeps_its_rows_and_gets_an_error_line(engine: Engine) -> None:
     with engine.serve() as url:
         server = Server(url)
         server.scrape()
@@ -233,7 +231,7 @@ def test_a_server_that_stopped_keeps_its_rows_and_has_a_line(engine: Engine) -> 
     assert [row.saved_tokens for row in server.rows()] == [48]
 
 
-def test_an_address_that_cannot_be_asked_is_a_line() -> None:
+def test_an_unreachable_address_is_shown_as_a_line() -> None:
     server = Server("http://127.0.0.1:1/\u00e4")
     server.scrape()
     assert server.problem.startswith("not reachable: ")
@@ -268,7 +266,7 @@ def answering(*lines: bytes) -> Iterator[str]:
         ([], "not reachable: "),
     ],
 )
-def test_an_answer_that_is_no_page_is_one_line(
+def test_an_answer_that_is_not_a_metrics_page_is_shown_as_a_line(
     lines: list[bytes], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with answering(*lines) as address:
@@ -311,7 +309,7 @@ def test_the_rows_as_json(engine: Engine, capsys: pytest.CaptureFixture[str]) ->
 
 
 class OnTerminal:
-    """The command on a separate terminal."""
+    """Runs the command on a pseudo-terminal."""
 
     def __init__(self, url: str) -> None:
         self.master, self._slave = pty.openpty()
@@ -322,11 +320,11 @@ class OnTerminal:
         self.seen = ""
 
     def _own_terminal(self) -> None:
-        # a controlling terminal, so that Ctrl-C reaches the command
+        # Make the terminal the controlling one, so that Ctrl-C reaches the command.
         fcntl.ioctl(self._slave, termios.TIOCSCTTY, 0)
 
     def read_until(self, text: str, seconds: float = 30.0) -> None:
-        """Read new output until it contains `text`."""
+        """Read output until `text` appears."""
         drawn, deadline = "", time.monotonic() + seconds
         while text not in drawn:
             assert time.monotonic() < deadline, f"{text!r} is not in {drawn[-3000:]!r}"
@@ -362,7 +360,7 @@ def on_terminal(url: str) -> Iterator[OnTerminal]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["ctrl-c", "terminated"])
-def test_it_survives_the_servers_restart_and_restores_the_terminal(engine: Engine, how: str) -> None:
+def test_top_survives_a_servers_restart_and_restores_the_terminal(engine: Engine, how: str) -> None:
     engine.work(5)
     served = ExitStack()
     url = served.enter_context(engine.serve())
@@ -381,5 +379,5 @@ def test_it_survives_the_servers_restart_and_restores_the_terminal(engine: Engin
                 terminal.process.send_signal(signal.SIGTERM)
                 assert terminal.end() == Exit.TERMINATED
         cursor = re.findall(r"\x1b\[\?25[hl]", terminal.seen)
-        assert cursor[-1] == "\x1b[?25h"  # shows the cursor again
+        assert cursor[-1] == "\x1b[?25h"
         assert "Traceback" not in terminal.seen

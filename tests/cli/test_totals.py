@@ -1,5 +1,3 @@
-"""The journal, the metrics page and the table of a demo agree on every count."""
-
 from __future__ import annotations
 
 import json
@@ -33,7 +31,7 @@ pytestmark = pytest.mark.slow
 TURNS = 4 * 7
 
 UNREPORTED = {"kvoffload_audits_total", "kvoffload_hook_seconds", "kvoffload_load_wait_seconds"}
-"""Metrics of the scheduler's side that no event reports, so that the journal lacks them."""
+"""Metrics on the scheduler's side that no event reports, so a journal does not contain them."""
 
 Reported = tuple[list[Record], dict[str, dict[tuple[str, ...], float]], dict[str, Any]]
 
@@ -42,7 +40,7 @@ Reported = tuple[list[Record], dict[str, dict[tuple[str, ...], float]], dict[str
 def reported(
     small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Reported:
-    """Return the journal, the final metrics, and the table's numbers of a demo that evicts."""
+    """Run a demo that evicts; return the journal's records, the final metrics, and the printed table."""
     pages: list[bytes] = []
 
     def scrape(engines: Engines) -> list[str]:
@@ -53,7 +51,8 @@ def reported(
 
     monkeypatch.setattr(session, "audit", scrape)
     path = tmp_path / "journal"
-    # Enough turns for some hits, and too little memory for the last turns, however fast copies are.
+    # Use enough turns for some hits, and so little host memory that blocks are evicted however fast copies
+    # are.
     tight = ["--turns", "7", "--host-bytes", "1600KiB", "--config", f"journal_path={path}"]
     assert main([*small, *tight, "--device-blocks", "40", "--json"]) == 0
     table = json.loads(capsys.readouterr().out)["offloading"]
@@ -72,7 +71,6 @@ def parsed(page: str) -> dict[str, dict[tuple[str, ...], float]]:
 
 def test_the_journal_and_the_metrics_page_agree(reported: Reported) -> None:
     records, page, _ = reported
-    # no event was dropped
     assert [record.sequence for record in records] == list(range(1, len(records) + 1))
     bus, counters = Bus(), Counters(tiers=set())
     counters.subscribe(bus)
@@ -90,7 +88,7 @@ def test_the_journal_and_the_metrics_page_agree(reported: Reported) -> None:
 
 
 def test_the_journal_and_the_table_agree(reported: Reported) -> None:
-    """Counts are summed from the journal's events here, without using the counters."""
+    """Sum the counts directly from the journal's events, without `Counters`."""
     records, _, table = reported
     played = after_warming_up(records)
     assert table["stored_blocks"] == by(played, events.StoreEnded, "outcome")
@@ -110,7 +108,9 @@ def test_the_journal_and_the_table_agree(reported: Reported) -> None:
 
 
 def after_warming_up(records: Sequence[Record]) -> list[events.Event]:
-    """Return the events of the conversations. Earlier requests only warm up, and their copies have ended."""
+    """Return the conversations' events. The warm-up requests come first, and their copies end before the
+    conversations.
+    """
     seen = [
         at
         for at, record in enumerate(records)

@@ -1,4 +1,4 @@
-"""The generator is not in the wheel, so it is imported from the checkout, after the wheel's packages."""
+"""Makes the generator importable from the checkout, because the wheel does not include it."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def rule_expressions() -> Iterator[str]:
 
 
 def metrics_in(expr: str) -> set[str]:
-    """Return the names of the series that an expression selects."""
+    """Return the names of the series that a PromQL expression selects."""
     found: set[str] = set()
 
     def visit(node: promql_parser.Expr) -> None:

@@ -1,5 +1,3 @@
-"""Every panel is complete, and panels, rules and the catalogue agree on the metrics."""
-
 from __future__ import annotations
 
 import json
@@ -60,7 +58,9 @@ def test_every_metric_in_a_rule_is_in_the_catalogue_or_recorded_or_of_the_engine
 
 
 def test_worth_it_is_the_sign_of_the_net_seconds() -> None:
-    """Two panels and a column of the table show one expression; below 0 they are red, and the first says NO."""
+    """Check that two panels and a table column show the same expression, in red below 0, and that the first
+    panel says NO.
+    """
     panels = {panel.title: panel for panel in BOARDS[0].panels}
     worth, net = panels["Worth it"], panels["Net seconds saved"]
     (column,) = [query for query in panels["Engines"].queries if query.legend == "net seconds saved"]
@@ -108,7 +108,7 @@ def test_every_series_of_the_engine_that_may_be_used_is_used() -> None:
 
 
 @pytest.mark.parametrize("panel", PANELS)
-def test_a_panel_says_what_it_shows_and_what_to_do(panel: Panel) -> None:
+def test_every_panel_explains_its_numbers_and_what_to_do(panel: Panel) -> None:
     assert panel.unit
     assert panel.shows.endswith(".")
     assert panel.when_wrong.endswith(".")
@@ -135,7 +135,7 @@ def test_colours_are_colours_and_none_is_unused() -> None:
     assert all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in COLOURS.values())
 
 
-def test_what_stands_on_one_panel_has_different_colours() -> None:
+def test_series_on_one_panel_have_different_colours() -> None:
     for board in BOARDS:
         for panel in board.panels:
             assert len({COLOURS[name] for name in panel.names}) == len(panel.names), panel.title
@@ -153,13 +153,13 @@ def test_panels_point_to_alerts_and_panels_that_exist() -> None:
         assert pointed <= titles, text
 
 
-def test_rows_fill_their_lines() -> None:
+def test_panels_fill_the_width_of_each_row() -> None:
     for board in BOARDS:
         for row in board.rows:
             assert sum(panel.width for panel in row.panels) % 24 == 0, row.title
 
 
-def test_a_name_that_the_catalogue_does_not_have_fails_at_once() -> None:
+def test_a_metric_name_missing_from_the_catalogue_raises() -> None:
     with pytest.raises(ValueError, match="not in the catalogue"):
         choose_engines("sum by (cause) (kvoffload_nothing_total)")
     with pytest.raises(ValueError, match="has no outcome vanished"):
@@ -184,6 +184,6 @@ def test_each_series_of_a_query_is_filtered_by_the_chosen_engines() -> None:
 
 
 def base(name: str) -> str:
-    """Return the catalogue's name of a series. Parts of a histogram have suffixes."""
+    """Return the catalogue's name of a series, without the suffix that a histogram's parts have."""
     stem = re.sub("_(bucket|sum|count)$", "", name)
     return stem if stem in BY_NAME and BY_NAME[stem].kind is Kind.HISTOGRAM else name

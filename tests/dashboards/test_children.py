@@ -1,5 +1,3 @@
-"""Programs started by the checks end with them, whatever happens."""
-
 from __future__ import annotations
 
 import signal
@@ -12,7 +10,6 @@ from dashboards.observe.prometheus import ObserveError, end
 
 
 def child(before: str) -> subprocess.Popen[str]:
-    """Start a process that runs `before` and then waits for a signal."""
     program = f"import signal; {before}; print('ready', flush=True); signal.pause()"
     process = subprocess.Popen([sys.executable, "-c", program], text=True, stdout=subprocess.PIPE)
     assert process.stdout is not None

@@ -1,5 +1,3 @@
-"""Checks the committed files against the types that Grafana publishes, and for imports into any Grafana."""
-
 from __future__ import annotations
 
 import copy
@@ -38,7 +36,8 @@ def check(name: str, value: object) -> None:
 def check_board(board: dict[str, Any]) -> None:
     plain = copy.deepcopy(board)
     for annotation in plain["annotations"]["list"]:
-        annotation.pop("expr", None)  # This field belongs to a data source, and the type does not have it.
+        # The published type does not have this field, because it belongs to a data source.
+        annotation.pop("expr", None)
     check("dashboard", plain)
     for panel in panels_of(plain):
         check(f"{panel['type']}_options", panel["options"])
@@ -46,11 +45,11 @@ def check_board(board: dict[str, Any]) -> None:
             check(f"{panel['type']}_field_config", panel["fieldConfig"]["defaults"].get("custom", {}))
 
 
-def test_there_are_four() -> None:
+def test_there_are_four_dashboards() -> None:
     assert [path.stem for path in FILES] == ["overview", "tiers", "transfers", "why"]
 
 
-def test_it_is_of_grafanas_types(board: dict[str, Any]) -> None:
+def test_every_dashboard_matches_grafanas_types(board: dict[str, Any]) -> None:
     check_board(board)
 
 
@@ -72,7 +71,7 @@ def test_a_misspelt_field_or_value_is_found(board: dict[str, Any]) -> None:
     assert refuses(datasuorce=SOURCE)
 
 
-def test_it_names_no_data_source_and_no_engine(board: dict[str, Any]) -> None:
+def test_no_dashboard_names_a_data_source_or_an_engine(board: dict[str, Any]) -> None:
     variables = {variable["name"]: variable for variable in board["templating"]["list"]}
     tier = variables.pop("tier", None)
     assert (tier is not None) is (board["uid"] == "kvoffload-tiers")
@@ -81,13 +80,13 @@ def test_it_names_no_data_source_and_no_engine(board: dict[str, Any]) -> None:
     for name, variable in variables.items():
         if name != "datasource":
             assert variable["datasource"] == SOURCE
-            assert variable["allValue"] == ".*"  # `.*` also matches series without the label.
+            assert variable["allValue"] == ".*"
     for panel in panels_of(board):
         assert panel["datasource"] == SOURCE
         assert all(target["datasource"] == SOURCE for target in panel["targets"])
 
 
-def test_lower_tiers_shows_one_tier_at_a_time_and_says_which_rows_are_of_one_alone() -> None:
+def test_the_lower_tiers_dashboard_shows_one_tier_and_marks_rows_for_only_one_tier() -> None:
     (board,) = [json.loads(path.read_text()) for path in FILES if path.stem == "tiers"]
     (tier,) = [variable for variable in board["templating"]["list"] if variable["name"] == "tier"]
     assert (tier["type"], tier["query"], tier["current"]["value"]) == ("custom", "disk,remote", "disk")
@@ -99,7 +98,7 @@ def test_lower_tiers_shows_one_tier_at_a_time_and_says_which_rows_are_of_one_alo
             assert ("$tier" in target["expr"]) is not row.startswith("Only of the "), panel["title"]
 
 
-def test_every_query_can_be_read_and_asks_the_chosen_engines(board: dict[str, Any]) -> None:
+def test_every_query_is_valid_and_selects_the_chosen_engines(board: dict[str, Any]) -> None:
     for panel in panels_of(board):
         assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
         for target in panel["targets"]:
@@ -109,7 +108,7 @@ def test_every_query_can_be_read_and_asks_the_chosen_engines(board: dict[str, An
                 assert target["expr"].count(f'{label}=~"${name}"') >= len(selected)
 
 
-def test_panels_have_ids_of_their_own_and_do_not_overlap(board: dict[str, Any]) -> None:
+def test_panels_have_unique_ids_and_do_not_overlap(board: dict[str, Any]) -> None:
     ids = [panel["id"] for panel in board["panels"]]
     assert len(ids) == len(set(ids))
     taken: set[tuple[int, int]] = set()
@@ -121,7 +120,7 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap(board: dict[str, Any]) 
         taken |= cells
 
 
-def test_a_panel_carries_unit_and_description(board: dict[str, Any]) -> None:
+def test_every_panel_has_a_unit_and_a_description(board: dict[str, Any]) -> None:
     for panel in panels_of(board):
         assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
         assert "When it looks wrong" in panel["description"], panel["title"]
@@ -133,7 +132,7 @@ def test_boards_can_be_distinguished_and_link_to_each_other() -> None:
     assert all(board["links"][0]["tags"] == board["tags"] == ["kvoffload"] for board in boards)
 
 
-def test_a_panel_links_to_those_that_its_text_names() -> None:
+def test_a_panel_links_to_every_dashboard_that_its_text_names() -> None:
     boards = {board["uid"]: board for board in (json.loads(path.read_text()) for path in FILES)}
     links = 0
     for board in boards.values():
@@ -148,7 +147,7 @@ def test_a_panel_links_to_those_that_its_text_names() -> None:
     assert links > 30
 
 
-def test_the_first_panel_is_a_table_with_a_row_an_engine() -> None:
+def test_the_first_panel_is_a_table_with_one_row_per_engine() -> None:
     (overview,) = [json.loads(path.read_text()) for path in FILES if path.stem == "overview"]
     first = panels_of(overview)[0]
     assert (first["type"], first["title"]) == ("table", "Engines")

@@ -1,5 +1,3 @@
-"""The program that takes the dashboards' pictures supports every kind of panel, and uses the same Grafana."""
-
 from __future__ import annotations
 
 import json
@@ -32,14 +30,14 @@ def test_every_picture_is_shown_in_a_document() -> None:
     assert [name for name in taken if f"dashboards/pictures/{name}" not in shown] == []
 
 
-def test_a_picture_is_of_the_dashboard_of_today() -> None:
-    """Texts and links behind a panel's info sign are not in the picture, so they may change."""
+def test_every_picture_shows_the_current_dashboard() -> None:
+    """The text behind a panel's info icon is not in the picture, so the text may change."""
     boards = [name for name in SHOWN if name != "report"]
     taken = json.loads(TAKEN.read_text())
     assert taken == {name: shown(name) for name in boards}, "run `make screenshot` on a quiet machine"
 
 
-def test_a_board_is_unfit_that_has_an_empty_panel_a_plot_of_zeros_or_a_loss() -> None:
+def test_a_picture_of_an_empty_panel_a_plot_of_zeros_or_a_loss_is_rejected() -> None:
     def panel(title: str, kind: str, *answers: dict[str, Any]) -> dict[str, Any]:
         return {"title": title, "type": kind, "targets": [{"answer": [one]} for one in answers]}
 
@@ -69,7 +67,7 @@ def test_a_board_is_unfit_that_has_an_empty_panel_a_plot_of_zeros_or_a_loss() ->
     ]
 
 
-def test_the_components_are_of_the_containers_grafana() -> None:
+def test_the_components_have_the_version_of_the_containers_grafana() -> None:
     packages = json.loads((SOURCES / "package.json").read_text())["dependencies"]
     locked = json.loads((SOURCES / "package-lock.json").read_text())["packages"]
     image = yaml.safe_load((FOLDER / "compose.yml").read_text())["services"]["grafana"]["image"]

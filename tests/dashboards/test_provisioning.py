@@ -1,4 +1,4 @@
-"""The files that start Prometheus and Grafana. No container runs here, so only their consistency is checked."""
+"""Checks that the files that start Prometheus and Grafana are consistent. No container is started."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def mounts(service: str) -> dict[PurePosixPath, Path]:
-    """Return our paths by the paths in the container."""
+    """Return the mounted paths of this repository, by their paths in the container."""
     pairs = [volume.split(":")[:2] for volume in COMPOSE["services"][service]["volumes"]]
     return {PurePosixPath(there): FOLDER / here for here, there in pairs if here.startswith(".")}
 
@@ -31,7 +31,7 @@ def resolve(service: str, path: str) -> Path:
     raise AssertionError(f"{path} is not mounted in {service}")
 
 
-def test_what_is_mounted_is_there() -> None:
+def test_every_mounted_path_exists() -> None:
     for service in COMPOSE["services"]:
         assert all(here.exists() for here in mounts(service).values())
 
@@ -46,7 +46,7 @@ def test_images_are_pinned() -> None:
         assert service["image"].rpartition(":")[2][-1].isdigit()
 
 
-def test_prometheus_finds_its_configuration_and_the_rules_beside_it() -> None:
+def test_prometheus_finds_its_configuration_and_rules() -> None:
     (option,) = [
         one for one in COMPOSE["services"]["prometheus"]["command"] if one.startswith("--config.file=")
     ]
@@ -67,11 +67,11 @@ def test_grafana_finds_prometheus_and_the_dashboards() -> None:
     assert resolve("grafana", home).exists()
 
 
-def test_grafana_scrapes_as_often_as_it_thinks() -> None:
+def test_grafana_assumes_the_scrape_interval_of_prometheus() -> None:
     (source,) = load(PROVISIONING / "datasources" / "prometheus.yml")["datasources"]
     interval = load(FOLDER / "prometheus.yml")["global"]["scrape_interval"]
     assert source["jsonData"]["timeInterval"] == interval
 
 
-def test_nothing_listens_beyond_the_loopback() -> None:
+def test_every_port_listens_only_on_the_loopback_interface() -> None:
     assert COMPOSE["services"]["grafana"]["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"

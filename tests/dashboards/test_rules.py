@@ -1,5 +1,3 @@
-"""Checks rules with promtool, and the text of alerts."""
-
 from __future__ import annotations
 
 import json
@@ -41,7 +39,7 @@ def test_alerts_fire_when_they_should_and_only_then() -> None:
 
 
 @pytest.mark.tools("promtool")
-def test_prometheus_takes_the_configuration_and_the_rules() -> None:
+def test_prometheus_accepts_the_configuration_and_the_rules() -> None:
     said = promtool("check", "config", "prometheus.yml")
     assert f"{len(rules('alerts'))} rules found" in said
 
@@ -56,7 +54,7 @@ def test_every_recorded_number_is_tested() -> None:
     assert [rule["record"] for rule in rules("recording") if rule["record"] not in tested] == []
 
 
-def test_every_alert_says_how_bad_it_is_and_what_to_do() -> None:
+def test_every_alert_has_a_severity_and_says_what_to_do() -> None:
     for rule in rules("alerts"):
         assert rule["labels"]["severity"] in SEVERITIES, rule["alert"]
         assert set(rule["annotations"]) == ANNOTATIONS, rule["alert"]
@@ -64,12 +62,12 @@ def test_every_alert_says_how_bad_it_is_and_what_to_do() -> None:
         assert len(rule["annotations"]["runbook"].split()) >= 30, rule["alert"]
 
 
-def test_only_what_endangers_serving_pages() -> None:
+def test_only_alerts_about_danger_to_serving_are_critical() -> None:
     assert [alert.name for alert in ALERTS if alert.severity == "critical"] == ["CopiesStalled", "JobStuck"]
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
-def test_the_runbook_says_what_it_means_what_users_notice_what_to_check_and_what_to_do(alert: Alert) -> None:
+def test_each_runbook_entry_gives_meaning_effect_checks_and_remedy(alert: Alert) -> None:
     runbook = (FOLDER / "RUNBOOK.md").read_text()
     section = runbook.partition(f"## {alert.full_name}\n")[2].partition("\n## ")[0]
     assert re.findall(r"^\* \*\*(\w+)\*\*: \S", section, re.MULTILINE) == ["Meaning", "Impact", "Check", "Do"]
@@ -78,7 +76,7 @@ def test_the_runbook_says_what_it_means_what_users_notice_what_to_check_and_what
         assert text.endswith(".")
     assert re.match("Users notice nothing|First tokens|Requests may hang|Each step", alert.impact)
     known = {metric.name for metric in CATALOGUE} | VLLM_SERIES | recorded()
-    names = metrics_in(alert.query)  # and PromQL's parser takes it
+    names = metrics_in(alert.query)
     assert names
     assert {re.sub("_(bucket|sum|count)$", "", name) for name in names} <= known
 
@@ -94,7 +92,7 @@ def test_the_runbook_has_every_alert() -> None:
     ]
 
 
-def test_no_rule_speaks_of_a_job_or_an_instance_by_name() -> None:
+def test_no_rule_names_a_job_or_an_instance() -> None:
     for expr in rule_expressions():
         assert metrics_in(expr)
         assert 'job="' not in expr
@@ -102,7 +100,7 @@ def test_no_rule_speaks_of_a_job_or_an_instance_by_name() -> None:
 
 
 def test_every_rule_keeps_the_labels_of_its_engine() -> None:
-    """Aggregations may only remove the metric's own labels, because alerts are routed by namespace, pod and cluster."""
+    """Aggregations may only drop a metric's own labels: alerts are routed by namespace, pod and cluster."""
     own = {label.name for metric in CATALOGUE for label in metric.labels}
     for expr in rule_expressions():
         assert not re.search(r"\bby\b|\bon\b|\bignoring\b", expr), expr

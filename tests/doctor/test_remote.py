@@ -1,5 +1,3 @@
-"""The doctor's checks of the remote tier."""
-
 from __future__ import annotations
 
 import socket
@@ -16,7 +14,7 @@ def found(url: str | None, tmp_path: Path) -> tuple[str, str]:
     return ask(CHECKS, "remote tier", setup(remote_url=url), machine(tmp_path))
 
 
-def test_none_is_fine(tmp_path: Path) -> None:
+def test_no_remote_tier_passes(tmp_path: Path) -> None:
     assert found(None, tmp_path)[0] == "ok"
 
 
@@ -29,7 +27,7 @@ def test_a_url_of_another_form_is_an_error(url: str, tmp_path: Path) -> None:
 
 def test_a_master_that_answers_is_a_warning_because_anyone_can_read_it(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as master:
-        # Accepts a connection and closes it, as a server does that receives no request.
+        # The server accepts a connection and closes it at once.
         master.submit(lambda: server.accept()[0].close())
         verdict, text = found(f"mooncake://127.0.0.1:{server.getsockname()[1]}", tmp_path)
     assert verdict == "warning"

@@ -1,5 +1,3 @@
-"""The same checks at an engine's start: each failed check logs one warning, and the start continues."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -18,7 +16,7 @@ from tests.reference.rig import rig
 if TYPE_CHECKING:
     import pytest
 
-LAYOUT = FakeDevice(9, [65536, 65536]).layout  # 8 blocks and the null block
+LAYOUT = FakeDevice(9, [65536, 65536]).layout
 ENOUGH = OffloadConfig(host_bytes=64 * 131072)
 
 
@@ -32,7 +30,7 @@ def warnings(
     return lines
 
 
-def test_a_start_at_which_all_is_well_says_nothing(tmp_path: Path) -> None:
+def test_a_start_without_problems_logs_nothing(tmp_path: Path) -> None:
     assert warnings(0, 2, ENOUGH, machine(tmp_path)) == []
 
 
@@ -45,18 +43,18 @@ def test_each_failing_check_is_one_warning_with_stable_keys(tmp_path: Path) -> N
     assert "8 blocks on the host, 8 on the device" in pool["finding"]
 
 
-def test_one_rank_of_a_machine_speaks_for_all(tmp_path: Path) -> None:
+def test_only_one_rank_of_a_machine_logs_warnings(tmp_path: Path) -> None:
     tight = machine(tmp_path, {"proc/meminfo": "MemAvailable: 6144 kB\n"})
     config = OffloadConfig(host_bytes=8 * 2**20)
     assert [line["check"] for line in warnings(0, 2, config, tight)] == ["host memory"]
     assert warnings(1, 2, config, tight) == []
-    # Two machines with one rank each take half of the memory each.
+    # Two machines with one rank each take half of the memory per machine.
     assert warnings(0, 2, config, tight, local_ranks=1) == []
     small = machine(tmp_path, {"proc/meminfo": "MemAvailable: 2048 kB\n"})
     assert [line["check"] for line in warnings(1, 2, config, small, local_ranks=1)] == ["host memory"]
 
 
-def test_a_check_that_raises_is_a_warning_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_check_that_raises_is_a_warning_and_the_other_checks_run(tmp_path: Path) -> None:
     def broken(_: Setup) -> Finding:
         raise OSError("the file is odd")
 
@@ -67,7 +65,7 @@ def test_a_check_that_raises_is_a_warning_and_the_others_go_on(tmp_path: Path) -
     assert "the file is odd" in lines[0]["finding"]
 
 
-def test_no_device_is_asked_and_no_package_looked_up(tmp_path: Path) -> None:
+def test_no_device_and_no_package_is_queried(tmp_path: Path) -> None:
     def asked(*_: object) -> NoReturn:
         raise AssertionError("asked")
 
@@ -75,7 +73,7 @@ def test_no_device_is_asked_and_no_package_looked_up(tmp_path: Path) -> None:
         assert examine_rank(0, 1, ENOUGH, LAYOUT) == []
 
 
-def test_it_reads_a_few_small_files_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checks_read_only_a_few_small_files_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     paths: list[str] = []
 
     def counted(path: str) -> str | None:

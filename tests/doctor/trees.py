@@ -32,7 +32,7 @@ FAKES = {
 }
 
 ROOMY = {
-    "proc/meminfo": "MemTotal: 104857600 kB\nMemAvailable: 104857600 kB\n",  # 100 GiB
+    "proc/meminfo": "MemTotal: 104857600 kB\nMemAvailable: 104857600 kB\n",
     "proc/self/cgroup": "0::/engine\n",
     "sys/fs/cgroup/engine/memory.max": "max\n",
     "sys/fs/cgroup/engine/memory.current": "1000\n",
@@ -41,7 +41,7 @@ ROOMY = {
 
 
 class Machine:
-    """A simulated machine. Within `with`, the checks read its files."""
+    """A simulated machine. Inside its `with` block, the doctor's checks read this machine's files."""
 
     def __init__(self, root: Path, environ: Mapping[str, str], **given: object) -> None:
         self.environ = environ
@@ -64,7 +64,9 @@ def machine(
     root: Path, files: Mapping[str, str | None] | None = None, environ: Mapping[str, str] | None = None,
     **given: object,
 ) -> Machine:  # fmt: skip
-    """Return a machine with enough memory. `files` replaces files of the kernel; None removes a file."""
+    """Return a machine with enough memory. `files` replaces kernel files by path; the value None removes a
+    file.
+    """
     for name, text in {**ROOMY, **(files or {})}.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +86,7 @@ def setup(*, pins: bool = False, sizes: Sizes | None = None, **settings: object)
 
 
 def ask(checks: tuple[Check, ...], name: str, known: Setup, where: Machine) -> tuple[str, str]:
-    """Return the verdict and the text of one check. Check that a problem has a remedy."""
+    """Run one check; return its verdict and text. Fail if a problem has no remedy."""
     with where:
         (finding,) = run_checks([one for one in checks if one.name == name], known)
     assert bool(finding.remedy) or finding.verdict in ("ok", "unknown"), finding

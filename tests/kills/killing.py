@@ -73,11 +73,12 @@ def _is_json(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command line, with {folder} for a new folder and {journal} for a journal.
+    """A command line. `{folder}` in it stands for a new folder, and `{journal}` for a journal.
 
     Args:
         line: the arguments.
-        outputs: the files that the command writes to the folder, each with a check for completeness.
+        outputs: the files that the command writes to the folder, each with a check that the file is
+            complete.
     """
 
     line: str
@@ -100,7 +101,7 @@ COMMANDS = {
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One kill: the command's name, the way to end the command, and the delay as a share of its usual time."""
+    """How to kill a command: which command, in which way, and when, as a share of the command's usual time."""
 
     command: str
     way: str
@@ -137,15 +138,9 @@ def draw(seed: int, count: int, names: list[str] | None = None) -> list[Kill]:
 
 
 class Killer:
-    """Runs commands and kills them.
-
-    Args:
-        folder: the folder for the commands' files.
-    """
-
     def __init__(self, folder: Path) -> None:
         self.hits = 0
-        """the number of kills that found a running process"""
+        """how many kills found the process still running"""
         self._folder = folder
         self._journal = folder / "journal"
         made = self._run(f"{_SMALL} --config journal_path={self._journal}", folder, None)
@@ -219,7 +214,7 @@ class Killer:
         return Outcome(128 - code if code < 0 else code, text.decode(errors="replace"), seconds, was_running)
 
     def _end(self, process: subprocess.Popen[bytes], reader: FileIO | None, kill: Kill) -> bool:
-        """Wait, then end the process; return whether it was still running."""
+        """Wait, then end the process. Return whether the process was still running."""
         with suppress(subprocess.TimeoutExpired):
             process.wait(kill.share * self._usual_s[kill.command])
         was_running = process.poll() is None
@@ -236,13 +231,13 @@ class Killer:
 
 @contextmanager
 def _standard_output(way: str, folder: Path) -> Iterator[tuple[FileIO | None, int]]:
-    """Yield the output's reading end (only if closing it must end the process), and the output, which the
-    caller closes.
+    """Yield the end of the output from which the test reads, and the end to which the command writes.
+
+    The first is None unless closing it must end the process. The caller closes the second.
     """
     if way in ("closed output", "closed terminal"):
         descriptor, output = os.pipe() if way == "closed output" else pty.openpty()
-        # A file object closes its descriptor only once. After a second close, the number could belong to
-        # another file.
+        # `FileIO` closes its descriptor only once. A second close of the number could close another file.
         with FileIO(descriptor) as reader:
             yield reader, output
         return
@@ -251,7 +246,7 @@ def _standard_output(way: str, folder: Path) -> Iterator[tuple[FileIO | None, in
 
 
 def _prepare(kill: Kill | None) -> None:
-    """Set the terminal and the limit on file sizes, in the new process."""
+    """Set the terminal and the limit on file sizes. This runs in the new process."""
     if kill is not None and kill.way == "closed terminal":
         fcntl.ioctl(1, termios.TIOCSCTTY, 0)
     if kill is not None and kill.way == "full disk":

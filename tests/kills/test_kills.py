@@ -1,5 +1,3 @@
-"""Forty kills at random moments leave no traceback, no undocumented exit code and no half-written file."""
-
 from __future__ import annotations
 
 import os
@@ -17,7 +15,7 @@ KILLS = 40
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_commands_end_well_whenever_they_are_killed(
+def test_a_killed_command_leaves_no_traceback_and_no_partial_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seed = int(os.environ.get("KILLS_SEED") or random.SystemRandom().randrange(10**6))

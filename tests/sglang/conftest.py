@@ -1,5 +1,3 @@
-"""Fixtures: one stock SGLang server and one S3 server, which all tests share that leave them intact."""
-
 from __future__ import annotations
 
 import os
@@ -15,7 +13,7 @@ from tests.sglang.stock.install import BELOW
 from tests.vllm.stock.checkpoints import make
 
 os.environ["PATH"] += (
-    f"{os.pathsep}{BELOW / 'bin'}"  # programs of the environment below, such as the S3 server
+    f"{os.pathsep}{BELOW / 'bin'}"  # the programs of vLLM's environment, such as the S3 server
 )
 
 
@@ -40,6 +38,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, bucket: Bucket, model: Path
 
 @pytest.fixture
 def some(server: Server) -> Prompts:
-    """Return prompts without cached blocks, and the engine's answers to them without storage."""
+    """Return prompts that are in no cache, and the tokens that the server generates for them without our
+    backend.
+    """
     server.flush()
     return Prompts.answered_by(server)

@@ -1,4 +1,6 @@
-"""Prompts that share no page with other tests' prompts, and an engine's expected answers."""
+"""Prompts that share no page with other tests' prompts, and the tokens that the engine must generate for
+them.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,13 @@ from typing import Self
 from tests.sglang.stock.engines import PAGE, Answer, Server, wait_until
 
 WHOLE = 12 * PAGE
-"""The number of a prompt's tokens that are in whole pages."""
+"""How many of a prompt's tokens are in whole pages."""
 STATE = "kvoffload_tier_state"
 _numbers = count()
 
 
 def prompts(number: int) -> list[list[int]]:
-    """Return new prompts. Six of them do not fit in the device's cache, and twelve do not fit in the host's."""
+    """Return new prompts. Six do not fit in the device's cache, and twelve do not fit in host memory."""
     firsts = [next(_numbers) for _ in range(number)]
     return [
         [first % 256, first // 256, *((7 * place + 13 * first) % 256 for place in range(WHOLE + 3))]
@@ -27,37 +29,39 @@ def prompts(number: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Some prompts, and the tokens that follow each."""
+    """Prompts, and the tokens that the engine must generate for each prompt."""
 
     wanted: Sequence[Sequence[int]]
     right: Sequence[tuple[int, ...]]
 
     @classmethod
     def answered_by(cls, server: Server, number: int = 6) -> Self:
-        """Return new prompts with the answers of a server without storage, and empty its caches afterwards."""
+        """Return new prompts with the tokens that a server generates without storage. The server's caches are
+        then emptied.
+        """
         wanted = prompts(number)
         right = [server.generate(prompt).tokens for prompt in wanted]
         server.flush()
         return cls(wanted, right)
 
     def ask(self, server: Server) -> list[int]:
-        """Check the answers; return how many tokens of each prompt came from storage."""
+        """Send the prompts and check the tokens. Return how many tokens of each prompt came from storage."""
         return [answer.stored for answer in self.answers(server)]
 
     def answers(self, server: Server) -> list[Answer]:
-        """Check the answers, and return them."""
+        """Send the prompts and check the tokens. Return the server's answers."""
         answers = [server.generate(prompt) for prompt in self.wanted]
         assert [answer.tokens for answer in answers] == self.right
         return answers
 
     @property
     def all(self) -> list[int]:
-        """The result of `ask` if all whole pages come from storage."""
+        """What `ask` returns if all whole pages come from storage."""
         return [WHOLE] * len(self.wanted)
 
     @property
     def none(self) -> list[int]:
-        """The result of `ask` if no page comes from storage."""
+        """What `ask` returns if no page comes from storage."""
         return [0] * len(self.wanted)
 
 
@@ -65,12 +69,13 @@ class Prompts:
 def attached(
     server: Server, policy: str = "timeout", *, opens: bool = True, **settings: object
 ) -> Iterator[None]:
-    """Attach our backend for the block. At both ends of the block, the caches of device and host are empty.
+    """Attach our backend during the `with` block. The caches of device and host are emptied before and after
+    it.
 
     Args:
-        server: the server.
-        policy: how long a request waits for storage.
-        opens: whether the tiers can open; if so, wait for that.
+        server: the SGLang server.
+        policy: SGLang's policy for how long a request waits for storage.
+        opens: whether the tiers can open. If so, wait until they are open.
         settings: the backend's settings.
     """
     server.flush()
@@ -82,5 +87,5 @@ def attached(
             wait_until(lambda: all(server.metric(STATE, tier=tier, state="open") == 1 for tier in tiers))
         yield
     finally:
-        wait_until(lambda: server.detach()[0] == 200)  # SGLang refuses to detach while a copy runs.
+        wait_until(lambda: server.detach()[0] == 200)  # SGLang refuses to detach a backend while a copy runs
         server.flush()

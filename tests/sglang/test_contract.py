@@ -1,5 +1,3 @@
-"""Tests the storage backend on SGLang's own host pools, without an engine."""
-
 from __future__ import annotations
 
 import hashlib
@@ -28,7 +26,7 @@ Start = Callable[..., "KVOffloadStorage"]
 
 
 def attention(layout: str, heads: int = 2, dtype: str = "float32") -> Any:
-    """Return a host pool of two layers and twice `PAGES`."""
+    """Return SGLang's host pool of an attention model with two layers. The pool holds `2 * PAGES` pages."""
     import torch
     from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
@@ -65,7 +63,7 @@ def attention(layout: str, heads: int = 2, dtype: str = "float32") -> Any:
 
 
 def states(layout: str = "page_first") -> Any:
-    """Return a host pool of recurrent states, one for each page."""
+    """Return SGLang's host pool of recurrent states, with one state per page."""
     import torch
     from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
     from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
@@ -83,7 +81,7 @@ def fill(pool: Any, seed: int) -> None:
 
 
 def places(pool: Any, first: int, count: int = PAGES) -> torch.Tensor:
-    """Return the positions of `count` pages of a pool."""
+    """Return the positions of all tokens in `count` pages of a pool, from page `first` on."""
     import torch
 
     return torch.arange(first * pool.page_size, (first + count) * pool.page_size)
@@ -97,7 +95,6 @@ def pages(pool: Any, first: int, count: int = PAGES) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="session")
 def settings(model: Path) -> dict[str, Any]:
-    """Return SGLang's settings for the tests' model."""
     from sglang.srt.server_args import ServerArgs
 
     server = ServerArgs(model_path=str(model), device="cpu", skip_tokenizer_init=True)
@@ -107,7 +104,7 @@ def settings(model: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def start(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Return a function that starts a backend with these pools, our settings, and SGLang's settings and rank."""
+    """Return a function that starts a backend with given pools, our settings, and SGLang's settings and rank."""
     from msgspec.structs import fields
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
     from sglang.srt.server_args import ServerArgs
@@ -151,7 +148,9 @@ def start(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_pages_come_back_to_other_places_in_every_layout(start: Start, tmp_path: Path, layout: str) -> None:
+def test_in_every_layout_pages_can_be_read_into_other_positions(
+    start: Start, tmp_path: Path, layout: str
+) -> None:
     pool = attention(layout)
     fill(pool, 1)
     written, others = pages(pool, 0), pages(pool, PAGES)
@@ -171,7 +170,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool((one == other).all())
 
 
-def test_states_and_windows_shorten_a_hit_to_where_they_exist(start: Start, tmp_path: Path) -> None:
+def test_a_hit_ends_at_the_last_page_with_a_state_and_a_window(start: Start, tmp_path: Path) -> None:
     from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
     pools = {"kv": attention("page_first"), "mamba": states(), "swa": attention("layer_first")}
@@ -207,7 +206,9 @@ def test_states_and_windows_shorten_a_hit_to_where_they_exist(start: Start, tmp_
 
 
 def test_only_the_same_kv_is_found(start: Start, tmp_path: Path, model: Path) -> None:
-    """With each change a backend finds no page. The last backend, without a change, finds all pages."""
+    """Check that a backend with one change finds no page, and that a backend without a change then finds all
+    pages.
+    """
     ours: dict[str, object] = {"disk_path": str(tmp_path)}
     first = start({"kv": attention("page_first")}, ours)
     assert all(first.batch_set_v1(KEYS, places(attention("page_first"), 0)))
@@ -239,7 +240,7 @@ def test_only_the_same_kv_is_found(start: Start, tmp_path: Path, model: Path) ->
     assert same.batch_exists(KEYS) == PAGES
 
 
-def test_one_rank_writes_what_all_hold_and_the_others_find_it_in_the_store(
+def test_only_one_rank_writes_replicated_kv_and_all_ranks_find_it_in_the_store(
     start: Start, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.reach(monkeypatch)
@@ -275,7 +276,9 @@ def test_kv_that_no_other_process_could_find_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_pool_that_comes_too_late_or_has_no_addresses_is_refused(start: Start, tmp_path: Path) -> None:
+def test_a_pool_that_is_registered_too_late_or_has_no_addresses_is_refused(
+    start: Start, tmp_path: Path
+) -> None:
     from sglang.srt.mem_cache.hicache_storage import PoolName
 
     backend = start({"kv": attention("page_first")}, {"disk_path": str(tmp_path)})
@@ -287,7 +290,7 @@ def test_a_pool_that_comes_too_late_or_has_no_addresses_is_refused(start: Start,
         start({"kv": pool}, {"disk_path": str(tmp_path)})
 
 
-def test_indices_that_do_not_fit_the_keys_copy_nothing(start: Start, tmp_path: Path) -> None:
+def test_if_indices_do_not_match_the_keys_nothing_is_copied(start: Start, tmp_path: Path) -> None:
     pool = attention("page_first")
     backend = start({"kv": pool}, {"disk_path": str(tmp_path)})
     assert backend.batch_set_v1(KEYS, places(pool, 0, 3)) == [False] * PAGES

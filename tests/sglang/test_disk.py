@@ -1,5 +1,3 @@
-"""kvoffload's disk as a storage backend of a stock SGLang server, which attaches and detaches it at run time."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -12,7 +10,7 @@ from tests.sglang.stock.engines import PAGE, Server
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 
-def test_what_was_evicted_comes_from_the_disk_and_changes_no_token(
+def test_evicted_pages_are_read_from_the_disk_and_tokens_stay_the_same(
     server: Server, some: Prompts, tmp_path: Path
 ) -> None:
     with attached(server, disk_path=str(tmp_path)):
@@ -23,7 +21,7 @@ def test_what_was_evicted_comes_from_the_disk_and_changes_no_token(
     assert written == sum(some.all) / PAGE
 
 
-def test_the_next_backend_finds_what_the_first_wrote_and_one_of_other_weights_nothing(
+def test_the_next_backend_finds_the_written_pages_unless_its_weights_differ(
     server: Server, some: Prompts, tmp_path: Path
 ) -> None:
     with attached(server, disk_path=str(tmp_path)):
@@ -61,14 +59,14 @@ def test_flipped_bytes_are_never_served(server: Server, some: Prompts, tmp_path:
 
 
 def damage(slots: Path) -> None:
-    """Flip a bit in every 4 KiB of a file, except in its header."""
+    """Flip a bit in every 4 KiB of a file, but not in the header."""
     data = bytearray(slots.read_bytes())
     for place in range(4096 + 100, len(data), 4096):
         data[place] ^= 1
     slots.write_bytes(data)
 
 
-def test_a_disk_without_room_costs_hits_only(server: Server, some: Prompts, tmp_path: Path) -> None:
+def test_a_full_disk_only_costs_hits(server: Server, some: Prompts, tmp_path: Path) -> None:
     with attached(server, opens=False, disk_path=str(tmp_path), disk_bytes="900TiB"):
         some.ask(server)
         server.flush()
@@ -87,7 +85,7 @@ def test_a_disk_without_room_costs_hits_only(server: Server, some: Prompts, tmp_
         ({"disk_path": None}, "neither disk_path nor remote_url"),
     ],
 )
-def test_bad_settings_are_refused_with_one_error_and_nothing_half_starts(
+def test_bad_settings_are_refused_with_one_error_and_nothing_is_started(
     server: Server, tmp_path: Path, settings: dict[str, object], problem: str
 ) -> None:
     given = {"disk_path": str(tmp_path), **settings}

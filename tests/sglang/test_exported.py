@@ -1,4 +1,4 @@
-"""Our metrics in SGLang's `/metrics`. These tests need no SGLang."""
+"""Tests that SGLang's `/metrics` page contains our metrics. These tests do not need SGLang."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def value(name: str, **labels: str) -> float:
     return REGISTRY.get_sample_value(name, {**dict(zip(LABELS, VALUES, strict=True)), **labels}) or 0.0
 
 
-def test_what_changed_is_added_once_a_second_and_a_closed_backend_has_no_state(tmp_path: Path) -> None:
+def test_metrics_are_exported_once_a_second_and_a_closed_backend_has_no_state(tmp_path: Path) -> None:
     settings = tier_config({"disk_path": str(tmp_path), "disk_bytes": "1MiB"})
     cache = TierCache(lambda: KVIdentity("sglang", "w", "k", {}), [4096], settings)
     assert cache.wait_open(20)

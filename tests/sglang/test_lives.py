@@ -1,5 +1,3 @@
-"""A stock SGLang that is killed and started again on one disk, and one with two ranks."""
-
 from __future__ import annotations
 
 import random
@@ -20,7 +18,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.full, pytest.mark.timeout(3600)]
 LIVES = 2
 
 
-def test_lives_that_are_killed_at_random_find_what_earlier_ones_wrote_and_serve_nothing_wrong(
+def test_servers_killed_at_random_serve_correct_tokens_from_earlier_servers_pages(
     server: Server, some: Prompts, model: Path, tmp_path: Path
 ) -> None:
     chance = random.Random(7)
@@ -32,7 +30,7 @@ def test_lives_that_are_killed_at_random_find_what_earlier_ones_wrote_and_serve_
             living.flush()
             killer = threading.Timer(chance.uniform(0.1, 2.0), living.kill)
             killer.start()
-            with suppress(OSError, HTTPException):  # The server was killed.
+            with suppress(OSError, HTTPException):  # Ignore errors from the killed server.
                 while True:
                     some.ask(living)
                     living.flush()
@@ -43,7 +41,9 @@ def test_lives_that_are_killed_at_random_find_what_earlier_ones_wrote_and_serve_
         assert sum(living.generate(prompt).stored for prompt in some.wanted) == 0
 
 
-def test_two_ranks_keep_a_half_each(server: Server, some: Prompts, model: Path, tmp_path: Path) -> None:
+def test_each_of_two_ranks_stores_its_half(
+    server: Server, some: Prompts, model: Path, tmp_path: Path
+) -> None:
     settings = {"disk_path": str(tmp_path / "disk")}
     options: dict[str, Any] = {"tp_size": 2, "hicache_mem_layout": "page_first_direct"}
     environment = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}

@@ -1,5 +1,3 @@
-"""kvoffload's remote tier as a storage backend of a stock SGLang."""
-
 from __future__ import annotations
 
 import secrets
@@ -16,10 +14,12 @@ from tests.sglang.stock.engines import Server, wait_until
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 LONGEST_S = 6.0
-"""Seconds that a request may take while the store hangs: one of SGLang's, our time limits, and the computation."""
+"""The maximum time, in seconds, of a request while the store hangs: SGLang's time limit, ours, and the
+computation.
+"""
 
 
-def test_another_backend_finds_in_the_store_what_the_first_wrote(
+def test_another_backend_finds_the_first_backends_pages_in_the_store(
     server: Server, some: Prompts, bucket: Bucket
 ) -> None:
     with attached(server, remote_url=bucket.url):
@@ -31,7 +31,7 @@ def test_another_backend_finds_in_the_store_what_the_first_wrote(
 
 
 @pytest.mark.full
-def test_a_store_that_lies_changes_no_token(
+def test_wrong_bytes_from_a_store_change_no_token(
     server: Server, some: Prompts, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.reach(monkeypatch)
@@ -48,10 +48,11 @@ def test_a_store_that_lies_changes_no_token(
 
 
 @pytest.mark.full
-def test_a_request_does_not_wait_for_a_store_that_hangs_and_finds_it_later(
+def test_a_request_does_not_wait_for_a_hanging_store_and_later_requests_use_it(
     server: Server, some: Prompts, bucket: Bucket
 ) -> None:
-    # SGLang waits until a prefetch ends, so after a hanging call a request would never run.
+    # With this policy SGLang waits until a prefetch ends, so a prefetch that never ended would block the
+    # request.
     with attached(server, "wait_complete", remote_url=bucket.url):
         some.ask(server)
         server.flush()
@@ -69,7 +70,7 @@ def test_a_request_does_not_wait_for_a_store_that_hangs_and_finds_it_later(
 
 
 @pytest.mark.full
-def test_a_backend_is_detached_while_the_store_hangs_with_pages_on_their_way(
+def test_a_backend_can_be_detached_while_writes_to_the_store_hang(
     server: Server, some: Prompts, bucket: Bucket, tmp_path: Path
 ) -> None:
     with attached(server, disk_path=str(tmp_path), remote_url=bucket.url):
@@ -86,7 +87,7 @@ def test_a_backend_is_detached_while_the_store_hangs_with_pages_on_their_way(
 
 
 @pytest.mark.full
-def test_a_store_that_is_dead_costs_hits_only(server: Server, some: Prompts) -> None:
+def test_a_dead_store_only_costs_hits(server: Server, some: Prompts) -> None:
     with attached(server, "wait_complete", opens=False, remote_url="mooncake://127.0.0.1:9"):
         answers = some.answers(server)
     assert max(answer.seconds for answer in answers) < LONGEST_S

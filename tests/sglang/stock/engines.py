@@ -1,4 +1,4 @@
-"""Starts a stock SGLang server on a machine without a GPU, with options that make it small and a storage backend of ours."""
+"""Starts a small stock SGLang server with our storage backend, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kvoffload.remote.local import free_port
 from tests.sglang.stock.install import EXTENSIONS, PYTHON
 from tests.vllm.stock import engines as vllm
 
-PAGE = 16  # tokens
-ADMIN = "of this test"  # SGLang attaches a backend only for requests with this key.
+PAGE = 16  # tokens per page
+ADMIN = "of this test"  # SGLang only attaches a backend if the request has this key
 
 ENVIRONMENT: Mapping[str, str] = {
     "SGLANG_USE_CPU_ENGINE": "1",
-    "OMP_NUM_THREADS": "1",  # The tensors are too small for more threads.
+    "OMP_NUM_THREADS": "1",  # more threads do not help with tensors as small as these
     "HF_HUB_OFFLINE": "1",
     "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_cpu_ops.models",  # Without this, SGLang imports hundreds of models.
@@ -66,15 +66,14 @@ BACKEND: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An engine's answer to one prompt."""
-
     tokens: tuple[int, ...]
-    cached: Mapping[str, Any]  # prompt tokens that were not computed: device, host, storage
+    # Prompt tokens that were not computed, by where they were cached: device, host or storage
+    cached: Mapping[str, Any]
     seconds: float
 
     @property
     def stored(self) -> int:
-        """The number of prompt tokens that came from our tiers."""
+        """The number of prompt tokens that were read from our tiers."""
         return int(self.cached.get("storage", 0))
 
 
@@ -87,10 +86,8 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
 
 
 class Server(vllm.Server):
-    """A running SGLang server."""
-
     def send(self, method: str, path: str, body: Mapping[str, object] | None = None) -> tuple[int, str]:
-        """Send `body` as JSON; return the status and the answer's text."""
+        """Send `body` as JSON; return the status and the text of the answer."""
         data = json.dumps(body or {}).encode()
         request = urllib.request.Request(self.root + path, data, method=method)
         request.add_header("Content-Type", "application/json")
@@ -102,7 +99,7 @@ class Server(vllm.Server):
             return error.code, error.read().decode()
 
     def generate(self, prompt: Sequence[int], count: int = 8) -> Answer:
-        """Continue a prompt greedily."""
+        """Generate `count` tokens greedily after a prompt."""
         sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
         body = {"input_ids": list(prompt), "sampling_params": sampling}
         began = time.monotonic()
@@ -114,7 +111,7 @@ class Server(vllm.Server):
         return Answer(tuple(answer["output_ids"]), cached, seconds)
 
     def attach(self, policy: str = "timeout", /, **settings: object) -> tuple[int, str]:
-        """Attach our backend. `policy` is SGLang's name of how long a request waits for storage."""
+        """Attach our backend. `policy` is SGLang's policy for how long a request waits for storage."""
         body = {
             "hicache_storage_backend": "dynamic",
             "hicache_storage_backend_extra_config_json": json.dumps({**BACKEND, **settings}),
@@ -126,11 +123,11 @@ class Server(vllm.Server):
         return self.send("DELETE", "/hicache/storage-backend")
 
     def clear(self) -> tuple[int, str]:
-        """Let the storage backend begin a new generation."""
+        """Clear the storage backend, which begins a new generation."""
         return self.send("POST", "/hicache/storage-backend/clear")
 
     def words(self, word: str) -> list[str]:
-        """Return the lines of the log that contain a word."""
+        """Return the log's lines that contain `word`."""
         return [line for line in self.log.read_text().splitlines() if word in line]
 
     def flush(self) -> None:
@@ -138,13 +135,15 @@ class Server(vllm.Server):
         wait_until(lambda: self.send("POST", "/flush_cache")[0] == 200)
 
     def metric(self, name: str, **labels: str) -> float:
-        """Return the sum over a metric's samples with these labels."""
+        """Return the sum of the metric's samples that have these labels."""
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         lines = [line for line in self.get("/metrics").splitlines() if line.partition("{")[0] == name]
         return sum(float(line.split()[-1]) for line in lines if all(each in line for each in wanted))
 
     def stop(self, seconds: float = 60) -> int:
-        """Ask the server to end, then kill all processes that it has left; return its exit status."""
+        """Ask the server to exit, then kill the processes that are still running; return the server's exit
+        status.
+        """
         try:
             return super().stop(seconds)
         finally:
@@ -167,15 +166,16 @@ def serving(
     storage: Mapping[str, object] | None = None,
     **options: object,
 ) -> Iterator[Server]:
-    """Start an SGLang server on a free port, wait until it is ready, and stop it at the end of the block.
+    """Start an SGLang server on a free port, wait until it is ready, and stop it at the end of the `with`
+    block.
 
     Args:
-        checkpoint: the model.
-        log: file for what the server prints.
+        checkpoint: the model's folder.
+        log: the file for the server's output.
         seconds: the time limit for the start.
-        environment: further variables.
-        storage: settings of our backend, None to start without one.
-        options: arguments of the server; underscores become dashes.
+        environment: additional environment variables.
+        storage: our backend's settings; None starts the server without our backend.
+        options: the server's arguments; underscores become dashes.
     """
     port = free_port()
     named: dict[str, Any] = {

@@ -54,7 +54,7 @@ def set_up() -> None:
     python_below = BELOW / "bin" / "python"
     subprocess.run([python_below, "-m", "venv", "--without-pip", ENVIRONMENT], check=True)
     here, below = packages(ENVIRONMENT), packages(BELOW)
-    # Entry points of the environment below belong to vLLM's tests, so its .pth files are not followed.
+    # This file does not load the .pth files of vLLM's environment, whose entry points belong to vLLM's tests.
     (here / "below.pth").write_text(f"{below}\n{TRITON}\n")
     pins = [line for line in LOCK.read_text().splitlines() if not line.startswith("#")]
     quiet = ["--disable-pip-version-check", "--quiet", "--quiet"]
@@ -68,7 +68,6 @@ def set_up() -> None:
 
 
 def packages(environment: Path) -> Path:
-    """Return the folder of an environment's packages."""
     (folder,) = (environment / "lib").glob("python3*/site-packages")
     return folder
 

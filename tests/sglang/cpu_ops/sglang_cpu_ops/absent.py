@@ -1,4 +1,6 @@
-"""Makes a package replace a missing one: it has every submodule and every name, and no name can be called."""
+"""Lets a missing package be imported. Any submodule and any name of the package exist, but no name can be
+called.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 
 
 def stand_in(name: str) -> None:
-    """Turn the package `name`, which is being imported, into such a package."""
+    """Replace the package `name` while it is being imported."""
     sys.modules[name].__class__ = _Absent
     sys.meta_path.append(_Finder(name))
 
@@ -28,7 +30,7 @@ class _Absent(ModuleType):
 
 
 class _Members(type):
-    """The metaclass of enumerations: SGLang builds tables from their names at import."""
+    """The metaclass of all imported names. SGLang builds tables from enumeration members when it is imported."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("__"):
@@ -37,7 +39,7 @@ class _Members(type):
 
 
 class _Finder:
-    """Find every submodule of a package, because each version of SGLang imports others."""
+    """Finds any submodule of a package, because each version of SGLang imports different ones."""
 
     def __init__(self, package: str) -> None:
         self._package = package
@@ -51,4 +53,4 @@ class _Finder:
         return _Absent(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run."""
+        """Do nothing: the module has no code."""

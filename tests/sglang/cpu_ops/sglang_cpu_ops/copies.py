@@ -1,4 +1,6 @@
-"""Copies between a KV cache and its host memory, for pools of attention layers. SGLang has them as CUDA kernels."""
+"""Copies between a KV cache and its host memory, for pools of attention layers. SGLang uses CUDA kernels for
+them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def define() -> None:
-    """Add the copies to SGLang's modules, which import such functions only on a GPU."""
+    """Add the copy functions to SGLang's modules, which import them only on a GPU."""
     from sglang.srt.mem_cache.pool_host import common, mamba, mha, mla
 
     common._cuda_host_register = lambda *_, **__: None
@@ -39,7 +41,7 @@ def copy_layer_from_pages(
     layer_id: int,
     page_size: int,
 ) -> None:
-    """Copy from host pages, which contain all layers, to one layer's rows."""
+    """Copy from host pages, which contain all layers, to the rows of one layer."""
     for source, target in zip(src_ptrs, dst_ptrs, strict=True):
         target[dst_indices] = source[src_indices // page_size, layer_id, src_indices % page_size]
 

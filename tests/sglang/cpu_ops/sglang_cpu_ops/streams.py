@@ -1,4 +1,4 @@
-"""Streams and events of `torch.cpu`. On a CPU, all work has ended when a call returns."""
+"""Streams and events for `torch.cpu`. On a CPU, the work has ended when a call returns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Event:
-    """An event that notes the time at which it was recorded."""
+    """An event that stores the time at which it was recorded."""
 
     def __init__(self, **_: Any) -> None:
         self.seconds = 0.0
@@ -18,10 +18,10 @@ class Event:
         self.seconds = time.perf_counter()
 
     def wait(self, stream: object = None) -> None:
-        """Do nothing: all work has ended."""
+        """Do nothing: the work has ended."""
 
     def synchronize(self) -> None:
-        """Do nothing: all work has ended."""
+        """Do nothing: the work has ended."""
 
     def query(self) -> bool:
         return True
@@ -31,7 +31,7 @@ class Event:
 
 
 def complete() -> None:
-    """Add to `torch.cpu` the events and stream methods that SGLang calls."""
+    """Add to `torch.cpu` the events and the stream methods that SGLang calls."""
     torch.cpu.Event = Event  # type: ignore[assignment,misc]
     stream: Any = torch.cpu.Stream
     for name in ("synchronize", "wait_stream", "wait_event", "record_event"):

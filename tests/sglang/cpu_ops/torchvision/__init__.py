@@ -2,6 +2,6 @@
 
 from sglang_cpu_ops.absent import stand_in
 
-__version__ = "0.0"  # transformers compares the version at import
+__version__ = "0.0"  # transformers compares the version when it is imported
 
 stand_in(__name__)

@@ -1,1 +1,1 @@
-"""The models that tests run. SGLang imports every module of this package; its own package has hundreds."""
+"""The models that tests run. SGLang imports every module of this package. Its own model package has hundreds."""
