@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.sglang.prompts import STATE, Prompts, attached
-from tests.sglang.stock.engines import PAGE, Server
+from tests.sglang.stock.engines import PAGE, Server, wait_until
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
@@ -55,7 +55,7 @@ def test_flipped_bytes_are_never_served(server: Server, some: Prompts, tmp_path:
     assert (
         server.metric("kvoffload_tier_blocks_total", tier="disk", outcome="corrupt") == sum(some.all) / PAGE
     )
-    assert server.words("corrupt")
+    wait_until(lambda: server.has_logged("corrupt"))
 
 
 def damage(slots: Path) -> None:
@@ -68,11 +68,11 @@ def damage(slots: Path) -> None:
 
 def test_a_full_disk_only_costs_hits(server: Server, some: Prompts, tmp_path: Path) -> None:
     with attached(server, opens=False, disk_path=str(tmp_path), disk_bytes="900TiB"):
-        some.ask(server)
+        some.ask(server)  # while the disk opens
+        wait_until(lambda: server.metric(STATE, tier="disk", state="closed") == 1)
         server.flush()
         assert some.ask(server) == some.none
-        assert server.metric(STATE, tier="disk", state="closed") == 1
-    assert server.words("lower disk_bytes or free space")
+    wait_until(lambda: server.has_logged("lower disk_bytes or free space"))
 
 
 @pytest.mark.parametrize(

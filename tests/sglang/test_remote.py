@@ -63,7 +63,7 @@ def test_a_request_does_not_wait_for_a_hanging_store_and_later_requests_use_it(
         finally:
             resume(bucket.server)
         assert max(answer.seconds for answer in answers) < LONGEST_S
-        assert server.words("remote_fails")
+        wait_until(lambda: server.has_logged("remote_fails"))
         wait_until(lambda: server.metric(STATE, tier="remote", state="open") == 1)
         server.flush()
         assert some.ask(server) == some.all
