@@ -19,9 +19,9 @@ class _Collector(logging.Handler):
 
 @contextmanager
 def capture_logs() -> Iterator[list[dict[str, Any]]]:
-    """Collect all lines logged in the `with` block instead of printing them.
+    """Collect the lines logged in the `with` block instead of printing them.
 
-    A line is a dict of its keys, including `event` and `log_level`.
+    Each line is a dict, which includes the keys `event` and `log_level`.
     """
     logger, lines = logging.getLogger(ROOT), list[dict[str, Any]]()
     before = logger.handlers, logger.level, logger.propagate

@@ -1,5 +1,3 @@
-"""Profiles for property tests, and marks that skip tests with a reason."""
-
 import importlib.util
 import os
 import shutil
@@ -12,7 +10,7 @@ from hypothesis import HealthCheck, settings
 
 from kvoffload.cli.signals import HANDLED
 
-# There are no deadlines and no check for slow examples: both measure the machine more than the code.
+# Property tests have no time limits, which would measure the machine and not the code.
 common = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("fast", common, max_examples=30, stateful_step_count=30)
 settings.register_profile("ci", common, max_examples=50, derandomize=True)
@@ -20,7 +18,7 @@ settings.register_profile("full", common, max_examples=200, derandomize=True)
 settings.register_profile("deep", common, max_examples=5000, stateful_step_count=100)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
-# Tests must not send spans to a collector that is set in the environment.
+# Tests must not send spans to a collector that the environment names.
 os.environ.pop("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", None)
 
 # If a script started this run in the background, this process and its children ignore SIGINT. Tests of Ctrl-C
@@ -59,6 +57,6 @@ def reasons_to_skip(item: pytest.Item) -> list[str]:
 
 
 def _has_cuda() -> bool:
-    import torch  # Imported here, so that runs without such tests do not wait for the import.
+    import torch  # torch is imported here, so that only runs with GPU tests wait for the import
 
     return torch.cuda.is_available()

@@ -1,4 +1,6 @@
-"""Checks sums of metrics: each total equals the sum of its outcomes, and the slots by state sum to the capacity."""
+"""Checks sums of metrics: each total equals the sum of its outcomes, and the numbers of slots in all states
+add up to the capacity.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ _OUTCOMES_OF = {
 
 
 def slot_problems(gauges: Mapping[str, Series]) -> list[str]:
-    """Return a line of text for each tier whose slots by state do not sum to its capacity."""
+    """Return one line for each tier whose slots in all states do not add up to its capacity."""
     problems = []
     for (tier,), capacity in gauges.get("kvoffload_capacity_slots", {}).items():
         total = sum(count for (of, _), count in gauges["kvoffload_slots"].items() if of == tier)
@@ -26,11 +28,11 @@ def slot_problems(gauges: Mapping[str, Series]) -> list[str]:
 
 
 def conservation(snapshot: Snapshot, *, drained: bool = False) -> list[str]:
-    """Return one line of text for each broken invariant.
+    """Return one line for each broken invariant.
 
     Args:
         snapshot: all counts since the start.
-        drained: whether no job and no offer is open, so that each total must equal the sum of its outcomes.
+        drained: if True, no job and no offer is open, so each total must equal the sum of its outcomes.
     """
     missed = snapshot.count("kvoffload_lookup_blocks_total", LookupResult.MISS.value)
     causes = snapshot.total("kvoffload_miss_blocks_total")

@@ -1,5 +1,3 @@
-"""Makes jobs that copy between device and host, as in a plan."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Gates and executors that hold threads under a test's control, so that tests need no sleeps."""
+"""A gate for threads, and an executor without threads. A test that controls both needs no sleeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_PATIENCE_S = 30.0  # a test that waits longer than this has failed
+_PATIENCE_S = 30.0  # the limit for a wait in a test, far above what any wait needs
 
 
 class ThreadGate:
@@ -41,10 +41,10 @@ class ThreadGate:
                 raise TimeoutError("the gate was not opened")
 
     def wait_for_arrivals(self, count: int) -> None:
-        """Wait until `count` threads have arrived since the start.
+        """Wait until `count` threads have arrived in total.
 
         Raises:
-            TimeoutError: fewer threads have arrived in time.
+            TimeoutError: fewer threads arrived within the time limit.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._arrivals >= count, _PATIENCE_S):
@@ -57,7 +57,7 @@ class ThreadGate:
 
 
 class ManualExecutor(Executor):
-    """Runs submitted calls on the test's thread, when the test decides.
+    """Runs submitted calls on the test's thread when the test asks for it.
 
     Args:
         held: if False, each call runs when it is submitted.
@@ -117,7 +117,7 @@ class ManualExecutor(Executor):
         self._work.popleft()()
 
     def run_all(self) -> None:
-        """Run all queued calls, including calls that they submit."""
+        """Run queued calls until the queue is empty."""
         while self._work:
             self.run_next()
 

@@ -1,4 +1,4 @@
-"""A fixture that makes torch compute on one thread, which is fastest for tiny models."""
+"""A fixture that limits torch to one thread, because tiny models are fastest on one thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts the calls or lines of an operation, as a cost that does not depend on the machine."""
+"""Counts what an operation runs, in function calls or lines, which do not depend on the machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def calls(act: Callable[[], object]) -> int:
 
 
 def lines(act: Callable[[], object]) -> int:
-    """Return how many lines of Python `act` runs, so that loops without calls count too."""
+    """Return how many lines of Python `act` runs. Unlike `calls`, this also counts loops without calls."""
     count = 0
 
     def seen(_frame: FrameType, event: str, _argument: object) -> TraceFunction:

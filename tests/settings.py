@@ -1,4 +1,4 @@
-"""Settings for tests that do not depend on the size of host memory."""
+"""Makes settings for tests in which the size of host memory does not matter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Injects faults: in each trial, one call of a function of the core raises."""
+"""Makes one call of a core function raise, a different call in each trial."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CORE = tuple(f"{Path(path)}{os.sep}" for path in kvoffload.core.__path__)
 
 
 class Place(NamedTuple):
-    """One call of a function, identified by its number. The first call has number 1."""
+    """One call of a function. The function's first call has number 1."""
 
     function: str
     call: int
@@ -32,9 +32,7 @@ class Broken(Exception):
 
 
 def places(act: Callable[[], object]) -> list[Place]:
-    """Return calls of the core's functions that `act` makes: of each function the first two, the middle and
-    the last call.
-    """
+    """Return calls of core functions in `act`: the first two, the middle and the last of each function."""
     counts: Counter[str] = Counter()
     names = _Names()
 
@@ -53,7 +51,7 @@ def places(act: Callable[[], object]) -> list[Place]:
 
 @contextmanager
 def raising(place: Place) -> Iterator[Callable[[], bool]]:
-    """Make one call of the core raise when the call begins. Yield a function that returns whether it has raised."""
+    """Make this call raise when it begins. Yield a function that returns whether the call has raised."""
     left, names = place.call, _Names()
 
     def seen(frame: FrameType, event: str, _argument: object) -> None:
@@ -61,7 +59,7 @@ def raising(place: Place) -> Iterator[Callable[[], bool]]:
         if event == "call" and left and names.of(frame.f_code) == place.function:
             left -= 1
             if not left:
-                raise Broken(str(place))  # raising also ends the profiling
+                raise Broken(str(place))  # Python stops profiling when a profile function raises
 
     with _watched_by(seen):
         yield lambda: not left
@@ -73,7 +71,7 @@ def chosen(found: Sequence[Place], every: int) -> list[Place]:
 
 
 class _Names:
-    """The names of the core's functions by their code; None for other code and for unnamed functions."""
+    """Maps code to the names of core functions. Other code and unnamed functions have the name None."""
 
     def __init__(self) -> None:
         self._known: dict[CodeType, str | None] = {}
@@ -81,7 +79,7 @@ class _Names:
     def of(self, code: CodeType) -> str | None:
         if code not in self._known:
             is_one = code.co_filename.startswith(_CORE) and not code.co_name.startswith("<")
-            # Closing a generator also enters its code, where an exception could not be reported.
+            # Generators are left out: closing one enters its code, where an exception cannot be reported.
             is_one &= not code.co_flags & CO_GENERATOR
             self._known[code] = f"{Path(code.co_filename).stem}.{code.co_qualname}" if is_one else None
         return self._known[code]

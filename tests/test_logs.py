@@ -1,5 +1,3 @@
-"""The log lines that an operator reads."""
-
 from __future__ import annotations
 
 import io
@@ -98,7 +96,7 @@ def test_rare_events_are_logged_at_their_level(
     assert reported(caplog, event) == [line]
 
 
-def test_what_deserves_no_line_wakes_no_observer() -> None:
+def test_events_without_a_log_line_do_not_wake_the_log_observer() -> None:
     bus = Bus()
     feed = LogObserver(Hand()).subscribe(bus)
     bus.publish(BlocksOffered(1))
@@ -112,7 +110,7 @@ def test_what_deserves_no_line_wakes_no_observer() -> None:
     assert list(bus.feeds) == ["log"]
 
 
-def test_a_rejected_fact_is_logged_once_a_cause(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rejected_fact_is_logged_once_per_cause(caplog: pytest.LogCaptureFixture) -> None:
     lines = reported(
         caplog,
         FactRejected(RejectionCause.UNKNOWN_JOB),
@@ -122,7 +120,7 @@ def test_a_rejected_fact_is_logged_once_a_cause(caplog: pytest.LogCaptureFixture
     assert [line.split()[2] for line in lines] == ["cause=unknown_job", "cause=unknown_request"]
 
 
-def test_repeated_failures_are_logged_seldom_with_their_number(caplog: pytest.LogCaptureFixture) -> None:
+def test_repeated_failures_share_one_log_line_with_their_number(caplog: pytest.LogCaptureFixture) -> None:
     clock = Hand()
     observer = LogObserver(clock)
     failed = LoadEnded(JOB, A, 2, LoadOutcome.FAILED)
@@ -138,7 +136,7 @@ def test_repeated_failures_are_logged_seldom_with_their_number(caplog: pytest.Lo
     assert "held_back" not in line
 
 
-def test_removals_are_published(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_removed_observer_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     try:
         raise RuntimeError("at 1")
     except RuntimeError as error:
@@ -149,8 +147,7 @@ def test_removals_are_published(caplog: pytest.LogCaptureFixture) -> None:
     )
 
 
-def test_a_host_keeps_its_own_logging(caplog: pytest.LogCaptureFixture) -> None:
-    """Check that we add no handler, that the host's level applies, and that each line names the caller's file."""
+def test_no_handler_is_added_and_the_hosts_log_level_applies(caplog: pytest.LogCaptureFixture) -> None:
     log = get_logger("part")
     logging.getLogger("kvoffload").setLevel(logging.WARNING)
     log.info("quiet")
@@ -162,7 +159,7 @@ def test_a_host_keeps_its_own_logging(caplog: pytest.LogCaptureFixture) -> None:
     assert record.kvoffload == {"event": "percent_sign", "share": "100 %s", "empty": ""}  # type: ignore[attr-defined]
 
 
-def test_a_logger_can_live_under_the_hosts_own() -> None:
+def test_a_logger_can_be_a_child_of_the_hosts_logger() -> None:
     host, stream = logging.getLogger("somehost"), io.StringIO()
     handler = logging.StreamHandler(stream)
     host.addHandler(handler)

@@ -51,7 +51,7 @@ class Story:
         self.steps = 0
 
     def step(self, *progress: Progress) -> TransferPlan:
-        """Schedule one step, and pass the plan to the worker, whose hooks start the copies."""
+        """Schedule one step, and give its plan to the worker's hooks, which start the copies."""
         self.steps += 1
         plan = self.scheduler.step(StepScheduled(self.steps, progress))
         self.pump.submit_loads(plan.loads)
@@ -77,7 +77,7 @@ async def story() -> AsyncIterator[Story]:
     await wait_all_blocked()
     story.executor.run_next()
     await memory
-    story.hear()  # The rank reports two ready slots, so the capacity is 2 from now on.
+    story.hear()
     yield story
     coroutine.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -86,11 +86,10 @@ async def story() -> AsyncIterator[Story]:
 
 
 @pytest.mark.asyncio
-async def test_one_block_goes_to_the_host_and_comes_back(story: Story) -> None:
+async def test_a_block_is_stored_on_the_host_and_loaded_back(story: Story) -> None:
     scheduler, pool = story.scheduler, story.pool
 
-    # 1. A request arrives. No earlier request had its first block, so its lookup finds nothing and records
-    # that cause.
+    # 1. A request arrives. Its first block is new, so the lookup finds nothing and records that cause.
     scheduler.seen(RequestSeen(FIRST, prompt_tokens=20, keys=((KEY,),)))
     assert scheduler.lookup(FIRST, 0) == 0
 
@@ -103,8 +102,8 @@ async def test_one_block_goes_to_the_host_and_comes_back(story: Story) -> None:
     story.memory.write(block, computed)
     pool.index(block, KEY)
 
-    # 3. The block is confirmed and therefore offered. It gets a slot and a lease, and the step's plan
-    # contains a store.
+    # 3. The step confirms the block, so the block is offered. It gets a slot and a lease, and the plan
+    # contains its store.
     (store,) = story.step(Progress(FIRST, confirmed_tokens=20)).stores
     assert (store.targets, store.slots) == ((block,), (0,))
     assert story.slot() is SlotState.FILLING
@@ -128,8 +127,7 @@ async def test_one_block_goes_to_the_host_and_comes_back(story: Story) -> None:
     assert pool.cached_block(KEY) is None
     pool.release(others)
 
-    # 6. A request with the same prefix arrives. The block is only on the host: its lookup is a hit, and the
-    # block is pinned until the allocation.
+    # 6. A request with the same prefix arrives. Its lookup finds and pins the block on the host.
     scheduler.seen(RequestSeen(SECOND, prompt_tokens=20, keys=((KEY,),)))
     assert scheduler.lookup(SECOND, 0) == BLOCK_TOKENS
     assert story.slot() is SlotState.PINNED

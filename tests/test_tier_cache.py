@@ -1,5 +1,3 @@
-"""The cache with a disk and a store: blocks are found with the right bytes, or missed within the time limit."""
-
 from __future__ import annotations
 
 import errno
@@ -31,7 +29,7 @@ from tests.gates import ThreadGate
 from tests.remote.fake_store import FakeStore
 
 PAGES = (640, 96, 5000)
-LONG = (2**16, 2**17)  # pages that are read and written in place
+LONG = (2**16, 2**17)  # pages of these sizes are read and written in place
 IDENTITY = KVIdentity("engine 1", "weights 1", "sha256", {"tensor": 1}, {"dtype": "float16"})
 SOON_S = 0.2
 WAIT_S = 20.0
@@ -95,9 +93,9 @@ Start = Callable[..., Rig]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Return a function that starts caches, by default on the test's folder.
+    """Yield a function that starts caches, by default with a disk in the test's folder.
 
-    At the end, check that the caches hold no memory, thread or file.
+    After the test, check that the caches hold no memory, thread or file.
     """
     with ExitStack() as running:
 
@@ -143,7 +141,7 @@ def test_put_blocks_are_found_with_their_bytes(
 def test_more_blocks_than_staging_slots_are_found_by_the_next_process(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvoffload.tier_cache._STAGING_BYTES", 0)  # eight slots, two per call
+    monkeypatch.setattr("kvoffload.tier_cache._STAGING_BYTES", 0)  # eight slots, of which a call uses two
     numbers = range(50)
     first = start()
     assert all(first.put(*numbers))
@@ -167,7 +165,7 @@ def test_more_blocks_than_staging_slots_are_found_by_the_next_process(
     ],
     ids=["weights", "dtype", "ranks", "pages"],
 )
-def test_r18_another_model_or_layout_finds_nothing(
+def test_r18_blocks_of_another_model_or_layout_are_not_found(
     start: Start, store: FakeStore, other: dict[str, Any], tier: str
 ) -> None:
     tiers = REMOTE if tier == "remote" else {}
@@ -179,7 +177,7 @@ def test_r18_another_model_or_layout_finds_nothing(
     assert second.has(0, 1) == [False, False]
 
 
-def test_r18_another_key_finds_nothing(start: Start, tmp_path: Path) -> None:
+def test_r18_blocks_written_with_another_tier_key_are_not_found(start: Start, tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("one", "other")]
     for file in files:
         file.write_bytes(file.name.encode() * 32)
@@ -193,14 +191,16 @@ def test_r18_another_key_finds_nothing(start: Start, tmp_path: Path) -> None:
     assert again.get(0) == [True]
 
 
-def test_another_process_shares_the_remote_tier(start: Start, store: FakeStore) -> None:
+def test_two_caches_share_the_remote_tier(start: Start, store: FakeStore) -> None:
     first, second = start(**REMOTE), start(**REMOTE)
     assert all(first.put(0, 1, 2))
     assert second.get(1, 2) == [True, True]
     assert second.has(0, 7) == [True, False]
 
 
-def test_the_remote_tier_serves_what_the_disk_lost(start: Start, store: FakeStore, tmp_path: Path) -> None:
+def test_blocks_that_are_corrupt_on_the_disk_are_read_from_the_remote_tier(
+    start: Start, store: FakeStore, tmp_path: Path
+) -> None:
     both = {"disk_path": str(tmp_path), **REMOTE}
     first = start(**both)
     assert all(first.put(0, 1))
@@ -211,7 +211,7 @@ def test_the_remote_tier_serves_what_the_disk_lost(start: Start, store: FakeStor
     assert second.count("tier_blocks_total", "remote", "load", "done") == 2
 
 
-def test_admission_waits_for_the_block_to_come_again(start: Start) -> None:
+def test_a_block_is_written_when_it_is_put_again(start: Start) -> None:
     rig = start(disk_min_hits=1)
     assert rig.put(0, 1) == [False, False]
     assert rig.put(1, 2) == [True, False]
@@ -294,7 +294,7 @@ def test_r17_an_error_of_the_disk_is_a_miss(start: Start, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("sizes", [PAGES, LONG], ids=["gathered", "in place"])
-def test_r17_a_disk_that_hangs_holds_up_no_caller(
+def test_r17_a_hanging_disk_delays_no_caller_beyond_the_time_limit(
     start: Start, monkeypatch: pytest.MonkeyPatch, sizes: Sequence[int]
 ) -> None:
     clock, gate = FakeClock(), ThreadGate()
@@ -371,7 +371,7 @@ def test_r17_a_dead_store_is_a_miss_a_metric_and_a_log_line(
     assert "remote_fails" in {line["event"] for line in lines}
 
 
-def test_r17_a_store_that_lies_is_a_miss(
+def test_r17_wrong_bytes_from_the_remote_tier_are_a_miss(
     start: Start, store: FakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = start(**REMOTE)
@@ -386,7 +386,7 @@ def test_r17_a_store_that_lies_is_a_miss(
     assert second.count("tier_blocks_total", "remote", "load", "corrupt") > 0
 
 
-def test_a_full_store_accepts_nothing_and_still_serves(start: Start, store: FakeStore) -> None:
+def test_a_full_remote_tier_refuses_puts_and_serves_gets(start: Start, store: FakeStore) -> None:
     rig = start(**REMOTE)
     assert all(rig.put(0))
     store.is_full = True
@@ -394,7 +394,9 @@ def test_a_full_store_accepts_nothing_and_still_serves(start: Start, store: Fake
     assert start(**REMOTE).get(0) == [True]
 
 
-def test_r17_a_store_that_hangs_holds_up_no_caller(start: Start, store: FakeStore) -> None:
+def test_r17_a_hanging_remote_tier_delays_no_caller_beyond_the_time_limit(
+    start: Start, store: FakeStore
+) -> None:
     clock = FakeClock()
     rig = start(clock=clock, **REMOTE)
     assert all(rig.put(0))
@@ -427,7 +429,7 @@ def test_r12_a_core_that_raises_switches_the_tiers_off(start: Start, monkeypatch
     assert [line["event"] for line in lines] == ["core_raised"]
 
 
-def test_pages_of_another_size_are_the_callers_error(start: Start) -> None:
+def test_pages_of_the_wrong_size_raise_an_error(start: Start) -> None:
     rig = start()
     with pytest.raises(ValueError, match="zip"):
         rig.cache.put([key_of(0)], [blank((640, 96))])
@@ -452,7 +454,7 @@ def test_settings_of_other_parts_are_refused(tmp_path: Path) -> None:
 
 
 def test_r15_a_full_disk_drops_the_least_recently_used_and_a_prefixs_head_last(start: Start) -> None:
-    rig = start(sizes=(4096,), disk_bytes=4096 * 11)  # room for ten slots and the header
+    rig = start(sizes=(4096,), disk_bytes=4096 * 11)  # the file has room for a header and ten slots
     assert rig.count("capacity_slots", "disk") == 10
     assert all(rig.put(0, 1, 2, 3))
     assert all(rig.put(10, 11, 12, 13))
@@ -466,7 +468,7 @@ def test_r15_a_full_disk_drops_the_least_recently_used_and_a_prefixs_head_last(s
     assert again.has(10, 11, 12) == [True, False, False], "the next process evicts in the same order"
 
 
-def test_more_blocks_than_the_disk_has_slots(start: Start) -> None:
+def test_putting_more_blocks_than_the_disk_has_slots_keeps_the_last(start: Start) -> None:
     rig = start(sizes=(4096,), disk_bytes=4096 * 4)
     assert rig.put(*range(20)).count(True) >= 3
     assert rig.has(*range(20)).count(True) == 3
@@ -512,7 +514,7 @@ def test_r10_a_put_that_runs_during_a_reset_is_not_found(
 
 
 def test_changes_of_the_disk_are_returned_in_order(start: Start) -> None:
-    rig = start(sizes=(4096,), disk_bytes=4096 * 3)  # room for two slots
+    rig = start(sizes=(4096,), disk_bytes=4096 * 3)  # the file has room for a header and two slots
     assert rig.cache.take_changes() == []
     for number in (0, 1, 2):
         assert rig.put(number) == [True]
@@ -531,7 +533,7 @@ def test_a_closed_cache_misses(start: Start) -> None:
     assert (rig.get(0), rig.put(1), rig.has(0)) == ([False], [False], [False])
 
 
-def test_the_numbers_are_served_to_prometheus(start: Start) -> None:
+def test_the_caches_metrics_are_served_to_prometheus(start: Start) -> None:
     rig = start()
     assert all(rig.put(0, 1))
     samples = {
@@ -555,7 +557,7 @@ ACTIONS = st.one_of(
 
 @pytest.mark.slow
 @given(st.lists(ACTIONS, max_size=12))
-def test_a_random_life_serves_only_what_was_put_since_the_last_reset(
+def test_random_calls_find_only_blocks_put_since_the_last_reset(
     tmp_path_factory: pytest.TempPathFactory, life: list[tuple[str, list[int]]]
 ) -> None:
     settings = {"disk_path": str(tmp_path_factory.mktemp("disk")), "disk_bytes": 4096 * 13, "sizes": (4000,)}
@@ -600,7 +602,7 @@ def test_several_threads_put_and_get_the_same_blocks(start: Start, monkeypatch: 
                 draw.choice([rig.put, rig.get, rig.get, rig.has])(*numbers)
                 if seed == 0 and draw.random() < 0.1:
                     rig.cache.reset()
-        except BaseException as error:  # the test reports every exception
+        except BaseException as error:  # the test fails on any exception of a thread
             errors.append(error)
 
     threads = [threading.Thread(target=live, args=(seed,)) for seed in range(5)]

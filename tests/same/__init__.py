@@ -1,4 +1,5 @@
-"""Behaviour that a restructuring must not change. `make same` compares it with the files in golden/.
+"""Records behaviour that a refactoring must not change. `make same` compares this behaviour with the files in
+golden/.
 
 * parts.py: the compared behaviour, one function per file
 * __main__.py: compares and writes the files

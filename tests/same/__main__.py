@@ -14,11 +14,11 @@ from tests.same import parts
 
 GOLDEN = Path(__file__).parent / "golden"
 STATES = (250, 2000)
-"""Each number of states per world has a golden file."""
+"""The exploration stops at each of these numbers of states. Each number has a golden file."""
 
 
 def main() -> int:
-    """Print the differences to the golden files; return 1 if there are any. With --write, replace the files."""
+    """Print the differences from the golden files; return 1 if any. With --write, replace the files."""
     options = _options()
     tables: dict[str, Callable[[], parts.Rows]] = {
         "hooks": parts.hooks,

@@ -1,10 +1,10 @@
 """`make journeys`: lists the functions that a store, a load, a miss and a whole request enter.
 
-It prints tables in Markdown, for the reference engine and, where .venv/vllm exists, for a stock vLLM on the
-CPU. Only functions of kvoffload and its adapters count, except comprehensions and the reference engine. Each
-journey is made several times, and its table lists the functions that every repetition entered. Work done once
-for many messages, such as writing the journal's lines, is therefore left out. The code names only hooks, so
-that two commits can be compared.
+It prints Markdown tables for the reference engine and, if .venv/vllm exists, for a stock vLLM on the CPU. The
+tables contain only functions of kvoffload and its adapters, without comprehensions and without the reference
+engine itself. Each journey runs several times, and its table lists the functions that every run entered. Work
+done once for many messages, such as writing the journal's lines, is therefore left out. The code names only
+hooks, so that two commits can be compared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tests.vllm.engine_rig import Rig
 
 BLOCKS = 8
-"""The number of whole blocks in each prompt. One more token follows these blocks."""
+"""Each prompt has this many whole blocks, and one more token."""
 RUNS = 8
 QUIET_S = 0.03
 """If no function is called for this long, the background threads have finished the work of the last step."""
@@ -50,11 +50,11 @@ class Function(NamedTuple):
 
 @dataclass
 class Journey:
-    """The function calls of a journey, by the hook or background thread that made them."""
+    """The function calls of a journey, by the hook or background thread that made the calls."""
 
     calls: dict[str, Counter[Function]] = field(default_factory=dict)
     clock: dict[str, list[int]] = field(default_factory=dict)
-    """How often each call of a hook read the clock."""
+    """For each hook: how often each call of the hook read the clock."""
     threads: set[str] = field(default_factory=set)
 
     def of(self, hooks: Sequence[str], *, background: bool = False) -> Journey:
@@ -69,7 +69,7 @@ class Journey:
 
 
 def in_the_way(journeys: Sequence[Journey], place: str | None = None) -> set[Function]:
-    """Return the functions that all of these journeys entered, in one hook or thread (`place`) or anywhere."""
+    """Return the functions that all of these journeys entered, anywhere or in one hook or thread (`place`)."""
     found = [
         {
             function
@@ -82,7 +82,7 @@ def in_the_way(journeys: Sequence[Journey], place: str | None = None) -> set[Fun
 
 
 class Tracer:
-    """Traces the engine's thread while recording, and every thread started after the tracer was made."""
+    """Traces the engine's thread during a recording, and every thread that starts after the tracer was made."""
 
     def __init__(self) -> None:
         self._journey: Journey | None = None
@@ -165,9 +165,7 @@ class Engine(Protocol):
     STORE: tuple[str, ...]
     LOAD: tuple[str, ...]
     LOOKUP: tuple[str, ...]
-    """The hooks of a store, a load and a lookup."""
     SCHEDULER: tuple[str, ...]
-    """The scheduler's hooks in a request's life, except vLLM's statistics, which depend on time."""
 
     def ask(self, seed: int, tokens: int) -> None: ...
 
@@ -295,7 +293,7 @@ def reference() -> Journeys:
 
 
 def vllm() -> Journeys:
-    """Trace a stock vLLM. This needs vLLM's environment."""
+    """Trace a stock vLLM. This function must run in vLLM's environment."""
     from tests.vllm.engine_rig import offloading
 
     tracer = Tracer()
@@ -310,13 +308,13 @@ def vllm() -> Journeys:
 
 
 def travel(engine: Engine, tracer: Tracer, runs: int = RUNS) -> Journeys:
-    _life(engine, tracer, 1)  # The first use in a process makes more calls.
+    _life(engine, tracer, 1)  # the first request in a process makes extra calls, so it is not recorded
     engine.forget_device()
     _life(engine, tracer, 1)
     fresh, returning, stores, loads = ([] for _ in range(4))
     for number, seed in enumerate(range(2, 2 + 2 * runs, 2)):
         for _ in range(number % 3):
-            # Extra requests shift work for many messages into different hooks.
+            # Some work is done once for many messages. Extra requests move it into other hooks in each run.
             _life(engine, tracer, 1)
         fresh.append(_life(engine, tracer, seed))
         engine.forget_device()
@@ -334,7 +332,7 @@ def travel(engine: Engine, tracer: Tracer, runs: int = RUNS) -> Journeys:
 
 
 def _life(engine: Engine, tracer: Tracer, seed: int) -> Journey:
-    """Record a request of two tokens, until all its copies have ended and the idle engine was audited."""
+    """Record a request that generates two tokens, until the engine is idle and all copies have ended."""
     with tracer.record() as journey:
         engine.ask(seed, 2)
         _step_while(engine, tracer, engine.is_busy)
@@ -342,7 +340,7 @@ def _life(engine: Engine, tracer: Tracer, seed: int) -> Journey:
 
 
 def _store(engine: Engine, tracer: Tracer, seed: int) -> Journey:
-    """Record from the step after a prompt was computed until the prompt's blocks can hit."""
+    """Record the calls from the step after the prompt was computed until the prompt's blocks can hit."""
     engine.ask(seed, 4)
     engine.step()
     journey = _until_counted(engine, tracer, "kvoffload_store_blocks_total", "stored")
@@ -351,7 +349,7 @@ def _store(engine: Engine, tracer: Tracer, seed: int) -> Journey:
 
 
 def _load(engine: Engine, tracer: Tracer, seed: int) -> Journey:
-    """Record from a request's lookup until its load is reported to the engine."""
+    """Record the calls from a request's lookup until the request's load is reported to the engine."""
     engine.ask(seed, 4)
     journey = _until_counted(engine, tracer, "kvoffload_load_blocks_total", "loaded")
     _step_while(engine, tracer, engine.is_busy)
@@ -359,7 +357,11 @@ def _load(engine: Engine, tracer: Tracer, seed: int) -> Journey:
 
 
 def _until_counted(engine: Engine, tracer: Tracer, metric: str, outcome: str) -> Journey:
-    """Record steps until all blocks of a prompt have this outcome; raise TimeoutError if this takes too long."""
+    """Record steps until this metric has counted all blocks of a prompt.
+
+    Raises:
+        TimeoutError: the count has not grown far enough within the time limit.
+    """
     wanted = engine.blocks(metric, outcome) + BLOCKS
     whole = Journey()
     deadline = time.monotonic() + PATIENCE_S
@@ -385,7 +387,7 @@ def _step_while(engine: Engine, tracer: Tracer, condition: Callable[[], bool]) -
 
 
 def tables(engine: str, journeys: Journeys) -> str:
-    """Return two Markdown tables: the calls of each journey, and the same by hook and thread. Calls are means."""
+    """Return two Markdown tables of mean numbers of calls: one by journey, one by hook and thread."""
     lines = [
         f"## {engine}",
         "",

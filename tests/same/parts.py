@@ -1,4 +1,4 @@
-"""Behaviour as rows of text that are the same on every machine and in every run."""
+"""Describes behaviour in rows of text that are the same on every machine and in every run."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ TIERS = (
 
 
 def explored(states: int) -> Rows:
-    """Explore each world until `states` states are known; count its states, transitions and depth."""
-    # One process per world, because the memory of the world's states is freed when the process ends.
+    """Explore each world up to this number of states; return the states, the transitions and the depth."""
+    # Each world runs in its own process, so that the memory of its states is freed at the end.
     with multiprocessing.Pool(maxtasksperchild=1) as pool:
         found = pool.map(partial(_explored, states), WORLDS, chunksize=1)
     return dict(zip(WORLDS, found, strict=True))
@@ -53,8 +53,8 @@ def _explored(states: int, world: str) -> str:
 
 
 def hooks() -> Rows:
-    """Count the calls of Python and C functions in each hook, and in the core for each fact."""
-    test_hook_calls.counted()  # The first use in a process makes more calls.
+    """Count the Python and C function calls of each hook, and the calls that the core makes for each fact."""
+    test_hook_calls.counted()  # the first count in a process includes extra calls, so it is discarded
     rows = test_hook_calls.counted()
     with tempfile.TemporaryDirectory() as folder:
         on_disk = test_hook_calls.counted(portal=True, disk=Path(folder))
@@ -69,7 +69,7 @@ def hooks() -> Rows:
 
 
 def trace() -> Rows:
-    """Play conversations on the core; count the prompt tokens found, and the blocks and calls of the store."""
+    """Play the same conversations with each set of tiers; list each run's counts."""
     prompts = _conversations()
     return {
         f"{tiers.name}, engines: {engines}": _listed(play(CoreEngine, tiers, prompts, engines))
@@ -79,7 +79,7 @@ def trace() -> Rows:
 
 
 def _conversations() -> list[Prompt]:
-    """Draw prompts of 12 conversations, all of which begin with the same block."""
+    """Generate random prompts of 12 conversations that all begin with the same block."""
     draws, prompts = random.Random(1), list[Prompt]()
     talks = [[0] for _ in range(12)]
     for number in range(1, 301):
@@ -94,7 +94,7 @@ def _conversations() -> list[Prompt]:
 
 
 def simulated() -> Rows:
-    """Play seeds of the simulation; list the actions of each, then the summed counters of the last engines."""
+    """Simulate several seeds; list what happened in each run, and the sums of the engines' counters."""
     rows, totals = dict[str, object](), Counter[str]()
     for seed in SEEDS:
         world = simulate(seed)

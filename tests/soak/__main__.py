@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.soak.growth import Growth, Reading, growth_of, table
 
-_WARM_UP = 0.25  # In this share of the time, pools, rings and memories of a fixed size fill up.
+_WARM_UP = 0.25  # the share of the time in which pools and buffers of a fixed size fill up
 _READINGS = 60
 _PYTHON_WITH_VLLM = Path(__file__).parents[2] / ".venv" / "vllm" / "bin" / "python"
 
@@ -30,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--half", choices=("reference", "vllm"), help=argparse.SUPPRESS)
     asked = parser.parse_args(argv)
     if asked.half is not None:
-        logging.disable(logging.ERROR)  # Copies fail on purpose.
+        # Some copies fail on purpose. The logs of these failures would hide the table.
+        logging.disable(logging.ERROR)
         minutes = asked.reference_minutes if asked.half == "reference" else asked.vllm_minutes
         return run(_reference if asked.half == "reference" else _vllm, minutes)
     halves = [("reference", sys.executable, asked.reference_minutes)]
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(half: Half, minutes: float) -> int:
-    """Run one half, and print the table and a summary; return 1 if anything grew."""
+    """Run one half of the soak, and print its table and a summary; return 1 if anything grew."""
     readings, words = half(minutes * 60, minutes * 60 / _READINGS, _progress)
     found = growth_of(readings[round(len(readings) * _WARM_UP) :])
     _progress("")

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from kvoffload.telemetry.catalogue import Series
 
-MOST = 0.01  # This is the largest relative growth that passes.
+MOST = 0.01  # the largest relative growth that passes
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _OWN_MATTER = frozenset(
-    # Estimates of the machine's speed, which hold no memory.
+    # These gauges are estimates of the machine's speed, so their growth is not a leak.
     ["kvoffload_prefill_tokens_per_second", "kvoffload_break_even_tokens", "kvoffload_net_benefit_negative"]
 )
 
@@ -27,7 +27,7 @@ Reading = Mapping[str, float]
 
 
 def read(gauges: Mapping[str, Series]) -> Reading:
-    """Return the process's descriptors, objects and memory, and the gauges."""
+    """Return the numbers of open descriptors and Python objects, the resident memory, and all gauges."""
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
     return {
@@ -53,7 +53,7 @@ def _of_gauges(gauges: Mapping[str, Series]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Growth:
-    """One number after the warm-up and at the end."""
+    """The value of one number after the warm-up and at the end."""
 
     name: str
     start: float
@@ -84,7 +84,7 @@ def growth_of(readings: Sequence[Reading]) -> list[Growth]:
 
 
 def table(found: Sequence[Growth]) -> str:
-    """Return a line for each number, and one line for all numbers that were always 0."""
+    """Return a table with a line for each number. Its last line names the numbers that were always 0."""
     lines = [f"{'':42}{'after warm-up':>15}{'at the end':>15}{'growth':>10}"]
     still = [one.name for one in found if not one.start and not one.end]
     lines += [

@@ -1,4 +1,5 @@
-"""Conversations on the reference engine in simulated time, with aborts, preemptions, resets, and bad copies.
+"""Runs conversations on the reference engine in simulated time, with aborts, preemptions, resets and failing
+copies.
 
 The test controls the clock, so an hour passes as fast as the machine computes it. Every copy ends: a copy
 that never ends keeps its memory quarantined forever, as designed, and this would count as growth.
@@ -23,13 +24,13 @@ from tests.engine.tiny import assert_same, taken
 from tests.reference import rig
 from tests.soak.growth import Reading, read
 
-KIND = "sliding_window"  # The model has sliding windows and full attention, in separate groups.
+KIND = "sliding_window"  # a model with two groups: sliding windows and full attention
 STEP_S = 0.25
 _PEOPLE = 12
 _THINK_S = 8.0
-_LONGEST = 100  # After this many tokens a conversation begins again.
-_CHECKED = 25  # Every 25th answer is compared with that of an engine without offloading.
-_MISSES = 2000  # This memory is full after the warm-up.
+_LONGEST = 100  # a conversation with more tokens is replaced by a new one
+_CHECKED = 25  # every 25th answer is compared with the answer of an engine without offloading
+_MISSES = 2000  # the size of `MissMemory`, small enough to fill up during the warm-up
 
 
 class SlowTicket:
@@ -59,7 +60,8 @@ class SlowCopier:
     def __init__(self, clock: FakeClock, choose: random.Random) -> None:
         self._clock = clock
         self._choose = choose
-        self.open_tickets: Sequence[Any] = ()  # The rig checks held copies. This copier holds none.
+        # The rig checks copies that are held open; this copier holds none.
+        self.open_tickets: Sequence[Any] = ()
 
     def fence(self) -> Fence:
         return None
@@ -77,8 +79,6 @@ class SlowCopier:
 
 
 class SoakRig(rig.Rig):
-    """A rig with slow copiers that does not keep served requests."""
-
     def _make_copier(self, rank: Rank) -> Any:  # noqa: ANN401  # stands in for the rig's own
         copier: Any = SlowCopier(self.clock, random.Random(rank))
         self.copiers.append(copier)
@@ -122,7 +122,7 @@ class Soak:
         for one in self.people:
             if one.stream is None and now >= one.next_s:
                 if not one.history or len(one.history) > _LONGEST:
-                    # Some conversations have the same beginning.
+                    # There are three possible beginnings, so that conversations share prefixes.
                     one.history = rig.text(self.choose.randrange(3), 12)
                 said = tuple(self.choose.choices(range(64), k=self.choose.randint(3, 12)))
                 one.history, one.tokens = (*one.history, *said), self.choose.randint(2, 8)
@@ -156,7 +156,7 @@ class Soak:
 
 
 def soak(seconds: float, apart_s: float, reported: Callable[[str], object]) -> tuple[list[Reading], str]:
-    """Soak for this many simulated seconds; return a reading every `apart_s`, and a summary in words."""
+    """Run the soak for this much simulated time; return one reading per `apart_s`, and a summary."""
     made = SoakRig(KIND, num_blocks=90, host_blocks=150, max_requests=8)
     made.offload.core.state.misses = MissMemory(_MISSES)
     traffic, readings = Soak(made, random.Random(1)), list[Reading]()

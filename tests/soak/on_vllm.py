@@ -1,4 +1,4 @@
-"""Mixed traffic on a stock vLLM in this process, in real time, with some failing copies."""
+"""Runs mixed traffic on a stock vLLM in this process, in real time. Some copies fail."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.soak.growth import Reading, read
 from tests.vllm.engine_rig import DEVICE_BLOCKS, Asked, Rig, offloading
 from tests.vllm.stock import checkpoints
 
-_MODEL: checkpoints.Kind = "gemma3"  # The model has window groups and full attention.
+_MODEL: checkpoints.Kind = "gemma3"  # a model with two groups: sliding windows and full attention
 _PEOPLE = 6
 _LONGEST = 420
 _MISSES = 2000
@@ -68,7 +68,7 @@ class Talk:
 def soak(
     seconds: float, apart_s: float, folder: Path, reported: Callable[[str], object]
 ) -> tuple[list[Reading], str]:
-    """Soak for this many real seconds; return a reading every `apart_s`, and a summary in words."""
+    """Run the soak for this many seconds; return one reading per `apart_s`, and a summary."""
     choose, readings = random.Random(1), list[Reading]()
     with pytest.MonkeyPatch.context() as patched:
         real = host_copier.choose_copy
@@ -93,7 +93,7 @@ def soak(
 
 
 def _failing(copy: Callable[[CopyRuns], None], choose: random.Random) -> Callable[[CopyRuns], None]:
-    """Make one copy in fifty raise in the middle."""
+    """Make one copy in fifty fail halfway."""
 
     def fails(runs: CopyRuns) -> None:
         if choose.random() < 0.02:

@@ -1,4 +1,4 @@
-"""An engine's counters and gauges without an engine."""
+"""A source of metrics for tests without an engine."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""Random events in valid combinations."""
-
 from __future__ import annotations
 
 from hypothesis import strategies as st
@@ -22,7 +20,7 @@ _FIELD_TYPES = {
 
 @st.composite
 def lookups(draw: st.DrawFn) -> LookupAnswered:
-    """Draw a lookup. The lookup has a cause if, and only if, a block missed."""
+    """Draw a lookup's answer, which has a miss cause if and only if a block missed."""
     missed = draw(st.integers(0, 50))
     cause = draw(st.sampled_from(MissCause)) if missed else None
     number = st.integers(0, 1000)

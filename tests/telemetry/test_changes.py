@@ -1,5 +1,3 @@
-"""Checks that the changes sent in each step add up to the counts, and that steps without changes send nothing."""
-
 from __future__ import annotations
 
 import json
@@ -26,8 +24,6 @@ T = TypeVar("T")
 
 
 class Engine(FakeSource):
-    """An engine with counters and a manual clock."""
-
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
@@ -45,16 +41,17 @@ def copied(seconds: float) -> RankReported:
     return RankReported(JobId(1), Rank(0), Direction.STORE, CopyOutcome.DONE, 10, 0.5, seconds)
 
 
-def test_at_first_every_gauge_is_sent_and_no_counter() -> None:
+def test_the_first_message_has_every_gauge_and_no_counter() -> None:
     first = Engine().first
     assert first is not None
     gauges = {name for name, metric in BY_NAME.items() if metric.kind is Kind.GAUGE}
-    assert first.keys() == gauges - {"kvoffload_info"}  # This engine has no identity.
+    # The fake engine has no identity, which this gauge would show.
+    assert first.keys() == gauges - {"kvoffload_info"}
     for name, series in first.items():
         assert set(map(split_labels, series)) == set(BY_NAME[name].series)
 
 
-def test_a_step_without_changes_sends_nothing_until_a_second_is_over() -> None:
+def test_a_step_without_changes_sends_nothing_for_a_second() -> None:
     engine = Engine()
     assert [engine.step() for _ in range(3)] == [None, None, None]
     engine.now_s = 1.0
@@ -63,7 +60,7 @@ def test_a_step_without_changes_sends_nothing_until_a_second_is_over() -> None:
     assert engine.step() is None
 
 
-def test_it_survives_a_format_with_only_plain_types() -> None:
+def test_changes_survive_json() -> None:
     engine = Engine()
     change = engine.step(BlocksOffered(3), copied(0.25))
     assert json.loads(json.dumps(change)) == change
@@ -76,7 +73,7 @@ def test_an_empty_change_is_never_sent() -> None:
     assert engine.changes.take() is None
 
 
-def test_times_of_hooks_go_with_other_changes() -> None:
+def test_hook_times_are_sent_with_other_changes() -> None:
     engine = Engine()
     engine.step()
     change = engine.step(BlocksOffered(3), copied(0.25))
@@ -89,7 +86,7 @@ def test_times_of_hooks_go_with_other_changes() -> None:
     }
 
 
-def test_gauges_are_sent_when_they_change_also_back_to_nothing() -> None:
+def test_a_gauge_is_sent_when_it_changes_and_when_it_disappears() -> None:
     engine = Engine()
     host: dict[str, Series] = {
         "kvoffload_slots": {("host", "ready"): 2},
@@ -109,7 +106,7 @@ def test_gauges_are_sent_when_they_change_also_back_to_nothing() -> None:
     assert of(change, Kind.GAUGE) == {"kvoffload_degraded": {"invariant_broken": 0}}
 
 
-def test_what_cannot_be_read_is_0_if_it_is_a_gauge_and_unchanged_if_it_is_a_counter(
+def test_an_unreadable_gauge_is_sent_as_0_and_an_unreadable_counter_is_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = Engine()
@@ -133,7 +130,7 @@ def test_what_cannot_be_read_is_0_if_it_is_a_gauge_and_unchanged_if_it_is_a_coun
     }
 
 
-def test_what_feeds_dropped_is_a_counter() -> None:
+def test_dropped_messages_are_sent_as_a_counter() -> None:
     engine = Engine()
     reported = []
     for dropped in (5, 7):
@@ -144,7 +141,7 @@ def test_what_feeds_dropped_is_a_counter() -> None:
     assert reported == [{"journal": 5}, {"journal": 2}]
 
 
-def test_an_observer_that_was_removed_is_a_change_by_itself() -> None:
+def test_a_removed_observer_is_sent_without_other_changes() -> None:
     engine = Engine()
     engine.counters.add("kvoffload_bus_removed_total", "log")
     engine.counters.add("kvoffload_journal_write_errors_total")
@@ -156,7 +153,7 @@ def test_an_observer_that_was_removed_is_a_change_by_itself() -> None:
     }
 
 
-def test_samples_that_are_not_taken_do_not_pile_up() -> None:
+def test_the_number_of_untaken_samples_is_bounded() -> None:
     engine = Engine()
     limit = counters_module._KEPT
     for _ in range(limit + 10):
@@ -167,7 +164,7 @@ def test_samples_that_are_not_taken_do_not_pile_up() -> None:
 
 
 @given(st.lists(st.lists(any_event(), max_size=4), max_size=8))
-def test_changes_add_up_to_what_was_counted(steps: list[list[Event]]) -> None:
+def test_changes_add_up_to_the_counters(steps: list[list[Event]]) -> None:
     engine = Engine()
     counts: dict[tuple[str, str], float] = {}
     samples: dict[tuple[str, str], int] = {}

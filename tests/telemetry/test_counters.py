@@ -1,5 +1,3 @@
-"""Counters count every event once."""
-
 from __future__ import annotations
 
 import pickle
@@ -68,7 +66,7 @@ def count(*published: Event | Fact) -> Snapshot:
     return Snapshot({name: series for name, series in counts.items() if series}, snapshot.distributions)
 
 
-def test_the_first_missing_position_has_the_cause_and_the_rest_are_behind_it() -> None:
+def test_only_the_first_missing_block_counts_under_the_lookups_cause() -> None:
     change = count(LookupAnswered(A, 0, 3, 4, 48, 60, MissCause.EVICTED))
     assert change.counts == {
         "kvoffload_lookup_blocks_total": {("hit",): 3, ("miss",): 4},
@@ -77,7 +75,7 @@ def test_the_first_missing_position_has_the_cause_and_the_rest_are_behind_it() -
     }
 
 
-def test_copies_of_the_tiers_are_counted_apart() -> None:
+def test_copies_are_counted_per_tier() -> None:
     host = RankReported(JOB, Rank(0), Direction.LOAD, CopyOutcome.DONE, 100, 0.1, 0.2)
     change = count(host, replace(host, copied_bytes=7, tier=Tier.DISK))
     assert change.counts["kvoffload_transfer_bytes_total"] == {("host", "load"): 100, ("disk", "load"): 7}
@@ -85,7 +83,7 @@ def test_copies_of_the_tiers_are_counted_apart() -> None:
     assert conservation(change) == []
 
 
-def test_what_was_scheduled_with_the_disk_has_an_outcome_in_the_end() -> None:
+def test_each_block_scheduled_for_the_disk_needs_one_outcome() -> None:
     planned = TierCopyScheduled(JOB, Direction.STORE, 3)
     assert conservation(count(planned)) == []
     assert len(conservation(count(planned), drained=True)) == 1
@@ -140,7 +138,7 @@ def test_each_event_adds_to_its_series(event: Event, name: str, labels: tuple[st
     assert count(event).counts == {name: {labels: amount}}
 
 
-def test_the_stores_answers_are_counted_and_timed() -> None:
+def test_answers_of_the_remote_tier_are_counted_and_timed() -> None:
     keys = tuple(map(BlockKey, (b"one", b"two", b"three")))
     change = count(
         RemoteAnswered(A, "print/one", keys[:2], keys[2:], 0, 0.25),
@@ -152,14 +150,14 @@ def test_the_stores_answers_are_counted_and_timed() -> None:
     assert change.distributions["kvoffload_remote_ask_seconds"][()].total == 0.25
 
 
-def test_an_abandoned_job_writes_its_blocks_off() -> None:
+def test_an_abandoned_jobs_blocks_are_counted() -> None:
     assert count(JobAbandoned(JOB, Direction.LOAD, 5)).counts == {
         "kvoffload_abandoned_jobs_total": {("load",): 1},
         "kvoffload_abandoned_blocks_total": {("load",): 5},
     }
 
 
-def test_a_copy_that_ended_well_is_a_sample_and_a_failed_one_is_not() -> None:
+def test_successful_copies_are_timed_and_failed_ones_are_not() -> None:
     done = RankReported(JOB, Rank(0), Direction.LOAD, CopyOutcome.DONE, 4096, 0.0001, 0.002)
     failed = RankReported(JOB, Rank(1), Direction.LOAD, CopyOutcome.FAILED, 0, 9.0, 9.0)
     change = count(done, failed)
@@ -171,11 +169,11 @@ def test_a_copy_that_ended_well_is_a_sample_and_a_failed_one_is_not() -> None:
     queue = change.distributions["kvoffload_transfer_queue_seconds"][("host", "load")]
     assert (copy.samples, copy.total, queue.samples, queue.total) == (1, 0.002, 1, 0.0001)
     bounds = BY_NAME["kvoffload_transfer_queue_seconds"].buckets
-    # a sample that equals a bound belongs in the bucket below the bound
+    # a bucket includes the samples that equal its upper bound
     assert queue.counts.index(1) == bounds.index(0.0001)
 
 
-def test_a_step_adds_a_sample_for_each_hook_it_spent_time_in() -> None:
+def test_each_hook_of_a_step_adds_a_sample() -> None:
     counters = Counters()
     counters.hooks({Hook.LOOKUP: 1e-6, Hook.STEP: 1e-6})
     counters.hooks({Hook.LOOKUP: 1e3})
@@ -184,7 +182,7 @@ def test_a_step_adds_a_sample_for_each_hook_it_spent_time_in() -> None:
     assert series[("step",)].samples == 1
 
 
-def test_what_happens_to_telemetry_itself_is_counted() -> None:
+def test_removed_observers_are_counted_by_name() -> None:
     counters = Counters()
     for name in ("journal", "somebody's own"):
         counters.add("kvoffload_bus_removed_total", subscriber_label(name))
@@ -193,7 +191,7 @@ def test_what_happens_to_telemetry_itself_is_counted() -> None:
 
 
 @given(st.lists(any_event(), max_size=30), st.integers(0, 30))
-def test_property_a_difference_is_what_was_counted_in_between(stream: list[Event], cut: int) -> None:
+def test_property_snapshots_differ_by_the_events_between_them(stream: list[Event], cut: int) -> None:
     bus, counters = Bus(), Counters()
     counters.subscribe(bus)
     for event in stream[:cut]:

@@ -1,5 +1,3 @@
-"""The catalogue's metrics in Prometheus format."""
-
 from __future__ import annotations
 
 import socket
@@ -65,12 +63,12 @@ STATE: dict[str, Series] = {
 }
 
 
-def test_names_that_others_rely_on_are_there() -> None:
+def test_the_catalogue_has_the_designed_names_and_labels() -> None:
     table = {metric.name: set(metric.label_names) for metric in CATALOGUE}
     assert DESIGNED.items() <= table.items()
 
 
-def test_the_table_is_well_formed() -> None:
+def test_the_catalogue_is_well_formed() -> None:
     assert len({metric.name for metric in CATALOGUE}) == len(CATALOGUE)
     for metric in CATALOGUE:
         assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
@@ -82,7 +80,7 @@ def test_the_table_is_well_formed() -> None:
         assert set(metric.label_names).isdisjoint({"engine", "le", "job", "instance"})
 
 
-def test_the_table_for_people_has_every_metric_and_label_value() -> None:
+def test_the_documents_have_every_metric_and_label_value() -> None:
     text = (ROOT / "dashboards" / "metrics.md").read_text()
     for metric in CATALOGUE:
         rows = [line for line in text.splitlines() if f"`{metric.name}`" in line]
@@ -105,7 +103,7 @@ def test_every_series_is_served_from_the_start() -> None:
             assert (metric.name + suffix, labels) in served
 
 
-def test_counted_and_asked_numbers_are_served() -> None:
+def test_counters_and_gauges_are_served() -> None:
     page = page_of(KVOffloadCollector(busy(STATE)))
     for line in [
         'kvoffload_lookup_blocks_total{result="miss"} 2.0',
@@ -138,7 +136,7 @@ def test_a_second_collector_in_one_registry_is_refused() -> None:
         registry.register(KVOffloadCollector(FakeSource()))
 
 
-def test_a_state_that_does_not_add_up_is_reported() -> None:
+def test_slots_that_do_not_add_up_to_the_capacity_are_reported() -> None:
     assert slot_problems(FakeSource(STATE).gauges()) == []
     assert slot_problems(FakeSource({"kvoffload_capacity_slots": {("host",): 1}}).gauges()) == [
         "slots of the host by state sum to 0, but the capacity is 1"
@@ -146,7 +144,8 @@ def test_a_state_that_does_not_add_up_is_reported() -> None:
     assert slot_problems(FakeSource({"kvoffload_slots": {("disk", "ready"): 2}}).gauges()) == [
         "slots of the disk by state sum to 2, but the capacity is 0"
     ]
-    assert slot_problems({}) == []  # a state that cannot be read exports no slots, so nothing is compared
+    # If the state cannot be read, no slots are exported and nothing can be compared.
+    assert slot_problems({}) == []
 
 
 @pytest.mark.tools("promtool")
@@ -177,13 +176,13 @@ def test_metrics_are_served_on_loopback(url: str) -> None:
         assert b'kvoffload_lookup_blocks_total{result="miss"} 2.0' in answer.read()
 
 
-def test_openmetrics_is_served_to_those_who_ask(url: str) -> None:
+def test_openmetrics_is_served_on_request(url: str) -> None:
     request = urllib.request.Request(url, headers={"Accept": "application/openmetrics-text"})
     with urllib.request.urlopen(request, timeout=10) as answer:
         assert answer.read().endswith(b"# EOF\n")
 
 
-def test_a_collector_that_raises_is_an_error_to_the_scraper() -> None:
+def test_the_server_answers_500_when_a_collector_raises() -> None:
     class Broken(Collector):
         def collect(self) -> Iterator[Metric]:
             raise RuntimeError("out of order")
@@ -197,7 +196,7 @@ def test_a_collector_that_raises_is_an_error_to_the_scraper() -> None:
     assert caught.value.code == 500
 
 
-def test_a_scraper_that_hangs_holds_up_nothing() -> None:
+def test_a_hanging_scraper_delays_no_other_scrape() -> None:
     with socket.socket() as hanging, serve(CollectorRegistry(), port=0) as url:
         hanging.connect(("127.0.0.1", port_of(url)))
         hanging.sendall(b"GET /metr")  # an incomplete request must not keep the server from closing
@@ -214,13 +213,13 @@ def answer_to(url: str, request: bytes) -> bytes:
 
 @given(st.binary(max_size=200) | st.binary(max_size=60).map(lambda text: b"GET /metrics HTTP/1.0\r\n" + text))
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_property_whatever_is_sent_the_next_scrape_is_served(url: str, request: bytes) -> None:
+def test_property_random_requests_do_not_break_the_next_scrape(url: str, request: bytes) -> None:
     with suppress(ConnectionError):
         answer_to(url, request)
     assert b"200 OK" in answer_to(url, b"GET /metrics HTTP/1.0\r\n\r\n")
 
 
-def test_a_closed_server_is_gone_and_its_port_free() -> None:
+def test_closing_the_server_frees_its_port() -> None:
     with serve(CollectorRegistry(), port=0) as url:
         pass
     with pytest.raises(OSError, match="refused"):
@@ -229,7 +228,7 @@ def test_a_closed_server_is_gone_and_its_port_free() -> None:
         assert again == url
 
 
-def test_an_address_that_cannot_be_used_is_one_clear_error(url: str) -> None:
+def test_the_error_names_an_unusable_address(url: str) -> None:
     with pytest.raises(
         ConfigError, match=rf"127.0.0.1:{port_of(url)} \(Address already in use\); choose another"
     ):

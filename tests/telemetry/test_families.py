@@ -1,5 +1,3 @@
-"""The metrics in a front end: every metric of the catalogue exists once per process, made of the given classes."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -33,9 +31,7 @@ def value(name: str, engine: int = 0, model: str = "m", **labels: str) -> float 
     return REGISTRY.get_sample_value(name, {"model_name": model, "engine": str(engine), **labels})
 
 
-def test_every_metric_of_the_catalogue_is_served_from_the_start_and_a_lower_tiers_from_its_first_message() -> (
-    None
-):
+def test_a_lower_tiers_metrics_are_served_from_its_first_message_and_all_others_at_once() -> None:
     made = make(0, 1)
 
     def served() -> list[list[float | None]]:
@@ -60,7 +56,7 @@ def test_every_metric_of_the_catalogue_is_served_from_the_start_and_a_lower_tier
     assert served().count([None, 0]) == sum(len(metric.series) for metric in CATALOGUE) - alone > 90
 
 
-def test_a_message_goes_to_its_engine_only() -> None:
+def test_a_message_changes_only_its_engines_metrics() -> None:
     made = make(0, 1)
     message = {
         "kvoffload_lookup_blocks_total": {"hit": 3},
@@ -79,7 +75,7 @@ def test_a_message_goes_to_its_engine_only() -> None:
     assert value("kvoffload_transfer_seconds_bucket", 1, le="0.005", **copies) == 2
 
 
-def test_what_is_not_known_is_left_out() -> None:
+def test_unknown_metrics_labels_and_engines_are_ignored() -> None:
     made = make()
     made.observe({"kvoffload_of_tomorrow_total": {"x": 1}}, 0)
     made.observe({"kvoffload_lookup_blocks_total": {"hit,more": 1}}, 0)
@@ -87,7 +83,7 @@ def test_what_is_not_known_is_left_out() -> None:
     assert value("kvoffload_resets_total") == 0
 
 
-def test_a_second_engine_takes_the_place_of_the_first_as_in_vllms_own_metrics() -> None:
+def test_a_second_engines_metrics_replace_the_first_engines() -> None:
     first, second = make(model="one"), make(model="two")
     for made in (first, second, second):
         made.observe({"kvoffload_resets_total": {"": 1}}, 0)
@@ -105,14 +101,14 @@ def test_a_second_engine_with_the_same_labels_starts_at_0_and_counts_once() -> N
     assert value("kvoffload_resets_total") == 1
 
 
-def test_other_labels_take_the_place_of_the_earlier_metrics() -> None:
+def test_metrics_with_other_labels_replace_the_earlier_metrics() -> None:
     make()
     Families(CLASSES, ["model_name"], {0: ["m"]})
     assert value("kvoffload_resets_total") is None
     assert REGISTRY.get_sample_value("kvoffload_resets_total", {"model_name": "m"}) == 0
 
 
-def test_a_registry_that_forgot_the_metrics_gets_them_again() -> None:
+def test_metrics_are_registered_again_after_they_were_unregistered() -> None:
     make()
     for collector in list(REGISTRY._collector_to_names):
         if getattr(collector, "_name", "").startswith("kvoffload_"):
@@ -121,7 +117,7 @@ def test_a_registry_that_forgot_the_metrics_gets_them_again() -> None:
     assert value("kvoffload_resets_total") == 0
 
 
-def test_a_name_that_is_somebody_elses_is_an_error() -> None:
+def test_a_name_that_another_package_uses_is_an_error() -> None:
     Counter("kvoffload_resets_total", "of another package")
     with pytest.raises(ValueError, match="Duplicated"):
         make()
@@ -131,7 +127,7 @@ def test_a_name_that_is_somebody_elses_is_an_error() -> None:
 
 
 class Alien:
-    """A metric with Ray's interface, which has no registry and cannot be unregistered."""
+    """A metric with Ray's interface. It is in no registry and cannot be unregistered."""
 
     made: list[dict[str, Any]]
 
@@ -160,7 +156,7 @@ class AlienHistogram(Alien):
         self.reported.append(value)
 
 
-def test_any_classes_will_do_as_often_as_wanted() -> None:
+def test_metrics_of_classes_without_a_registry_can_be_created_twice() -> None:
     aliens: dict[type, Any] = {Counter: AlienCounter, Gauge: AlienGauge, Histogram: AlienHistogram}
     for _ in range(2):
         made = Families(aliens, LABELS, {0: ["m", 0]})

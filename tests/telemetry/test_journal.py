@@ -1,5 +1,3 @@
-"""The journal contains what happened, but no content of prompts. A slow disk delays only the journal."""
-
 from __future__ import annotations
 
 import errno
@@ -174,7 +172,9 @@ def test_the_ring_keeps_the_last_messages() -> None:
         ),
     ],
 )
-def test_collections_are_counts_and_content_is_left_out(fact: object, expected: dict[str, object]) -> None:
+def test_lines_have_the_sizes_of_collections_but_no_content(
+    fact: object, expected: dict[str, object]
+) -> None:
     assert lines(fact) == [{"seq": 1, "t": 0.5, **expected}]
 
 
@@ -203,12 +203,12 @@ def test_bytes_in_free_text_are_removed() -> None:
         if isinstance(cls, type) and issubclass(cls, Event | Fact)
     ],
 )
-def test_every_class_has_a_form(cls: type[Event | Fact]) -> None:
+def test_every_event_and_fact_can_be_written(cls: type[Event | Fact]) -> None:
     assert set(_writers(cls)) <= set(cls.__struct_fields__)
     assert set(cls.__struct_fields__).isdisjoint({"seq", "t", "event"})
 
 
-def test_a_field_of_an_unknown_type_is_an_error_and_not_written() -> None:
+def test_a_field_of_an_unknown_type_is_an_error() -> None:
     assert _writer(bytes) is len
     with pytest.raises(TypeError, match="no form"):
         _writer(dict[str, str])
@@ -228,7 +228,6 @@ def write(path: Path, *messages: object, capacity: int = 1000) -> tuple[Bus, Jou
 
 @given(st.lists(any_event(), max_size=30))
 def test_property_totals_agree_between_journal_and_counters(stream: list[Event]) -> None:
-    """Counting the events in the file gives exactly the counters' numbers."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "journal")
         bus, counters, journal = Bus(), Counters(), Journal(Ticks(), path=path)
@@ -248,7 +247,7 @@ def test_property_totals_agree_between_journal_and_counters(stream: list[Event])
     assert counted_again.snapshot() == counters.snapshot()
 
 
-def test_facts_come_back_as_summaries(tmp_path: Path) -> None:
+def test_facts_are_read_as_summaries(tmp_path: Path) -> None:
     write(tmp_path / "journal", JobOverdue(JobId(3)), BlocksOffered(2))
     assert list(read_journal(tmp_path / "journal")) == [
         Record(1, 0.5, Summary("JobOverdue", {"job": 3})),
@@ -256,7 +255,7 @@ def test_facts_come_back_as_summaries(tmp_path: Path) -> None:
     ]
 
 
-def test_a_line_with_an_unknown_name_comes_back_as_a_summary(tmp_path: Path) -> None:
+def test_a_line_with_an_unknown_event_is_read_as_a_summary(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     path.write_text('{"seq":1,"t":0.5,"event":"RankLost","rank":1}\n')
     assert list(read_journal(path)) == [Record(1, 0.5, Summary("RankLost", {"rank": 1}))]
@@ -281,7 +280,7 @@ def test_only_the_owner_can_read_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
-def test_a_new_file_is_its_owners_alone_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+def test_only_the_owner_can_read_a_new_file_under_any_umask(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
         JournalFile(tmp_path / "journal").close()
@@ -290,7 +289,7 @@ def test_a_new_file_is_its_owners_alone_whatever_the_umask(tmp_path: Path, umask
     assert stat.S_IMODE((tmp_path / "journal").stat().st_mode) == 0o600
 
 
-def test_what_is_written_never_goes_through_a_link_into_another_file(tmp_path: Path) -> None:
+def test_links_to_other_files_are_refused(tmp_path: Path) -> None:
     mine, link, second = tmp_path / "mine", tmp_path / "link", tmp_path / "second"
     mine.write_text("precious")
     mine.chmod(0o644)
@@ -330,7 +329,7 @@ def test_a_file_is_continued(tmp_path: Path) -> None:
     assert [record.message for record in read_journal(path)] == [BlocksOffered(1), BlocksOffered(2)]
 
 
-def test_lines_that_found_the_feed_full_are_a_gap_in_the_numbers(tmp_path: Path) -> None:
+def test_lines_dropped_by_a_full_feed_leave_a_gap_in_the_numbers(tmp_path: Path) -> None:
     bus, journal = write(tmp_path / "journal", *map(BlocksOffered, range(5)), capacity=3)
     assert [record.sequence for record in read_journal(tmp_path / "journal")] == [1, 2, 3]
     assert bus.feeds["journal"].dropped == 2
@@ -338,14 +337,14 @@ def test_lines_that_found_the_feed_full_are_a_gap_in_the_numbers(tmp_path: Path)
 
 
 @pytest.mark.asyncio
-async def test_the_file_is_written_as_events_come(tmp_path: Path) -> None:
+async def test_events_are_written_while_the_journal_runs(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     bus, journal = Bus(), Journal(Ticks(), path=path)
     journal.subscribe(bus)
     async with anyio.create_task_group() as group:
         group.start_soon(journal.run)
         await wait_all_tasks_blocked()
-        for number in range(3000):  # more than one batch
+        for number in range(3000):  # the journal writes these in several batches
             bus.publish(BlocksOffered(number))
         bus.close()
     assert len(list(read_journal(path))) == 3000
@@ -365,7 +364,7 @@ async def test_a_cancelled_journal_counts_its_unwritten_lines(tmp_path: Path) ->
 
 
 @pytest.mark.asyncio
-async def test_without_a_file_there_is_nothing_to_run() -> None:
+async def test_a_journal_without_a_file_has_nothing_to_run() -> None:
     bus, journal = Bus(), Journal(Ticks())
     journal.subscribe(bus)
     await journal.run()
@@ -375,7 +374,7 @@ async def test_without_a_file_there_is_nothing_to_run() -> None:
 
 
 @pytest.mark.parametrize("reported", [True, False])
-def test_a_full_disk_ends_the_file_and_nothing_else(tmp_path: Path, reported: bool) -> None:
+def test_a_full_disk_stops_only_the_file(tmp_path: Path, reported: bool) -> None:
     path, failures = tmp_path / "journal", list[Exception]()
     bus, removed = Bus(), list[str]()
     bus.on_removed = lambda name, _: removed.append(name)
@@ -416,7 +415,7 @@ def test_a_path_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -
     JournalFile(tmp_path / "held").close()
 
 
-def test_a_file_that_is_not_ours_to_protect_is_refused(
+def test_a_file_whose_mode_cannot_be_changed_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(descriptor: int, mode: int) -> None:
@@ -481,7 +480,7 @@ GOOD = '{"seq":1,"t":0.5,"event":"BlocksOffered","blocks":1}\n'
         ("\xff\n", "can't decode"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
+def test_the_error_names_the_bad_line(tmp_path: Path, line: str, problem: str) -> None:
     path = tmp_path / "journal"
     path.write_bytes((GOOD + line).encode("latin-1"))
     records = read_journal(path)
@@ -500,16 +499,14 @@ anything = st.recursive(
 
 
 def read_as_far_as_it_goes(path: Path) -> None:
-    """Read a file, in which only the journal's own error may be raised."""
+    """Read a file to its end or to the first `JournalError`. No other error may be raised."""
     with suppress(JournalError):
         for record in read_journal(path):
             assert isinstance(record.time, float)
 
 
 @given(any_event(), st.data())
-def test_property_a_line_with_anything_in_its_fields_is_read_or_refused(
-    event: Event, data: st.DataObject
-) -> None:
+def test_property_a_line_with_random_fields_is_read_or_refused(event: Event, data: st.DataObject) -> None:
     values = {"seq": 1, "t": 0.5, **to_plain(event)}
     for name in data.draw(st.lists(st.sampled_from(sorted(values)), max_size=3)):
         values[name] = data.draw(anything)
@@ -520,7 +517,7 @@ def test_property_a_line_with_anything_in_its_fields_is_read_or_refused(
 
 
 @given(st.lists(any_event(), max_size=4), st.binary(max_size=30), st.integers(0, 400), st.integers(0, 30))
-def test_property_a_file_with_anything_in_it_is_read_or_refused(
+def test_property_a_file_with_random_bytes_is_read_or_refused(
     stream: list[Event], junk: bytes, place: int, lost: int
 ) -> None:
     lines = [json.dumps({"seq": 1, "t": 0.5, **to_plain(event)}) for event in stream]
@@ -531,18 +528,18 @@ def test_property_a_file_with_anything_in_it_is_read_or_refused(
         read_as_far_as_it_goes(path)
 
 
-def test_a_line_without_an_end_is_not_read_to_it() -> None:
+def test_reading_stops_at_a_line_that_is_too_long() -> None:
     with pytest.raises(JournalError, match="longer than any"):
         list(read_journal(Path("/dev/zero")))
 
 
-def test_a_journal_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
+def test_a_missing_journal_is_an_error_that_names_the_cause(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match="No such file"):
         list(read_journal(tmp_path / "none"))
 
 
 @pytest.mark.parametrize("steps", [1, 10, 62, 63, 64, 65, 128, 300])
-def test_what_was_shortened_and_what_was_not_are_one_journal(steps: int) -> None:
+def test_numbers_continue_after_steps_were_left_out(steps: int) -> None:
     bus = Bus()
     journal = journal_of(bus, lambda: 0.0, ring_size=1000)
     bus.publish(BlocksOffered(1))
@@ -559,7 +556,7 @@ def test_what_was_shortened_and_what_was_not_are_one_journal(steps: int) -> None
         assert [line["seq"] for line in kept] == [1, *range(steps + 1, steps + blocks + 3)]
 
 
-def test_steps_that_tell_nothing_do_not_push_the_rest_out_of_the_ring() -> None:
+def test_empty_steps_do_not_push_other_lines_out_of_the_ring() -> None:
     bus = Bus()
     journal = journal_of(bus, lambda: 0.0, ring_size=3)
     bus.publish(BlocksOffered(1))

@@ -1,5 +1,3 @@
-"""A journal's files: their first line, their maximum size, and how they are read."""
-
 from __future__ import annotations
 
 import gzip
@@ -33,7 +31,7 @@ PROVENANCE = {"kvoffload": "0.1", "settings": {"verify": "off"}}
 
 
 def write(path: Path, lines: int, *, max_bytes: int | None = None, batch: int = 10) -> None:
-    """Write events to a new journal, a few per batch, as an engine does."""
+    """Write events to a new journal, `batch` lines at a time."""
     clock = iter(range(1, 10**6))
     bus, journal = (
         Bus(),
@@ -69,10 +67,9 @@ def test_each_process_begins_with_its_provenance(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("batch", [10, 500])
-def test_a_bounded_journal_keeps_the_end_and_says_in_each_file_what_it_is_of(
+def test_a_bounded_journal_keeps_the_last_lines_and_each_file_has_the_provenance(
     tmp_path: Path, batch: int
 ) -> None:
-    """This must also hold if the writer is late, and has to write more at once than a file may contain."""
     path, most = tmp_path / "journal", 4000
     write(path, 500, max_bytes=most, batch=batch)
     assert files_of(path) == [rotated(path), path]
@@ -81,12 +78,12 @@ def test_a_bounded_journal_keeps_the_end_and_says_in_each_file_what_it_is_of(
     assert [oct(file.stat().st_mode)[-3:] for file in files_of(path)] == ["600", "600"]
     begun: list[Mapping[str, object]] = []
     kept = sequences(path, begun.append)
-    assert kept == list(range(kept[0], 501))  # no event is missing between the files
+    assert kept == list(range(kept[0], 501))
     assert kept[0] > 1
     assert begun == [PROVENANCE] * 2
 
 
-def test_a_full_file_is_still_one_processs_alone(tmp_path: Path) -> None:
+def test_a_rotated_journal_stays_locked(tmp_path: Path) -> None:
     file = JournalFile(tmp_path / "journal", max_bytes=20)
     for _ in range(4):
         file.append(["0123456789"])
@@ -104,7 +101,7 @@ def test_a_line_larger_than_the_bound_is_written_whole(tmp_path: Path) -> None:
     assert rotated(tmp_path / "journal").read_text() == "head\n" + "x" * 100 + "\n"
 
 
-def test_gzip_is_read_as_it_is(tmp_path: Path) -> None:
+def test_gzip_is_read_without_unpacking(tmp_path: Path) -> None:
     path, packed = tmp_path / "journal", tmp_path / "journal.gz"
     write(path, 50)
     packed.write_bytes(gzip.compress(path.read_bytes()))
@@ -112,7 +109,7 @@ def test_gzip_is_read_as_it_is(tmp_path: Path) -> None:
     assert last_time(packed) == last_time(path)
 
 
-def test_gzip_that_is_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_truncated_gzip_is_read_up_to_the_cut(tmp_path: Path) -> None:
     path, packed = tmp_path / "journal", tmp_path / "journal.gz"
     write(path, 5000, batch=500)
     packed.write_bytes(gzip.compress(path.read_bytes())[:-2000])
@@ -131,7 +128,7 @@ def test_a_file_that_is_not_a_journal_is_reported(content: bytes, tmp_path: Path
         list(read_journal(path))
 
 
-def test_lines_outside_of_the_time_are_skipped(tmp_path: Path) -> None:
+def test_lines_outside_the_wanted_times_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     write(path, 900, batch=500)
     times = [record.time for record in read_journal(path)]
@@ -139,7 +136,6 @@ def test_lines_outside_of_the_time_are_skipped(tmp_path: Path) -> None:
     wanted = read_journal(path, Part(times[100], times[200]), begun.append)
     assert [record.time for record in wanted] == times[100:201]
     assert begun == [PROVENANCE]
-    # includes the first line, whose time the writing thread reads
     assert last_time(path) == max(json.loads(line)["t"] for line in path.read_text().splitlines())
 
 
@@ -149,7 +145,7 @@ def test_an_empty_journal_has_no_last_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("time", ["1-2", "1e", "1e999", "9" * 400])
-def test_a_time_that_is_no_number_does_not_end_the_search_for_the_last_one(tmp_path: Path, time: str) -> None:
+def test_the_search_for_the_last_time_skips_invalid_times(tmp_path: Path, time: str) -> None:
     path = tmp_path / "journal"
     write(path, 3)
     last = last_time(path)
@@ -158,7 +154,7 @@ def test_a_time_that_is_no_number_does_not_end_the_search_for_the_last_one(tmp_p
     assert last_time(path) == last
 
 
-def test_the_last_time_of_gzip_that_is_cut_off_is_of_what_can_be_read(tmp_path: Path) -> None:
+def test_the_last_time_of_truncated_gzip_is_that_of_the_last_readable_line(tmp_path: Path) -> None:
     path, packed = tmp_path / "journal", tmp_path / "journal.gz"
     write(path, 5000, batch=500)
     packed.write_bytes(gzip.compress(path.read_bytes())[:-2000])
@@ -168,7 +164,7 @@ def test_the_last_time_of_gzip_that_is_cut_off_is_of_what_can_be_read(tmp_path: 
     assert last > first
 
 
-def test_provenance_says_what_ran() -> None:
+def test_provenance_names_the_engine_its_shape_and_the_settings() -> None:
     shape = EngineShape(
         (GroupSpec(GroupId(0), AttentionKind.FULL, 16),), ranks=2, device_blocks=10, step_tokens=64
     )

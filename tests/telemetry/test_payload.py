@@ -1,5 +1,3 @@
-"""The form of messages. They are plain and mergeable, and no transport changes them."""
-
 from __future__ import annotations
 
 import json
@@ -18,13 +16,13 @@ def sent() -> payload.Payload:
     }
 
 
-def test_no_label_value_has_the_sign_that_joins_them() -> None:
+def test_label_values_survive_joining_and_splitting() -> None:
     for metric in CATALOGUE:
         for labels in metric.series:
             assert split_labels(",".join(labels)) == labels
 
 
-def test_counters_and_samples_add_up_and_of_gauges_the_later_holds() -> None:
+def test_merging_adds_counters_and_samples_and_keeps_the_later_gauges() -> None:
     one, later = sent(), sent()
     later["kvoffload_slots"]["host,ready"] = 2
     before = json.dumps(later)
@@ -43,7 +41,7 @@ def test_metrics_of_another_version_are_left_out() -> None:
     assert one == sent()
 
 
-def test_merging_into_nothing_shares_nothing() -> None:
+def test_merging_into_an_empty_message_copies_it() -> None:
     empty: payload.Payload = {}
     later = sent()
     before = json.dumps(later)
@@ -53,7 +51,7 @@ def test_merging_into_nothing_shares_nothing() -> None:
     assert empty["kvoffload_resets_total"] == {"": 2}
 
 
-def test_a_line_of_log() -> None:
+def test_a_message_is_summarized_for_a_log_line() -> None:
     assert summarize(sent()) == {
         "hit_tokens": 30,
         "hit_percent": 75.0,
@@ -66,7 +64,7 @@ def test_a_line_of_log() -> None:
     }
 
 
-def test_failed_loads_are_those_that_neither_arrived_nor_were_taken_back() -> None:
+def test_cancelled_loads_do_not_count_as_failed() -> None:
     loads = {"loaded": 5, "failed": 2, "corrupt": 1, "cancelled": 4}
     line = summarize({"kvoffload_load_blocks_total": loads})
     assert (line["loaded_blocks"], line["failed_load_blocks"]) == (5, 3)

@@ -1,5 +1,3 @@
-"""A journal as a timeline: which spans are drawn, on which lines, and from when to when."""
-
 from __future__ import annotations
 
 import io
@@ -50,7 +48,7 @@ def reported(
 
 
 class Picture:
-    """The drawn spans, with the names of their lines."""
+    """A timeline, as written for a trace viewer."""
 
     def __init__(self, records: list[Record]) -> None:
         file = io.StringIO()
@@ -67,7 +65,7 @@ class Picture:
         return f"{self._processes[event['pid']]}/{self._threads[event['pid'], event['tid']]}"
 
     def spans(self, line: str) -> list[tuple[str, float, float]]:
-        """Return each span's name, and its start and end in milliseconds."""
+        """Return the name, start and end of each span on this line. Times are in milliseconds."""
         return [
             (event["name"], event["ts"] / 1000, round((event["ts"] + event["dur"]) / 1000, 6))
             for event in self.drawn
@@ -87,7 +85,7 @@ class Picture:
         return found
 
 
-def test_a_step_lasts_until_the_next_and_the_last_one_until_its_request_has_ended() -> None:
+def test_a_step_lasts_until_the_next_step_or_the_end_of_its_request() -> None:
     picture = Picture(
         journal(
             (0, seen(A)),
@@ -101,7 +99,7 @@ def test_a_step_lasts_until_the_next_and_the_last_one_until_its_request_has_ende
     assert picture.spans("scheduler/steps") == [("step 1", 20, 50), ("step 2", 50, 90)]
 
 
-def test_steps_of_an_idle_engine_do_not_last_until_the_next_request() -> None:
+def test_an_idle_engines_steps_do_not_last_until_the_next_request() -> None:
     report = Summary("TransferReported", {"report": {}})
     drains = journal(
         (0, step(1)), (0.01, report), (5, step(2)), (5.002, events.BlocksOffered(1)), (9, seen(A))
@@ -134,7 +132,7 @@ def test_a_preempted_request_waits_again_on_the_same_row() -> None:
     assert picture.spans("requests/request") == spans
 
 
-def test_rows_of_requests_are_used_again() -> None:
+def test_rows_of_requests_are_reused() -> None:
     picture = Picture(
         journal(
             (0, seen(A)), (0.01, seen(B)), (0.02, ended(A)), (0.03, seen(RequestId("c"))), (0.04, ended(B))
@@ -158,14 +156,14 @@ def test_a_copy_begins_after_its_queue_and_its_job_ends_with_the_report() -> Non
     }
 
 
-def test_a_copy_that_claims_more_time_than_there_was_stays_in_its_job() -> None:
+def test_a_copy_never_begins_before_its_job() -> None:
     picture = Picture(
         journal((0, events.StoreScheduled(JobId(3), 5)), (0.003, reported(3, Direction.STORE, 0.004, 0.001)))
     )
     assert picture.spans("rank 0/stores") == [("store 3", 0, 3), ("queued", 0, 2), ("copy", 2, 3)]
 
 
-def test_ranks_have_their_own_lines_and_what_overlaps_its_own_row() -> None:
+def test_each_rank_has_its_own_lines_and_overlapping_jobs_have_separate_rows() -> None:
     load = Direction.LOAD
     picture = Picture(
         journal(
@@ -183,7 +181,7 @@ def test_ranks_have_their_own_lines_and_what_overlaps_its_own_row() -> None:
     assert [name for name, _, _ in picture.spans("rank 1/loads")][::3] == ["load 1"]
 
 
-def test_a_request_is_seen_waiting_for_its_load() -> None:
+def test_a_requests_wait_for_its_load_is_drawn() -> None:
     loaded = events.LoadEnded(JobId(1), A, 2, LoadOutcome.LOADED)
     lines = [
         (0, seen(A)),
@@ -196,7 +194,7 @@ def test_a_request_is_seen_waiting_for_its_load() -> None:
     assert picture.args("waits for load") == {"job": 1, "tokens": 32, "outcome": "loaded"}
 
 
-def test_evictions_and_pins_are_moments() -> None:
+def test_evictions_and_pins_are_drawn_as_instants() -> None:
     dropped = events.HitDropped(A, 2, PinDropCause.REQUEST_ENDED)
     picture = Picture(journal((0, events.BlocksEvicted(3, EvictionCause.SPACE)), (0.01, dropped)))
     assert picture.instants("scheduler/host memory") == [("BlocksEvicted", 0)]
@@ -204,14 +202,14 @@ def test_evictions_and_pins_are_moments() -> None:
     assert picture.instants("requests/request") == [("HitDropped", 10)]
 
 
-def test_what_is_open_at_the_end_is_drawn_up_to_it() -> None:
+def test_open_spans_are_drawn_to_the_end_of_the_journal() -> None:
     picture = Picture(journal((0, seen(A)), (0.01, allocated(A)), (0.02, step(1)), (0.07, settled(A))))
     assert picture.spans("scheduler/steps") == [("step 1", 20, 70)]
     assert ("a", 10, 70) in picture.spans("requests/request")
     assert picture.args("a") == {"end": "unfinished"}
 
 
-def test_a_report_of_a_job_that_the_journal_does_not_have_is_drawn_by_its_own_times() -> None:
+def test_a_copy_of_an_unknown_job_is_drawn_from_its_own_times() -> None:
     picture = Picture(journal((0, step(1)), (0.02, reported(9, Direction.LOAD, 0.002, 0.004))))
     assert picture.spans("rank 0/loads")[0] == ("load 9", 14, 20)
 
@@ -221,7 +219,7 @@ def test_dropped_lines_are_reported() -> None:
     assert Picture(records).args("lines dropped") == {"lines": 10}
 
 
-def test_a_second_process_in_the_same_file_begins_again() -> None:
+def test_a_second_process_in_one_file_starts_with_no_open_jobs() -> None:
     scheduled = events.StoreScheduled(JobId(0), 1)
     records = [
         *journal((0, scheduled)),
@@ -232,7 +230,7 @@ def test_a_second_process_in_the_same_file_begins_again() -> None:
     assert picture.spans("rank 0/stores")[0] == ("store 0", 5007, 5010)
 
 
-def test_rows_are_given_in_the_order_of_ends() -> None:
+def test_the_row_that_ended_first_is_reused_first() -> None:
     rows = Rows()
     placed = [rows.place("g", "l", *times) for times in ((0, 2), (1, 3), (2, 4), (3, 5))]
     assert placed == [0, 1, 0, 1]
@@ -258,14 +256,14 @@ class Counted(float):
         return float(self) > float(other)
 
 
-def test_spans_of_one_moment_are_placed_without_looking_at_every_row() -> None:
+def test_placing_a_span_does_not_compare_it_with_every_row() -> None:
     rows, number = Rows(), 1000
     start, end = Counted(0), Counted(1)
     assert [rows.place("g", "l", start, end) for _ in range(number)] == list(range(number))
     assert Counted.compared < 20 * number
 
 
-def test_copies_with_the_disk_have_lanes_of_their_own() -> None:
+def test_copies_to_and_from_the_disk_have_their_own_lines() -> None:
     spill = events.TierCopyScheduled(JobId(1), Direction.STORE, 3)
     fetch = events.TierCopyScheduled(JobId(2), Direction.LOAD, 2, A)
     picture = Picture(

@@ -1,5 +1,3 @@
-"""The behaviour of the fakes that tests rely on."""
-
 from __future__ import annotations
 
 import asyncio
@@ -16,7 +14,7 @@ from tests.gates import ManualExecutor, ThreadGate
 
 
 @pytest.mark.asyncio
-async def test_sleepers_wake_in_order_of_time_and_see_their_own_time() -> None:
+async def test_sleepers_wake_in_order_and_each_sees_its_own_wake_up_time() -> None:
     clock, woken = FakeClock(5.0), list[tuple[str, float]]()
 
     async def sleeper(name: str, *naps: float) -> None:
@@ -46,7 +44,7 @@ async def test_a_cancelled_sleeper_is_not_woken() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_sleep_of_nothing_takes_no_time_and_a_jump_wakes_no_sleeper() -> None:
+async def test_a_sleep_of_0_returns_at_once_and_a_jump_wakes_no_sleeper() -> None:
     clock = FakeClock()
     await clock.sleep(0)
     task = asyncio.create_task(clock.sleep(1.0))
@@ -58,7 +56,7 @@ async def test_a_sleep_of_nothing_takes_no_time_and_a_jump_wakes_no_sleeper() ->
     assert (task.done(), clock.monotonic()) == (True, 5.0)
 
 
-def test_a_gate_for_threads_counts_and_holds() -> None:
+def test_a_gate_counts_threads_and_holds_them() -> None:
     gate, passed = ThreadGate(), list[int]()
 
     def pass_through() -> None:
@@ -76,7 +74,7 @@ def test_a_gate_for_threads_counts_and_holds() -> None:
     assert len(passed) == 3
 
 
-def test_an_executor_runs_calls_when_the_test_says_so() -> None:
+def test_a_manual_executor_runs_calls_on_request() -> None:
     executor, ran = ManualExecutor(), list[int]()
     first, second, third = (executor.submit(ran.append, number) for number in range(3))
     assert (ran, executor.waiting) == ([], 3)
@@ -107,7 +105,7 @@ class Bench:
         return self.copier.submit(Direction.LOAD, CopyRuns(source, target, size), ())
 
 
-def test_a_batch_ends_as_the_test_says() -> None:
+def test_the_test_chooses_how_a_batch_ends() -> None:
     bench = Bench()
     ends = [
         (GatedTicket.finish, TicketState.DONE, [1, 2, 3, 4, 5, 6, 7, 8]),
@@ -135,7 +133,7 @@ def test_released_batches_end_at_once_until_they_are_held_again() -> None:
     assert not GatedCopier(held=False).open_tickets
 
 
-def test_refusals_come_once_each() -> None:
+def test_each_refusal_applies_once() -> None:
     bench = Bench()
     bench.copier.refuse_submit(OSError("a"))
     bench.copier.refuse_fence(OSError("b"))
@@ -152,7 +150,7 @@ def test_refusals_come_once_each() -> None:
     assert bench.copier.is_closed
 
 
-def test_a_fake_device_reads_what_was_written_and_nothing_else_changes() -> None:
+def test_writing_a_fake_device_block_changes_only_that_block() -> None:
     device = FakeDevice(3, [4, 2], [0, 1])
     others = (device.read(0), device.read(2))
     device.write(1, b"abcdef")

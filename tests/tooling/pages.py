@@ -1,4 +1,4 @@
-"""The pages of the site, and the commands on these pages."""
+"""Lists the pages of the documentation site, and the shell commands on each page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Block:
 
     Args:
         text: the lines, for a shell.
-        needs: what the commands need that tests do not have; empty if they run in a test.
+        needs: what the commands need but tests do not have, such as a GPU; empty if the commands run in a
+            test.
         is_endless: whether the commands run until they are interrupted.
     """
 

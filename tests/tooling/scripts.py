@@ -1,5 +1,3 @@
-"""Helpers shared by the tests of the tooling."""
-
 import importlib.util
 import os
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""ARCHITECTURE.md and DECISIONS.md name only files, classes and tests that exist."""
-
 from __future__ import annotations
 
 import re
@@ -17,7 +15,7 @@ def test_the_files_that_the_pages_name_exist() -> None:
     assert [name for name in named if not any((folder / name).exists() for folder in FOLDERS)] == []
 
 
-def test_what_the_architecture_names_is_defined() -> None:
+def test_the_classes_and_functions_named_in_the_architecture_exist() -> None:
     sources = [
         path.read_text() for folder in ("kvoffload", "plugins") for path in (ROOT / folder).rglob("*.py")
     ]

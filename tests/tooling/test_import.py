@@ -6,7 +6,7 @@ import pytest
 
 from tests.tooling.scripts import ROOT
 
-# Hides the named packages, then imports the project.
+# This program hides the blocked packages, then imports one module.
 WITHOUT = """
 import importlib, sys
 
@@ -21,7 +21,7 @@ importlib.import_module({module!r})
 
 
 def run(program: str) -> str:
-    """Return a program's output. The program can import the tests."""
+    """Run a Python program, which may import the tests; return its output."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT)])}
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True, check=True
@@ -34,7 +34,7 @@ def import_without(module: str, *blocked: str) -> str:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False).stderr
 
 
-def test_the_blocker_blocks() -> None:
+def test_blocked_packages_cannot_be_imported() -> None:
     assert "blocked: numpy" in import_without("numpy", "numpy")
 
 
@@ -43,7 +43,7 @@ def test_the_package_needs_no_heavy_dependency() -> None:
 
 
 @pytest.mark.parametrize("module", ["kvoffload.model", "kvoffload.core"])
-def test_the_pure_parts_need_nothing_but_python(module: str) -> None:
+def test_model_and_core_need_only_the_standard_library_and_msgspec(module: str) -> None:
     blocked = ("anyio", "numpy", "prometheus_client", "structlog", "torch", "vllm")
     assert import_without(module, *blocked) == ""
 
@@ -65,7 +65,7 @@ print(*[name for name in sys.modules if name.startswith(("kvoffload.cli", "kvoff
 
 
 @pytest.mark.slow
-def test_an_engine_imports_nothing_of_the_command_and_of_the_gpu_check() -> None:
+def test_an_engine_does_not_import_the_command_or_the_gpu_check() -> None:
     assert run(SERVE) == "\n"
 
 

@@ -1,5 +1,3 @@
-"""`make journeys` traces the calls of hooks and of background threads."""
-
 from tests.one_thread import one_thread
 from tests.same.journeys import Reference, Tracer, in_the_way, tables, travel
 

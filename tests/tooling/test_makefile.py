@@ -12,7 +12,7 @@ def make(*arguments: str) -> str:
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
-def test_help_has_a_line_for_every_target_in_80_columns() -> None:
+def test_help_describes_every_target_in_80_columns() -> None:
     lines = make("help").splitlines()
     shown = dict(line.split(maxsplit=2)[1:] for line in lines if line.startswith("  make "))
     assert set(shown) == TARGETS - {"help"}
@@ -20,12 +20,12 @@ def test_help_has_a_line_for_every_target_in_80_columns() -> None:
     assert max(map(len, lines)) <= 80
 
 
-def test_no_target_is_mistaken_for_a_file() -> None:
+def test_every_target_is_phony() -> None:
     (phony,) = re.findall(r"^\.PHONY: (.*)$", MAKEFILE, flags=re.MULTILINE)
     assert set(phony.split()) == TARGETS
 
 
-def test_ci_runs_what_check_runs() -> None:
+def test_ci_and_make_check_run_the_same_parts() -> None:
     (check,) = re.findall(r"^check: (.*?) *##", MAKEFILE, flags=re.MULTILINE)
     (parts,) = re.findall(r"^for part in (.*); do$", (ROOT / ".ci/run").read_text(), flags=re.MULTILINE)
     assert parts == check

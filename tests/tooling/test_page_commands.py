@@ -1,5 +1,5 @@
-"""Every command in the documents' fenced blocks runs as written, or the block's first line names what the
-command needs.
+"""Runs the commands in the documents' fenced blocks. A block whose first line names a requirement, such as a
+GPU, is skipped.
 """
 
 from __future__ import annotations
@@ -20,17 +20,15 @@ from tests.tooling.pages import PAGES, blocks
 from tests.tooling.scripts import ROOT
 
 NEEDS = {"a GPU", "a cluster", "a package index", "Docker", "SGLang", "vLLM"}
-# README's blocks install what they run, so tests/install/test_bare.py runs them in a separate environment.
+# The README's commands install packages, so tests/install/test_bare.py runs them in a separate environment.
 RUN = [page for page in PAGES if page != ROOT / "README.md" and any(not one.needs for one in blocks(page))]
 
 DEMOS = {"disk.md", "store.md"}
-"""Pages with demos of a restart and of a store. tests/cli runs smaller demos instead."""
+"""The demos on these pages run only in the full suite. tests/cli runs shorter ones."""
 
 
 def environment() -> dict[str, str]:
-    """Return an environment with this interpreter's commands first on the path, and without settings of vLLM
-    or a terminal.
-    """
+    """Return this process's environment, with the commands of this Python first on the path."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return {**os.environ, "PATH": path, "COLUMNS": "100"}
 
@@ -41,9 +39,9 @@ def shell(text: str) -> list[str]:
 
 @contextmanager
 def serving(text: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Start a block that runs until Ctrl-C, wait until it serves, and end it by Ctrl-C.
+    """Start a block that runs until Ctrl-C, wait until it serves metrics, and interrupt it at the end.
 
-    `exec` replaces the shell by the command, so that the command gets the signal.
+    `exec` replaces the shell with the command, so that the command receives the signal.
     """
     command = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
     process = subprocess.Popen(
@@ -77,7 +75,6 @@ def serving(text: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_the_commands_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None:
-    """All blocks of a page run in one folder. A block that runs until Ctrl-C keeps running during the next block."""
     here = [one for one in blocks(page) if not one.needs]
     while here:
         one = here.pop(0)
@@ -90,7 +87,7 @@ def test_the_commands_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_the_example_of_a_plugin_runs(tmp_path: Path) -> None:
+def test_the_example_plugin_runs(tmp_path: Path) -> None:
     (program,) = re.findall(
         r"^```python\n(.*?)^```$", (ROOT / "docs/plugins.md").read_text(), re.MULTILINE | re.DOTALL
     )
@@ -111,15 +108,14 @@ def run(text: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_block_needs_has_a_known_name(page: Path) -> None:
+def test_the_needs_of_every_block_are_known(page: Path) -> None:
     assert {one.needs for one in blocks(page)} - {""} <= NEEDS
 
 
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.parent == ROOT / "docs"], ids=lambda page: page.stem
 )
-def test_a_page_hides_no_command_from_this_test(page: Path) -> None:
-    """This test would not run commands in indented code or in other fences."""
+def test_a_pages_commands_are_all_in_bash_fences(page: Path) -> None:
     text = re.sub(r"^```bash\n.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     assert (
         re.findall(
@@ -129,5 +125,5 @@ def test_a_page_hides_no_command_from_this_test(page: Path) -> None:
     )
 
 
-def test_there_are_commands_to_run() -> None:
+def test_the_pages_with_commands_are_found() -> None:
     assert {"check.md", "watch.md"} <= {page.name for page in RUN}

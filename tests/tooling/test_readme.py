@@ -1,5 +1,3 @@
-"""The generated tables in the documents are those that `make docs` would write."""
-
 from __future__ import annotations
 
 import re
@@ -13,7 +11,7 @@ from tests.tooling.pages import PAGES
 from tests.tooling.scripts import ROOT
 
 
-def test_the_tables_are_those_of_the_catalogue_and_of_the_benches_results() -> None:
+def test_the_generated_tables_are_current() -> None:
     done = subprocess.run([sys.executable, ".ci/readme.py", "--check"], cwd=ROOT, check=False)
     assert done.returncode == 0, "a generated table is stale: make docs"
 
@@ -27,7 +25,7 @@ def test_every_setting_is_documented() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_make_target_that_a_page_names_exists(page: Path) -> None:
+def test_the_make_targets_named_on_a_page_exist(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     named = r"(?:`|^)make ([a-z-]+)(?![a-z-]|NAME)"  # `bench-NAME` stands for many targets
     for target in re.findall(named, page.read_text(encoding="utf-8"), flags=re.MULTILINE):

@@ -22,7 +22,7 @@ def files() -> list[str]:
     return [name for name in listed if (ROOT / name).exists()]
 
 
-def test_the_top_level_holds_nothing_unexpected(files: list[str]) -> None:
+def test_the_top_level_has_only_known_names(files: list[str]) -> None:
     assert {name.partition("/")[0] for name in files} - TOP_LEVEL == set()
 
 
@@ -30,6 +30,6 @@ def test_no_file_is_large(files: list[str]) -> None:
     assert [name for name in files if (ROOT / name).stat().st_size > 1_000_000] == []
 
 
-def test_scripts_can_be_run() -> None:
+def test_scripts_are_executable() -> None:
     for name in ("python", "run", "timed", "tools"):
         assert (ROOT / ".ci" / name).stat().st_mode & 0o111, name

@@ -1,5 +1,3 @@
-"""The table of vLLM versions is in the form that its command writes."""
-
 from __future__ import annotations
 
 import re
@@ -17,18 +15,18 @@ def rows() -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
 
 
-def test_it_has_the_scenes_of_the_suite_and_the_versions_of_the_lock() -> None:
+def test_the_table_of_versions_has_every_scene_and_locked_version() -> None:
     title, _, *body = rows()
     assert title == ["vLLM", *matrix.COLUMNS]
     assert set(matrix.SCENES.values()) == {scene.__name__ for scene in SCENES}
     labels = [row[0] for row in body]
-    # The rows of the other runner take a long time, and are written only when they are run.
+    # Runner V2 takes long, so the table has only those of its rows that were run.
     expected = [setup.label for setup in matrix.setups() if setup.runner == "V1" or setup.label in labels]
     assert labels == expected, "the table of versions is out of date: make vllm-versions"
     assert matrix.filled(README, body) == README, "the table was edited by hand: make vllm-versions"
 
 
-def test_it_has_what_is_promised() -> None:
+def test_every_promised_cell_of_the_version_table_passed() -> None:
     for label, *cells in rows()[2:]:
         reported = dict(zip(matrix.COLUMNS, cells, strict=True))
         several, more, disk = (
@@ -42,5 +40,6 @@ def test_it_has_what_is_promised() -> None:
         assert {more, *reported.values()} == {"passed"}
         assert disk == "passed" or (disk == "not run" and label.endswith("V2"))
         if label.endswith("V2"):
-            several.discard("not run")  # recurrent layers, whose kernels are also interpreted
+            # Not run for recurrent layers: their kernels would run in an interpreter, which is slow.
+            several.discard("not run")
         assert several == {matrix.REFUSED if label == "0.28.0" else "passed"}

@@ -34,7 +34,7 @@ def test_the_tests_run_against_the_wheel(package: str, wheel: Path) -> None:
     assert spec.origin == str(wheel / package / "__init__.py")
 
 
-def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_contains_every_module_and_no_other_code(wheel: Path) -> None:
     expected = sources(ROOT, "kvoffload").union(*(sources(ROOT / "plugins", name) for name in PACKAGES[1:]))
     found = {str(path.relative_to(wheel)) for path in wheel.rglob("*") if path.suffix in SOURCES}
     assert found == expected
@@ -54,7 +54,7 @@ def test_the_wheel_contains_only_its_packages_and_metadata(
     metadata: importlib.metadata.Distribution,
 ) -> None:
     tops = {path.parts[0] for path in metadata.files or []}
-    tops -= {"..", "bin"}  # pip put the script into this folder
+    tops -= {"..", "bin"}  # pip puts the `kvoffload` command into bin
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert tops == {*PACKAGES, f"kvoffload-{version}.dist-info"}
 
