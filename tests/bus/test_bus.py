@@ -1,5 +1,3 @@
-"""Which subscriber gets which messages, in which order, and what happens if a handler raises."""
-
 from __future__ import annotations
 
 import logging
@@ -50,7 +48,7 @@ def test_subscribers_get_exactly_a_class_in_order_of_registration() -> None:
     assert calls == ["child, second", "base, first", "base, third"]
 
 
-def test_the_states_handler_then_the_others_then_those_of_whole_batches() -> None:
+def test_the_state_handler_runs_first_then_other_handlers_then_batch_handlers() -> None:
     bus, calls = Bus(), list[str]()
     bus.keep(lambda batches: calls.append(f"{len(batches)} batches"), float)
     bus.count(Base, lambda _: calls.append("counter"))
@@ -59,7 +57,7 @@ def test_the_states_handler_then_the_others_then_those_of_whole_batches() -> Non
     assert calls == ["state", "counter", "1 batches"]
 
 
-def test_what_a_handler_left_follows_its_fact_in_one_batch() -> None:
+def test_messages_that_a_handler_published_follow_its_fact_in_one_batch() -> None:
     tally = Tally(())
     bus, seen, batches = Bus(tally), list[object](), list[list[object]]()
     bus.handle(Base, lambda _: tally.events.extend([Other(1), Other(2)]))  # type: ignore[list-item]
@@ -87,7 +85,7 @@ def test_batches_are_handled_many_messages_at_a_time_with_their_numbers_and_time
     assert kept == [(5, 2.5, [Base(5), Base(6)])]
 
 
-def test_a_subscription_holds_for_classes_seen_before_it() -> None:
+def test_a_subscription_also_covers_classes_published_before_it() -> None:
     bus, received = Bus(), list[object]()
     bus.publish(Base(1))
     bus.handle(Base, received.append)
@@ -99,7 +97,7 @@ def test_a_subscription_holds_for_classes_seen_before_it() -> None:
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=3), min_size=1, max_size=8))
 def test_all_subscribers_see_all_messages_in_the_same_order(children: list[list[int]]) -> None:
-    """While message i is handled, one of three subscribers, chosen at random, publishes later messages."""
+    """While a message is handled, a subscriber drawn at random may publish a message with the next number."""
     bus, seen = Bus(), [list[int](), list[int](), list[int]()]
 
     def listen(who: int) -> None:
@@ -115,7 +113,7 @@ def test_all_subscribers_see_all_messages_in_the_same_order(children: list[list[
         listen(who)
     bus.publish(Base(0))
     assert seen[0] == seen[1] == seen[2]
-    # all messages of one generation are delivered before the next generation
+    # messages with a lower number are delivered first
     assert seen[0] == sorted(seen[0])
     assert bus.published == len(seen[0])
 
@@ -131,7 +129,7 @@ def test_a_raising_state_handler_is_reported_and_stays() -> None:
     assert errors == [("handler of 1", Base(1)), ("handler of 2", Base(2))]
 
 
-def test_what_a_state_error_leads_to_follows_in_the_same_batch() -> None:
+def test_messages_caused_by_a_state_error_follow_in_the_same_batch() -> None:
     bus, batches = Bus(), list[list[object]]()
     bus.on_state_error = lambda _error, message: bus.publish(Other(message.number))  # type: ignore[attr-defined]
     bus.handle(Base, _raise)
@@ -150,7 +148,7 @@ def test_without_a_callback_a_state_error_reaches_the_publisher() -> None:
     assert received == [Other(2)]
 
 
-def test_a_raising_callback_goes_no_further_than_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exception_in_a_callback_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
     bus, received = Bus(), list[object]()
     bus.on_state_error = lambda _error, _message: _raise(Base())
     bus.handle(Base, _raise)
@@ -176,7 +174,7 @@ def test_a_raising_subscriber_is_removed_and_the_others_still_run(is_reported: b
     assert removed == ([(name, "handler of 1") for name in names] if is_reported else [])
 
 
-def test_a_counter_removed_in_a_batch_gets_none_of_its_rest() -> None:
+def test_a_counter_removed_during_a_batch_gets_no_more_of_the_batch() -> None:
     bus, calls = Bus(), list[int]()
 
     def count(message: Base) -> None:
@@ -188,7 +186,9 @@ def test_a_counter_removed_in_a_batch_gets_none_of_its_rest() -> None:
     assert calls == [0]
 
 
-def test_afterwards_is_when_the_whole_batch_was_handled(caplog: pytest.LogCaptureFixture) -> None:
+def test_callbacks_for_afterwards_run_when_the_whole_batch_was_handled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     bus, calls = Bus(), list[str]()
 
     def ask(_: Base) -> None:
@@ -204,7 +204,7 @@ def test_afterwards_is_when_the_whole_batch_was_handled(caplog: pytest.LogCaptur
     assert calls == ["counter", "kept", "afterwards", "kept"]
 
 
-def test_a_feed_without_a_reader_is_forgotten_but_its_numbers_stay() -> None:
+def test_a_feed_without_a_reader_is_removed_but_its_counts_stay() -> None:
     bus = Bus()
     feed = bus.observe("watcher", 1)
     bus.count(Base, feed.offer)
@@ -224,7 +224,7 @@ def test_closing_the_bus_closes_the_feeds() -> None:
 
 
 def keep(bus: Bus, batches: list[list[object]]) -> None:
-    """Append the messages of each batch from now on."""
+    """From now on, append each batch's messages to `batches`."""
     bus.keep(lambda kept: batches.extend([messages for _, _, messages in kept]), float)
 
 

@@ -1,5 +1,3 @@
-"""A feed never waits, counts the events that it drops, and wakes its consumer no more often than needed."""
-
 from __future__ import annotations
 
 import asyncio
@@ -75,7 +73,7 @@ async def test_no_more_events_are_taken_at_once_than_asked_for() -> None:
     assert numbers(feed) == (5, 0, 0)
 
 
-async def test_a_burst_wakes_a_sleeping_consumer_once_and_silence_never() -> None:
+async def test_a_burst_wakes_a_sleeping_consumer_only_once() -> None:
     feed, taken = CountedFeed("watcher", 1000), list[int]()
     async with anyio.create_task_group() as group:
         group.start_soon(take_all, feed, taken)
@@ -88,7 +86,7 @@ async def test_a_burst_wakes_a_sleeping_consumer_once_and_silence_never() -> Non
         await wait_all_tasks_blocked()
         assert feed.wakeups == 1
         feed.close()
-    assert feed.wakeups == 2  # the second wake-up announces the end
+    assert feed.wakeups == 2  # the second wake-up is for the feed's end
 
 
 async def test_an_awake_consumer_is_not_woken() -> None:
@@ -99,7 +97,7 @@ async def test_an_awake_consumer_is_not_woken() -> None:
     assert feed.wakeups == 0
 
 
-async def test_what_a_consumer_leaves_behind_counts_as_dropped() -> None:
+async def test_events_that_a_consumer_never_took_count_as_dropped() -> None:
     feed = Feed[int]("watcher", 10)
     for number in range(3):
         feed.offer(number)
@@ -132,12 +130,15 @@ async def test_cancelling_a_sleeping_consumer_leaves_the_feed_usable() -> None:
         await wait_all_tasks_blocked()
         group.cancel_scope.cancel()
     feed.offer(1)
-    assert feed.wakeups == 0  # no consumer sleeps there any more
+    assert feed.wakeups == 0  # the cancelled consumer no longer sleeps
     assert await feed.take() == [1]
 
 
 class Interleaved(deque[int]):
-    """Runs the other side's code exactly when one side checks for queued events."""
+    """A feed's queue that calls a function when the feed checks whether the queue is empty.
+
+    `at` has the function for each check, by the check's number.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,14 +153,15 @@ class Interleaved(deque[int]):
         return found
 
 
-async def test_an_event_that_comes_just_after_the_last_look_wakes_the_consumer() -> None:
+async def test_an_event_offered_right_after_the_last_check_wakes_the_consumer() -> None:
     feed, waiting = _interleaved()
-    waiting.at[2] = lambda: feed.offer(1)  # the second check follows the announcement
+    # The consumer makes the second check after it has marked itself as asleep
+    waiting.at[2] = lambda: feed.offer(1)
     with anyio.fail_after(5):
         assert await feed.take() == [1]
 
 
-async def test_an_event_that_comes_just_before_the_announcement_is_seen() -> None:
+async def test_an_event_offered_before_the_consumer_sleeps_is_taken() -> None:
     feed, waiting = _interleaved()
     waiting.at[1] = lambda: feed.offer(1)
     with anyio.fail_after(5):
@@ -167,7 +169,7 @@ async def test_an_event_that_comes_just_before_the_announcement_is_seen() -> Non
     assert feed.wakeups == 0
 
 
-async def test_an_event_that_comes_with_the_end_is_not_lost() -> None:
+async def test_an_event_offered_as_the_feed_closes_is_not_lost() -> None:
     feed, waiting = _interleaved()
 
     def end() -> None:
@@ -179,7 +181,7 @@ async def test_an_event_that_comes_with_the_end_is_not_lost() -> None:
         assert await rest(feed) == [1]
 
 
-async def test_a_needless_ring_does_no_harm() -> None:
+async def test_an_unnecessary_wake_up_does_no_harm() -> None:
     feed, taken = Feed[int]("watcher", 10), list[int]()
     async with anyio.create_task_group() as group:
         group.start_soon(take_all, feed, taken)
@@ -215,7 +217,7 @@ def _interleaved() -> tuple[CountedFeed, Interleaved]:
     return feed, waiting
 
 
-async def test_a_loop_that_is_gone_ends_the_feed_and_not_the_producer() -> None:
+async def test_a_closed_event_loop_ends_the_feed_and_not_the_producer() -> None:
     feed = Feed[int]("watcher", 10)
 
     def sleep_on_a_loop_that_ends() -> None:
@@ -227,7 +229,7 @@ async def test_a_loop_that_is_gone_ends_the_feed_and_not_the_producer() -> None:
         task.cancel()
         loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
         loop.close()
-        feed._asleep = asleep  # as in a loop that was killed without unwinding its tasks
+        feed._asleep = asleep  # restore the flag, as if the loop had been killed without ending its tasks
 
     await anyio.to_thread.run_sync(sleep_on_a_loop_that_ends)
     assert feed.offer(1)

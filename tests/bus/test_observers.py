@@ -1,5 +1,3 @@
-"""No observer can disturb the engine or another observer."""
-
 from __future__ import annotations
 
 import logging
@@ -16,7 +14,7 @@ pytestmark = pytest.mark.asyncio
 
 
 def fed(bus: Bus, name: str, capacity: int) -> Feed[int]:
-    """Return a feed of every number that is published."""
+    """Return a feed that receives every published number."""
     feed: Feed[int] = bus.observe(name, capacity)
     bus.count(int, feed.offer)
     return feed
@@ -38,7 +36,7 @@ async def test_an_observer_gets_everything_until_the_bus_is_closed() -> None:
     assert (seen, removed) == ([1, 2], [])
 
 
-async def test_an_observer_that_raises_is_removed_and_its_neighbour_goes_on() -> None:
+async def test_an_observer_that_raises_is_removed_and_the_others_continue() -> None:
     bus, seen, removed = Bus(), list[int](), list[tuple[str, str, int]]()
     bad, good = fed(bus, "bad", 10), fed(bus, "good", 10)
 
@@ -59,7 +57,7 @@ async def test_an_observer_that_raises_is_removed_and_its_neighbour_goes_on() ->
         await wait_all_tasks_blocked()
         bus.publish(3)
         bus.close()
-    assert removed == [("bad", "at 1", 1)]  # the second event was queued and is dropped
+    assert removed == [("bad", "at 1", 1)]  # the bad observer's second event was queued, and was dropped
     assert seen == [1, 2, 3]
     assert numbers(bad) == (1, 1, 0)
 
@@ -85,7 +83,7 @@ async def test_an_observer_that_waits_loses_only_its_own_events() -> None:
         gate.set()
         bus.close()
     assert seen == [0, 1, 2, 3, 4, 5]
-    assert late == [0, 1, 2]  # the consumer has taken one event; two are queued
+    assert late == [0, 1, 2]  # the observer had taken one event, and two were queued
     assert slow.dropped == 3
     assert quick.dropped == 0
 

@@ -1,9 +1,13 @@
-"""Python's interface to the emulated driver (`emulator.c`). `build` compiles it, `Emulator` loads it as `libcuda.so.1`.
+"""Loads the emulated driver (`emulator.c`), and lets tests control it.
 
-emulator = Emulator(build()) emulator.reset(stepped=True, seed=1)       every test begins with a fresh driver engine =
-Engine(0)                         an engine's stream, and memory on device 0 engine.write(block, seed),
-engine.read(block, seed) emulator.step(10)                          stepped: run ten operations of random streams
-emulator.races, emulator.wrong, emulator.report
+Example:
+    emulator = Emulator(build())
+    emulator.reset(stepped=True, seed=1)
+    engine = Engine(emulator, 0)
+    engine.write(block, seed)
+    engine.read(block, seed)
+    emulator.step(10)
+    assert not emulator.races, emulator.report
 """
 
 from __future__ import annotations
@@ -54,7 +58,7 @@ def build() -> Path:
     """Compile the emulator with gcc, once per process, because a process can load only one `libcuda.so.1`.
 
     Raises:
-        subprocess.CalledProcessError: it does not compile; the output has the reason.
+        subprocess.CalledProcessError: gcc failed; its output has the reason.
     """
     folder = Path(tempfile.mkdtemp(prefix="cuda-emulator-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -66,7 +70,7 @@ def build() -> Path:
 
 @cache
 def load(library: Path) -> ctypes.CDLL:
-    """Load the library. From then on, this process gets it as `libcuda.so.1`."""
+    """Load the library. From then on, this process uses it as `libcuda.so.1`."""
     loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     for name, (result, arguments) in _INTERFACE.items():
         function = getattr(loaded, name)
@@ -75,7 +79,7 @@ def load(library: Path) -> ctypes.CDLL:
 
 
 class Emulator:
-    """The emulated driver and its devices.
+    """An emulated CUDA driver with its devices.
 
     Args:
         library: the path that `build` returned.
@@ -87,13 +91,15 @@ class Emulator:
     def reset(
         self, *, stepped: bool = False, seed: int = 1, delay_us: int = 200, version: int = 13000
     ) -> None:
-        """Reset the driver. Streams run on their own threads, with delays up to `delay_us`, unless they are
-        `stepped`.
+        """Reset the driver.
+
+        If `stepped`, operations run only in `step`. Otherwise each stream has a thread, with random delays of
+        up to `delay_us`.
         """
         self.lib.emu_reset(stepped, seed, delay_us, version)
 
     def step(self, operations: int = 1_000_000) -> int:
-        """Run at most this many operations; return how many could run."""
+        """Run up to `operations` pending operations; return how many were run."""
         return int(self.lib.emu_step(operations))
 
     @property
@@ -102,12 +108,12 @@ class Emulator:
 
     @property
     def wrong(self) -> int:
-        """Return how many reads by the engine's kernels found wrong bytes."""
+        """How many reads by the engine's kernels found wrong bytes."""
         return int(self.lib.emu_count(1))
 
     @property
     def faults(self) -> int:
-        """Return how many accesses were to memory that neither belongs to the device nor is registered."""
+        """How many accesses were to memory that does not belong to a device and is not registered."""
         return int(self.lib.emu_count(2))
 
     @property
@@ -116,28 +122,29 @@ class Emulator:
 
     @property
     def waits(self) -> int:
-        """Return how often a call waited because a stream was full."""
+        """How many calls waited because a stream was full."""
         return int(self.lib.emu_count(4))
 
     @property
     def waits_with_lock(self) -> int:
-        """Return how often a call would have waited for a full stream with the GIL held."""
+        """How many calls would have waited for a full stream while they held the GIL."""
         return int(self.lib.emu_count(5))
 
     @property
     def report(self) -> str:
-        """Return a description of both accesses of each race, and of all other errors."""
+        """A description of each race with both of its accesses, and of all other errors."""
         return str(self.lib.emu_report().decode())
 
     def calls(self, name: str = "", *, with_lock: bool = False) -> int:
-        """Return how often a function was called, in total or with the GIL held.
+        """Return how many calls of a driver function were made; if `with_lock`, count only calls that held
+        the GIL.
 
         Without a name, count the calls of all functions.
         """
         return int(self.lib.emu_calls(name.encode(), with_lock))
 
     def fail(self, name: str, code: int, *, after: int = 0, times: int = 1) -> None:
-        """Make calls of a function return this error code."""
+        """Make the function `name` return this error code `times` times, after `after` normal calls."""
         self.lib.emu_fail(name.encode(), code, after, times)
 
     def lose(self, device: int, code: int = 700) -> None:
@@ -145,7 +152,7 @@ class Emulator:
         self.lib.emu_break(device, code)
 
     def limit_batches(self, copies: int) -> None:
-        """Refuse batches of at least this many copies; -1 refuses none."""
+        """Refuse batches of at least this many copies. -1 refuses no batch."""
         self.lib.emu_set(0, copies)
 
     def shift_host_addresses(self, by: int) -> None:
@@ -158,22 +165,22 @@ class Emulator:
         self.lib.emu_set(3, number)
 
     def set_depth(self, operations: int) -> None:
-        """Limit the number of operations pending on a stream."""
+        """Limit the number of pending operations on each stream."""
         self.lib.emu_set(4, operations)
 
     def refuse_pinning(self) -> None:
-        """Refuse to register host memory, as under confidential computing."""
+        """Refuse to register host memory, as a driver does under confidential computing."""
         self.lib.emu_set(5, 0)
 
     def gate(self, stream: int) -> None:
-        """Hold operations that are enqueued on a stream from now on, until `open`."""
+        """Hold the operations that are enqueued on this stream from now on, until `open` is called."""
         assert self.lib.emu_gate(stream) == 0
 
     def open(self) -> None:
         self.lib.emu_open()
 
     def host_access(self, address: int, size: int, *, writes: bool) -> None:
-        """Report an access of the host to memory, so that races with the device are detected."""
+        """Report that the host accesses memory, so that a race with a device operation is detected."""
         self.lib.emu_host_access(address, size, writes)
 
     def adopt(self, address: int, size: int) -> None:
@@ -181,7 +188,7 @@ class Emulator:
         self.lib.emu_adopt(address, size)
 
     def advance(self, seconds: float = 0.0) -> float:
-        """Advance the host's clock; return the new time."""
+        """Advance the emulated clock; return the new time."""
         return float(self.lib.emu_time(seconds))
 
     @property
@@ -190,20 +197,20 @@ class Emulator:
 
     @property
     def contexts(self) -> int:
-        """Return a bit mask of the devices that have a context."""
+        """A bit mask of the devices that have a context."""
         return int(self.lib.emu_contexts())
 
 
 class Engine:
-    """A simulated engine on one device, with a stream, and KV memory whose blocks its kernels write and read.
+    """A simulated engine on one device. It has a stream, and KV memory; its kernels write and read blocks.
 
     Args:
         emulator: the emulated driver.
         device: the device's number.
         blocks: the number of blocks.
-        pages: bytes of a block in each region.
-        on_default_stream: whether the engine uses the device's legacy default stream, as engines in eager
-            mode may do.
+        pages: the bytes of a block in each region.
+        on_default_stream: whether the engine uses the device's legacy default stream, as an engine in
+            eager mode may do.
     """
 
     def __init__(
@@ -244,13 +251,15 @@ class Engine:
         self._launch(block, seed, True, cost_s)
 
     def read(self, block: int, seed: int, cost_s: float = 1e-5) -> None:
-        """Launch a kernel that reads a block. Any bytes that `write` does not make from this seed count as an
-        error.
+        """Launch a kernel that reads a block. Bytes that differ from what `write` wrote with this seed are
+        counted as an error.
         """
         self._launch(block, seed, False, cost_s)
 
     def capture(self, mode: int = CAPTURE_GLOBAL) -> None:
-        """Begin to capture a graph. By default, as in torch, no thread may make an unsafe call during the capture."""
+        """Begin to capture a graph. With the default mode, which torch also uses, no thread may make an
+        unsafe call meanwhile.
+        """
         self.enter()
         self._check(self._lib.cuStreamBeginCapture_v2(self.stream, mode))
 

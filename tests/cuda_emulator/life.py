@@ -1,11 +1,10 @@
-"""A simulated engine that runs with kvoffload's worker side: `Life` on an emulated device, `Steps` on any
-device.
+"""Runs a simulated engine with kvoffload's worker side. `Life` uses an emulated device, `Steps` any device.
 
 The engine's kernels write and read blocks. The engine enqueues each step before the previous step has ended,
-in the order of vLLM's model runners: zeroing of blocks, `begin_step`, the forward pass, loads, stores. As the
-scheduler's side guarantees, the engine uses no block or slot of an open job, and reads a block only after its
-load was reported. The worker's side must keep all other rules; a broken rule shows as a race or as wrong
-bytes.
+in the order of vLLM's model runners: zeroing of blocks, `begin_step`, the forward pass, loads, stores. The
+engine does what the scheduler's side guarantees: it uses no block or slot of an open job, and reads a loaded
+block only after the load was reported. The worker's side must keep all other rules. If it breaks one, a race
+or wrong bytes are found.
 """
 
 from __future__ import annotations
@@ -33,7 +32,9 @@ TIMEOUT_S = 1e6
 
 
 class KernelEngine(Protocol):
-    """An engine whose kernels write and read blocks. A read records whether the block has the expected contents."""
+    """An engine whose kernels write and read blocks. A read counts an error if the block has other contents
+    than expected.
+    """
 
     def enter(self) -> None: ...
     def write(self, block: int, seed: int) -> None: ...
@@ -42,12 +43,12 @@ class KernelEngine(Protocol):
 
 
 class Steps:
-    """Steps of one rank. `step` enqueues a step, and `settle` waits for all jobs.
+    """Runs the steps of one rank. `step` enqueues a step, and `settle` waits until all jobs have ended.
 
     Args:
         engine: launches the kernels.
         side: the worker's side, already registered.
-        seed: seed of all random choices.
+        seed: the seed of all random choices.
         blocks: the number of device blocks.
         slots: the number of host slots.
         most: the maximum number of blocks in a job.
@@ -59,18 +60,20 @@ class Steps:
         self.engine: KernelEngine = engine
         self.side, self.blocks, self.slots, self.most = side, blocks, slots, most
         self.draws = random.Random(seed)
-        self.contents: dict[int, int] = {}  # the contents, as a number, of each block that no copy writes to
-        self.stored: dict[int, int] = {}  # the contents of each slot whose store was reported
+        # The seed of each device block's contents, without the blocks that a load is filling
+        self.contents: dict[int, int] = {}
+        # The seed of each slot's contents, for slots whose store was reported
+        self.stored: dict[int, int] = {}
         self.open: dict[int, tuple[DeviceJob, tuple[int, ...]]] = {}
         self.outcomes: list[tuple[int, CopyOutcome]] = []
         self.jobs = 0
         self._seeds = 0
 
     def let_some_run(self) -> None:
-        """Let the device run some operations, if it does not run on its own."""
+        """Let the device run some operations. A device that runs on its own needs nothing."""
 
     def let_all_run(self) -> None:
-        """Let the device run all operations that it can, if it does not run on its own."""
+        """Let the device run all pending operations. A device that runs on its own needs nothing."""
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -98,10 +101,10 @@ class Steps:
         for block in self._some(
             [block for block in self.contents if block not in self._under_copy()], self.most
         ):
-            del self.contents[block]  # The engine frees the block, and a later step writes to it.
+            del self.contents[block]  # The engine frees these blocks, and later steps may write to them.
 
     def take(self) -> None:
-        """Take reports, as the scheduler's side does."""
+        """Take the worker's reports, as the scheduler's side does."""
         report = self.side.take_report()
         for part in report.jobs if report is not None else ():
             job, seeds = self.open.pop(part.job)
@@ -176,7 +179,7 @@ class Steps:
 
 
 class Life(Steps):
-    """A rank on an emulated device.
+    """Runs the steps of one rank on an emulated device.
 
     Args:
         emulator: the emulated driver.
@@ -227,7 +230,7 @@ class Life(Steps):
 
     @property
     def problems(self) -> str:
-        """Return what went wrong: races and wrong bytes, with the emulator's report, and failed jobs."""
+        """Return a description of races, wrong bytes and failed jobs. Return an empty text if there are none."""
         emulator = self.emulator
         if not (emulator.races or emulator.wrong or emulator.faults or self.failed):
             return ""

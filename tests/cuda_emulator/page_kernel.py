@@ -1,4 +1,6 @@
-"""The page kernel without Triton. The emulator runs an equivalent kernel under the same name."""
+"""Replaces the page kernel, so that Triton is not needed: the emulator runs an equivalent kernel of the same
+name.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class PageKernel:
-    """Stands in for the page kernel. Each launch has separate descriptors."""
+    """Replaces the page kernel. Each launch has its own descriptors."""
 
     programs: ClassVar[list[int]] = []
-    """the number of thread blocks of each kernel that was made"""
+    """the number of thread blocks of each kernel that was created"""
 
     def __init__(self, driver: NvidiaDriver, stream: int, programs: int) -> None:
         self._driver, self._stream = driver, stream
@@ -41,7 +43,7 @@ class PageKernel:
 
 
 def install(patch: pytest.MonkeyPatch) -> type[PageKernel]:
-    """Make the driver use this kernel instead of the shipped one."""
+    """Make the driver use this `PageKernel` instead of the shipped one."""
     module = ModuleType("kvoffload.transfer.cuda.page_kernel")
     module.PageKernel = PageKernel  # type: ignore[attr-defined]
     patch.setitem(sys.modules, module.__name__, module)

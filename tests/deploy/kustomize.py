@@ -1,4 +1,6 @@
-"""The objects that `kubectl apply -k` would send. Supports resources, strategic merge patches and images."""
+"""Computes the objects that `kubectl apply -k` would send, from resources, strategic merge patches and
+images.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ _KEYS = {
     "volumes": "name",
     "volumeMounts": "mountPath",
 }
-"""The lists that a patch merges, with the field that identifies an element. A patch replaces all other lists."""
+"""A patch merges these lists by the named field, and replaces all other lists."""
 
 
 def load(path: Path) -> list[Object]:

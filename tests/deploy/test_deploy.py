@@ -1,4 +1,4 @@
-"""Checks the files for clusters, as far as this is possible without a cluster."""
+"""Checks the deployment files as far as this is possible without a cluster."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pod(name: str) -> dict[str, Any]:
 
 
 def containers(name: str) -> list[dict[str, Any]]:
-    """Return the doctor's and the server's containers, with the arguments from the ConfigMap."""
+    """Return the containers of the doctor and the server, with arguments from the ConfigMap filled in."""
     if name == "production-stack-values.yaml":
         (model,) = objects(name)[0]["servingEngineSpec"]["modelSpec"]
         server = {"args": model["vllmConfig"]["extraArgs"], "image": f"{model['repository']}:{model['tag']}"}
@@ -86,15 +86,15 @@ def test_the_pod_is_valid(name: str) -> None:
     validate({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "one"}, "spec": pod(name)})
 
 
-def test_a_field_that_does_not_exist_is_found() -> None:
+def test_a_field_that_does_not_exist_is_an_error() -> None:
     spec = {**pod(PODS[0]), "swap": 1}
     with pytest.raises(kubernetes_validate.ValidationError):
         validate({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "one"}, "spec": spec})
 
 
 @pytest.mark.parametrize("name", KUBERNETES)
-def test_each_tier_has_what_its_settings_name(name: str) -> None:
-    """The folder must contain all volumes, accounts, services and images that a pod refers to."""
+def test_every_object_that_a_pod_refers_to_is_defined(name: str) -> None:
+    """Check that the folder defines every volume, account, service and image that a pod refers to."""
     found, spec, chosen = objects(name), pod(name), settings(name)
     names = {(one["kind"], one["metadata"]["name"]) for one in found}
     claims = {one["metadata"]["name"] for one in only(name, "StatefulSet")["spec"]["volumeClaimTemplates"]}
@@ -125,8 +125,10 @@ def test_the_pod_is_guaranteed_and_confined(name: str) -> None:
         assert security["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
 
 
-def test_only_servers_and_the_store_reach_mooncake() -> None:
-    """A policy selects every pod that uses Mooncake. Other pods can reach only a server's HTTP port."""
+def test_only_servers_and_the_store_can_connect_to_mooncake() -> None:
+    """Check that a policy selects every pod that uses Mooncake. Other pods may only connect to a server's
+    HTTP port.
+    """
     policies = {
         one["metadata"]["name"]: one
         for one in objects("kubernetes/mooncake")
@@ -141,7 +143,7 @@ def test_only_servers_and_the_store_reach_mooncake() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_doctor_gets_what_the_server_gets(name: str) -> None:
+def test_the_doctor_gets_the_servers_settings_and_image(name: str) -> None:
     doctor, server = containers(name)
     assert transfer_config(doctor) == transfer_config(server)
     assert doctor["image"] == server["image"]
@@ -154,8 +156,10 @@ def test_the_doctor_sees_the_servers_limits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_doctor_is_content_with_all_but_this_machine(name: str) -> None:
-    """The doctor warns if a pod's tiers are not on this machine. It fails for problems that would stop the server."""
+def test_the_doctor_finds_no_problem_in_the_settings(name: str) -> None:
+    """The doctor may warn, because a pod's tiers are not on this machine. It must find nothing that stops the
+    server.
+    """
     doctor, _ = containers(name)
     command = [sys.executable, "-m", "kvoffload", *doctor["command"][1:], *doctor["args"], "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -173,8 +177,10 @@ def test_the_doctor_is_content_with_all_but_this_machine(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["kubernetes/base/server.yaml", "llm-d/patch-vllm.yaml"])
-def test_the_memory_is_the_sum_of_its_terms(name: str) -> None:
-    """The sum is explained at the top of the file: host memory, weights, processes, shared memory."""
+def test_the_memory_limit_is_the_documented_sum(name: str) -> None:
+    """Check the sum that a comment at the top of the file explains: host memory, weights, processes, shared
+    memory.
+    """
     text = (FOLDER / name).read_text(encoding="utf-8")
     (terms,) = re.findall(
         r"^# +(\d+)Gi host_bytes \+ (\d+)Gi .* \+ (\d+)Gi .* \+ (\d+)Gi /dev/shm = (\d+)Gi$", text, re.M
@@ -188,7 +194,7 @@ def test_the_memory_is_the_sum_of_its_terms(name: str) -> None:
         assert containers(folder)[1]["resources"]["limits"]["memory"] == f"{total}Gi"
 
 
-def test_production_stack_asks_for_as_much_as_the_manifest() -> None:
+def test_production_stack_requests_the_memory_of_the_manifest() -> None:
     (model,) = objects("production-stack-values.yaml")[0]["servingEngineSpec"]["modelSpec"]
     (doctor, server), (_, plain) = containers("production-stack-values.yaml"), containers("kubernetes/base")
     memory = plain["resources"]["limits"]["memory"]
@@ -197,12 +203,12 @@ def test_production_stack_asks_for_as_much_as_the_manifest() -> None:
 
 
 def test_production_stack_leaves_prefix_caching_on() -> None:
-    """The chart passes `--no-enable-prefix-caching` by default."""
+    """By default, the chart passes `--no-enable-prefix-caching`."""
     (model,) = objects("production-stack-values.yaml")[0]["servingEngineSpec"]["modelSpec"]
     assert model["vllmConfig"]["enablePrefixCaching"] is True
 
 
-def test_each_head_says_what_was_not_validated() -> None:
+def test_each_file_begins_with_a_note_on_what_was_not_validated() -> None:
     files = [path for path in FOLDER.rglob("*") if path.suffix == ".yaml" or path.name == "Dockerfile"]
     assert len(files) == 16
     for path in files:
@@ -213,15 +219,15 @@ def test_each_head_says_what_was_not_validated() -> None:
         assert re.search(r"\bnot (built|validated|applied)\b", head, re.IGNORECASE), path
 
 
-def test_the_dockerfile_is_sound() -> None:
+def test_hadolint_accepts_the_dockerfile() -> None:
     linter = str(Path(sys.executable).with_name("hadolint"))
     done = subprocess.run([linter, FOLDER / "Dockerfile"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.slow
-def test_what_the_build_sends_is_enough_for_the_wheel(tmp_path: Path) -> None:
-    """Run the first build stage with the files that `Dockerfile.dockerignore` includes."""
+def test_the_build_context_is_enough_to_build_the_wheel(tmp_path: Path) -> None:
+    """Build the wheel from only the files that `Dockerfile.dockerignore` includes."""
     lines = (FOLDER / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
     context, wheels = tmp_path / "source", tmp_path / "wheel"
     context.mkdir()

@@ -1,6 +1,6 @@
 """A small plugin that uses every hook: it copies confirmed blocks to a dictionary and back.
 
-Its loads end when the test decides. It checks that the engine calls the hooks in the promised order.
+The plugin checks that the engine calls the hooks in the promised order. A test decides when its loads end.
 """
 
 from __future__ import annotations
@@ -77,8 +77,10 @@ class CopyingWorker(WorkerPlugin):
 
 
 class CopyingScheduler(SchedulerPlugin):
-    """The scheduler's side. `hold_loads` keeps loads open; the loads of requests in `fails` fail, and lookups
-    of requests in `asks_later` return None.
+    """The plugin's scheduler side.
+
+    With `hold_loads`, loads stay open. Loads of requests in `fails` fail. Lookups of requests in `asks_later`
+    return None.
     """
 
     def __init__(self, engine: EngineFacts) -> None:
@@ -93,18 +95,19 @@ class CopyingScheduler(SchedulerPlugin):
         self.outputs: list[Sequence[object]] = []
         self.counts: Counter[str] = Counter()
         self.steps: list[StepFacts] = []
-        self.loads: dict[str, Copies] = {}  # open loads
-        self._planned: list[str] = []  # loads that the next plan starts
+        self.loads: dict[str, Copies] = {}
+        self._planned: list[str] = []  # the loads that the next plan starts
         self._failed_once: set[str] = set()
         self._requests: dict[str, Request] = {}
         self._tables: dict[str, list[dict[int, int]]] = {}
         self._leases: list[int] = []  # the blocks leased for the stores in the last plan
         self._withheld: list[int] = []
         self._withheld_steps = 0
-        self._left: dict[bytes, int] = {}  # stores of requests that have ended; their blocks stay leased
+        # Blocks that stay leased because their stores are open although their requests have ended
+        self._left: dict[bytes, int] = {}
 
     def withhold(self, count: int, steps: int) -> None:
-        """Lease the next free blocks; release them after this many steps."""
+        """Lease the next `count` free blocks for this many steps."""
         self._withheld, self._withheld_steps = self.pool.next_evictable(count), steps
         self.pool.touch(self._withheld)
 
@@ -120,8 +123,8 @@ class CopyingScheduler(SchedulerPlugin):
         if request.request_id in self._failed_once:
             return 0
         size = self.facts.groups[0].block_tokens
-        # The engine must compute at least one token. If it accepted fewer tokens than offered, a chunk could
-        # need other blocks.
+        # Offer whole blocks and leave the engine at least one token to compute. If the engine took only a
+        # part of the offer, a chunk could need other blocks.
         longest = (request.num_tokens - 1) // size
         return next(
             (
@@ -216,7 +219,7 @@ class CopyingScheduler(SchedulerPlugin):
         return not (self._requests or self._tables or self.loads or self._leases or self._left)
 
     def _holds(self, request: Request, blocks: int, device_tokens: int) -> bool:
-        """Return whether the host has all blocks that a prefix of `blocks` blocks needs and the device lacks."""
+        """Return whether the host has the blocks of this prefix that the device lacks."""
         size = self.facts.groups[0].block_tokens
         if blocks * size <= device_tokens:
             return False
@@ -244,7 +247,7 @@ class CopyingScheduler(SchedulerPlugin):
         }
 
     def _forget(self, block: int) -> None:
-        """Forget a block that has left its request's window and is now allocated again."""
+        """Remove a block from all tables: it has left its request's window and was allocated again."""
         for tables in self._tables.values():
             for table in tables:
                 for position in [p for p, held in table.items() if held == block]:
@@ -259,7 +262,9 @@ def engine_with_plugin(kind: str = "full", **settings: Unpack[Settings]) -> tupl
 def returning(
     kind: str = "full", **settings: Unpack[Settings]
 ) -> tuple[Engine, CopyingScheduler, list[Token]]:
-    """Return an engine without cached blocks, a plugin that has 40 computed tokens, and the answer to them."""
+    """Return an engine without cached blocks, its plugin's scheduler side with 40 stored tokens, and the
+    answer to these tokens.
+    """
     engine, plugin = engine_with_plugin(kind, **settings)
     first = run(engine, tokens(40))
     assert engine.pool.reset_prefix_cache()

@@ -1,5 +1,3 @@
-"""The engine in an event loop: streams, cancellation, idling, stopping and time."""
-
 from __future__ import annotations
 
 import asyncio
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """A loop whose clock jumps to the next timer when no callback is ready."""
+    """An event loop whose clock jumps to the next timer when no callback is ready."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +73,7 @@ def test_an_idle_engine_polls_nothing_and_wakes_for_work() -> None:
     play(story())
 
 
-def test_it_steps_on_twice_a_millisecond_while_only_a_load_is_open() -> None:
+def test_the_engine_polls_twice_per_millisecond_while_only_a_load_is_open() -> None:
     async def story() -> None:
         plugin = CopyingPlugin()
         async with engine_in_loop(plugin) as engine:
@@ -123,7 +121,7 @@ def test_cancelling_the_reader_aborts_the_request_in_any_state() -> None:
                 await anext(stream)
             return was_done
 
-    for turns in range(1, 30):  # after 0 turns, the task is not waiting yet
+    for turns in range(1, 30):  # with 0 turns, the task would not yet have started
         with asyncio.Runner(loop_factory=VirtualLoop) as runner:
             if runner.run(story(turns)):
                 return
@@ -174,7 +172,7 @@ def test_stopping_waits_until_open_loads_have_ended() -> None:
     play(story())
 
 
-def test_what_ends_the_engine_reaches_every_stream_and_the_one_who_stops_it() -> None:
+def test_an_error_in_the_engine_is_raised_in_every_stream_and_when_stopping() -> None:
     async def story() -> None:
         plugin = CopyingPlugin()
         engine = engine_in_loop(plugin)

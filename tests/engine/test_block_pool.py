@@ -1,5 +1,3 @@
-"""The block pool: allocation, eviction order, and refused calls."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -11,13 +9,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvoffload.engine.block_pool import BlockPool
 
 
-def test_blocks_are_allocated_in_order_of_their_release_and_keyless_ones_first() -> None:
+def test_blocks_without_keys_are_allocated_first_then_blocks_in_order_of_release() -> None:
     pool = BlockPool(6)
     a, b, c, d = pool.allocate(4)
     for block in (a, b, c):
         pool.index(block, b"key%d" % block)
     pool.release([c, b])
-    pool.release([d])  # `d` has no key, so no lookup can find it
+    pool.release([d])  # `d` has no key, so it is evicted before blocks with keys
     pool.release([a])
     assert pool.next_evictable(9) == [d, 5, c, b, a]
     assert pool.allocate(3) == [d, 5, c]
@@ -69,12 +67,12 @@ def test_two_blocks_may_hold_the_same_tokens() -> None:
     pool.index(a, b"same")
     pool.index(b, b"same")
     pool.release([a])
-    pool.allocate(2)  # takes the free third block, and evicts a
+    pool.allocate(2)  # this takes the free third block, and evicts `a`
     assert pool.cached_block(b"same") == b
     assert pool.key_of(a) is None
 
 
-def test_reset_forgets_only_when_nothing_is_in_use() -> None:
+def test_reset_removes_all_keys_unless_a_block_is_in_use() -> None:
     pool = BlockPool(3)
     (block,) = pool.allocate(1)
     pool.index(block, b"key")
@@ -86,7 +84,7 @@ def test_reset_forgets_only_when_nothing_is_in_use() -> None:
     assert pool.audit({}) == []
 
 
-def test_the_audit_names_what_is_wrong() -> None:
+def test_the_audit_describes_each_inconsistency() -> None:
     pool = BlockPool(4)
     (block,) = pool.allocate(1)
     assert pool.audit({}) == [f"block {block} has 1 request references, the tables have 0"]
@@ -97,7 +95,7 @@ def test_the_audit_names_what_is_wrong() -> None:
 
 
 class PoolAgainstCounters(RuleBasedStateMachine):
-    """Compares the pool with two counters and a dictionary."""
+    """Compares the pool with a simple model: two counters and a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()

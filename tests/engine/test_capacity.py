@@ -1,4 +1,4 @@
-"""R6: one formula sizes the pool, admits requests, and bounds what allocation uses."""
+"""R6: one formula sizes the pool, decides admission, and bounds how many blocks a request allocates."""
 
 from __future__ import annotations
 
@@ -20,35 +20,34 @@ FULL = GroupFacts(0, "full", 16, None, None)
 @pytest.mark.parametrize(
     ("group", "in_flight", "max_len", "blocks"),
     [
-        (WINDOW, 512, 100_000, 96 + 1),  # 1023 + 512 = 1535 tokens, and the window may begin inside a block
-        (WINDOW, 513, 100_000, 96 + 1),  # 1536 tokens: exactly 96 blocks
+        (WINDOW, 512, 100_000, 96 + 1),  # 1535 tokens in window and step; the window may begin inside a block
+        (WINDOW, 513, 100_000, 96 + 1),  # exactly 96 blocks of tokens in window and step
         (WINDOW, 514, 100_000, 97 + 1),
-        (WINDOW, 512, 1024, 64 + 1),  # the model's length is the limit
-        (CHUNK, 512, 100_000, 96),  # a chunk begins at the edge of a block
+        (WINDOW, 512, 1024, 64 + 1),  # the model's maximum length is the limit
+        (CHUNK, 512, 100_000, 96),  # a chunk always begins at the start of a block
         (CHUNK, 513, 100_000, 97),
         (CHUNK, 512, 1024, 64),
         (FULL, 512, 100_000, None),
     ],
 )
-def test_the_most_that_any_request_holds(
+def test_the_maximum_number_of_blocks_of_a_request(
     group: GroupFacts, in_flight: int, max_len: int, blocks: int | None
 ) -> None:
     capacity = Capacity((group,), in_flight, max_len)
     assert capacity.group_cap_blocks(group) == blocks
     assert capacity.request_blocks(100_000) == (blocks or 6250)
-    assert capacity.request_blocks(17) == 2  # a short request needs no more blocks than its tokens fill
+    assert capacity.request_blocks(17) == 2  # two blocks are enough for 17 tokens
 
 
 @pytest.mark.parametrize("span", [1, 2, 5, 8, 12, 16])
 @pytest.mark.parametrize("step_tokens", [1, 3, 4, 7, 16])
 @pytest.mark.parametrize("kind", ["sliding_window", "chunked_local"])
-def test_allocation_keeps_to_the_bound_and_comes_to_it(kind: str, span: int, step_tokens: int) -> None:
-    """The maximum number of blocks held equals the bound, over all sizes of the first chunk and so over all
-    alignments.
+def test_allocation_reaches_the_bound_and_never_exceeds_it(kind: str, span: int, step_tokens: int) -> None:
+    """Check that the most blocks a request ever holds equal the bound, whatever the size of its first chunk.
 
-    In two cases the maximum is one lower, because the formula ignores remainders. If window and step together
-    are one token more than whole blocks, they cannot cross two block edges. A chunk is not full before its
-    last token.
+    In two cases a request holds at most one block less, because the formula ignores remainders: with a
+    window, if window and step together are one token more than whole blocks; with chunks, if a step is one
+    token more than whole blocks.
     """
     if kind == "chunked_local":
         span = -(-span // 4) * 4
@@ -65,8 +64,8 @@ def test_allocation_keeps_to_the_bound_and_comes_to_it(kind: str, span: int, ste
 
 
 def _most_held(groups: tuple[GroupFacts, ...], first: int, step_tokens: int) -> int:
-    """Return the maximum number of blocks of group 0 that a request of 100 tokens holds, if `first` are in
-    its first step.
+    """Return the most blocks of group 0 that a request of 100 tokens holds if its first step has `first`
+    tokens.
     """
     pool = BlockPool(200)
     tables = BlockTables(pool, groups)
@@ -82,25 +81,25 @@ def _most_held(groups: tuple[GroupFacts, ...], first: int, step_tokens: int) -> 
     return most
 
 
-def test_a_pool_that_is_not_given_is_sized_for_requests_of_full_length() -> None:
+def test_without_num_blocks_the_pool_is_sized_for_requests_of_full_length() -> None:
     config = tiny_config("sliding_window", num_blocks=None)
     capacity = Capacity(make_groups(config), config.step_tokens, config.max_model_len)
-    # 128 tokens: 32 blocks in the full group. 7 - 1 + 16 = 22 tokens: 6 + 1 blocks in each of two window
-    # groups.
+    # 128 tokens need 32 blocks in the full group. Each of the two window groups needs 6 + 1 blocks, for 7 - 1
+    # + 16 = 22 tokens.
     assert capacity.request_blocks(128) == 32 + 2 * 7
     assert pool_size(config, capacity) == 1 + 4 * 46
 
 
-def test_a_long_prompt_on_a_windowed_model_is_admitted_where_the_bound_allows_it() -> None:
+def test_a_long_prompt_on_a_windowed_model_is_admitted_within_the_bound() -> None:
     prompt = tokens(120)
-    need = 31 + 2 * 7  # without windows, the 3 groups would need 93 blocks
+    need = 31 + 2 * 7  # without windows, the three groups would need 93 blocks
     engine = tiny_engine("sliding_window", num_blocks=need + 1)
     assert len(run(engine, prompt, 4)) == 4
     engine = tiny_engine("chunked_local", num_blocks=31 + 2 * 6 + 1)
     assert len(run(engine, prompt, 4)) == 4
 
 
-def test_one_block_less_and_it_is_refused_at_once_with_need_pool_and_remedy() -> None:
+def test_with_one_block_less_the_prompt_is_refused_with_need_pool_size_and_remedy() -> None:
     engine = tiny_engine("sliding_window", num_blocks=45)
     with pytest.raises(
         PoolTooSmall, match=r"needs 45 KV blocks .* pool has 44: raise num_blocks to at least 46"
@@ -113,7 +112,7 @@ def test_a_prompt_too_large_for_a_full_attention_pool_is_refused_at_once() -> No
     engine = tiny_engine(num_blocks=11)
     with pytest.raises(PoolTooSmall, match=r"needs 11 KV blocks .* pool has 10: .* 12 .*shorten the prompt"):
         engine.submit(tokens(40), SamplingParams(2))
-    # the KV of the last token is not computed
+    # With one new token this prompt fits: the KV of a request's last token is not computed.
     stream = engine.submit(tokens(40), SamplingParams(1))
     drain(engine)
     assert len(taken(stream)) == 1

@@ -1,5 +1,3 @@
-"""Bad configurations and requests are refused at once. The error names every problem and the allowed values."""
-
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint, EntryPoints
@@ -79,7 +77,7 @@ def test_a_device_that_does_not_exist_is_refused() -> None:
         tiny_engine(device="cuda:99")
 
 
-def test_sampling_that_makes_no_sense_is_refused() -> None:
+def test_impossible_sampling_parameters_are_refused() -> None:
     with pytest.raises(ConfigError, match="must be"):
         SamplingParams(max_new_tokens=0)
 
@@ -103,7 +101,7 @@ def test_a_plugin_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -
         load_plugin("moving")
 
 
-def test_a_plugin_gets_the_settings_that_the_configuration_has_for_it() -> None:
+def test_a_plugin_gets_its_settings_from_the_configuration() -> None:
     plugin = CopyingPlugin()
     engine = Engine(tiny_config(plugin_config={"size": 3}), plugin, clock=lambda: 0.0)
     run(engine, tokens(10))

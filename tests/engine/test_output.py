@@ -1,5 +1,3 @@
-"""The engine's tokens, compared with a forward pass without pages, chunks or caches."""
-
 from __future__ import annotations
 
 import pytest
@@ -32,31 +30,31 @@ def test_output_equals_a_dense_forward_pass(kind: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_reused_prefix_changes_nothing_but_the_work(kind: str) -> None:
+def test_a_reused_prefix_saves_work_and_changes_no_token(kind: str) -> None:
     engine = tiny_engine(kind)
     first = run(engine, tokens(40))
     stream = engine.submit(tokens(40), SamplingParams(6))
     drain(engine)
     assert_same(taken(stream), first)
-    # the last block is computed again, because at least one token must be computed
+    # the engine computes at least one token, and so recomputes the last block
     assert stream.stats.device_hit_tokens == 36
     assert stream.stats.computed_tokens == 40 + 6 - 1 - 36
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_turn_that_continues_a_conversation_reuses_its_answer_too(kind: str) -> None:
+def test_the_next_turn_of_a_conversation_also_reuses_the_answers_blocks(kind: str) -> None:
     engine = tiny_engine(kind)
     answer = run(engine, tokens(20), 8)
     turn = [*tokens(20), *(token.token_id for token in answer), *tokens(5, seed=1)]
     stream = engine.submit(turn, SamplingParams(4))
     drain(engine)
     assert_same(taken(stream), dense(tiny_config(kind), turn, 4))
-    # a hit consists of whole blocks, and the first turn computed 27 tokens
+    # A hit consists of whole blocks. The first turn computed 27 tokens, which are 6 whole blocks of 4.
     assert stream.stats.device_hit_tokens == 24
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_wrong_block_shows_in_the_log_probabilities(kind: str) -> None:
+def test_one_wrong_block_changes_the_log_probabilities(kind: str) -> None:
     engine = tiny_engine(kind)
     first = run(engine, tokens(60))
     full_group = len(engine.facts.groups) - 1
@@ -69,10 +67,10 @@ def test_one_wrong_block_shows_in_the_log_probabilities(kind: str) -> None:
 
 
 def test_an_admission_does_not_evict_the_prefix_that_it_found() -> None:
-    """The found blocks would be evicted next, and the allocation needs all the blocks that are free."""
+    """The prefix's blocks are the next to be evicted, and the allocation needs all free blocks."""
     engine = tiny_engine(num_blocks=1 + 12)
     run(engine, tokens(16), 1)
-    # one block stays unused, and the first prompt's blocks are the oldest
+    # this leaves one block unused, and the first prompt's blocks are the oldest
     run(engine, tokens(28, seed=1), 1)
     turn = [*tokens(16), *tokens(10, seed=2)]
     stream = engine.submit(turn, SamplingParams(3))
@@ -83,7 +81,7 @@ def test_an_admission_does_not_evict_the_prefix_that_it_found() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cuda_device_gives_what_the_cpu_gives(kind: str) -> None:
+def test_a_cuda_device_and_the_cpu_generate_the_same_tokens(kind: str) -> None:
     assert_same(run(tiny_engine(kind, device="cuda"), tokens(45)), alone(kind, 45, 0, 6), tolerance=1e-3)
 
 
@@ -93,16 +91,16 @@ REQUESTS = st.lists(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=settings().max_examples // 2)  # this test runs for each kind of attention
+@settings(max_examples=settings().max_examples // 2)
 @given(requests=REQUESTS, step_tokens=st.integers(1, 24), num_blocks=st.integers(34, 100), data=st.data())
-def test_no_mix_of_requests_changes_any_of_them(
+def test_concurrent_requests_do_not_change_each_others_tokens(
     kind: str,
     requests: list[tuple[int, int, int]],
     step_tokens: int,
     num_blocks: int,
     data: st.DataObject,
 ) -> None:
-    """Random prompts (many with common prefixes), chunk sizes, pools, arrival times and preemptions."""
+    """Compare random requests with the answers of an engine that serves each request alone."""
     engine = tiny_engine(kind, num_blocks=num_blocks, step_tokens=step_tokens, max_model_len=64)
     streams = []
     for length, new_tokens, seed in requests:

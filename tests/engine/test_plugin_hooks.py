@@ -1,5 +1,3 @@
-"""The engine with a plugin that copies blocks away and back."""
-
 from __future__ import annotations
 
 import pytest
@@ -17,7 +15,7 @@ from tests.engine.tiny import (
 )
 
 
-def test_a_request_that_must_ask_later_is_skipped_and_keeps_its_position() -> None:
+def test_a_request_that_must_ask_again_later_keeps_its_position_in_the_queue() -> None:
     engine, scheduler, _ = returning(max_requests=1)
     scheduler.asks_later.add("patient")
     patient = engine.submit(tokens(40), SamplingParams(2), request_id="patient")
@@ -27,17 +25,18 @@ def test_a_request_that_must_ask_later_is_skipped_and_keeps_its_position() -> No
     assert len(taken(other)) == 1
     asked = scheduler.counts["lookup"]
     scheduler.asks_later.clear()
-    engine.step()  # This step computes the other request's last token.
-    assert scheduler.counts["lookup"] == asked  # without free blocks there is no lookup
+    engine.step()  # this step computes the other request's last token
+    # The engine makes no lookup, because `max_requests` requests are running
+    assert scheduler.counts["lookup"] == asked
     engine.step()
     waiting = [request.request_id for request in engine._scheduler.waiting]
-    assert waiting == [last.request_id]  # the waiting request was first in the queue
+    assert waiting == [last.request_id]  # the request that had to ask later was admitted first
     drain(engine)
     assert patient.stats.external_tokens == 36
     assert len(taken(last)) == 2
 
 
-def test_allocation_is_reported_also_without_external_tokens_and_every_request_ends_once() -> None:
+def test_allocations_without_external_tokens_are_reported_and_every_request_ends_once() -> None:
     engine, plugin = engine_with_plugin()
     run(engine, tokens(10))
     waiting = engine.submit(tokens(10, seed=1))
@@ -74,14 +73,13 @@ def test_an_ended_request_is_not_reported_as_preempted() -> None:
     assert plugin.scheduler.steps[-1].preempted == ()
 
 
-def test_new_blocks_are_reported_once_each_and_confirmed_tokens_lag_a_step() -> None:
+def test_each_new_block_is_reported_once_and_confirmed_tokens_are_one_step_behind() -> None:
     engine, plugin = engine_with_plugin()
     run(engine, tokens(20), 6)
     facts = [step.progress[0] for step in plugin.scheduler.steps if step.progress]
     assert [progress.confirmed_tokens for progress in facts] == [0, 16, 20, 21, 22, 23, 24]
     reported = [[position for position, _ in group] for progress in facts for group in progress.new_blocks]
-    # `allocated` reported the first chunk's blocks. Each later report has one block: for tokens 16 to 19, for
-    # 20 and for 24.
+    # `allocated` already reported the first chunk's blocks. Three later steps add one block each.
     assert reported == [[], [4], [5], [], [], [], [6]]
 
 
@@ -108,7 +106,7 @@ def test_a_request_fails_if_a_plugin_never_releases_its_blocks() -> None:
     assert not engine.has_work
 
 
-def test_a_plugin_that_offers_the_whole_prompt_leaves_a_token_to_compute() -> None:
+def test_if_a_plugin_offers_the_whole_prompt_one_token_is_still_computed() -> None:
     engine, scheduler, first = returning()
     scheduler.lookup = lambda request, device_tokens: 40  # type: ignore[method-assign]
     stream = engine.submit(tokens(40), SamplingParams(6))
@@ -117,19 +115,19 @@ def test_a_plugin_that_offers_the_whole_prompt_leaves_a_token_to_compute() -> No
     assert_same(taken(stream), first)
 
 
-def test_reset_forgets_device_and_plugin_and_says_what_it_could_not() -> None:
+def test_reset_empties_device_and_plugin_and_returns_whether_it_succeeded() -> None:
     engine, scheduler, _ = returning()
     assert engine.reset_prefix_cache()
     stream = engine.submit(tokens(40))
     engine.step()
-    assert not engine.reset_prefix_cache()  # requests still use blocks
+    assert not engine.reset_prefix_cache()  # the request still uses blocks
     drain(engine)
     assert stream.stats.external_tokens == 0
     scheduler.is_resettable = False
     assert not engine.reset_prefix_cache()
 
 
-def test_naming_a_load_that_is_not_open_is_the_plugins_error() -> None:
+def test_reporting_a_load_that_is_not_open_is_the_plugins_error() -> None:
     engine, plugin = engine_with_plugin()
     plugin.scheduler.update = lambda outputs: LoadResults(loaded=("nobody",))  # type: ignore[method-assign]
     engine.submit(tokens(4))

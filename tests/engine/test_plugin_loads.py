@@ -1,5 +1,3 @@
-"""Loads: the plugin brings back blocks that the device has lost, or the engine computes the blocks again."""
-
 from __future__ import annotations
 
 import pytest
@@ -31,7 +29,7 @@ def test_blocks_that_the_device_lost_are_loaded_instead_of_computed(kind: str, r
     assert_idle(engine)
 
 
-def test_blocks_under_a_load_cannot_be_found_and_others_go_on() -> None:
+def test_blocks_under_a_load_cannot_be_found_and_other_requests_continue() -> None:
     engine, scheduler, first = returning()
     scheduler.hold_loads = True
     stream = engine.submit(tokens(40), SamplingParams(6), request_id="loading")
@@ -43,17 +41,18 @@ def test_blocks_under_a_load_cannot_be_found_and_others_go_on() -> None:
         engine.step()
     assert len(taken(other)) == 4
     assert taken(stream) == []
-    assert scheduler.steps[-1].progress == ()  # a step without work is planned too
+    # The plugin is also called for steps in which no request computes
+    assert scheduler.steps[-1].progress == ()
     keys = [key for key, _ in scheduler.loads["loading"]]
     scheduler.hold_loads = False
     engine.step()
-    # loaded blocks are indexed at once, before the request computes
+    # loaded blocks are indexed before the request computes
     assert all(engine.pool.cached_block(key) is not None for key in keys)
     drain(engine)
     assert_same(taken(stream), first)
 
 
-def test_failed_loads_go_back_to_the_queues_head_in_their_order() -> None:
+def test_requests_with_failed_loads_return_to_the_head_of_the_queue_in_order() -> None:
     engine, scheduler, _ = returning()
     scheduler.hold_loads = True
     scheduler.fails |= {"a", "b"}
@@ -66,7 +65,7 @@ def test_failed_loads_go_back_to_the_queues_head_in_their_order() -> None:
     drain(engine)
 
 
-def test_a_plugins_odd_tokens_are_cut_to_whole_blocks_that_leave_one_to_compute() -> None:
+def test_a_plugins_offer_is_rounded_down_to_whole_blocks_and_one_token_is_computed() -> None:
     engine, scheduler, first = returning()
     lookup = scheduler.lookup
     scheduler.lookup = lambda request, device_tokens: (lookup(request, device_tokens) or 0) + 3  # type: ignore[method-assign]
@@ -77,7 +76,7 @@ def test_a_plugins_odd_tokens_are_cut_to_whole_blocks_that_leave_one_to_compute(
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_aborted_while_loading_keeps_its_blocks_until_the_load_has_ended(fails: bool) -> None:
+def test_a_request_aborted_while_loading_keeps_its_blocks_until_the_load_ends(fails: bool) -> None:
     engine, scheduler, _ = returning()
     scheduler.hold_loads = True
     scheduler.fails |= {"gone"} if fails else set()
@@ -89,7 +88,7 @@ def test_aborted_while_loading_keeps_its_blocks_until_the_load_has_ended(fails: 
     for _ in range(3):
         engine.step()
         assert engine.audit() == []
-        # the engine holds these blocks, whether or not the plugin leases them
+        # the request keeps its blocks even if the plugin does not lease them
         assert engine._scheduler.loading["gone"].held_blocks == 9
     scheduler.hold_loads = False
     drain(engine)
@@ -97,7 +96,7 @@ def test_aborted_while_loading_keeps_its_blocks_until_the_load_has_ended(fails: 
     assert_idle(engine)
 
 
-def test_an_id_is_taken_until_the_load_of_its_aborted_request_has_ended() -> None:
+def test_an_aborted_requests_id_cannot_be_reused_until_its_load_ends() -> None:
     engine, scheduler, first = returning()
     scheduler.hold_loads = True
     engine.submit(tokens(40), request_id="same")

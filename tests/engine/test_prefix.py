@@ -1,5 +1,3 @@
-"""Keys, and the longest prefix over all groups, compared with a search that tries every length."""
-
 from __future__ import annotations
 
 from hypothesis import example, given
@@ -48,13 +46,12 @@ GROUPS = (
 )
 
 
-# Whole chunks shorten the prefix to 6 blocks, and at this length the window lacks blocks.
+# Whole chunks shorten the prefix to 6 blocks, and then the window lacks blocks.
 @example(cached=[{2, 3, 6, 7}, {3}, set(range(8))], most=8)
 @given(cached=st.lists(st.sets(st.integers(0, 7)), min_size=3, max_size=3), most=st.integers(0, 8))
 def test_the_hit_is_the_longest_prefix_that_every_group_can_serve(cached: list[set[int]], most: int) -> None:
     keys = [[b"%d:%d" % (group, position) for position in range(8)] for group in range(3)]
-    # Full groups are cached from the front, in the order of computation. After a gap, no longer prefix can
-    # hit.
+    # A full group's blocks are cached in the order of computation. After a gap, no longer prefix can hit.
     pool = BlockPool(30)
     for group, positions in enumerate(cached):
         for position, block in zip(sorted(positions), pool.allocate(len(positions)), strict=True):

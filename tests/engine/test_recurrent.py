@@ -1,5 +1,3 @@
-"""Recurrent layers: two blocks per request, states at block ends, and prefixes that are found by their states."""
-
 from __future__ import annotations
 
 from kvoffload.engine import Engine, SamplingParams
@@ -7,14 +5,14 @@ from tests.engine.copying_plugin import engine_with_plugin
 from tests.engine.tiny import BLOCK, alone, assert_same, dense, drain, run, taken, tiny_engine, tokens
 
 GROUPS = 2
-"""the tiny model's recurrent groups come before its attention group"""
+"""the number of recurrent groups in the tiny model, which come before its attention group"""
 
 
 def row(engine: Engine, group: int = 0) -> list[int]:
     return engine._scheduler.running[0].tables[group]
 
 
-def test_a_state_inside_a_block_moves_with_its_block_and_a_whole_one_is_left_behind() -> None:
+def test_a_partial_blocks_state_stays_in_its_block_and_a_whole_blocks_state_is_kept() -> None:
     engine = tiny_engine("recurrent", step_tokens=6)
     engine.submit(tokens(21), SamplingParams(8))
     engine.step()
@@ -22,19 +20,20 @@ def test_a_state_inside_a_block_moves_with_its_block_and_a_whole_one_is_left_beh
     assert [bool(block) for block in first] == [False, True]
     state = first[1]
     engine.step()
-    assert row(engine) == [0, 0, state]  # after 12 tokens, the state is in the same block
+    assert row(engine) == [0, 0, state]  # after 12 tokens, the state is still in the same device block
     engine.step()
     found = row(engine)
     assert found[:2] == [0, 0]
-    assert found[2] == state != found[4] != 0  # the step reads one of these blocks and writes the other
+    # The step reads the state from one block and writes it to another
+    assert found[2] == state != found[4] != 0
     engine.step()
-    assert row(engine)[2] == 0  # the request no longer needs this block, but other requests may find it
+    assert row(engine)[2] == 0  # the request no longer needs this block, but later requests may still find it
     assert engine.pool.key_of(state) is not None
     drain(engine)
     assert engine.pool.free_blocks == engine.pool.usable_blocks
 
 
-def test_a_prompt_ends_a_step_at_its_last_whole_block() -> None:
+def test_a_step_ends_at_a_prompts_last_whole_block() -> None:
     engine, plugin = engine_with_plugin("recurrent", step_tokens=64)
     assert_same(run(engine, tokens(30), 1), dense(engine.config, tokens(30), 1))
     steps = [step for step in plugin.scheduler.steps if step.progress]
@@ -44,7 +43,7 @@ def test_a_prompt_ends_a_step_at_its_last_whole_block() -> None:
 
 
 def test_a_state_is_not_found_in_the_step_that_writes_it() -> None:
-    """The block already has its key, but not its bytes."""
+    """In this step the block already has its key, but its bytes are not written yet."""
     engine = tiny_engine("recurrent", step_tokens=64)
     streams = [engine.submit(tokens(24), SamplingParams(4)) for _ in range(2)]
     drain(engine)
@@ -54,7 +53,7 @@ def test_a_state_is_not_found_in_the_step_that_writes_it() -> None:
 
 
 def found_by_sharers(engine: Engine, count: int = 4) -> list[int]:
-    """Return how many tokens each of several requests with a common prefix finds on the device."""
+    """Serve requests with a common prefix one after another. Return how many tokens each finds on the device."""
     found = []
     for number in range(count):
         prompt = [*tokens(6 * BLOCK), *tokens(2 * BLOCK + 1, 10 + number)]
@@ -66,7 +65,6 @@ def found_by_sharers(engine: Engine, count: int = 4) -> list[int]:
 
 
 def test_a_shared_prefix_is_found_from_the_third_request_on() -> None:
-    """The second request ends a step at the end of the shared prefix, which leaves the states for later requests."""
     assert found_by_sharers(tiny_engine("recurrent", step_tokens=64)) == [0, 0, 24, 24]
 
 

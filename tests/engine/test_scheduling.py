@@ -1,5 +1,3 @@
-"""Which requests compute, wait or lose their blocks. No request waits forever."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -25,27 +23,27 @@ def test_a_step_never_computes_more_than_its_budget_and_running_requests_come_fi
         before = first.stats.computed_tokens, second.stats.computed_tokens
         engine.step()
         computed.append((first.stats.computed_tokens - before[0], second.stats.computed_tokens - before[1]))
-    # The first request decodes one token per step. The second request's prompt fills the rest of the eight
-    # tokens.
+    # A step computes at most eight tokens: one token for the first request, and up to seven of the second
+    # prompt.
     assert computed == [(1, 7), (1, 7), (1, 6), (1, 1), (0, 1), (0, 1), (0, 1)]
 
 
-def test_no_more_requests_run_than_allowed() -> None:
+def test_at_most_max_requests_run_together() -> None:
     engine = tiny_engine(max_requests=2)
     for seed in range(5):
         engine.submit(tokens(5, seed), SamplingParams(3))
     engine.step()
-    assert engine.statistics()[1:4] == (3, 0, 2)  # waiting, loading and running requests
+    assert engine.statistics()[1:4] == (3, 0, 2)
     drain(engine)
     assert_idle(engine)
 
 
 def crowd(engine: Engine, count: int = 3) -> list[TokenStream]:
-    """Submit requests whose prompts fit in the pool together, but whose answers do not."""
+    """Submit requests whose prompts fit in the pool together. With their answers they do not fit."""
     return [engine.submit(tokens(12, seed), SamplingParams(20)) for seed in range(count)]
 
 
-def test_the_latest_is_preempted_and_computes_again() -> None:
+def test_the_latest_request_is_preempted_and_computes_again() -> None:
     engine = tiny_engine(num_blocks=1 + 16)
     streams = crowd(engine)
     drain(engine)
@@ -65,16 +63,16 @@ def test_an_operator_may_preempt_only_running_requests() -> None:
     assert engine.pool.free_blocks == engine.pool.usable_blocks
     drain(engine)
     assert stream.stats.preemptions == 1
-    assert stream.stats.resumed_tokens == 8  # the blocks are still on the device after the first token
+    assert stream.stats.resumed_tokens == 8  # two blocks are still on the device after the preemption
     assert_same(taken(stream), alone("full", 10, 0, 5))
     assert not engine.preempt(stream.request_id)
 
 
-def test_an_admission_leaves_blocks_that_the_oldest_can_still_need() -> None:
-    """Otherwise the new request would later be preempted, which wastes the computation of its prompt."""
+def test_an_admission_leaves_the_blocks_that_the_oldest_request_can_still_need() -> None:
+    """If the new request were admitted, it would later be preempted, and its prompt would be computed twice."""
     engine = tiny_engine(num_blocks=1 + 12, step_tokens=64)
-    oldest = engine.submit(tokens(16), SamplingParams(17))  # needs 8 blocks at its end
-    other = engine.submit(tokens(20, 1), SamplingParams(1))  # needs 5 blocks
+    oldest = engine.submit(tokens(16), SamplingParams(17))  # needs 8 blocks in the end
+    other = engine.submit(tokens(20, 1), SamplingParams(1))
     engine.step()
     assert engine.statistics()[1:4] == (1, 0, 1)
     drain(engine)
@@ -93,7 +91,7 @@ def test_abort_releases_everything(steps: int) -> None:
     assert_idle(engine)
 
 
-def test_an_aborted_preempted_request_is_gone() -> None:
+def test_an_aborted_preempted_request_is_removed() -> None:
     engine = tiny_engine()
     stream = engine.submit(tokens(10))
     engine.step()
@@ -105,11 +103,11 @@ def test_an_aborted_preempted_request_is_gone() -> None:
 
 def test_a_prefix_is_evicted_from_its_tail() -> None:
     engine = tiny_engine(num_blocks=1 + 12)
-    run(engine, tokens(40), 1)  # uses 10 of 12 blocks
-    run(engine, tokens(20, seed=1), 1)  # uses the other two blocks, and three of the first prompt's ten
+    run(engine, tokens(40), 1)  # uses 10 of the 12 blocks
+    run(engine, tokens(20, seed=1), 1)  # uses the 2 other blocks, and 3 of the first prompt's blocks
     stream = engine.submit(tokens(40), SamplingParams(1))
     engine.step()
-    assert stream.stats.device_hit_tokens == 28  # the first seven blocks are still on the device
+    assert stream.stats.device_hit_tokens == 28  # the first prompt's first 7 blocks are still on the device
 
 
 def test_ids_are_unique_among_open_requests() -> None:
@@ -121,7 +119,7 @@ def test_ids_are_unique_among_open_requests() -> None:
     engine.submit(tokens(4), request_id="a")
 
 
-def test_reset_forgets_prefixes_only_when_nothing_is_in_use() -> None:
+def test_reset_removes_prefixes_only_if_no_block_is_in_use() -> None:
     engine = tiny_engine()
     run(engine, tokens(20))
     assert engine.reset_prefix_cache()
@@ -145,13 +143,14 @@ def test_statistics_of_a_request_add_up() -> None:
     assert stats.arrived_s < stats.first_token_s < stats.finished_s
 
 
-def test_the_audit_sees_a_block_that_was_not_given_back() -> None:
+def test_the_audit_finds_a_block_that_was_not_released() -> None:
     engine = tiny_engine()
     engine.submit(tokens(10))
     engine.step()
     request = engine._scheduler.running[0]
     request.tables[0][1] = 0
-    assert len(engine.audit()) == 2  # the block is missing from the pool's and from the request's count
+    # The audit finds the block missing in two counts: the pool's and the request's
+    assert len(engine.audit()) == 2
 
 
 MIX = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30), st.integers(0, 99)), min_size=1, max_size=12)
@@ -162,7 +161,7 @@ MIX = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30), st.integers(0, 
 def test_no_mix_of_requests_deadlocks(
     kind: str, mix: list[tuple[int, int, int]], spare: int, step_tokens: int, aborts: set[int]
 ) -> None:
-    """All requests are served in a pool just large enough for the largest request."""
+    """Use a pool that is just large enough for the largest request."""
     sizes = [length + new - 1 for length, new, _ in mix]
     capacity = tiny_engine(kind, step_tokens=step_tokens)._capacity
     need = max(map(capacity.request_blocks, sizes))
@@ -179,7 +178,7 @@ def test_no_mix_of_requests_deadlocks(
 
 
 class _NoForward:
-    """Computes nothing; the next token is always 1."""
+    """A model runner that computes nothing. The next token is always 1."""
 
     def launch(self, batch: Batch) -> Batch:
         return batch

@@ -1,4 +1,4 @@
-"""Tiny engines that the test steps, and a simple forward pass for comparison."""
+"""Tiny engines that a test steps itself, and a simple forward pass to compare them with."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPANS: dict[str, dict[str, int]] = {
 
 
 class Settings(TypedDict, total=False):
-    model: dict[str, int]  # settings of the model
+    model: dict[str, int]
     num_blocks: int | None
     max_model_len: int
     step_tokens: int
@@ -52,7 +52,7 @@ def tiny_config(kind: str = "full", **overrides: Unpack[Settings]) -> EngineConf
 def tiny_engine(
     kind: str = "full", plugin_instance: EnginePlugin | None = None, **overrides: Unpack[Settings]
 ) -> Engine:
-    """Return an engine for stepping by hand, whose clock counts its readings."""
+    """Return an engine that the test steps. Each reading of its clock adds one second."""
     ticks = iter(range(1_000_000))
     return Engine(tiny_config(kind, **overrides), plugin_instance, clock=lambda: float(next(ticks)))
 
@@ -62,7 +62,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 
 def drain(engine: Engine, limit: int = 2000) -> None:
-    """Step until no work is left, auditing after each step."""
+    """Step the engine until it has no work, and audit it after each step."""
     for _ in range(limit):
         if not engine.has_work:
             return
@@ -72,7 +72,7 @@ def drain(engine: Engine, limit: int = 2000) -> None:
 
 
 def assert_idle(engine: Engine) -> None:
-    """Check that no request, plugin or queue holds anything."""
+    """Check that the audit passes, that no request is open, and that every block is free."""
     assert engine.audit() == []
     numbers = engine.statistics()
     assert (numbers.waiting, numbers.loading, numbers.running, numbers.leased_blocks) == (0, 0, 0, 0)
@@ -80,7 +80,7 @@ def assert_idle(engine: Engine) -> None:
 
 
 def taken(stream: TokenStream) -> list[Token]:
-    """Return the tokens that have arrived in a stream, without waiting for more."""
+    """Return the tokens that the stream has received, without waiting for more."""
     found: list[Token] = []
     while not stream._arrived.empty():
         item = stream._arrived.get_nowait()
@@ -100,12 +100,14 @@ def run(engine: Engine, prompt: Sequence[int], new_tokens: int = 6) -> list[Toke
 
 @cache
 def alone(kind: str, length: int, seed: int, new_tokens: int) -> list[Token]:
-    """Return a fresh engine's answer, which other answers and `dense` are compared with."""
+    """Return the answer of a new engine that serves only this prompt."""
     return run(tiny_engine(kind, step_tokens=128), tokens(length, seed), new_tokens)
 
 
 def dense(config: EngineConfig, prompt: Sequence[int], new_tokens: int = 6) -> list[Token]:
-    """Return greedy tokens, each computed by a forward pass over the whole text, without pages, chunks or caches."""
+    """Return greedy tokens. Each is computed by a forward pass over the whole text, without pages, chunks or
+    caches.
+    """
     model = Transformer(config.model, config.max_model_len, torch.device("cpu"))
     known, found = list(prompt), []
     for _ in range(new_tokens):
@@ -117,7 +119,7 @@ def dense(config: EngineConfig, prompt: Sequence[int], new_tokens: int = 6) -> l
 
 
 class _DenseAttention:
-    """Attention with a mask, or a recurrence computed token by token."""
+    """Computes attention with a mask, and recurrent states token by token."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._model = model
@@ -148,7 +150,7 @@ class _DenseAttention:
 
     @staticmethod
     def _state(key: torch.Tensor, value: torch.Tensor, last: int) -> torch.Tensor:
-        """Return the sum of all values up to the last, each multiplied by all later gates."""
+        """Return the sum of the values up to token `last`, each multiplied by the gates of all later tokens."""
         gates = torch.sigmoid(key[: last + 1] + 3.0)
         behind = [gates[token + 1 :].prod(0) for token in range(last + 1)]
         return ((1 - gates**2).sqrt() * value[: last + 1] * torch.stack(behind)).sum(0)

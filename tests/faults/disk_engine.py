@@ -1,7 +1,8 @@
-"""A program that runs engines with a disk tier by commands on standard input, for tests of failing disks.
+"""A program that runs engines with a disk tier, for tests of failing disks.
 
-Each command and each answer is a line of JSON; a command is `[name, arguments, settings]`. All engines serve
-the same prompts. The program ends if a request's tokens differ from those of an engine without offloading.
+It reads commands from standard input, one per line, as JSON: `[name, arguments, settings]`. It answers each
+with a line of JSON. All engines serve the same prompts. If a request's tokens differ from those of an engine
+without offloading, the program ends.
 """
 
 from __future__ import annotations
@@ -27,14 +28,12 @@ from tests.reference.rig import BLOCK, LAYERS, TOLERANCE, config_of, slot_bytes,
 PROMPTS = [text(seed, 8 * BLOCK) for seed in range(4)]
 HEAD_DIM = 8
 LONG_HEAD_DIM = 1024
-"""head size of a model with pages of 64 KiB, which are written and read in place"""
+"""Head size of a model with pages of 64 KiB, which are long enough to be written and read without a buffer."""
 _NEW_TOKENS = 4
 _PATIENCE_S = 20.0
 
 
 class Driven:
-    """Runs one engine at a time."""
-
     def start(
         self,
         folder: str,
@@ -45,7 +44,9 @@ class Driven:
         opens_in_s: float = _PATIENCE_S,
         head_dim: int = HEAD_DIM,
     ) -> dict[str, Any]:
-        """Start an engine. Wait until it has host memory and has opened its disk, or has failed to do so."""
+        """Start an engine; wait until host memory is ready and the disk was opened or refused. Return the
+        engine's state.
+        """
         self.copies: dict[str, int] = {}
         self.plugin = ReferencePlugin()
         self.head_dim = head_dim
@@ -71,10 +72,10 @@ class Driven:
         return self.state()
 
     def serve(self, *numbers: int) -> dict[str, Any]:
-        """Serve prompts, each with an empty device cache."""
+        """Serve prompts, each with an empty device cache. Return the engine's state."""
         for number in numbers:
             until = time.monotonic() + _PATIENCE_S
-            while not self.engine.pool.reset_prefix_cache():  # a late store may still read blocks
+            while not self.engine.pool.reset_prefix_cache():  # a store may still be reading blocks
                 assert time.monotonic() < until
                 self.engine.step()
             stream = self.engine.submit(PROMPTS[number], SamplingParams(_NEW_TOKENS))
@@ -107,7 +108,7 @@ class Driven:
 
 @cache
 def _plain(head_dim: int, number: int) -> list[Token]:
-    """Return the answer to a prompt without the plugin."""
+    """Return the answer of an engine without offloading."""
     engine = Engine(
         tiny_config("full", model={"layers": LAYERS["full"], "head_dim": head_dim}), clock=time.monotonic
     )

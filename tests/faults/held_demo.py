@@ -1,4 +1,4 @@
-"""A program: `kvoffload demo` whose copies stop after the first few, until a line arrives on standard input."""
+"""Runs `kvoffload demo`, and holds its copies after the first few until standard input receives a line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvoffload.transfer import host_copier
 if TYPE_CHECKING:
     from kvoffload.transfer.runs import CopyRuns
 
-_FREE = 5  # how many copies run before the next ones are held
+_FREE = 5  # How many copies run before copies are held.
 _started = itertools.count()
 _go_on = threading.Event()
 

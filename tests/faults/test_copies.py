@@ -1,5 +1,3 @@
-"""Host memory is refused, and copies fail, end late or never end. The tokens stay the same."""
-
 from __future__ import annotations
 
 import mmap
@@ -33,10 +31,10 @@ Span = tuple[int, int]
 
 
 @pytest.mark.parametrize("granted", [0, 2])
-def test_an_engine_runs_with_the_host_memory_that_it_gets(
+def test_an_engine_runs_with_less_host_memory_than_requested(
     granted: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The host grants either no memory, or two chunks of six slots although many more were requested."""
+    """The host grants no memory, or two chunks of six slots. More slots were requested."""
     left, real = [granted], mmap.mmap
 
     def refuse(*args: Any, **kwargs: Any) -> mmap.mmap:  # noqa: ANN401  # mmap's own
@@ -63,7 +61,7 @@ def test_an_engine_runs_with_the_host_memory_that_it_gets(
 # -- a device that is lost --------------------------------------------------------------------------------------------
 
 
-def test_a_lost_device_switches_offloading_off_and_the_engine_goes_on(
+def test_a_lost_device_switches_offloading_off_and_the_engine_continues(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with rig() as made:
@@ -94,7 +92,7 @@ def test_a_store_that_one_rank_fails_is_never_found(caplog: pytest.LogCaptureFix
         made.step()
         assert not made.offload.core.state.pool.index
         assert made.count("store_blocks", "failed") > 0
-        assert made.engine.pool.leased_blocks  # the other rank is still reading the blocks
+        assert made.engine.pool.leased_blocks  # the slower rank is still reading these blocks
         assert slow.open_tickets
         made.release()
         made.drain()
@@ -134,10 +132,10 @@ def test_an_engine_that_takes_a_leased_block_back_is_noticed(caplog: pytest.LogC
 
 @pytest.mark.parametrize("end", ["fail", "tear", "finish"])
 @pytest.mark.parametrize("direction", ["load", "store"])
-def test_an_end_that_comes_after_its_job_was_abandoned(
+def test_a_copy_that_ends_after_its_job_was_abandoned_releases_only_device_blocks(
     direction: str, end: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Device blocks are released when the copy has ended. Host slots stay quarantined."""
+    """The device blocks must be released, and the host slots must stay quarantined."""
     with rig(host_blocks=40) as made:
         stuck = never_ending(made, direction)
         assert made.engine.statistics().leased_blocks > 0
@@ -149,7 +147,7 @@ def test_an_end_that_comes_after_its_job_was_abandoned(
             made.step(TIMEOUT_S / 4)
         assert made.engine.statistics().leased_blocks == 0
         assert made.offload.gauges()["kvoffload_slots"]["host", "quarantined"] == lost
-        # the blocks are counted once, as abandoned
+        # each block is still counted once, as abandoned
         assert made.counts().counts[f"kvoffload_{direction}_blocks_total"] == outcomes
         made.run(text(1, 30), 3)
         made.assert_clean()
@@ -157,7 +155,9 @@ def test_an_end_that_comes_after_its_job_was_abandoned(
 
 
 def never_ending(made: Rig, direction: str) -> GatedTicket:
-    """Return a copy that was abandoned. All other copies have ended."""
+    """Start copies, let one of them hang until its job is abandoned, and return this one. All other copies
+    end.
+    """
     if direction == "load":
         on_host_only(made, text(1, 30))
     made.hold()
@@ -176,7 +176,7 @@ def never_ending(made: Rig, direction: str) -> GatedTicket:
 
 
 def spans(ticket: GatedTicket) -> Iterator[Span]:
-    """Yield the memory that a copy uses, on both sides."""
+    """Yield the memory ranges that a copy reads and writes."""
     for side in ("source", "target"):
         for start, size in zip(getattr(ticket.runs, side), ticket.runs.size, strict=True):
             yield int(start), int(start + size)
@@ -186,8 +186,8 @@ def spans(ticket: GatedTicket) -> Iterator[Span]:
 @pytest.mark.parametrize("kind", KINDS[:2])
 @pytest.mark.parametrize("direction", ["load", "store"])
 def test_memory_under_a_copy_that_never_ends_is_never_allocated_again(kind: str, direction: str) -> None:
-    """While the copy hangs, requests fill both pools, with resets, aborts, preemptions, a broken invariant,
-    and the end.
+    """While the copy hangs, requests fill both pools. The test also resets, preempts, aborts, breaks an
+    invariant and closes the engine.
     """
     made = Rig(kind, host_blocks=40, num_blocks=70)
     stuck = never_ending(made, direction)
@@ -211,10 +211,10 @@ def test_memory_under_a_copy_that_never_ends_is_never_allocated_again(kind: str,
     assert lost == set(pool.leases())
     assert lost.isdisjoint(block for block in range(pool.num_blocks) if pool.is_free(block))
     made.assert_clean(lost_blocks=len(lost))
-    made.offload.core.state.pool._counts[0] += 1  # breaks an invariant
+    made.offload.core.state.pool._counts[0] += 1  # break an invariant
     assert made.offload.audit()
     made.run_plain(text(95, 60), 3)
     assert lost == set(pool.leases())
     arenas = [worker.pump._arena for worker in made.workers]
     made.close()
-    assert all(one.ready_slots for one in arenas)  # the process keeps the memory until it ends
+    assert all(one.ready_slots for one in arenas)  # the memory is never unmapped

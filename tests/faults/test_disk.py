@@ -1,6 +1,5 @@
-"""The disk fails while an engine serves in a real process.
-
-No token is wrong, no request hangs, and the engine survives.
+"""Tests an engine in a separate process whose disk calls fail. Every token must be right, and no request may
+hang.
 
 The process preloads `failing_disk.c`, which reads from a file how disk calls must fail.
 """
@@ -26,7 +25,7 @@ ALL = range(4)
 
 
 class Process:
-    """A process that runs engines, and whose disk calls fail as the test says."""
+    """A process that runs engines. The test decides how the process's disk calls fail."""
 
     def __init__(self, folder: Path, library: Path) -> None:
         self.root, self._orders, self._log = folder / "disks", folder / "orders", folder / "log"
@@ -51,13 +50,13 @@ class Process:
             )
 
     def order(self, *orders: str) -> None:
-        """Set the disk's faults. Without arguments, the disk works."""
+        """Set how disk calls fail from now on. Without arguments, they work."""
         beside = self._orders.with_suffix(".new")
         beside.write_text("".join(f"{order}\n" for order in orders))
         beside.rename(self._orders)
 
     def __call__(self, name: str, *arguments: object, **settings: object) -> dict[str, Any]:
-        """Run a command in the process; return the answer."""
+        """Run a command in the process; return its answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([name, arguments, settings]) + "\n")
@@ -73,7 +72,7 @@ class Process:
 
     @property
     def harmed(self) -> int:
-        """Return how many disk calls were changed by a fault."""
+        """How many disk calls a fault has changed."""
         done = self._orders.with_suffix(".done")
         return done.stat().st_size if done.exists() else 0
 
@@ -83,7 +82,7 @@ class Process:
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    """Start one process for all faults. Each test starts another engine in this process."""
+    """Start one process for all tests of this file. Each test starts its own engine in it."""
     folder = tmp_path_factory.mktemp("failing-disk")
     library = folder / "failing_disk.so"
     flags = ["-shared", "-fPIC", "-O2", "-Wall", "-Werror", "-o", str(library)]
@@ -95,7 +94,9 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
 @pytest.fixture(params=[HEAD_DIM, LONG_HEAD_DIM], ids=["short pages", "long pages"])
 def head_dim(request: pytest.FixtureRequest) -> int:
-    """Return a head size whose blocks go through a buffer, or one whose pages are read in place."""
+    """Return the model's head size. Blocks of the smaller size are copied through a buffer, and larger ones
+    are not.
+    """
     return int(request.param)
 
 
@@ -106,7 +107,7 @@ def folder(process: Process, request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def engine(process: Process, folder: Path, head_dim: int) -> Iterator[Process]:
-    """Start an engine whose prompts are on the disk, written by an earlier engine, but not in host memory."""
+    """Start an engine that finds its prompts only on the disk, where an earlier engine wrote them."""
     process("start", str(folder), head_dim=head_dim)
     process("serve", *ALL, *ALL)
     process("close")
@@ -125,7 +126,7 @@ def spilled(state: dict[str, Any], outcome: str = "done") -> int:
     return int(state["copies"].get(f"store {outcome}", 0))
 
 
-def test_short_reads_and_writes_are_made_whole(engine: Process) -> None:
+def test_short_reads_and_writes_are_completed(engine: Process) -> None:
     engine.order("short 1")
     before = engine.harmed
     state = engine("serve", *ALL)
@@ -134,7 +135,7 @@ def test_short_reads_and_writes_are_made_whole(engine: Process) -> None:
     assert engine.harmed > before
 
 
-def test_a_disk_that_cannot_be_read_costs_its_hits(engine: Process) -> None:
+def test_a_disk_that_cannot_be_read_only_costs_hits(engine: Process) -> None:
     engine.order("error 1")
     state = engine("serve", *ALL, *ALL)
     assert fetched(state) == 0
@@ -142,7 +143,7 @@ def test_a_disk_that_cannot_be_read_costs_its_hits(engine: Process) -> None:
     assert "disk_call_failed" in engine.log
 
 
-def test_bits_that_flip_on_the_way_are_found(engine: Process) -> None:
+def test_bits_that_flip_during_a_read_are_found(engine: Process) -> None:
     engine.order("flip 1")
     state = engine("serve", *ALL)
     assert fetched(state) == 0
@@ -157,16 +158,17 @@ def test_a_torn_write_is_found_when_it_is_read(process: Process) -> None:
     process.order("torn 1")
     process("serve", *ALL)
     state = process("serve", *ALL)
-    assert spilled(state) > 0  # the engine believes that the blocks were written
+    assert spilled(state) > 0  # the failing disk reports success, so the blocks count as written
     process("close")
     process.order()
     process("start", folder)
     state = process("serve", *ALL)
-    assert fetched(state, "corrupt") > fetched(state)  # the first blocks of a torn write are complete
+    # The first half of a torn write is intact, so some blocks are complete
+    assert fetched(state, "corrupt") > fetched(state)
     process("close")
 
 
-def test_a_full_disk_ends_the_tier_and_nothing_else(process: Process) -> None:
+def test_a_full_disk_closes_only_the_tier(process: Process) -> None:
     process.order()
     process("start", str(process.root / "full"))
     process("serve", *ALL)
@@ -180,7 +182,7 @@ def test_a_full_disk_ends_the_tier_and_nothing_else(process: Process) -> None:
     process("close")
 
 
-def test_a_start_with_too_little_room_goes_without_the_tier(process: Process) -> None:
+def test_an_engine_starts_without_the_tier_if_the_disk_is_too_small(process: Process) -> None:
     process.order("full 1")
     state = process("start", str(process.root / "too small"), opens_in_s=1.0)
     assert not state["is_usable"]
@@ -190,11 +192,9 @@ def test_a_start_with_too_little_room_goes_without_the_tier(process: Process) ->
     assert "has no room for" in process.log
 
 
-def test_a_read_that_hangs_opens_the_breaker_and_closing_waits_for_nothing(
-    engine: Process, head_dim: int
-) -> None:
+def test_a_hanging_read_opens_the_breaker_and_closing_does_not_wait(engine: Process, head_dim: int) -> None:
     engine.order("hang 1")
-    state = engine("serve", *ALL)  # the first request waits for the timeout; the others do not wait
+    state = engine("serve", *ALL)  # only the first request waits for the timeout
     assert fetched(state, "failed") > 0
     assert bool(state["abandoned"]) == (head_dim == LONG_HEAD_DIM), "host slots under the call, and no others"
     assert not state["is_usable"]
@@ -203,14 +203,14 @@ def test_a_read_that_hangs_opens_the_breaker_and_closing_waits_for_nothing(
     before = engine.harmed
     engine("serve", *ALL)
     assert engine.harmed == before, "the disk was asked although a call hangs"
-    engine("close")  # a call still hangs
+    engine("close")  # one call still hangs at this point
     folder = str(engine.root / "another")
     engine("start", folder, opens_in_s=0.1)
     engine.order()
     engine("serve", *ALL)
 
 
-def test_after_a_read_that_hung_the_disk_is_asked_again(engine: Process) -> None:
+def test_after_a_hanging_read_has_ended_the_disk_is_used_again(engine: Process) -> None:
     engine.order("hang 1")
     assert not engine("serve", 0)["is_usable"]
     engine.order()
@@ -222,9 +222,8 @@ def test_after_a_read_that_hung_the_disk_is_asked_again(engine: Process) -> None
 
 
 def test_a_clock_that_is_set_back_changes_nothing(engine: Process, folder: Path, head_dim: int) -> None:
-    """The clock is set back by a year while a call hangs, so the disk's files seem to be from the future.
-
-    The call's timeout must still end.
+    """The clock is set back by a year while a call hangs, so that the disk's files seem to be from the
+    future.
     """
     year = "clock-back 31536000"
     logged = len(engine.log)
@@ -245,13 +244,13 @@ def test_a_clock_that_is_set_back_changes_nothing(engine: Process, folder: Path,
     assert fetched(state, "corrupt") == 0
 
 
-def test_a_disk_that_is_removed_while_it_serves_costs_its_hits(engine: Process) -> None:
+def test_a_disk_that_is_removed_while_in_use_only_costs_hits(engine: Process) -> None:
     engine("serve", 0)
     engine.order("gone 1")
     state = engine("serve", *ALL, *ALL)
     assert not state["is_usable"] or fetched(state, "failed") > 0
     engine("close")
-    # the next engine cannot use the disk either
+    # a new engine cannot open the disk either
     state = engine("start", str(engine.root / "gone too"), opens_in_s=1.0)
     assert not state["is_usable"]
     engine("serve", *ALL)
@@ -263,7 +262,7 @@ def test_a_slow_disk_still_serves(engine: Process) -> None:
     assert fetched(state) > 0
 
 
-def test_a_folder_of_another_parallel_shape_is_another_folder(
+def test_an_engine_of_another_parallel_shape_uses_another_folder(
     engine: Process, folder: Path, head_dim: int
 ) -> None:
     engine("close")
@@ -272,7 +271,7 @@ def test_a_folder_of_another_parallel_shape_is_another_folder(
     assert fetched(engine("serve", *ALL)) == 0
 
 
-def test_missing_files_are_made_again(engine: Process, folder: Path, head_dim: int) -> None:
+def test_missing_files_are_created_again(engine: Process, folder: Path, head_dim: int) -> None:
     for name in ("slots0", "index"):
         engine("close")
         [path] = folder.glob(f"*/replica0/{name}")

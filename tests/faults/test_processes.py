@@ -1,5 +1,3 @@
-"""Whole processes: stopped or killed while copies run, forked, and built in an unusual order."""
-
 from __future__ import annotations
 
 import os
@@ -26,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(PATIENCE_S)]
 
 @dataclass
 class Demo:
-    """A `kvoffload demo` with a copy that runs until the test releases it."""
+    """A `kvoffload demo` with one copy that runs until the test sends a line."""
 
     process: subprocess.Popen[str]
     journal: Path
@@ -45,7 +43,7 @@ class Demo:
         self.shared = shared_memory(self.process.pid)
 
     def read_until(self, words: str) -> str:
-        """Return the output up to the line that contains these words."""
+        """Return the output up to and including the line that contains `words`."""
         read = ""
         while words not in read:
             line = self.errors.readline()
@@ -59,7 +57,9 @@ class Demo:
         return sum(float(line.split()[-1]) for line in lines if line.startswith("kvoffload_open_jobs{"))
 
     def check_nothing_is_left(self) -> None:
-        """Check that no process, shared memory or port is left, and that the journal can be read and continued."""
+        """Check that no process, shared memory or port is left, and that the journal is valid and can be
+        opened again.
+        """
         JournalFile(self.journal).close()
         assert "StoreScheduled" in self.journal.read_text()
         assert not [process for process in Path("/proc").glob("[0-9]*") if self._is_member(process)]
@@ -76,7 +76,7 @@ class Demo:
 
 
 def start(journal: Path) -> Demo:
-    """Start a demo as a script does in the background, with SIGINT ignored."""
+    """Start a demo with SIGINT ignored, as a shell script starts a background process."""
     argv = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-m", "tests.faults.held_demo"]
     argv += SMALL.format(blocks=26).split()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
@@ -94,7 +94,7 @@ def start(journal: Path) -> Demo:
 
 @pytest.fixture(scope="module")
 def demos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Iterator[Demo]]:
-    """Start two demos in parallel, each with a running copy. Each demo is used by one test."""
+    """Start two demos in parallel, each with a running copy. Each is for one test."""
     made = [start(tmp_path_factory.mktemp("demo") / "journal") for _ in range(2)]
     try:
         for one in made:
@@ -107,7 +107,7 @@ def demos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Iterator[Demo]]:
 
 
 def python_path() -> str:
-    """Return this process's import path, so that a built wheel is tested if there is one."""
+    """Return an import path on which an installed wheel comes before this checkout."""
     return os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parents[2])])
 
 
@@ -116,18 +116,18 @@ def shared_memory(process: int) -> set[Path]:
     return {Path(line[5]) for line in words if len(line) > 5 and line[5].startswith("/dev/shm/")}
 
 
-def test_after_a_sigterm_it_waits_for_its_copies(demos: Iterator[Demo]) -> None:
+def test_after_sigterm_the_demo_waits_for_its_copies(demos: Iterator[Demo]) -> None:
     made = next(demos)
     made.process.send_signal(signal.SIGTERM)
     made.read_until("interrupted: open requests are cancelled, and submitted copies drain")
-    assert made.process.poll() is None  # a copy is running
+    assert made.process.poll() is None  # the demo is waiting for its copy
     _, said = made.process.communicate("go on\n", timeout=PATIENCE_S)
     assert "copies that were submitted have ended; the audit passed" in said
     assert made.process.returncode == Exit.TERMINATED
     made.check_nothing_is_left()
 
 
-def test_killed_it_leaves_nothing(demos: Iterator[Demo]) -> None:
+def test_a_killed_demo_leaves_no_process_memory_or_port(demos: Iterator[Demo]) -> None:
     made = next(demos)
     while "StoreScheduled" not in made.journal.read_text():
         assert made.open_jobs() > 0
@@ -140,7 +140,7 @@ def test_killed_it_leaves_nothing(demos: Iterator[Demo]) -> None:
 
 
 def run_python(code: str) -> str:
-    """Return a program's output. Warnings are errors."""
+    """Run a program, with warnings as errors; return its output."""
     environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-c", code],
@@ -205,6 +205,8 @@ print("well")
 """
 
 
-def test_imported_in_an_odd_order_and_twice_and_forked() -> None:
-    """Three copies of the plugin in one process, from modules imported twice, and a fork while their threads run."""
+def test_modules_can_be_imported_in_any_order_and_twice_and_forked() -> None:
+    """The program imports the plugin's modules three times, starts an engine with each, and forks while their
+    threads run.
+    """
     assert run_python(ODD) == "well\n"

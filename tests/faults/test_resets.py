@@ -1,5 +1,3 @@
-"""After a reset for new weights or a sleep, nothing computed with the old weights is served."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -31,7 +29,7 @@ PROMPTS = (text(1, 30), text(2, 40), text(3, 20))
 
 
 def retrain(engine: Engine) -> None:
-    """Update the weights in place, in the same way in every engine."""
+    """Change the model's weights in place. The change is the same for every engine."""
     noise = torch.Generator().manual_seed(7)
     model = engine.runner._model
     for parameter in (
@@ -43,13 +41,13 @@ def retrain(engine: Engine) -> None:
 
 
 def lose_device_memory(engine: Engine) -> None:
-    """Clear the KV tensors, as a sleep does."""
+    """Overwrite the KV tensors, as a sleep of the engine would."""
     for tensor in engine.runner.kv_tensors:
         tensor.fill_(50.0)
 
 
 def fresh(kind: str, prompt: Sequence[int], count: int, *, retrained: bool) -> list[Token]:
-    """Return the answer of an engine with an empty cache and without offloading."""
+    """Return the answer of a new engine without offloading."""
     engine = Engine(config_of(kind), clock=lambda: 0.0)
     if retrained:
         retrain(engine)
@@ -57,22 +55,23 @@ def fresh(kind: str, prompt: Sequence[int], count: int, *, retrained: bool) -> l
 
 
 def reset(made: Rig) -> int:
-    """Reset until device and host report that no earlier block is left; return the number of attempts."""
+    """Call reset until it succeeds; return the number of calls."""
     for times in range(1, 1000):
         answer = made.engine.reset_prefix_cache()
-        # the index is empty at once, whatever the reset returned
+        # a reset empties the index at once, even if it returns False
         assert not made.offload.core.state.pool.index
         if answer:
             assert made.offload.gauges()["kvoffload_reset_draining_jobs"][()] == 0
             return times
         made.release()
         made.step()
-        assert not made.offload.core.state.pool.index  # copies that ended later have added nothing
+        # A copy that ends after a reset adds nothing to the index
+        assert not made.offload.core.state.pool.index
     raise AssertionError(made.engine.statistics())
 
 
 def check_answers(made: Rig, *, count: int = 4) -> int:
-    """Serve every request twice, and check that the answers are those of the new weights.
+    """Serve every request twice; check that each answer is that of the new weights.
 
     Return how many tokens came from the host.
     """
@@ -89,19 +88,20 @@ def check_answers(made: Rig, *, count: int = 4) -> int:
 
 @pytest.mark.parametrize("in_flight", ["nothing", "stores", "loads", "requests"])
 @pytest.mark.parametrize("kind", KINDS[:2])
-def test_new_weights_are_served_from_after_the_reset_on(kind: str, in_flight: str) -> None:
+def test_after_a_reset_every_answer_is_that_of_the_new_weights(kind: str, in_flight: str) -> None:
     with rig(kind, num_blocks=200, step_tokens=8) as made:
         on_host_only(made, *PROMPTS)
         begin(made, in_flight)
         retrain(made.engine)
         times = reset(made)
-        assert (times == 1) is (in_flight == "nothing")  # the device cannot drop leased blocks
+        # A reset fails as long as blocks are leased or in use
+        assert (times == 1) is (in_flight == "nothing")
         assert check_answers(made) > 0
         made.assert_clean()
 
 
 def begin(made: Rig, what: str) -> None:
-    """Start a request or a copy whose KV is computed with the old weights."""
+    """Start a request or a copy that uses KV of the old weights."""
     if what == "nothing":
         return
     made.hold()
@@ -121,8 +121,8 @@ def begin(made: Rig, what: str) -> None:
         assert made.engine.statistics().running + made.engine.statistics().loading == 2
 
 
-def test_without_the_reset_the_old_weights_would_have_been_served() -> None:
-    """This control shows that the tests above would detect old weights."""
+def test_without_a_reset_answers_of_the_old_weights_are_noticed() -> None:
+    """Check that the tests above would notice answers of the old weights."""
     with rig() as made:
         on_host_only(made, PROMPTS[0])
         retrain(made.engine)
@@ -134,11 +134,11 @@ def test_without_the_reset_the_old_weights_would_have_been_served() -> None:
             assert_same(taken(stream), right, TOLERANCE)
 
 
-def test_a_request_from_before_a_reset_leaves_nothing_to_be_found() -> None:
-    """No other request may use this request's blocks, which mix KV of the old and the new weights."""
+def test_a_request_from_before_a_reset_stores_no_block() -> None:
+    """The request's blocks mix KV of the old and the new weights, so no other request may use them."""
     with rig(step_tokens=8) as made:
         on_host_only(made, PROMPTS[0])
-        made.submit((*PROMPTS[0], 1, 2, 3), 30)  # half of this prompt comes from the host
+        made.submit((*PROMPTS[0], 1, 2, 3), 30)  # half of this prompt is loaded from the host
         made.submit(PROMPTS[1], 30)
         for _ in range(8):
             made.step()
@@ -149,18 +149,19 @@ def test_a_request_from_before_a_reset_leaves_nothing_to_be_found() -> None:
         assert made.count("store_blocks", "stored") == stored
         assert not made.offload.core.state.pool.index
         assert made.count("store_blocks", "before_reset") > 0
-        assert reset(made) == 1  # now the device can drop its blocks too
+        assert reset(made) == 1
         assert check_answers(made) > 0
         made.assert_clean()
 
 
-def test_a_device_that_was_not_reset_stores_nothing_old_on_the_host() -> None:
-    """The engine's own cache keeps old blocks until it is reset. None of these blocks may be stored on the host."""
+def test_if_only_the_host_is_reset_no_old_device_block_is_stored() -> None:
+    """The device's cache is not reset and keeps old blocks. None of them may be stored on the host."""
     with rig() as made:
         for prompt in PROMPTS:
             made.run(prompt, 4)
-            assert made.offload.core.state.pool.index  # these blocks were computed after the last reset
-            assert made.offload.reset() is True  # resets only the host
+            # These blocks were computed after the host's last reset
+            assert made.offload.core.state.pool.index
+            assert made.offload.reset() is True  # this resets only the host
             again = made.submit((*prompt, 1, 2, 3, 4, 5), 8)
             made.drain()
             assert again.stats.device_hit_tokens > 0
@@ -169,7 +170,7 @@ def test_a_device_that_was_not_reset_stores_nothing_old_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("in_flight", ["stores", "loads"])
-def test_after_a_sleep_the_host_has_nothing_old(in_flight: str) -> None:
+def test_after_a_sleep_the_host_has_no_old_blocks(in_flight: str) -> None:
     with rig(num_blocks=200, step_tokens=8) as made:
         on_host_only(made, *PROMPTS)
         begin(made, in_flight)
@@ -180,9 +181,9 @@ def test_after_a_sleep_the_host_has_nothing_old(in_flight: str) -> None:
         made.assert_clean()
 
 
-def test_a_copy_that_never_ends_delays_the_answer_by_the_time_out_and_no_more() -> None:
-    """The device cannot drop a block that such a copy uses, so the device's reset returns False until the
-    copy ends.
+def test_a_hanging_copy_delays_a_reset_of_the_host_only_until_its_timeout() -> None:
+    """A reset of the device returns False until the hanging copy ends, because the copy uses one of its
+    blocks.
     """
     with rig(num_blocks=200) as made:
         made.hold()

@@ -1,5 +1,3 @@
-"""Faults of observers: one that blocks the event loop, a full disk, and clocks that jump."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def run(engine: Engine, prompt: tuple[int, ...], tokens: int = 3) -> int:
-    """Serve one request; return how many of its tokens came from the host."""
+    """Serve one request and check its tokens; return how many of them came from the host."""
     stream = engine.submit(prompt, SamplingParams(tokens))
     while stream.request_id in engine._open:
         engine.step()
@@ -44,11 +42,11 @@ def run(engine: Engine, prompt: tuple[int, ...], tokens: int = 3) -> int:
     return stream.stats.external_tokens
 
 
-def test_an_observer_that_blocks_the_loop_holds_up_stores_and_nothing_else(
+def test_an_observer_that_blocks_the_event_loop_only_delays_stores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The observer shares its thread with the transfer coroutine. The engine's thread starts loads; stores
-    time out.
+    """The observer blocks the thread that also starts stores, so stores time out. The engine's own thread
+    starts loads.
     """
     gate = ThreadGate()
 
@@ -71,11 +69,11 @@ def test_an_observer_that_blocks_the_loop_holds_up_stores_and_nothing_else(
     plugin.offload.bus.publish(FactRejected(RejectionCause.UNKNOWN_JOB))
     gate.wait_for_arrivals(1)
 
-    assert run(engine, text(1, 30)) > 0  # loads work
+    assert run(engine, text(1, 30)) > 0
     for number in range(5):
         run(engine, text(10 + number, 60))
-    assert engine.has_work  # the stores wait for the coroutine
-    for _ in range(20):  # Abandoned stores are tried once more, and abandoned again.
+    assert engine.has_work  # stores are still open, because the blocked thread cannot start them
+    for _ in range(20):  # each store is abandoned, tried once more, and abandoned again
         clock.jump(TIMEOUT_S / 4)
         engine.step()
     assert not engine.has_work
@@ -95,7 +93,9 @@ def test_an_observer_that_blocks_the_loop_holds_up_stores_and_nothing_else(
 
 
 def test_after_a_clock_jump_all_copies_are_abandoned_and_every_request_is_served() -> None:
-    """A suspended machine or a debugger has this effect: all copies are overdue together, but end later."""
+    """All open copies become overdue together and end later, as when a machine is suspended or a debugger
+    stops the process.
+    """
     with rig(num_blocks=150) as made:
         on_host_only(made, text(1, 30))
         made.hold()
@@ -109,7 +109,7 @@ def test_after_a_clock_jump_all_copies_are_abandoned_and_every_request_is_served
         assert open_stores(made)
         made.clock.jump(1e7)
         for copier in made.copiers:
-            copier._held = False  # later copies run at once
+            copier._held = False  # let later copies run at once
         made.drain()
         assert all(stream.stats.finished_s is not None for stream in streams)
         assert made.engine.pool.leased_blocks
@@ -125,12 +125,10 @@ def test_after_a_clock_jump_all_copies_are_abandoned_and_every_request_is_served
         made.assert_clean()
 
 
-def test_a_wall_clock_that_is_set_changes_only_what_people_read(
+def test_setting_the_wall_clock_changes_only_reported_times(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The clock is set back by a year and ahead by two, with copies open. No copy times out, and the journal
-    can be read.
-    """
+    """Set the wall clock back by a year, then ahead by two, while copies are open. No copy may time out."""
     wall = FakeClock(2e9)
     monkeypatch.setattr(
         "tests.reference.rig.Clocks",
@@ -150,7 +148,7 @@ def test_a_wall_clock_that_is_set_changes_only_what_people_read(
         now = made.offload.gauges()
         for what in ("pin", "job"):
             began = now[f"kvoffload_oldest_{what}_timestamp_seconds"][()]
-            assert 0 <= wall.monotonic() - began < TIMEOUT_S  # the age is right by the new wall clock
+            assert 0 <= wall.monotonic() - began < TIMEOUT_S  # the reported age uses the new wall clock
         made.release()
         made.drain()
         assert made.count("abandoned_jobs", "load") == made.count("abandoned_jobs", "store") == 0

@@ -1,4 +1,4 @@
-"""An engine for `Steps` with torch's kernels, on a GPU or the CPU."""
+"""An engine for `Steps` whose kernels are torch operations, on a GPU or the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 _LAYERS = 8
-_SIDE = {"cpu": 32, "cuda": 2048}  # Matrices of this size keep the device busy.
+_SIDE = {"cpu": 32, "cuda": 2048}  # Multiplying matrices of this size keeps the device busy.
 _PRODUCTS = 8
 
 
@@ -59,11 +59,13 @@ class TorchEngine:
 
     @property
     def wrong(self) -> int:
-        """Return how many reads have found wrong bytes, after waiting for the device."""
+        """How many reads found wrong bytes. Waits for the device first."""
         return int(self._wrong.item())
 
     def enter(self) -> None:
-        """Make the engine's stream current, and enqueue work: a copy without a fence would run too early."""
+        """Make the engine's stream current, and enqueue long-running work, so that a copy without a fence
+        runs too early.
+        """
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
         self.compute()
@@ -79,7 +81,7 @@ class TorchEngine:
             self._matrix = (self._matrix @ self._matrix).clamp(-1, 1)
 
     def capture(self) -> None:
-        """Capture a graph in the mode that forbids unsafe CUDA calls in every thread."""
+        """Capture a graph in the mode in which no thread may make unsafe CUDA calls."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="global"):
             self.compute()

@@ -1,7 +1,7 @@
 """Runs thousands of copies while torch's kernels, streams and graphs run, and checks every byte.
 
-Run this file with `pytest -m gpu tests/gpu`. Without a GPU the same code runs on the CPU, which tests only
-the simulated engine.
+Run this file with `pytest -m gpu tests/gpu`. Without a GPU the tests run on the CPU, where they test only the
+simulated engine itself.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def play(engine: TorchEngine, steps: Life, device: str) -> None:
     ],
     ids=["layers", "default stream", "one by one", "blocks"],
 )
-def test_no_job_carries_a_wrong_byte(device: str, options: dict) -> None:
+def test_no_job_copies_a_wrong_byte(device: str, options: dict) -> None:
     with rank(device, **options) as (engine, steps):
         play(engine, steps, device)
         assert steps.jobs > STEPS[device.partition(":")[0]]
@@ -91,7 +91,7 @@ def test_no_job_carries_a_wrong_byte(device: str, options: dict) -> None:
 
 
 @pytest.mark.gpu
-def test_without_the_page_kernel_there_is_no_wrong_byte_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_page_kernel_no_job_copies_a_wrong_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crossover, "learn", lambda copier, device: None)
     with rank(GPU) as (engine, steps):
         play(engine, steps, GPU)
@@ -100,10 +100,11 @@ def test_without_the_page_kernel_there_is_no_wrong_byte_either(monkeypatch: pyte
 
 @pytest.mark.gpu
 def test_graphs_are_captured_while_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_side, "_PINNING_S", 0.0)  # An engine's start waits for no memory.
+    # Do not wait for pinned memory when the engine starts.
+    monkeypatch.setattr(worker_side, "_PINNING_S", 0.0)
     with rank(GPU, host_bytes=LONG_GIB << 30) as (engine, steps):
         arena = steps.side.pump._arena
-        engine.enter()  # Torch makes its handles, which it cannot do in a capture.
+        engine.enter()  # torch creates its handles here, because it cannot create them during a capture
         captures = 0
         while arena.is_growing:
             engine.capture()
@@ -114,8 +115,7 @@ def test_graphs_are_captured_while_memory_is_pinned(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.gpu
-def test_without_fences_bytes_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that the tests above can detect a missing fence."""
+def test_missing_fences_cause_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NvidiaDriver, "wait", lambda *_: None)
     with rank(GPU) as (engine, steps):
         play(engine, steps, GPU)

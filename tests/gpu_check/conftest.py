@@ -1,5 +1,3 @@
-"""Installs the emulated driver in this process and its children."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -13,7 +11,7 @@ from tests.cuda_emulator import Emulator, build
 @pytest.fixture
 def emulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
     library = build()
-    monkeypatch.chdir(tmp_path)  # `gpu-check` writes its result here.
+    monkeypatch.chdir(tmp_path)  # `gpu-check` writes its result to the working directory.
     monkeypatch.setenv("LD_LIBRARY_PATH", str(library.parent))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     emulator = Emulator(library)

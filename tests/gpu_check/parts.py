@@ -1,4 +1,6 @@
-"""Parts for the tests of `gpu-check`: each ends in a different way, or is a shipped part with small numbers."""
+"""Parts for testing `gpu-check`: one for each way in which a part can end, and the shipped parts with small
+sizes.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""A part that hangs, crashes or raises loses only its remaining checks. All earlier results are on disk."""
-
 from __future__ import annotations
 
 import json
@@ -41,17 +39,17 @@ def test_an_exception_is_one_line_and_its_traceback_is_in_the_log(tmp_path: Path
     assert "raise ValueError" in (tmp_path / "log").read_text()
 
 
-def test_what_cannot_be_asked_has_its_reason_and_no_verdict(tmp_path: Path) -> None:
+def test_a_check_that_cannot_be_made_has_a_reason_and_no_verdict(tmp_path: Path) -> None:
     (line,) = found("is_not_here", tmp_path)
     assert (line.words, line.verdict) == ("not asked: there is nothing", "")
 
 
-def test_a_part_that_does_not_exist_is_one_line(tmp_path: Path) -> None:
+def test_a_missing_part_is_reported_in_one_line(tmp_path: Path) -> None:
     (line,) = found("missing", tmp_path)
     assert line.verdict == "fail"
 
 
-def test_a_part_that_hangs_is_killed_with_what_it_found(
+def test_a_hanging_part_is_killed_and_its_results_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
@@ -65,8 +63,7 @@ def test_a_part_that_hangs_is_killed_with_what_it_found(
     assert not is_alive(int(first.words))
 
 
-def test_killed_at_any_moment_the_file_holds_what_was_found(tmp_path: Path) -> None:
-    """The part's process ends with the command."""
+def test_after_a_kill_at_any_moment_the_file_has_all_results(tmp_path: Path) -> None:
     code = (
         "import sys; from kvoffload.cli.main import main; from kvoffload.gpu_check import command\n"
         "from kvoffload.gpu_check.parts import Part\n"

@@ -1,5 +1,3 @@
-"""`kvoffload gpu-check` runs completely on the emulated driver, stops at a wrong byte, and refuses without a GPU."""
-
 from __future__ import annotations
 
 import json
@@ -39,7 +37,7 @@ NO_KERNEL = "not asked: no page kernel, ModuleNotFoundError: "
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_it_runs_whole_and_keeps_every_line(
+def test_gpu_check_runs_completely_and_writes_every_line(
     emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ship = command.parts()
@@ -57,7 +55,7 @@ def test_it_runs_whole_and_keeps_every_line(
     assert len(printed) == len(lines)
     assert lines["GPU"]["words"].startswith("emulated device 1, CUDA 13.0")
     wrong = [one for what, one in lines.items() if what.startswith("wrong bytes")]
-    assert sum(one.get("is_met", False) for one in wrong) == 2 * 2  # There are two directions and two sizes.
+    assert sum(one.get("is_met", False) for one in wrong) == 2 * 2  # two directions times two sizes
     figures = [one for one in lines.values() if one.get("unit")]
     assert all(one["what"].endswith("(emulated)") and "is_met" not in one for one in figures)
     goals = {"at least 0.9x", "at least 0.95x", "at most 5 ms"}
@@ -66,7 +64,7 @@ def test_it_runs_whole_and_keeps_every_line(
     assert lines["vllm"]["words"].startswith("not asked: ")
 
 
-def test_a_wrong_byte_ends_it_with_its_exit_code(
+def test_a_wrong_byte_ends_gpu_check_with_its_own_exit_code(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("EMULATOR_SPOILS", "1")
@@ -79,7 +77,7 @@ def test_a_wrong_byte_ends_it_with_its_exit_code(
     assert lines[-1]["what"].startswith("wrong bytes, in batches")
 
 
-def test_other_failures_end_nothing(
+def test_other_failures_do_not_end_gpu_check(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parts = {
@@ -125,7 +123,7 @@ def test_without_a_gpu_it_prints_one_line(tmp_path: Path) -> None:
     assert "there is no GPU to check: no NVIDIA driver library for cuda:0" in message
 
 
-def test_lines_have_verdicts_and_all_together_a_code() -> None:
+def test_each_line_has_a_verdict_and_together_they_determine_the_exit_code() -> None:
     lines = [
         measured("quick", [1.0, 1.5], " us", at_most=2),
         measured("slow", [0.5], "x", at_least=0.9),
@@ -142,15 +140,15 @@ def test_lines_have_verdicts_and_all_together_a_code() -> None:
 # -- parts, in this process -------------------------------------------------------------------------------------------
 
 
-def test_no_copy_meets_the_allocation_of_its_memory(emulator: Emulator) -> None:
-    """The driver allocates the memory in the order of one stream, and the copier uses other streams."""
+def test_no_copy_races_with_the_allocation_of_its_memory(emulator: Emulator) -> None:
+    """The driver allocates memory in the order of one stream, and the copier uses other streams."""
     emulator.reset(delay_us=200)
     lines = [*copies.compared(OPTIONS), *copies.speeds(OPTIONS)]
     assert (emulator.races, emulator.faults) == (0, 0), emulator.report
     assert not [line for line in lines if line.verdict == "fail"]
 
 
-def test_where_there_is_no_page_kernel_every_line_has_the_reason(emulator: Emulator) -> None:
+def test_without_a_page_kernel_every_line_has_the_reason(emulator: Emulator) -> None:
     lines = [
         *copies.compared(OPTIONS),
         *copies.speeds(OPTIONS),
@@ -165,7 +163,7 @@ def test_where_there_is_no_page_kernel_every_line_has_the_reason(emulator: Emula
     ]
 
 
-def test_where_there_is_no_batched_copy_the_line_has_the_reason(emulator: Emulator) -> None:
+def test_without_batched_copies_the_line_has_the_reason(emulator: Emulator) -> None:
     emulator.reset(delay_us=0, version=12040)
     lines = {line.what: line for line in copies.compared(OPTIONS)}
     assert lines["wrong bytes, in batches"].words.endswith("came with CUDA 12.8")
@@ -200,13 +198,13 @@ def test_copies_that_the_driver_refuses_fail_one_path(emulator: Emulator) -> Non
     assert lines["wrong bytes, one by one, pieces of 4,096 bytes"].verdict == "pass"
 
 
-def test_a_capture_is_judged_by_the_calls_that_the_workers_threads_make(
+def test_a_capture_is_tested_with_the_calls_of_the_workers_threads(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = list(hazards.captures(OPTIONS))
     assert {line.words for line in lines} == {"0 0 0"}
     assert [line.verdict for line in lines] == ["pass", ""] + ["pass"] * 5 + ["", ""]
-    monkeypatch.setattr(hazards, "RELAXED", 0)  # This is the mode "global".
+    monkeypatch.setattr(hazards, "RELAXED", 0)  # replace the relaxed mode by the mode "global"
     harmed = [line for line in hazards.captures(OPTIONS) if line.words == "0 900 901"]
     assert [line.what.split(", ")[1] for line in harmed] == [
         f"{name} on a relaxed thread" for name in ("register", "unregister", "query")
@@ -217,7 +215,7 @@ def test_a_capture_is_judged_by_the_calls_that_the_workers_threads_make(
 @pytest.mark.slow
 def test_the_depth_of_a_stream_is_found(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hazards, "_GATE_S", 2.0)
-    monkeypatch.setattr(hazards, "_WAITED_S", 0.5)  # This is longer than the pauses of a busy machine.
+    monkeypatch.setattr(hazards, "_WAITED_S", 0.5)  # longer than the pauses of a busy machine
     emulator.set_depth(1200)
     first, stood_still = hazards._depth(OPTIONS, "off", 1, "copies one by one")
     assert first.words == "the call that made them 1,200"
@@ -225,7 +223,7 @@ def test_the_depth_of_a_stream_is_found(emulator: Emulator, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_calls_are_timed_alone_and_beside_pinning(
+def test_calls_are_timed_alone_and_during_pinning(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(latencies, "_SECONDS", 0.02)
@@ -236,15 +234,15 @@ def test_calls_are_timed_alone_and_beside_pinning(
     ]
     longest = [line for what, line in lines.items() if "64 MiB are pinned, the longest of" in what]
     assert [line.target for line in longest] == ["at most 5 ms"] * 2
-    assert emulator.registrations == 1  # The rig registers its own memory.
+    assert emulator.registrations == 1  # only the rig's own memory was registered
 
 
 @pytest.mark.slow
-def test_exit_codes_are_those_of_processes_with_copies_under_way(emulator: Emulator) -> None:
+def test_exit_codes_come_from_processes_with_running_copies(emulator: Emulator) -> None:
     assert [(line.words, line.verdict) for line in hazards.exits(OPTIONS)] == [("0", "pass")] * 2
 
 
-def test_a_process_that_crashes_at_its_end_is_a_miss(
+def test_a_process_that_crashes_at_exit_is_reported_as_a_miss(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crashed = subprocess.CompletedProcess[bytes]([], -11)
@@ -255,7 +253,7 @@ def test_a_process_that_crashes_at_its_end_is_a_miss(
 def test_copies_across_an_expandable_segment_are_compared(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch is a mock, because only a real device has expandable segments."""
+    """torch is a mock, because only a real GPU has expandable segments."""
     rig = Rig(OPTIONS)
     torch = MagicMock()
     torch.zeros.return_value.data_ptr.return_value = rig.memory
@@ -266,7 +264,7 @@ def test_copies_across_an_expandable_segment_are_compared(
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
-def test_work_beside_a_measurement_ends_with_it() -> None:
+def test_background_work_ends_with_its_measurement() -> None:
     with pytest.raises(ValueError, match="refused"), latencies.repeated(lambda: None):
         raise ValueError("refused")
 
@@ -278,7 +276,8 @@ def test_the_profile_is_written_and_an_engine_reads_it(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = install(monkeypatch)
-    monkeypatch.setattr(Rig, "speeds", lambda *_: [1.0])  # The emulator's times depend on the machine.
+    # Replace the measured speeds, which depend on the machine
+    monkeypatch.setattr(Rig, "speeds", lambda *_: [1.0])
     path = profile_path("emulated device 0", "13.0")
     path.parent.mkdir(parents=True)
     path.write_text('{"stores": false}')
@@ -286,8 +285,8 @@ def test_the_profile_is_written_and_an_engine_reads_it(
     assert lines[-1].words == str(path)
     assert path.name == "emulated-device-0-cuda-13-0.json"
     found = read_profile("emulated device 0", "13.0")
-    assert found.programs == 4  # All settings are equally fast.
-    assert not found.stores  # The operator's file says so.
+    assert found.programs == 4  # because all settings are equally fast
+    assert not found.stores  # the operator's setting from the earlier file is kept
     path.write_text('{"programs": 7, "fewest": 3}')
     monkeypatch.setattr(crossover.Trial, "limit", lambda *_: 4096)
     copier = made_copier(emulator, monkeypatch)
@@ -298,7 +297,7 @@ def test_the_profile_is_written_and_an_engine_reads_it(
     assert made_copier(emulator, monkeypatch).kernel_below[Direction.STORE] == 0
 
 
-def test_another_driver_or_no_file_leaves_the_constants(
+def test_without_a_profile_of_this_driver_the_default_constants_are_used(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = profile_path("emulated device 0", "12.9")
@@ -310,7 +309,7 @@ def test_another_driver_or_no_file_leaves_the_constants(
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"programs": 0}', '{"programs": "12"}', '{"grid": 12}', "[]"])
-def test_a_bad_profile_is_one_warning_and_the_constants(
+def test_a_bad_profile_logs_one_warning_and_the_default_constants_are_used(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     path = profile_path("emulated device 0", "13.0")

@@ -1,4 +1,4 @@
-"""Runs README's commands as written, in an environment with only Python and pip."""
+"""Runs the commands of the README in an environment that has only Python and pip."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.tooling.pages import blocks
 from tests.tooling.scripts import ROOT
 
-# `make` creates its own environment; tests/tooling/test_readme.py checks these two blocks.
+# These two blocks call `make`, which creates its own environment. tests/tooling/test_readme.py checks them.
 BLOCKS = [
     block.text
     for block in blocks(ROOT / "README.md")
@@ -22,7 +22,7 @@ BLOCKS = [
 CHECKOUT = ("kvoffload", "plugins", "dashboards", "pyproject.toml", "README.md", "LICENSE")
 
 
-def test_there_is_something_to_run() -> None:
+def test_the_readme_has_blocks_to_run() -> None:
     here = "".join(BLOCKS)
     for command in (
         "pip install .",
@@ -46,7 +46,8 @@ def test_the_commands_of_the_readme_run_as_written(tmp_path: Path) -> None:
     for block in BLOCKS:
         run(block, folder, bare)
     assert list((folder / "kvoffload-dashboards").rglob("*.prometheusrule.yaml"))
-    # Install from the checkout, which has the same version, instead of the wheel.
+    # Reinstall this checkout. Without --force-reinstall, pip keeps the installed version, which has the same
+    # number.
     run(
         "pip install --quiet --force-reinstall --no-deps .\nkvoffload --version\npython -m kvoffload --version",
         folder,
@@ -55,8 +56,8 @@ def test_the_commands_of_the_readme_run_as_written(tmp_path: Path) -> None:
 
 
 def run(block: str, folder: Path, bare: Path) -> None:
-    """Run a block in a shell where only the bare environment is active."""
-    # Use the lock's versions and its build of torch, because an index may prefer a larger build.
+    """Run a block of shell commands. Only the bare environment is on the path."""
+    # Pin the lock's versions and its build of torch. Without them pip may choose a larger build.
     ours = {
         "PATH": f"{bare / 'bin'}:/usr/bin:/bin",
         "PIP_CONSTRAINT": str(ROOT / ".ci" / "requirements.lock"),

@@ -1,5 +1,3 @@
-"""Settings: the allowed values, and one error that lists all problems."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -55,11 +53,10 @@ def problems(raw: dict) -> tuple[str, ...]:
 
 
 def without(key: str) -> dict[str, object]:
-    """Return the required settings, except `key`."""
     return {name: value for name, value in GIVEN.items() if name != key}
 
 
-def test_silence_means_the_defaults() -> None:
+def test_settings_that_are_not_given_have_defaults() -> None:
     config = parse_config(GIVEN)
     assert config == OffloadConfig(host_bytes=2**20)
     assert (config.store_policy, config.min_load_tokens, config.transfer_timeout_s) == ("eager", None, 30.0)
@@ -86,12 +83,12 @@ def test_host_memory_has_no_default_and_the_error_says_what_to_give(raw: dict) -
         {"hostbytes": 1},
     ],
 )
-def test_host_memory_that_was_meant_is_not_missing_too(raw: dict) -> None:
+def test_a_misspelt_host_bytes_is_not_also_reported_as_missing(raw: dict) -> None:
     (problem,) = problems(raw)
     assert "missing" not in problem
 
 
-def test_everything_can_be_set_and_keeps_its_place() -> None:
+def test_every_setting_can_be_set() -> None:
     raw = {
         "host_bytes": "2GiB",
         "store_policy": "lazy",
@@ -120,7 +117,7 @@ def test_everything_can_be_set_and_keeps_its_place() -> None:
     assert asdict(parse_config(raw)) == {**raw, **sizes, **paths}
 
 
-def test_every_key_says_what_it_means_what_it_allows_and_what_holds_without_it() -> None:
+def test_every_key_has_a_meaning_allowed_values_and_a_default() -> None:
     assert set(KEYS[-6:]) == ADVANCED
     for one in SETTINGS.values():
         assert one.meaning
@@ -145,7 +142,7 @@ def test_every_key_says_what_it_means_what_it_allows_and_what_holds_without_it()
 @pytest.mark.parametrize(
     "value", ["", "localhost:4317", "grpc://localhost:4317", "http://", "http://a b", 4317, None]
 )
-def test_what_is_no_url(value: object) -> None:
+def test_texts_that_are_not_urls_are_refused(value: object) -> None:
     (problem,) = problems({**GIVEN, "otlp_endpoint": value})
     assert problem.startswith(
         f'otlp_endpoint is {value!r}; it must be a URL such as "http://localhost:4318/v1/traces", without "@"'
@@ -169,7 +166,7 @@ def test_secrets_in_the_collectors_url_are_refused_and_not_repeated(value: str) 
     assert "SEC" not in secret
 
 
-def test_the_least_tokens_may_be_chosen_by_what_is_measured() -> None:
+def test_min_load_tokens_may_be_chosen_by_measurement() -> None:
     assert parse_config({**GIVEN, "min_load_tokens": "auto"}).min_load_tokens == AUTO
     assert problems({**GIVEN, "min_load_tokens": "automatic"}) == (
         "min_load_tokens is 'automatic'; it must be a number of tokens, 0 or more, or \"auto\"",
@@ -186,7 +183,7 @@ def test_settings_are_never_altered() -> None:
     [
         (1, 1),
         (2.0, 2),
-        (0.5 * (1 << 30), 2**29),  # vLLM's value for `--kv-offloading-size 0.5`
+        (0.5 * (1 << 30), 2**29),  # vLLM passes this value for `--kv-offloading-size 0.5`
         ("1", 1),
         (" 7 b ", 7),
         ("8GiB", 8 * 2**30),
@@ -196,10 +193,10 @@ def test_settings_are_never_altered() -> None:
         ("0.5MB", 500_000),
         ("2TiB", 2 * 2**40),
         ("2tb", 2 * 10**12),
-        ("9007199254740993", 9007199254740993),  # more digits than a float can represent
+        ("9007199254740993", 9007199254740993),  # too many digits for a float
     ],
 )
-def test_bytes(value: object, number: int) -> None:
+def test_numbers_of_bytes_are_read(value: object, number: int) -> None:
     assert parse_bytes(value) == number
 
 
@@ -230,7 +227,7 @@ def test_bytes(value: object, number: int) -> None:
         "1..",
     ],
 )
-def test_what_is_no_number_of_bytes(value: object) -> None:
+def test_texts_that_are_not_numbers_of_bytes_are_refused(value: object) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - the caller says what is allowed
         parse_bytes(value)
 
@@ -287,7 +284,7 @@ def test_all_problems_are_listed_at_once() -> None:
         ("transfer_timeout", "transfer_timeout_s"),
         ("host_bytes_per_rank", "host_bytes"),
         ("journal_for", "journal_path"),
-        ("spill_after_hits", "disk_min_hits"),  # from here on, earlier names of settings
+        ("spill_after_hits", "disk_min_hits"),  # the pairs from here on are earlier names of settings
         ("share_after_hits", "remote_min_hits"),
         ("drain_s", "disk_drain_s"),
         ("disk_identity", "weights_id"),
@@ -295,13 +292,13 @@ def test_all_problems_are_listed_at_once() -> None:
         ("disk_bytes_per_rank", "disk_bytes"),
     ],
 )
-def test_an_unknown_key_is_met_with_the_nearest(typed: str, meant: str) -> None:
+def test_the_error_for_an_unknown_key_names_the_nearest_key(typed: str, meant: str) -> None:
     assert problems({**without(ALIASES.get(meant, meant)), typed: 1}) == (
         f"unknown key {typed!r}; did you mean {meant}?",
     )
 
 
-def test_a_key_like_none_other_is_met_with_all() -> None:
+def test_the_error_for_a_very_different_key_names_all_keys() -> None:
     (problem,) = problems({**GIVEN, "zzz": 1})
     assert problem == f"unknown key 'zzz'; known keys: {', '.join(KEYS)}"
 
@@ -317,7 +314,7 @@ def test_a_key_like_none_other_is_met_with_all() -> None:
         ({**GIVEN, "kv_offload_backend": "cpu"}, OffloadConfig(host_bytes=2**20)),
     ],
 )
-def test_the_replaced_connectors_keys_are_taken(raw: dict, config: OffloadConfig) -> None:
+def test_the_keys_of_the_replaced_connector_are_accepted(raw: dict, config: OffloadConfig) -> None:
     assert parse_config(raw) == config
 
 
@@ -326,27 +323,27 @@ def test_every_alias_leads_to_a_key() -> None:
 
 
 @pytest.mark.parametrize("value", ["lazy", 1, None])
-def test_an_alias_has_values_of_its_own(value: object) -> None:
+def test_the_error_for_an_alias_names_the_aliass_own_values(value: object) -> None:
     assert problems({**GIVEN, "lazy_offload": value}) == (
         f"lazy_offload is {value!r}; it must be true or false",
     )
 
 
 @pytest.mark.parametrize("value", ["disk", "CPU", None, ["cpu"]])
-def test_there_is_no_backend_but_host_memory(value: object) -> None:
+def test_host_memory_is_the_only_backend(value: object) -> None:
     assert problems({**GIVEN, "kv_offload_backend": value}) == (
         f'kv_offload_backend is {value!r}; it must be "cpu": kvoffload keeps blocks in host memory',
     )
 
 
 @pytest.mark.parametrize("name", ["disk_capacity_bytes", "disk_buffer_slots", "use_page_cache"])
-def test_the_replaced_connectors_disk_is_not_taken_for_a_typing_error(name: str) -> None:
+def test_the_replaced_connectors_disk_key_is_not_reported_as_misspelt(name: str) -> None:
     assert problems({**GIVEN, name: 1}) == (
         f"{name} belongs to another disk backend; kvoffload's own has disk_path and disk_bytes",
     )
 
 
-def test_the_replaced_connectors_count_of_blocks_is_met_with_the_key_for_bytes() -> None:
+def test_the_error_for_the_replaced_connectors_block_count_names_host_bytes() -> None:
     (problem,) = problems({**GIVEN, "num_cpu_blocks": 1})
     assert problem == "num_cpu_blocks counts blocks; set host_bytes, which counts bytes, instead"
 
@@ -442,7 +439,7 @@ def test_no_key_is_too_large_to_be_refused(key: object) -> None:
 
 
 @pytest.mark.parametrize("raw", [None, 3, "host_bytes", ["host_bytes"], [["host_bytes", 1]], True])
-def test_settings_that_are_no_mapping_are_refused(raw: object) -> None:
+def test_settings_that_are_not_a_mapping_are_refused(raw: object) -> None:
     (problem,) = problems(raw)  # type: ignore[arg-type]
     assert problem == f"settings are {raw!r}; they must be keys with values"
 
@@ -456,6 +453,6 @@ def test_any_input_gives_settings_or_one_sentence_for_each_problem(raw: dict) ->
         assert parse_config(raw).host_bytes >= 1
     except ConfigError as error:
         found = error.problems
-    assert len(found) <= len(raw) + 1  # one more for host_bytes, if it is missing
+    assert len(found) <= len(raw) + 1  # one more problem if host_bytes is missing
     assert all(found)
     assert found or set(raw) <= {*SETTINGS, *ALIASES}

@@ -1,5 +1,3 @@
-"""Facts: what an engine reports."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""The blocks that a group needs, compared with a search token by token; and the engine's shape."""
-
 from __future__ import annotations
 
 import math
@@ -19,7 +17,7 @@ CHUNKED, RECURRENT = AttentionKind.CHUNKED_LOCAL, AttentionKind.RECURRENT
 
 
 def reads(kind: AttentionKind, reach: int, token: int, other: int) -> bool:
-    """Return whether computing a token reads the KV of the other token."""
+    """Return whether the token's attention reads the KV of `other`."""
     if kind is FULL:
         return True
     if kind is WINDOW:
@@ -35,7 +33,9 @@ def reads(kind: AttentionKind, reach: int, token: int, other: int) -> bool:
     size=st.integers(1, 7),
     length=st.integers(0, 60),
 )
-def test_needed_blocks(kind: AttentionKind, reach: int, size: int, length: int) -> None:
+def test_the_needed_blocks_are_those_that_attention_reads(
+    kind: AttentionKind, reach: int, size: int, length: int
+) -> None:
     bounded = kind in (WINDOW, CHUNKED)
     group = GroupSpec(GroupId(0), kind, size, reach if bounded else None)
     read = [other for other in range(length) if reads(kind, reach, length, other)]
@@ -50,7 +50,9 @@ def test_needed_blocks(kind: AttentionKind, reach: int, size: int, length: int) 
 @given(
     st.sampled_from(AttentionKind), st.integers(1, 9), st.lists(st.integers(0, 50), min_size=2, max_size=2)
 )
-def test_more_tokens_never_need_an_earlier_one(kind: AttentionKind, reach: int, lengths: list[int]) -> None:
+def test_with_more_tokens_a_request_never_needs_an_earlier_block(
+    kind: AttentionKind, reach: int, lengths: list[int]
+) -> None:
     group = GroupSpec(GroupId(0), kind, 2, reach if kind in (WINDOW, CHUNKED) else None)
     shorter, longer = sorted(lengths)
     assert group.first_needed_token(shorter) <= group.first_needed_token(longer)
@@ -73,13 +75,15 @@ def test_more_tokens_never_need_an_earlier_one(kind: AttentionKind, reach: int, 
         (CHUNKED, 4, -1, "group 3: reach_tokens is -1 for chunked_local attention; it must be at least 1"),
     ],
 )
-def test_a_group_that_cannot_be(kind: AttentionKind, size: int, reach: int | None, problem: str) -> None:
+def test_an_impossible_group_is_refused(
+    kind: AttentionKind, size: int, reach: int | None, problem: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         GroupSpec(GroupId(3), kind, size, reach)
     assert caught.value.problems == (problem,)
 
 
-def test_all_that_is_wrong_with_a_group_at_once() -> None:
+def test_the_error_of_an_impossible_group_lists_all_problems() -> None:
     with pytest.raises(ConfigError) as caught:
         GroupSpec(GroupId(0), WINDOW, 0, 0)
     assert len(caught.value.problems) == 2
@@ -101,21 +105,21 @@ def test_hits_end_where_blocks_of_every_group_end(sizes: list[int]) -> None:
     assert shape(*sizes).alignment == math.lcm(*sizes)
 
 
-def test_an_engine_may_want_hits_coarser() -> None:
+def test_an_engine_may_require_a_coarser_alignment_of_hits() -> None:
     assert shape(4, match_tokens=12).alignment == 12
 
 
 @pytest.mark.parametrize(("blocks", "limit"), [(64, 16), (63, 15), (4, 1), (3, 1), (1, 1)])
-def test_stores_may_lease_a_quarter(blocks: int, limit: int) -> None:
+def test_stores_may_lease_a_quarter_of_the_device_blocks(blocks: int, limit: int) -> None:
     assert shape(4, device_blocks=blocks).lease_limit == limit
 
 
-def test_a_steps_allocations() -> None:
+def test_the_maximum_number_of_blocks_that_a_step_allocates() -> None:
     assert shape(4, 8).turnover_blocks == 5 + 3
     assert shape(5).turnover_blocks == 5
 
 
-def test_the_error_of_an_impossible_shape_lists_all_that_is_wrong() -> None:
+def test_the_error_of_an_impossible_shape_lists_all_problems() -> None:
     group = GroupSpec(GroupId(1), FULL, 4)
     with pytest.raises(EngineContractError, match=r"numbered.*0 ranks.*match_tokens is 6"):
         EngineShape((group,), 0, 8, 8, match_tokens=6)

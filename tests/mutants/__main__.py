@@ -25,7 +25,7 @@ _RULES = Path("tests/mutants/rules.py")
 
 
 def main() -> int:
-    """Try the mutants or the disabled rules. Return 1 if no test noticed a disabled rule."""
+    """Try the mutants or the disabled rules. Return 1 if a rule was disabled and no test noticed it."""
     options = _parser().parse_args()
     options.keep.mkdir(parents=True, exist_ok=True)
     paths = sorted(
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measured(options: argparse.Namespace, paths: Sequence[Path]) -> Tests:
-    """Return which tests run which line. Run the tests for this if sources or tests have changed."""
+    """Return which tests run which line. If sources or tests have changed, run all tests to find out."""
     digest = _digest([*options.sources, *options.tests])
     file = options.keep / "tests.json"
     if file.exists() and (tests := msgspec.json.decode(file.read_bytes(), type=Tests)).digest == digest:
@@ -115,7 +115,7 @@ def _try_sample(options: argparse.Namespace, paths: Iterable[Path], tests: Tests
 
 
 def _known(table: Path | None, kept: Path, tests: Tests) -> Iterator[Result]:
-    """Read earlier results. Drop a result if none of the tests that noticed its mutant exists any more."""
+    """Yield earlier results, except those whose tests no longer exist."""
     names = {*tests.seconds, *tests.left_out}
     found = list(read(table.read_text())) if table and table.exists() else []
     if kept.exists():
@@ -140,7 +140,7 @@ def _results(mutants: Iterable[Mutant], tests: Tests, options: argparse.Namespac
 
 
 def _try_rules(tests: Tests, processes: int) -> int:
-    """Disable one rule at a time, and run the tests, the rule's own tests first."""
+    """Disable one rule at a time, and run the tests. The tests that are named after the rule run first."""
     trials = []
     for node in ast.parse(_RULES.read_text()).body:
         if isinstance(node, ast.FunctionDef) and (rule := re.match(r"r\d+_", node.name)):
@@ -155,7 +155,7 @@ def _try_rules(tests: Tests, processes: int) -> int:
 
 
 def _undo(name: str) -> None:
-    # Imported here, in the forked process: the parent must not import the project.
+    # Import this in the forked process, because the parent must not import the project.
     from tests.mutants.rules import undo
 
     undo(name)

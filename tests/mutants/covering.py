@@ -1,4 +1,6 @@
-"""Finds out, in one run, which tests run each line, how long each test takes, and which tests start processes."""
+"""Runs all tests once and records which lines each test runs, how long it takes, and whether it starts
+processes.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,11 @@ class Tests(msgspec.Struct):
 
     Args:
         digest: a digest of all sources and tests.
-        seconds: processor time of each test that is quick, passes and starts no process, the quickest first.
+        seconds: processor time of each test that is quick, passes and starts no process; the quickest
+            test comes first.
         left_out: tests not used with mutants, each with the reason.
-        lines: for each source file and line, the tests that run the line, as positions in `seconds`, or -1
-            for an import.
+        lines: for each source file and line, the tests that run the line, as positions in `seconds`, or
+            -1 for an import.
     """
 
     digest: str
@@ -39,33 +42,33 @@ class Tests(msgspec.Struct):
     lines: dict[str, dict[int, list[int]]]
 
     def of(self, mutant: Mutant) -> list[str]:
-        """Return the tests that run a mutant's line, the quickest first."""
+        """Return the tests that run the mutant's line, the quickest test first."""
         lines = self.lines.get(mutant.path, {})
         found = {test for line in mutant.lines for test in lines.get(line, ())}
-        if found == {_AT_IMPORT}:  # Any test of the module may depend on code that runs at import.
+        if found == {_AT_IMPORT}:  # Code that runs at import may affect any test of the module.
             found = {test for tests in lines.values() for test in tests}
         names = list(self.seconds)
         return [names[test] for test in sorted(found - {_AT_IMPORT}) if names[test] not in self.left_out]
 
     @property
     def chosen(self) -> list[str]:
-        """Return the tests used with mutants, the quickest first."""
+        """Return the tests that are run with mutants, the quickest test first."""
         return [test for test in self.seconds if test not in self.left_out]
 
     def limit_s(self, tests: Iterable[str]) -> float:
-        """Return a time limit for these tests with a mutant, on a busy machine."""
+        """Return a time limit for running these tests with a mutant on a busy machine."""
         return 120 + 20 * sum(self.seconds[test] for test in tests)
 
 
 class Recorder:
-    """A pytest plugin that reports the running test to coverage.
+    """A pytest plugin that tells coverage which test is running.
 
-    Lines that a shared fixture runs are counted for all tests that use the fixture.
+    Lines that a shared fixture runs count for all tests that use the fixture.
     """
 
     def __init__(self, coverage: Coverage) -> None:
         self._coverage = coverage
-        self._contexts = [""]  # imports and collection
+        self._contexts = [""]  # the empty name is for imports and collection
         self._starts = 0
         self._starting = set[str]()  # tests that start processes, and fixtures that keep processes
         self.users = defaultdict[str, set[str]](set)
@@ -82,7 +85,7 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, bool, bool]:
-        """Count the lines that run now for this test, including those of its fixtures."""
+        """Attribute the lines that run from here on to this test, including the lines of its fixtures."""
         for fixtures in item._fixtureinfo.name2fixturedefs.values():  # type: ignore[attr-defined]
             for fixture in fixtures:
                 self.users[_name(fixture)].add(item.nodeid)
@@ -96,9 +99,9 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[object]) -> Generator[None, object, object]:
-        """Count the lines that run now for every test that uses this fixture.
+        """Attribute the lines that run from here on to every test that uses this fixture.
 
-        A fixture may run a compiler, but may not keep a server.
+        A test whose fixture keeps a process running is left out. A fixture may run a compiler.
         """
         if fixturedef.scope == "function":
             return (yield)
@@ -148,7 +151,7 @@ def _name(fixture: pytest.FixtureDef[object]) -> str:
 
 
 def record(paths: Sequence[Path], arguments: Sequence[str], digest: str) -> Tests:
-    """Run the tests once, in this process.
+    """Run the tests once in this process, and return what was recorded.
 
     Raises:
         RuntimeError: the tests could not be run.

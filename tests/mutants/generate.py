@@ -12,7 +12,7 @@ from pathlib import Path
 from types import CodeType
 
 _MARK = "# mutant: no"
-_SHOWN = 90  # the maximum number of characters of source text in a mutant's name
+_SHOWN = 90  # The maximum length of the source text in a mutant's name.
 
 _PAIRS = (
     "Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn, And Or, Add Sub, Mult FloorDiv, Div Mult, Mod FloorDiv"
@@ -23,7 +23,7 @@ _OTHER_FUNCTION = {"min": "max", "max": "min", "any": "all", "all": "any"}
 _EMPTY = {"int": "0", "str": "''", "bool": "False", "list": "[]", "set": "set()", "Iterator": "iter(())"}
 _EMPTY |= {"tuple": "()", "Sequence": "()", "Iterable": "()", "dict": "{}", "Mapping": "{}"}
 
-# Fields that matter only to types and readers.
+# Fields of syntax nodes that do not change what the program does.
 _NOT_CODE = {"annotation", "returns", "decorator_list", "bases", "type_params", "pattern"}
 _TYPES = {"NewType", "TypeVar", "ParamSpec", "cast"}
 _TEXTS = {"__repr__", "__str__", "__slots__", "__all__"}
@@ -35,7 +35,7 @@ class Mutant:
 
     Args:
         path: the source file, relative to the working directory.
-        digest: a digest of the changed statement.
+        digest: a digest of the statement that is changed.
         key: a unique name, which does not depend on the line number.
         lines: the lines of the changed statement, without its nested statements.
         place: the position in `tree` that changes.
@@ -66,7 +66,7 @@ class _Place:
     index: int | None
 
     def put(self, new: ast.AST) -> ast.AST:
-        """Put a node at this position; return the previous node."""
+        """Put a node at this position; return the node that was there."""
         inside = getattr(self.parent, self.name)
         if self.index is None:
             setattr(self.parent, self.name, new)
@@ -87,8 +87,8 @@ class _Site:
 
 
 def sample(paths: Iterable[Path], seed: int, number: int) -> list[Mutant]:
-    """Choose mutants of all these modules at random. With the same seed, a smaller sample is the beginning of
-    a larger one.
+    """Choose mutants of all modules at random. With the same seed, a smaller sample is the start of a larger
+    one.
     """
     sources = {path: path.read_text() for path in paths}
     defaults = parameters_with_defaults(sources.values())
@@ -128,7 +128,7 @@ def mutants(path: str, source: str, defaults: Mapping[str, set[str]] | None = No
 
 
 def parameters_with_defaults(sources: Iterable[str]) -> dict[str, set[str]]:
-    """Return the parameters with defaults of each function and class, by name."""
+    """Return the names of the parameters with defaults, for each function and class name."""
     found = defaultdict[str, set[str]](set)
     for node in (node for source in sources for node in ast.walk(ast.parse(source))):
         match node:
@@ -166,7 +166,7 @@ def _sites(tree: ast.AST, outer: _Site) -> Iterator[_Site]:
                 continue
             site = _inner(child, _Place(tree, name, index), outer)
             yield site
-            if not isinstance(child, ast.Raise):  # The texts of exceptions are for readers.
+            if not isinstance(child, ast.Raise):  # the texts of exceptions are only for readers
                 yield from _sites(child, site)
 
 
@@ -179,7 +179,9 @@ def _inner(node: ast.AST, place: _Place, outer: _Site) -> _Site:
 
 
 def _is_not_code(node: ast.AST) -> bool:
-    """Return whether a node matters only to types and readers: docstrings, texts, logs and assertions."""
+    """Return whether a node does not change what the program does: a docstring, a text, a log call or an
+    assertion.
+    """
     match node:
         case ast.Assert() | ast.Import() | ast.ImportFrom() | ast.JoinedStr() | ast.Expr(ast.Constant()):
             return True
@@ -190,7 +192,7 @@ def _is_not_code(node: ast.AST) -> bool:
         case ast.AnnAssign():
             return _text(node.annotation) == "TypeAlias"
         case ast.Assign([ast.Name(name)], ast.BinOp(op=ast.BitOr()) | ast.Subscript()) if name[0].isupper():
-            return not name.isupper()  # a type alias
+            return not name.isupper()  # a capitalized name that is not a constant is a type alias
         case ast.Assign([ast.Name(name)]) | ast.FunctionDef(name):
             return name in _TEXTS
         case ast.ClassDef():

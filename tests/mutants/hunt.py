@@ -1,4 +1,4 @@
-"""Runs tests on mutants. Each mutant runs in a forked process, which imports the mutated module from memory."""
+"""Runs tests on mutants. Each mutant runs in a forked process that imports the changed module from memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.mutants.generate import Mutant
 
 PYTEST = ["-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
 _LIBRARIES = ("anyio", "hypothesis.stateful", "msgspec", "numpy", "prometheus_client", "rich", "torch")
-_MEMORY_BYTES = 4 << 30  # a limit, so that an endless loop does not take the memory of other processes
+_MEMORY_BYTES = 4 << 30  # A limit keeps an endless loop from using up the machine's memory.
 _PROFILE = "mutants"
 _STARTED, _FAILED = "started", "failed"
 _FORK = multiprocessing.get_context("fork")
@@ -37,13 +37,13 @@ _FORK = multiprocessing.get_context("fork")
 
 @dataclass(frozen=True)
 class Trial:
-    """A change, and the tests to run with the change.
+    """A change, and the tests to run with it.
 
     Args:
-        name: the name of the change.
-        install: makes the change, in the forked process, before anything of the project is imported.
-        tests: the tests, in order.
-        limit_s: seconds after which the process is killed.
+        name: the change's name.
+        install: makes the change. It is called in the forked process, before the project is imported.
+        tests: the tests, in this order.
+        limit_s: the seconds after which the process is killed.
     """
 
     name: str
@@ -57,11 +57,11 @@ class Verdict:
     """How a trial ended.
 
     Args:
-        outcome: "killed" if a test failed, "import" if the tests could not be imported, "timeout" or "crash"
-            if the process ended early, or "survived".
-        by: the tests that failed, or during which the process ended; only the first test unless all tests are
-            run.
-        seconds: how long the trial took.
+        outcome: "killed" if a test failed, "import" if the tests could not be imported, "timeout" or
+            "crash" if the process ended early, otherwise "survived".
+        by: the tests that failed or during which the process ended. If the trial ends at its first
+            failing test, only that one.
+        seconds: the trial's duration.
     """
 
     outcome: str
@@ -70,7 +70,7 @@ class Verdict:
 
 
 class FromMemory(MetaPathFinder, Loader):
-    """Imports one module from a mutant instead of from the module's file."""
+    """Imports a mutant instead of the module's file."""
 
     def __init__(self, mutant: Mutant) -> None:
         self._mutant = mutant
@@ -79,7 +79,7 @@ class FromMemory(MetaPathFinder, Loader):
         self._name = ".".join(parts[1:] if parts[0] == "plugins" else parts)
 
     def install(self) -> None:
-        """Import the mutant from now on."""
+        """Import the mutant instead of the module from now on."""
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
@@ -138,11 +138,11 @@ class _Run:
 
 
 def prepare() -> None:
-    """Import everything that the trials share except the project, and choose how property tests draw examples."""
+    """Import what all trials share, except the project, and configure how property tests draw examples."""
     for name in _LIBRARIES:
         importlib.import_module(name)
     importlib.import_module("torch").set_num_threads(1)
-    # draw the same examples each time, and do not shrink failing examples
+    # Draw the same examples each time, and do not shrink failing examples.
     settings.register_profile(
         _PROFILE,
         derandomize=True,
@@ -171,8 +171,9 @@ def in_fork(work: Callable[[], None]) -> None:
 def hunt(
     trials: Iterable[Trial], processes: int, is_to_run_all: bool = False
 ) -> Iterator[tuple[Trial, Verdict]]:
-    """Try every change, several at the same time. Each trial ends at its first failing test, unless all tests
-    are to run.
+    """Try every change, several in parallel; yield each change's verdict.
+
+    A trial ends at its first failing test, unless all tests must run.
     """
     waiting = iter(trials)
     running: dict[int, _Run] = {}
@@ -205,7 +206,7 @@ def _run(trial: Trial, folder: Path, is_to_run_all: bool) -> None:
     options = [f"--basetemp={folder}/tests", *([] if is_to_run_all else ["-x"])]
     status = pytest.main([*PYTEST, *options, *files], plugins=[plugin])
     sys.stdout.flush()
-    os._exit(status)  # threads may hang, so the exit does not wait for them
+    os._exit(status)  # Do not wait for threads, because they may hang.
 
 
 def _outcome(status: int | None, failed: Sequence[str], output: str) -> str:

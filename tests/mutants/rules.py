@@ -1,8 +1,8 @@
-"""Disables whole rules, which takes more than a change of one line.
+"""Disables whole rules, which needs more than a change of one line.
 
 `make mutants ARGS="--rules"` expects a test to fail for each disabled rule, and `tests/simulate` expects a
-simulation to fail for most of them. Each function's name begins with its rule. The function returns the
-patches that disable the rule.
+simulation to fail for most rules. The name of each function begins with the rule that it disables. The
+function returns the patches that do this.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ from kvoffload.transfer.lanes import Lane
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.pump import TransferPump
 
-Patch = tuple[Any, str, Any]  # a class or a module, an attribute's name, and its replacement
+# The patched class or module, the name of the attribute, and the attribute's new value
+Patch = tuple[Any, str, Any]
 
 
 def _nothing(*args: object, **settings: object) -> None:
-    """Do nothing, in place of a method whose effect must be missing."""
+    """Do nothing. Replaces a method whose effect must be missing."""
 
 
 def r1_load_without_pin() -> list[Patch]:
@@ -118,7 +119,7 @@ def r5_overdue_load_frees_its_blocks() -> list[Patch]:
 
 
 def r7_stale_ids_stay() -> list[Patch]:
-    """The last check, which compares a block's key with the engine's key, is also disabled."""
+    """Also disable the final check, which compares a block's key with the engine's key."""
     real = Stores._by_block
 
     def by_block(self: Stores, offer: Any, holds: Any) -> Any:  # noqa: ANN401
@@ -192,7 +193,7 @@ def r13_load_reported_at_once() -> list[Patch]:
 
 
 def r13_stores_start_before_the_forward_pass() -> list[Patch]:
-    """When the stores start, the block of a recurrent state already has its key, but not its bytes."""
+    """When the stores start, the block that gets a recurrent state already has its key, but not its bytes."""
     loads, stores = WorkerSide.start_loads, WorkerSide.start_stores
 
     def start_loads(self: WorkerSide, plan: TransferPlan) -> None:
@@ -263,7 +264,7 @@ RULES: dict[str, Callable[[], list[Patch]]] = {
 
 @contextmanager
 def undone(name: str) -> Iterator[None]:
-    """Disable a rule within the context."""
+    """Disable a rule inside a `with` block."""
     with ExitStack() as stack:
         for owner, attribute, new in RULES[name]():
             stack.enter_context(mock.patch.object(owner, attribute, new))

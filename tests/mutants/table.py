@@ -1,4 +1,4 @@
-"""Writes the results of mutants, as a table and as a summary."""
+"""Formats the results of mutants as a table and as a summary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 
 class Result(msgspec.Struct, omit_defaults=True):
-    """The result of one mutant.
+    """The result for one mutant.
 
     Args:
         key, digest: the mutant's key and digest.
@@ -39,7 +39,7 @@ class Result(msgspec.Struct, omit_defaults=True):
 
 
 def summary(results: Sequence[Result], tests: Iterable[str], has_all: bool) -> Iterator[str]:
-    """Count each package's mutants by outcome. If all tests were run, also count the mutants that each test
+    """Yield each package's mutants by outcome. If all tests were run, also yield how many mutants each test
     notices.
     """
     packages = Counter((str(Path(result.place).parent), result.outcome) for result in results)
@@ -55,9 +55,7 @@ def summary(results: Sequence[Result], tests: Iterable[str], has_all: bool) -> I
 
 
 def written(results: Sequence[Result], title: str) -> str:
-    """Return a table: one line per mutant, with its digest and the numbers of the tests that noticed it; then
-    the tests.
-    """
+    """Return a table with one line per mutant, and a numbered list of the tests that noticed a mutant."""
     tests = sorted({test for result in results for test in result.by})
     number = {test: index for index, test in enumerate(tests)}
     outcomes = Counter(result.outcome for result in results)
@@ -81,7 +79,7 @@ def read(text: str) -> Iterator[Result]:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """Return ascending numbers as text, with runs as "first-last"."""
+    """Return ascending numbers as text; consecutive numbers become "first-last"."""
     found: list[list[int]] = []
     for number in numbers:
         if found and number == found[-1][-1] + 1:

@@ -1,5 +1,3 @@
-"""Each kind of mutant is generated reproducibly, and a run distinguishes noticed mutants from others."""
-
 from __future__ import annotations
 
 import ast
@@ -73,7 +71,7 @@ def test_every_mutant_compiles_and_leaves_the_tree_as_it_was() -> None:
         assert ast.dump(mutant.tree) == before
 
 
-def test_a_seed_draws_the_same_mutants_and_fewer_are_the_first_of_more() -> None:
+def test_with_the_same_seed_a_smaller_sample_is_the_start_of_a_larger_one() -> None:
     few, many, others = sample(SOURCES, 1, 20), sample(SOURCES, 1, 50), sample(SOURCES, 2, 20)
     keys = [mutant.key for mutant in many]
     assert [mutant.key for mutant in few] == keys[:20]
@@ -88,17 +86,17 @@ def test_a_mutant_keeps_its_name_and_digest_while_its_statement_stays() -> None:
     assert names(f"import os\n\n{EXAMPLE}") == names(EXAMPLE)
     changed = EXAMPLE.replace("number < 0 or", "number < 0  or len(self.books) == 3 or")
     gone = {*names(EXAMPLE)} - {*names(changed)}
-    assert len(gone) == 6  # all mutants of the changed statement, even those whose own words have not changed
+    assert len(gone) == 6  # all mutants of the changed statement, including those whose own text is unchanged
     assert len({digest for _, digest in gone}) == 1
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_what_a_missing_rule_replaces_is_there(name: str) -> None:
+def test_every_attribute_that_a_disabled_rule_replaces_exists(name: str) -> None:
     with undone(name):
         assert int(name[1:].split("_")[0]) in range(1, 19)
 
 
-def test_a_table_numbers_the_tests_and_joins_those_in_a_row() -> None:
+def test_a_table_numbers_the_tests_and_joins_consecutive_numbers() -> None:
     results = [
         Result("a.py f: constant: 1 -> 2", "d1", 3, "killed", ["t0"]),
         Result("a.py f: call: x -> y", "d2", 7, "killed", ["t1", "t2", "t3", "t5"]),
@@ -150,7 +148,8 @@ def test_a_run_reports_each_mutants_result_and_does_not_repeat_it(tmp_path: Path
     kept = (tmp_path / "kept/all-tests.jsonl").read_bytes()
     assert "survived  example" not in run(tmp_path, "-m", "tests.mutants", *options, "--all")
     assert (tmp_path / "kept/all-tests.jsonl").read_bytes() == kept
-    (tmp_path / "kept/all-tests.jsonl").unlink()  # another machine has only the table
+    # Delete this machine's results, so that only the table is left
+    (tmp_path / "kept/all-tests.jsonl").unlink()
     assert "survived  example" not in run(tmp_path, "-m", "tests.mutants", *options, "--all")
     assert (tmp_path / "example/module.py").read_text() == MODULE
 
