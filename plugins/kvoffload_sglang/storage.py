@@ -19,11 +19,11 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 
 from kvoffload.disk.tier_key import read_tier_key
 from kvoffload.model.errors import ConfigError, KVOffloadError
-from kvoffload.remote.address import parse_address
-from kvoffload.tier_cache import TierCache, tier_config
+from kvoffload.tier_cache import TierCache
 from kvoffload_sglang.exported import Exported
 from kvoffload_sglang.identity import Engine, find_identity, find_problems, is_shared, this_engine
 from kvoffload_sglang.pages import HostPages
+from kvoffload_sglang.settings import check_settings
 
 if TYPE_CHECKING:
     import torch
@@ -45,9 +45,6 @@ LONGEST_S: Final = 5.0
 When SGLang detaches the backend or flushes its cache, it waits 10 s for its threads; a longer call would end the
 engine.
 """
-
-_OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1", "file_storage_path")
-"""Keys of the extra config that are meant for SGLang itself."""
 
 
 class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checker runs without SGLang
@@ -236,16 +233,9 @@ def _checked(engine: Engine) -> OffloadConfig:
     Raises:
         ConfigError: the settings cannot be used, or the engine's KV cannot be kept.
     """
-    raw = dict(engine.storage.extra_config or {})
-    problems: list[str] = []
-    if not raw.get("interface_v1"):
-        problems.append("interface_v1 is not set; set it to 1 in --hicache-storage-backend-extra-config")
-    config = None
+    config, problems = None, list[str]()
     try:
-        config = tier_config({name: value for name, value in raw.items() if name not in _OF_SGLANG})
-        read_tier_key(config.tier_key_file)
-        if config.remote_url is not None:
-            parse_address(config.remote_url)
+        config = check_settings(engine.storage.extra_config or {})
     except ConfigError as error:
         problems += error.problems
     problems += find_problems(engine, has_identity=config is not None and config.weights_id is not None)

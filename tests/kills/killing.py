@@ -94,6 +94,7 @@ COMMANDS = {
     "doctor": Command("doctor --verbose"),
     "dashboards": Command("dashboards export {folder}/new"),
     "completion": Command("completion bash"),
+    "sglang-args": Command("sglang-args --config disk_path={folder}"),
     "vllm-args": Command("vllm-args --host-bytes 1GiB"),
     "help": Command("--help"),
 }

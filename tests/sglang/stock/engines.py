@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.remote.local import free_port
+from kvoffload_sglang import settings as ours
 from tests.sglang.stock.install import EXTENSIONS, PYTHON
 from tests.vllm.stock import engines as vllm
 
@@ -54,14 +55,7 @@ OPTIONS: Mapping[str, Any] = {
     "hicache_write_policy": "write_through",
 }
 
-BACKEND: Mapping[str, Any] = {
-    "backend_name": "kvoffload",
-    "module_path": "kvoffload_sglang.storage",
-    "class_name": "KVOffloadStorage",
-    "interface_v1": 1,
-    "prefetch_threshold": PAGE,
-    "disk_bytes": "16MiB",
-}
+BACKEND: Mapping[str, Any] = {**ours.BACKEND, "prefetch_threshold": PAGE, "disk_bytes": "16MiB"}
 
 
 @dataclass(frozen=True, slots=True)
