@@ -1,1 +1,1 @@
-"""Benches: measurements on this machine."""
+"""Measures kvoffload's speed on this machine. Each module named in `__main__.py` is one bench."""

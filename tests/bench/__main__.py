@@ -24,7 +24,7 @@ BENCHES = (
     "trace",
     "verify",
 )
-"""Each is a module of this folder with `add_arguments(parser)` and `run(options)`."""
+"""Each name is a module of this folder with the functions `add_arguments(parser)` and `run(options)`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

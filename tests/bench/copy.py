@@ -1,9 +1,9 @@
-"""Compares copies of scattered blocks by the host copier with one large copy of the same bytes.
+"""Compares the host copier's copies of scattered blocks with one large copy of the same size.
 
-Each repeat copies a new choice of blocks, scattered over a pool four times as large on both sides. Then it
-copies as many bytes in one piece (one `memmove` per thread). Other load on the machine thus affects both
-copies. The time of a scattered copy includes merging and submitting. Every byte of both sides is compared
-before the measurement. `kvoffload gpu-check` is the equivalent for a GPU.
+Each repeat copies new blocks, scattered over a pool four times as large on both sides. Then it copies as many
+bytes in one piece (one `memmove` per thread), so that other load on the machine affects both copies. The time
+of a scattered copy includes merging and submitting. Before the measurement, every byte of both sides is
+compared. For a GPU, `kvoffload gpu-check` does the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.bench.lines import Line, line
 from tests.bench.results import add_output_arguments, give_out
 
 _GOALS = {4: 0.6, 64: 0.9, 256: 0.9, 2048: 0.9}
-"""for each page size in KiB, the target for the speed relative to one large copy"""
+"""For each page size in KiB: the required speed, relative to one large copy."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,14 +48,18 @@ def _measure(args: argparse.Namespace) -> Iterator[Line]:
             with Rig(page_kib * 1024, size, threads) as rig:
                 ways = (
                     list(Direction) if threads == min(args.threads) else [Direction.LOAD]
-                )  # One thread copies stores.
+                )  # the copier uses one thread for stores
                 for way in ways:
                     yield from _measure_case(rig, page_kib, way, args.repeats, threads)
     yield from copy_lanes.measure_loads(size // 2, args.repeats)
 
 
 def _measure_case(rig: Rig, page_kib: int, way: Direction, repeats: int, threads: int) -> Iterator[Line]:
-    """Check the copies, then time them and one large copy; raise WrongBytes if a byte differs."""
+    """Check the copies, then time scattered copies and large copies.
+
+    Raises:
+        WrongBytes: a byte differs.
+    """
     rig.check(way)
     speeds, ratios = [], []
     for repeat in range(repeats + 1):

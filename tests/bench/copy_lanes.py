@@ -1,7 +1,7 @@
-"""Measures loads while stores are queued.
+"""Measures how long loads take while stores are queued.
 
-The bench calls the worker's side as an engine's hooks would, with pauses between polls as short as the steps
-of a fast engine. A load's time is from its submission to the poll that reports it.
+The bench calls the worker's side as an engine's hooks would. It polls as often as a fast engine with short
+steps. A load's time is from its submission to the poll that reports it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,17 @@ if TYPE_CHECKING:
 
 REGIONS = 8
 PAGE = 64 * 2**10
-STORES = 4  # The stores before a load have this many times the load's bytes.
+STORES = 4  # the stores that are queued before a load have this many times the load's bytes
 _POLL_S = 0.0002
-_HEAD_START_S = 0.005  # The first stores begin in this time.
+_HEAD_START_S = 0.005  # wait so long for the first stores to begin
 
 
 class Lanes:
-    """One rank's worker side with random bytes. A load has `blocks` blocks. The device has six times as many."""
+    """One rank's worker side, with random bytes on the device.
+
+    Args:
+        blocks: the number of blocks in a load. The device has six times as many.
+    """
 
     def __init__(self, blocks: int, portal: Portal) -> None:
         self._count = blocks
@@ -55,7 +59,9 @@ class Lanes:
             time.sleep(_POLL_S)
 
     def load_seconds(self, *, stores: bool) -> float:
-        """Return the seconds that a load of scattered blocks takes, with or without stores queued before it."""
+        """Return how many seconds a load of scattered blocks takes. With `stores`, stores are queued before
+        it.
+        """
         order = self._draw.permutation(self._blocks)
         blocks, slots = self._draw.permutation(order), order
         behind = slice(2 * self._count, None)
@@ -74,7 +80,11 @@ class Lanes:
         return seconds
 
     def check(self) -> None:
-        """Store blocks, load them into other blocks, and compare; raise WrongBytes if a byte differs."""
+        """Store blocks, load them into other blocks, and compare.
+
+        Raises:
+            WrongBytes: a byte differs.
+        """
         order = self._draw.permutation(self._blocks)
         slots, source, target = (
             order[: self._count],
@@ -95,7 +105,7 @@ class Lanes:
             self._take(left)
 
     def _take(self, left: set[JobId]) -> None:
-        """Take a report and remove its jobs from `left`. If there is no report, sleep briefly."""
+        """Take a report, and remove the reported jobs from `left`. If there is no report, sleep briefly."""
         report = self.side.take_report()
         if report is None:
             time.sleep(_POLL_S)
@@ -120,7 +130,7 @@ class Lanes:
 
 
 def measure_loads(size: int, repeats: int) -> Iterator[Line]:
-    """Time loads of `size` bytes in pairs: with and without stores queued before the load, in alternating order."""
+    """Time loads of `size` bytes, alternately with and without stores queued before the load."""
     seconds: dict[bool, list[float]] = {False: [], True: []}
     portal = Portal("kvoffload-bench")
     lanes = Lanes(max(size // (PAGE * REGIONS), 1), portal)

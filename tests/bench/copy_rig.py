@@ -1,7 +1,7 @@
-"""Host memory in place of a device, an arena, and the real copier between them.
+"""An arena and the real copier, with host memory in place of a device.
 
-As in an engine, the device's memory is one allocation that is cut into regions. Each copy uses other blocks
-and slots of a pool several times as large, so that the bytes are in no processor cache.
+The device's memory is one allocation that is cut into regions, as in an engine. Each copy uses other blocks
+and slots of a pool several times as large, so that the processor's caches do not contain the bytes.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ if TYPE_CHECKING:
 
     from kvoffload.transfer.runs import Numbers
 
-    Pages = NDArray[np.uint8]  # The shape is [regions, blocks or slots, page].
+    Pages = NDArray[np.uint8]  # Indexed by region, block or slot, and byte of the page.
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 REGIONS = 8
-POOL = 4  # The pool has room for this many copies.
+POOL = 4  # The pool's size, as a multiple of the bytes of one copy.
 _ALIGNMENT = 4096
 
 
 class WrongBytes(KVOffloadError):
-    """Raised when a copy has copied wrong bytes. The time of such a copy means nothing."""
+    """A copy has copied wrong bytes, so its time is meaningless."""
 
 
 class WatchedExecutor(Executor):
-    """An executor that can wait for its threads' work without slowing the threads down."""
+    """An executor that can wait until its threads have no work, without slowing them down."""
 
     def __init__(self, threads: int) -> None:
         self._inside = DaemonExecutor("bench-copy", threads)
@@ -84,7 +84,7 @@ class Rig:
             self.layout,
             self.blocks,
             make_allocator(self.layout, executor=at_once),
-            chunk_bytes=max(CHUNK_BYTES, POOL * self.size),  # One chunk has room for a large copy.
+            chunk_bytes=max(CHUNK_BYTES, POOL * self.size),  # One chunk must have room for a large copy.
         )
         asyncio.run(self.arena.prepare())
         bases = [int(base) for base in self.arena.geometry.host_base[0]]
@@ -112,7 +112,7 @@ class Rig:
         return slots, blocks
 
     def scattered(self, way: Direction, slots: Numbers, blocks: Numbers) -> float:
-        """Copy blocks through the copier; return the seconds until all bytes have arrived."""
+        """Copy blocks through the copier; return the seconds until all bytes were copied."""
         begun = time.perf_counter()
         runs = merge_runs(self.arena.geometry, way, slots, blocks)
         ticket = self.copier.submit(way, runs, (self.copier.fence(),))
@@ -124,12 +124,12 @@ class Rig:
         return time.perf_counter() - begun
 
     def in_one_piece(self, way: Direction) -> float:
-        """Copy as many bytes in one large piece per thread; return the seconds."""
+        """Copy as many bytes as `scattered`, in one large piece per thread; return the seconds."""
         places = (min(self._host.size, self._device.numel()) - self.size) // _ALIGNMENT + 1
         host, device = (int(self._draw.integers(places)) * _ALIGNMENT for _ in range(2))
         addresses = [self._host.ctypes.data + host, self._device.data_ptr() + device]
         target, source = addresses if way is Direction.STORE else reversed(addresses)
-        threads = 1 if way is Direction.STORE else self._threads  # One thread copies stores.
+        threads = 1 if way is Direction.STORE else self._threads  # the copier uses one thread for stores
         part = self.size // threads
         begun = time.perf_counter()
         for start in range(0, part * threads, part):
@@ -138,7 +138,11 @@ class Rig:
         return time.perf_counter() - begun
 
     def check(self, way: Direction) -> None:
-        """Copy once, and compare every byte of both sides; raise WrongBytes if a byte differs."""
+        """Copy once, and compare every byte of both sides.
+
+        Raises:
+            WrongBytes: a byte differs.
+        """
         self._fill()
         slots, blocks = self.draw()
         host, device = self._host_pages(), self._device_pages()

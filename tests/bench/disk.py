@@ -1,9 +1,10 @@
-"""Compares the disk tier's copies with the disk's own speed, and measures an engine that restarts after a SIGKILL.
+"""Compares the disk tier's copies with the disk's own speed, and measures an engine that restarts after a
+SIGKILL.
 
-Each repeat reads and writes a file in order, with direct I/O on one thread, from and to the blocks' host
-memory. Then it spills and fetches as many bytes with the real `RankDisk` and slot file, between scattered
-host slots and disk slots, with checksums. Other load on the machine thus affects both. Every fetched byte is
-compared before the measurement.
+Each repeat first writes and reads a file sequentially, with direct I/O on one thread, using the blocks' host
+memory. Then it spills and fetches as many bytes with the real `RankDisk`, between scattered host slots and
+disk slots, with checksums. Other load on the machine thus affects both. Before the measurement, every fetched
+byte is compared.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from tests.bench.tier_hooks import HOST, NEVER, OUTGROWS, hook_seconds, moved, s
 
 _GOAL, _GOAL_FROM_KIB = 0.8, 1024
 _PIECE = 2**20
-_POOL = 4  # The slot file has this many times the slots of one pass.
+_POOL = 4  # the slot file has this many times the slots that one repeat copies
 _REGIONS = 8
 _PLAYS = 3
 
@@ -89,7 +90,7 @@ def _measure(args: argparse.Namespace) -> Iterator[Line]:
 
 
 def _copies(folder: Path, block_kib: int, size: int, repeats: int) -> Iterator[Line]:
-    """Spill and fetch `size` bytes of blocks in each repeat, and read and write as many bytes in order."""
+    """In each repeat, write and read `size` bytes sequentially, then spill and fetch as many bytes of blocks."""
     block, path = block_kib * 1024, folder / "slots0"
     with Rig(block // _REGIONS, size, regions=_REGIONS) as rig:
         with open_folder(folder) as opened:
@@ -132,7 +133,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 class _Tier:
-    """One rank's copies between a rig's host slots and a file, and plain passes over the file."""
+    """One rank's disk copies from and to a rig's host slots, and sequential passes over the same file."""
 
     def __init__(self, file: SlotFile, rig: Rig) -> None:
         self.size = rig.size
@@ -150,7 +151,8 @@ class _Tier:
         self._slots: list[int] = []
         self._places: list[int] = []
         self._sums: tuple[tuple[int, ...], ...] = ()
-        self._pass_over(os.pwritev, _POOL * self.size)  # File systems allocate space at the first write.
+        # Write the whole file once, because a file system allocates space at the first write.
+        self._pass_over(os.pwritev, _POOL * self.size)
         self._file.sync()
 
     def shuffle(self) -> None:
@@ -165,12 +167,12 @@ class _Tier:
         self._job(is_spill=False)
 
     def pass_writing(self) -> None:
-        """Write as many bytes as a spill, in order, and sync."""
+        """Write as many bytes as a spill, sequentially, and sync."""
         self._pass_over(os.pwritev, self.size)
         self._file.sync()
 
     def pass_reading(self) -> None:
-        """Read as many bytes as a fetch, in order."""
+        """Read as many bytes as a fetch, sequentially."""
         self._pass_over(os.preadv, self.size)
 
     def _pass_over(self, call: Callable[[int, list[memoryview], int], int], size: int) -> None:
@@ -180,7 +182,11 @@ class _Tier:
             call(descriptor, [memory[start : start + min(_PIECE, size - offset)]], offset + 4096)
 
     def check(self) -> None:
-        """Spill, fetch into cleared slots, and compare; raise CommandError if a byte differs."""
+        """Spill, clear the slots, fetch into them, and compare.
+
+        Raises:
+            CommandError: a byte differs.
+        """
         self.spill()
         pages = [page for slot in self._slots for page in self._rig.arena.pages(slot)]
         before = [page.tobytes() for page in pages]
@@ -210,7 +216,7 @@ class _Tier:
 
 
 async def _hooks(folder: Path) -> list[Line]:
-    """Measure hooks without a disk, with a disk to which nothing is written, and with a working disk."""
+    """Measure the time in hooks without a disk, with a disk that is never written to, and with a disk in use."""
     disk = {**HOST, "disk_bytes": "64MiB"}
     spent: dict[str, list[float]] = {}
     for play in range(_PLAYS):

@@ -1,10 +1,10 @@
-"""Measures the cost and the benefit of offloading in the reference engine.
+"""Measures what offloading costs and gains in the reference engine.
 
-* Throughput on prompts that never repeat, with offloading relative to without. Both engines serve the same
-  prompts, one after the other, in alternating order. An engine's time ends when it has no work left,
-  including copies.
-* Time to first token of returning turns of conversations whose KV the device has evicted: the working set is
-  four times the device's cache. Both engines play every round with the same prompts, one after the other.
+* Throughput on prompts that never repeat, compared with an engine without offloading. Both engines serve the
+same prompts, one engine after the other, in alternating order. An engine's time includes its copies.
+* Time to first token when a conversation returns after the device has evicted its KV: the conversations need
+four times the device's cache. Both engines play every round with the same prompts, one engine after the
+other.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ async def _never_repeating(options: DemoOptions, pairs: int) -> Line:
     async with open_engines(options) as engines:
         vocabulary = range(engines.plain.config.model.vocab_size)
         for number in range(pairs + 1):
-            # Random tokens, so that no two prompts have a common first block.
+            # Prompts of random tokens have no first block in common.
             asked = [draw.choices(vocabulary, k=options.first_tokens) for _ in range(_AT_ONCE)]
             both = (engines.plain, engines.offloaded)
             seconds = {engine: await _serve(engine, asked) for engine in both[:: 1 if number % 2 else -1]}
@@ -74,7 +74,7 @@ async def _never_repeating(options: DemoOptions, pairs: int) -> Line:
 
 
 async def _serve(engine: Engine, prompts: list[list[int]]) -> float:
-    """Return the seconds until all prompts are answered and no work is left."""
+    """Serve the prompts; return the seconds until the engine has no work left."""
 
     async def ask(prompt: list[int]) -> None:
         async with engine.submit(prompt, SamplingParams(_ANSWER_TOKENS)) as stream:
@@ -89,7 +89,7 @@ async def _serve(engine: Engine, prompts: list[list[int]]) -> float:
 
 
 async def _returning(options: DemoOptions) -> list[Line]:
-    """Run conversations on both engines, round by round, and compare each returning turn."""
+    """Run the same conversations on both engines, round by round, and compare their returning turns."""
     make = partial(Player, conversations=make_conversations(options), options=options, on_turn=lambda _: None)
     async with open_engines(options) as engines:
         both = (engines.plain, engines.offloaded)

@@ -1,4 +1,4 @@
-"""The scheduler's side without an engine: device blocks are only numbers, and nothing is copied."""
+"""Runs the scheduler's side without an engine: device blocks are only numbers, and nothing is copied."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ from tests.keys import block_key
 from tests.settings import make_config
 
 BLOCK_TOKENS = 16
-_HASH_BYTES = 32  # Engines use SHA-256 hashes.
+_HASH_BYTES = 32  # engines use SHA-256 hashes
 _GROUP = GroupId(0)
 _DEVICE_BLOCKS = 4096
 _AT_ONCE = 64
 
 
 class CountedBlocks:
-    """Device blocks by number, allocated in the order in which they were freed."""
+    """A device block pool that has only the blocks' numbers. It allocates blocks in the order in which they
+    were freed.
+    """
 
     def __init__(self, blocks: int) -> None:
         self._free = deque(map(DeviceBlockId, range(1, blocks + 1)))
         self._references = [0] * (blocks + 1)
         self.keys: dict[DeviceBlockId, BlockKey] = {}
-        """the key of each block that was computed"""
+        """the key of each computed block"""
 
     def take(self, count: int) -> tuple[DeviceBlockId, ...]:
-        """Allocate blocks. Their contents are lost."""
+        """Allocate blocks, and remove their keys."""
         blocks = tuple([self._free.popleft() for _ in range(count)])
         for block in blocks:
             self.keys.pop(block, None)
@@ -64,7 +66,7 @@ class CountedBlocks:
 
 
 class Engineless:
-    """One scheduler side. All of its `slots` host slots are ready from the start."""
+    """One scheduler side whose `slots` host slots are ready from the start."""
 
     def __init__(self, slots: int) -> None:
         full = GroupSpec(_GROUP, AttentionKind.FULL, BLOCK_TOKENS)
@@ -73,7 +75,7 @@ class Engineless:
         self.side.reported([TransferReport(Rank(0), (), slots)])
 
     def seen(self, name: str, keys: Sequence[BlockKey]) -> RequestId:
-        """Add a request whose prompt has these whole blocks and one more token."""
+        """Add a request whose prompt has these whole blocks and one more token. Return its id."""
         request = RequestId(name)
         self.side.seen(facts.RequestSeen(request, len(keys) * BLOCK_TOKENS + 1, (tuple(keys),)))
         return request
@@ -82,7 +84,9 @@ class Engineless:
         self.side.ended(facts.RequestEnded(request, 0, ((),)))
 
     def fill(self, draw: random.Random, count: int) -> float:
-        """Store `count` new blocks on the host in place of the oldest; return the longest processor time of 64."""
+        """Store `count` new blocks in place of the oldest blocks. Return the longest processor time for 64
+        blocks.
+        """
         longest = 0.0
         for placed in range(0, count, _AT_ONCE):
             keys = fresh_keys(draw, min(_AT_ONCE, count - placed))
@@ -92,7 +96,7 @@ class Engineless:
         return longest
 
     def put(self, keys: Sequence[BlockKey]) -> None:
-        """Store blocks on the host without the hooks, which would take a hundred times as long."""
+        """Store blocks on the host directly. With the hooks, this would take a hundred times as long."""
         pool = self.side.core.state.pool
         pool.fill(pool.reserve(keys)[0])
 

@@ -1,11 +1,10 @@
-"""Compares prompts that return after a restart: read from our disk, by two tiers below vLLM's connector, or computed.
+"""Compares three ways to serve a prompt again after a restart: from our disk tier, from vLLM's tiers, or by
+computing it.
 
-The tiers are vLLM's `fs` tier and ours.
-
-Every engine is a stock vLLM with the same model and the same host memory, which is too small for all prompts.
-The first engine on a folder serves prompts that do not return, and each returning prompt twice. In each later
-turn, another engine on this folder serves the returning prompts. The folder's files are not in the page
-cache.
+vLLM's own connector runs with its `fs` tier, and with kvoffload's `KVOffloadTier`. Every engine is a stock
+vLLM with the same model and the same host memory, which is too small for all prompts. On each folder, the
+first engine serves prompts that do not return, and serves each returning prompt twice. In each later turn, a
+new engine on this folder serves the returning prompts. The folder's files are not in the page cache.
 """
 
 from __future__ import annotations
@@ -59,14 +58,14 @@ def run(args: argparse.Namespace) -> int:
 @dataclass(frozen=True)
 class Size:
     blocks: int = 64
-    # The factors are tokens, keys and values, layers, heads, the size of a head, and bytes of float32.
+    # tokens, keys and values, layers, heads, head size, and bytes of a float32
     block_bytes: int = engines.BLOCK * 2 * 4 * 8 * 64 * 4
     shape: Mapping[str, int] = field(default_factory=lambda: LARGER)
 
     def transfer(self, name: str, folder: Path) -> dict[str, Any]:
         """Return the engine's option for a connector.
 
-        A prompt fits into a quarter of our host, the share that fetches may fill.
+        Our host memory is four times a prompt, because fetches may fill only a quarter of it.
         """
         from tests.vllm.stock import fs_peer
 
@@ -77,7 +76,7 @@ class Size:
         if name == OURS:
             return {"kv_transfer_config": kv_transfer("KVOffloadConnector", host_bytes=host, **disk)}
         tier: dict[str, object] | None = None
-        if name == TIER:  # it writes every block, as the `fs` tier does
+        if name == TIER:  # `KVOffloadTier` writes every block, as the `fs` tier does
             tier = {"type": "KVOffloadTier", "module_path": "kvoffload_vllm.secondary_tier"}
             tier |= {**disk, "disk_bytes": 4 * host}
         return {"kv_transfer_config": fs_peer.kv_transfer(host, folder, tier)}
@@ -85,7 +84,7 @@ class Size:
 
 @dataclass
 class Side:
-    """A connector, or no connector, with its folder and its results."""
+    """One side of the comparison: the engines on one folder, with or without a connector, and their results."""
 
     name: str
     folder: Path
@@ -96,7 +95,7 @@ class Side:
     read: list[int] = field(default_factory=list)
     written: int = 0
     not_read: int = 0
-    """the number of timed prompts for which the process read too few bytes from the disk"""
+    """for how many timed prompts the process read too few bytes from the disk"""
 
     def fill(self, prompts: Sequence[Prompt], others: Sequence[Prompt]) -> None:
         with self._living() as llm:
@@ -105,12 +104,12 @@ class Side:
                     serve(llm, each)
 
     def return_to(self, prompts: Sequence[Prompt]) -> None:
-        """Run an engine that finds the prompts on the disk.
+        """Run a new engine that finds the prompts on the disk, and record its times and answers.
 
         The engine first serves the most recently used prompt, without timing.
 
         Raises:
-            RuntimeError: a prompt was computed.
+            RuntimeError: a prompt was computed instead.
         """
         forget_pages(self.folder)
         began = moved("read_bytes")
@@ -133,7 +132,7 @@ class Side:
 
     @contextmanager
     def _living(self) -> Iterator[Any]:
-        """Yield a running engine. With our connector, its disk is open."""
+        """Run an engine during the `with` block. With our connector, the disk is open."""
         room = (self.size.blocks + 2) * engines.BLOCK
         options = {
             "num_gpu_blocks_override": 3 * self.size.blocks,
@@ -146,7 +145,7 @@ class Side:
         with (
             patch(
                 "kvoffload_vllm.kv_identity.process_began_ns", time.time_ns
-            ),  # The weights must be older than the engine.
+            ),  # Weights that are newer than the process are refused.
             engines.in_process(self.checkpoint, **options) as llm,
         ):
             serve(llm, [1, 2, 3])
@@ -161,10 +160,14 @@ class Side:
 
 
 def serve(llm: Any, prompt: Prompt) -> tuple[float, tuple[int, ...], int]:
-    """Serve a prompt until all copies have ended; return seconds to first token, tokens, and found tokens.
+    """Serve a prompt until all copies have ended.
 
-    After a step without a forward pass, pause for 1 ms, as vLLM's own loop does. A single process does not
-    use that loop.
+    After a step without a forward pass, pause for 1 ms, as vLLM's engine loop does. Without a separate engine
+    process, this loop does not run.
+
+    Returns:
+        The seconds to the first token, the generated tokens, and the number of prompt tokens that were
+        cached.
     """
     from vllm import SamplingParams
 
@@ -182,7 +185,9 @@ def serve(llm: Any, prompt: Prompt) -> tuple[float, tuple[int, ...], int]:
 
 
 def moved(which: str) -> int:
-    """Return the bytes that this process has read from disks or written to them."""
+    """Return how many bytes this process has read from disks ("read_bytes") or written to them
+    ("write_bytes").
+    """
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(dict(each.split(": ") for each in lines)[which])
 
@@ -192,7 +197,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def forget_pages(folder: Path) -> None:
-    """Remove all files of the folder from the page cache."""
+    """Evict all files of the folder from the page cache."""
     for path in files_in(folder):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -205,7 +210,9 @@ def draw_prompts(size: Size, count: int, seed: int = 0) -> list[list[int]]:
 
 
 def play(root: Path, size: Size, turns: int, count: int) -> list[Side]:
-    """Fill the disks, then run the engines one after the other in each turn, in a different order each turn."""
+    """Fill the disks. Then, in each turn, run a new engine for each side, in an order that changes every
+    turn.
+    """
     checkpoint = checkpoints.make("qwen3", root / "model", **size.shape)
     sides = [Side(name, root / name, checkpoint, size) for name in (NONE, OURS, FS, TIER)]
     prompts = draw_prompts(size, count)

@@ -1,10 +1,10 @@
-"""Compares the time in the scheduler's hooks per step with vLLM's own `SimpleCPUOffloadConnector`.
+"""Compares the time that the scheduler's hooks take per step with that of vLLM's own
+`SimpleCPUOffloadConnector`.
 
 Two equal engines in this process, each with one connector, serve the same prompts and alternate step by step,
-so that other load on the machine affects both. A connector that plans copies only in every n-th step would
-look too good in the median step. So steps are averaged over windows of `WINDOW_STEPS`, and the median window
-counts. Prompts differ in length, so that blocks are completed in every step and not in all requests at the
-same time.
+so that other load on the machine affects both. The result is the median over windows of `WINDOW_STEPS` steps
+of the mean time per step: in the median of single steps, a connector that plans copies only every few steps
+would look too fast. Prompts differ in length, so that some blocks are completed in every step.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ PHASES = {
 }
 WINDOW_STEPS = 16
 TARGET = 0.3
-"""the largest share of the peer's time, with many running requests"""
+"""With many running requests, our hooks may take this share of the peer's time."""
 _MANY = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One phase of one model with a number of running requests.
+    """The results for one phase of one model with one number of running requests.
 
     Args:
         model, running, phase: the model, the number of running requests, and the phase.
-        step_us: for each connector, microseconds per step in each repeat.
+        step_us: for each connector, the microseconds per step in each repeat.
     """
 
     model: str
@@ -57,7 +57,7 @@ class Case:
     step_us: Mapping[str, Sequence[float]]
 
     def lines(self) -> Iterator[Line]:
-        """Yield the time relative to the peer's, and the time."""
+        """Yield our hooks' time relative to the peer's, and our hooks' time."""
         what = f"{PHASES[self.phase]}, {self.running} running, {MODELS[self.model]}"
         target = TARGET if self.running >= _MANY and self.phase != "prefill" else None
         found = ratios(self.step_us[OURS], self.step_us[PEER])
@@ -91,11 +91,14 @@ def measure(
     repeats: int,
     tokens: int,
 ) -> Iterator[Case]:
-    """Measure every model with every number of running requests. Call `find_connectors` first."""
+    """Measure every model with every number of running requests.
+
+    `find_connectors` must have been called before.
+    """
     for model in models:
         with open_riders(model, connectors, max(running)) as riders:
             draw = random.Random(0)
-            _ride(riders, draw_prompts(draw, max(running)), tokens)  # This is a warm-up.
+            _ride(riders, draw_prompts(draw, max(running)), tokens)  # a warm-up
             for count in running:
                 yield from _measure_case(model, riders, count, repeats, tokens, draw)
 
@@ -108,8 +111,7 @@ def _measure_case(
         for name, steps in _ride(riders, draw_prompts(draw, running), tokens).items():
             decode = [step.hook_ns / 1e3 for step in steps if step.requests == step.tokens == running]
             prefill = [step.hook_ns / 1e3 for step in steps if step.tokens > step.requests]
-            # Divide all time in hooks, including steps that only wait for copies, by the number of steps that
-            # compute.
+            # all time in hooks, including steps that only wait for copies, per step that computes
             whole = sum(step.hook_ns for step in steps) / 1e3 / sum(step.tokens > 0 for step in steps)
             gathered["all"].setdefault(name, []).append(whole)
             for phase, times in (("decode", decode), ("prefill", prefill)):
@@ -127,7 +129,7 @@ def _median_window(steps_us: Sequence[float]) -> float:
 
 
 def _ride(riders: Sequence[Rider], prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, list[Step]]:
-    """Serve the same prompts on every engine. The engines step alternately, in alternating order."""
+    """Serve the same prompts on every engine, step by step in alternating order. Return each engine's steps."""
     steps: dict[str, list[Step]] = {rider.name: [] for rider in riders}
     for rider in riders:
         rider.ask(prompts, tokens)

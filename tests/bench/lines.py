@@ -1,8 +1,8 @@
-"""The results of benches as lines.
+"""The results of a bench, as lines.
 
 A line says what was measured, and has a median with its interval, the target, and whether the median meets
-the target. A bench prints its lines as a table or JSON, and saves them if requested. README.md shows the
-headlines of saved results.
+it. A bench prints its lines as a table or JSON, and saves them if requested. README.md shows the headlines of
+saved results.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Line:
 
     @property
     def found(self) -> str:
-        """Return the median and its interval as a table shows them."""
+        """The median and its interval, as a table shows them."""
         shown = f"{_digits(self.median)}{self.unit}"
         if self.low is None or self.high is None:
             return shown
@@ -63,7 +63,7 @@ def line(
     at_least: float | None = None,
     at_most: float | None = None,
 ) -> Line:
-    """Return the median of the samples and its 95 % interval, and compare the median with the target."""
+    """Return a line with the median of the samples, its 95 % interval, and the comparison with the target."""
     middle, target, is_met = statistics.median(samples), "", None
     low, high = (one if math.isfinite(one) else None for one in median_interval(samples))
     if at_least is not None:
@@ -74,17 +74,17 @@ def line(
 
 
 def ratios(mine: Iterable[float], others: Iterable[float]) -> list[float]:
-    """Return each of `mine` divided by the number in `others` at the same index."""
+    """Divide each of `mine` by the number at the same index in `others`."""
     return [one / other for one, other in zip(mine, others, strict=True)]
 
 
 def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Return the two samples that enclose the median with at least this confidence.
+    """Return two samples that enclose the median of the distribution with at least this confidence.
 
-    The number of samples below the median has the distribution of heads in as many coin tosses. So the k-th
-    of n ordered samples from either end enclose the median, unless there are fewer than k heads or fewer than
-    k tails. The narrowest such pair is returned. With too few samples (fewer than 6 for 95 %), the interval
-    is infinite.
+    Each sample is below the true median with a probability of one half, like a coin toss. The k-th smallest
+    and the k-th largest sample enclose the median, unless fewer than k samples are on one of its sides. The
+    narrowest sufficient pair is returned. With too few samples (fewer than 6 for 95 %), the interval is
+    infinite.
     """
     ordered = sorted(samples)
     count = len(ordered)
@@ -146,11 +146,11 @@ HEADLINES: Mapping[str, Sequence[str]] = {
         "a slot's memory, every block replaced twice, 1,000,000 slots",
     ),
 }
-"""the lines of each bench that README.md shows"""
+"""README.md shows these lines of each bench."""
 
 
 def markdown(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table for each machine with the headlines of saved results.
+    """Return the headlines of saved results, as one table per machine.
 
     Raises:
         KeyError: a result lacks a headline.

@@ -1,9 +1,9 @@
-"""Measures the Python memory of host slots, and the start-up time with many slots.
+"""Measures how much memory Python needs per host slot, and how long an engine with many slots takes to start.
 
-Each number of slots runs in a separate process. The process's resident memory is read before the scheduler's
-side is made, when its slots are full, and after every block was replaced twice: dicts with deletions need
-more memory than dicts without, and are sometimes rebuilt. The memory includes the blocks' keys, because
-nothing else refers to a key after the request's end.
+Each number of slots is measured in a separate process. Its resident memory is read before the scheduler's
+side is created, when all slots are full, and after every block was replaced twice: dicts with deletions need
+more memory and are sometimes rebuilt. The memory includes the blocks' keys, because nothing else refers to a
+key after its request has ended.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kvoffload.cli.exits import CommandError
 from tests.bench.engineless import Engineless
 from tests.bench.lines import Line, line
 
-_TARGETS_AT = 1_000_000  # The targets apply to this number of slots.
-_REPLACED = 2  # The first round grows the dicts, the second round rebuilds them.
+_TARGETS_AT = 1_000_000  # the targets apply only to this number of slots
+_REPLACED = 2  # the first round lets the dicts grow, and the second makes Python rebuild them
 _ROOT = Path(__file__).resolve().parents[2]
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -33,9 +33,9 @@ class Memory(NamedTuple):
     """The result for one number of slots.
 
     Args:
-        start_s: seconds until the scheduler's side has all its slots.
-        full, churned: resident bytes per slot, when all slots are full and after each block was replaced
-            twice.
+        start_s: the seconds until all slots are ready.
+        full: resident bytes per slot when all slots are full.
+        churned: resident bytes per slot after each block was replaced twice.
         longest_put_s: the longest processor time for storing 64 blocks.
     """
 
@@ -46,10 +46,10 @@ class Memory(NamedTuple):
 
 
 def measure(slots: Sequence[int]) -> Iterator[Line]:
-    """Measure each number of slots.
+    """Measure each number of slots in a separate process.
 
     Raises:
-        CommandError: a process ended without an answer, for example because it got no memory.
+        CommandError: a process ended without a result, for example because it ran out of memory.
     """
     for count in slots:
         found, what = _in_a_process(count), f", {count:,} slots"
@@ -68,11 +68,11 @@ def resident_bytes() -> int:
 
 
 def fill(slots: int) -> Memory:
-    """Measure in this process. The process must be new, because reused memory would hide growth."""
+    """Measure in this process. The process must be new, because reused memory would hide the growth."""
     draw = random.Random(0)
-    Engineless(16).put([])  # This imports everything, and creates objects that exist once.
+    Engineless(16).put([])  # import everything, and create the objects that are shared by all sides
     gc.collect()
-    gc.disable()  # An idle engine does not collect garbage either.
+    gc.disable()  # the collector does not run in an idle engine either
     before = resident_bytes()
     begun = time.perf_counter()
     rig = Engineless(slots)

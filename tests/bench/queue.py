@@ -1,9 +1,11 @@
-"""Measures the time that waiting requests add to each step, compared with vLLM's `OffloadingConnector`.
+"""Measures how much time waiting requests add to each step, compared with vLLM's `OffloadingConnector`.
 
-Some requests decode while many wait. Our connector runs in its own engine. Without a GPU only the peer's
-scheduler side can run. It follows an engine without a connector, receives each request, and makes a plan in
-each step; its stores end at once. The model has sliding windows, so both connectors must notice blocks that
-left a window and were allocated again. The peer searches all of its requests for such blocks.
+Some requests decode while many wait. The model has sliding windows, so both connectors must notice blocks
+that left a window and were allocated again. The peer searches all of its requests for such blocks.
+
+Our connector runs in its own engine. The peer's worker side needs a GPU, so only its scheduler side runs. It
+follows an engine without a connector: it receives each request and plans in each step, and its stores end at
+once.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from tests.bench.vllm_engines import (
 
 RUNNING = 16
 FEW = 10
-_STEPS = 64  # In this many steps, each running request completes two blocks.
+_STEPS = 64  # each running request completes two blocks in so many steps
 _WAITING_TOKENS = 64
 _PEER = "OffloadingConnector"
 _PEER_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(waiting: Sequence[int], pairs: int) -> Iterator[Line]:
-    """Measure each number of waiting requests with our connector and, if this vLLM has it, with the peer."""
+    """Measure our connector, and the peer if this vLLM has it, with each number of waiting requests."""
     import torch
 
     prepare_process(torch.cuda.is_available())
@@ -72,7 +74,7 @@ def _measure(waiting: Sequence[int], pairs: int) -> Iterator[Line]:
         for rider in riders[1:]:
             rider.follow(_peers_side, _all_ended)
         for rider in riders:
-            _steps_us(rider, FEW, draw)  # This is a warm-up.
+            _steps_us(rider, FEW, draw)  # a warm-up
         for count in waiting:
             yield from _measure_case(riders, count, pairs, draw)
 
@@ -94,7 +96,9 @@ def _measure_case(riders: Sequence[Rider], waiting: int, pairs: int, draw: rando
 
 
 def _steps_us(rider: Rider, waiting: int, draw: random.Random) -> float:
-    """Return the mean microseconds in hooks per step, while all running requests decode and `waiting` requests wait."""
+    """Return the mean microseconds in hooks per step while `RUNNING` requests decode and `waiting` requests
+    wait.
+    """
     names = rider.ask(draw_prompts(draw, RUNNING), 2 * _STEPS)
     took: list[float] = []
     names += rider.ask([draw.choices(range(2, VOCABULARY), k=_WAITING_TOKENS) for _ in range(waiting)], 1)
@@ -109,7 +113,7 @@ def _steps_us(rider: Rider, waiting: int, draw: random.Random) -> float:
 
 
 def _peers_side(vllm_config: Any, kv_cache_config: Any) -> Any:
-    """Return the scheduler's side of vLLM's `OffloadingConnector` for an engine without this connector."""
+    """Return the scheduler side of vLLM's `OffloadingConnector`, for an engine that runs without a connector."""
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
@@ -122,7 +126,7 @@ def _peers_side(vllm_config: Any, kv_cache_config: Any) -> Any:
 
 
 def _all_ended(plan: Any) -> Any:
-    """Return a report to the peer that all stores of a plan have ended."""
+    """Return the report that all stores of the peer's plan have ended."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
     from vllm.v1.outputs import KVConnectorOutput
 

@@ -1,9 +1,10 @@
-"""Compares the remote tier with the store's own client, and measures engines that share a store, also while it hangs.
+"""Compares the remote tier with the store's own client, and measures engines that share a store, also while
+it hangs.
 
-The stores run on this machine from their wheels: a Mooncake master with one node, and SeaweedFS as an S3
-server. Each repeat moves the same bytes in both directions, first by the store's own client and then through
-the tier, so that other load on the machine affects both (`remote_rig.py`). Every byte is compared before the
-measurement. `remote_engines.py` measures the engines.
+The stores run on this machine: a Mooncake master with one node, and SeaweedFS as an S3 server. Each repeat
+writes and reads the same bytes, first with the store's own client and then through the tier, so that other
+load on the machine affects both (`remote_rig.py`). Before the measurement, every byte is compared.
+`remote_engines.py` measures the engines.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.bench.remote_rig import REGIONS, BucketClient, MooncakeClient, TierWa
 from tests.bench.results import add_output_arguments, give_out
 
 _GOAL, _GOAL_FROM_KIB = 0.7, 1024
-# The memory of a Mooncake node, as a multiple of a repeat's bytes, and its least size in bytes.
+# A Mooncake node has `_SPACE` times the bytes of a repeat, and at least `_LEAST_SPACE` bytes.
 _SPACE, _LEAST_SPACE = 4, 2**28
 
 
@@ -66,7 +67,7 @@ def _measure(args: argparse.Namespace) -> Iterator[Line]:
 def _copies(
     store: str, server: LocalMooncake | LocalBucket, block_kib: int, size: int, repeats: int
 ) -> Iterator[Line]:
-    """Put and get `size` bytes of blocks in each repeat, by the client and through the tier."""
+    """In each repeat, put and get `size` bytes of blocks, with the client and through the tier."""
     with ExitStack() as closing, Rig(block_kib * 1024 // REGIONS, size, regions=REGIONS) as rig:
         client = (MooncakeClient if isinstance(server, LocalMooncake) else BucketClient)(server, rig)  # type: ignore[arg-type]
         closing.callback(client.close)

@@ -1,12 +1,13 @@
-"""Engines that share a store: the second engine's gain, the cost in hooks, and the cost while the store hangs.
+"""Measures engines that share a store: what a second engine gains, and what the store costs, also while it
+hangs.
 
 * A second engine serves prompts whose blocks another engine has written to the store. It alternates with an
-  engine that computes the same prompts.
-* Four engines take turns in serving conversations larger than the host: without a store, with an empty store
-  that is never written, with a working store, and with a dead store.
-* An engine serves a ring of prompts that fits neither its device nor its host, so that each prompt is fetched
-  from the store. The bench counts tokens per second before, while and after the process with the values is
-  stopped.
+engine that computes the same prompts.
+* Four engines alternate. They play conversations that do not fit in host memory: without a store, with a
+store that is never used, with a working store, and with a dead store.
+* An engine serves a ring of prompts that fits neither on the device nor on the host, so that each prompt is
+fetched from the store. The process with the values is then stopped. The bench counts tokens per second
+before, during and after the stop.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ LocalStore: TypeAlias = LocalMooncake | LocalBucket
 _NODE_BYTES = 2**29
 _ANSWER = 4
 _RING, _RING_TOKENS, _CLIENTS = 32, 320, 2
-_HOST_SHARE = 3  # A quarter of this share has room for a prompt of each client.
-_FLOAT_BYTES = 4  # The engine's KV has numbers of this many bytes.
+# The host has room for a third of the ring, and fetches may fill a quarter of that: one prompt per client.
+_HOST_SHARE = 3
+_FLOAT_BYTES = 4  # the engine's KV has float32 numbers
 
 
 def measure_engines(args: argparse.Namespace) -> Iterator[Line]:
@@ -64,7 +66,7 @@ def measure_engines(args: argparse.Namespace) -> Iterator[Line]:
 
 
 async def _second_engine(name: str, server: LocalStore, args: argparse.Namespace) -> list[Line]:
-    """Let one engine write prompts to the store, and measure another engine that starts with these prompts."""
+    """Let one engine write prompts to the store, and measure a second engine that serves these prompts."""
     tokens = 1280 if args.model == "small" else 512
     options = DemoOptions(
         conversations=args.conversations,
@@ -105,10 +107,10 @@ async def _second_engine(name: str, server: LocalStore, args: argparse.Namespace
 
 
 async def _hooks(kind: str) -> list[Line]:
-    """Measure hooks without a store, with an idle store, with a working store, and with a dead store."""
+    """Measure the time in hooks without a store, and with an idle, a working and a dead store."""
     async with AsyncExitStack() as opened:
-        # The dead store starts first. An engine reads a bucket's endpoint from the environment, and the
-        # working store later replaces the endpoint there.
+        # Start the dead store first: engines read a bucket's endpoint from the environment, and the working
+        # store replaces it there.
         dies = opened.enter_context(local_store(kind, _NODE_BYTES))
         dead = await opened.enter_async_context(served(OUTGROWS, {**HOST, "remote_url": dies.url}))
         dies.close()
@@ -138,16 +140,15 @@ async def _hooks(kind: str) -> list[Line]:
 async def _without_a_store(args: argparse.Namespace) -> float:
     options = _ring_options(args)
     async with served(options, {"host_bytes": _ring_host(options)}) as (engine, _), _ring(engine) as tokens:
-        await _rate(tokens, args.seconds)  # This is a warm-up.
+        await _rate(tokens, args.seconds)  # a warm-up
         return await _rate(tokens, args.seconds)
 
 
 async def _hanging(server: LocalStore, args: argparse.Namespace) -> tuple[float, float, float]:
-    """Stop the process with the values for a while.
+    """Stop the process that has the values for a while.
 
     Returns:
-        The tokens per second of an engine that uses the store, before the stop, during the stop, and
-        afterwards.
+        Tokens per second of an engine that uses the store: before, during and after the stop.
     """
     process = server.node if isinstance(server, LocalMooncake) else server.server
     options = _ring_options(args)
@@ -158,7 +159,7 @@ async def _hanging(server: LocalStore, args: argparse.Namespace) -> tuple[float,
             "half the ring to be fetched",
             lambda: moved(side, "remote", "load") >= _RING * _RING_TOKENS // 16 // 2,
         )
-        await _rate(tokens, 1)  # This waits for the beginning of a second.
+        await _rate(tokens, 1)  # wait for the start of a second
         before = await _rate(tokens, args.seconds)
         suspend(process)
         meanwhile = await _rate(tokens, args.seconds)
@@ -173,7 +174,7 @@ def _ring_options(args: argparse.Namespace) -> DemoOptions:
 
 
 def _ring_host(options: DemoOptions) -> int:
-    """Return the bytes of a host with room for a part of the ring."""
+    """Return the bytes of a host that has room for only a part of the ring."""
     model = engine_config(options).model
     token_bytes = 2 * model.layers * model.kv_heads * model.head_dim * _FLOAT_BYTES
     return _RING * _RING_TOKENS * token_bytes // _HOST_SHARE
@@ -181,7 +182,9 @@ def _ring_host(options: DemoOptions) -> int:
 
 @asynccontextmanager
 async def _ring(engine: Engine) -> AsyncIterator[list[int]]:
-    """Let clients serve a ring of prompts. The yielded list receives the tokens of each second."""
+    """Let clients serve a ring of prompts. Each second appends an item to the yielded list: the tokens of
+    that second.
+    """
     prompts, tokens, now = (
         itertools.cycle(_prompts(_RING, _RING_TOKENS)),
         [0],
@@ -212,7 +215,11 @@ async def _ring(engine: Engine) -> AsyncIterator[list[int]]:
 
 
 async def _rate(tokens: list[int], seconds: int) -> float:
-    """Return the tokens per second, counted from the current second on; raise CommandError if no token was computed."""
+    """Return the mean tokens per second over the next `seconds`, including the current second.
+
+    Raises:
+        CommandError: no token was computed.
+    """
     first = len(tokens) - 1
     while len(tokens) <= first + seconds:  # noqa: ASYNC110  # a list has no event for it
         await asyncio.sleep(0.01)
@@ -237,5 +244,5 @@ async def _first_token_s(engine: Engine, prompt: list[int]) -> float:
 
 
 def _prompts(count: int, tokens: int) -> list[list[int]]:
-    draw = random.Random(1)  # The warm-up's seed would give the same first prompt.
+    draw = random.Random(1)  # not the warm-up's seed, because its first prompt would be the same
     return [draw.choices(range(256), k=tokens) for _ in range(count)]

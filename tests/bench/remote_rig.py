@@ -1,8 +1,7 @@
-"""Two ways to transfer the same bytes: through the remote tier, and with the store's own client.
+"""Two ways to write and read the same bytes: through the remote tier, and with the store's own client.
 
-The tier uses `BlockingCalls` and `RemoteMover` between scattered host slots and the store, with checksums.
-The store's own client copies memory that it has registered. Both use the same number of threads and the same
-sizes of values and batches.
+The tier copies between scattered host slots and the store, with checksums. The store's own client copies
+memory that it has registered. Both use the same number of threads, and values and batches of the same size.
 """
 
 from __future__ import annotations
@@ -39,31 +38,31 @@ if TYPE_CHECKING:
     from kvoffload.remote.local import LocalBucket
     from tests.bench.copy_rig import Rig
 
-TIMEOUT_S = 60.0  # This is long enough to measure a slow call.
+TIMEOUT_S = 60.0  # long enough to measure a slow call
 _KEY_BYTES = 33
-_POLL_S = 1e-3  # Shorter pauses would take processor time from the threads.
+_POLL_S = 1e-3  # with shorter pauses, polling would slow the threads down
 REGIONS = 8
 
 
 class Way(Protocol):
-    """A way to transfer the bytes of a repeat."""
+    """One way to write and read the bytes of a repeat."""
 
     def put(self) -> None:
         pass
 
     def get(self) -> None:
-        """Read the bytes of the last `put`."""
+        """Read the bytes that the last `put` wrote."""
 
     def close(self) -> None:
         pass
 
 
 class TierWay:
-    """Transfers through the tier, from and to scattered slots of a rig.
+    """Writes and reads through the tier, from and to scattered slots of a rig.
 
     Args:
         url: the store's URL.
-        rig: the host memory, and the number of blocks.
+        rig: has the host memory, and determines the number of blocks.
     """
 
     def __init__(self, url: str, rig: Rig) -> None:
@@ -95,7 +94,11 @@ class TierWay:
         self._job(Direction.LOAD)
 
     def check(self) -> None:
-        """Put, clear the slots, get, and compare; raise CommandError if a byte differs."""
+        """Put, clear the slots, get, and compare.
+
+        Raises:
+            CommandError: a byte differs.
+        """
         self.put()
         pages = [page for slot in self._slots for page in self._rig.arena.pages(slot)]
         before = [page.tobytes() for page in pages]
@@ -122,7 +125,7 @@ class TierWay:
 
 
 class ClientWay(ABC):
-    """The store's own client, called in batches by as many threads as the tier has.
+    """Writes and reads with the store's own client, in batches, on as many threads as the tier has.
 
     Args:
         rig: determines the size and number of blocks.
@@ -176,7 +179,9 @@ class ClientWay(ABC):
 
 
 class MooncakeClient(ClientWay):
-    """Uses a separate connection. `clear` empties the whole store, so the store must have no other user."""
+    """Uses a separate connection to Mooncake. `clear` empties the whole store, so the store must have no
+    other user.
+    """
 
     def __init__(self, server: LocalMooncake, rig: Rig) -> None:
         super().__init__(rig)
@@ -212,7 +217,9 @@ class MooncakeClient(ClientWay):
 
 
 class BucketClient(ClientWay):
-    """Uses a separate connection. As in the tier, a batch is one object, and a get reads ranges of this object."""
+    """Uses a separate connection to the bucket. A batch is one object, as in the tier, and a get reads ranges
+    of it.
+    """
 
     def __init__(self, server: LocalBucket, rig: Rig) -> None:
         import obstore

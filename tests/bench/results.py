@@ -1,4 +1,4 @@
-"""Prints the lines of a bench as a table or JSON, and saves them to a file per bench and machine."""
+"""Prints the lines of a bench as a table or JSON, and saves them to one file per bench and machine."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def give_out(
     measuring: Iterable[Line],
     *packages: str,
 ) -> int:
-    """Run a bench, print its lines, and save them if requested; return the exit code.
+    """Run a bench, print its lines, and save them if requested. Return the exit code.
 
     Args:
         name: the bench's name.
-        args: the options of `add_output_arguments`.
-        method: the method, in a sentence.
+        args: the options that `add_output_arguments` defines.
+        method: a sentence that describes the method.
         measuring: yields the lines.
-        packages: further distributions whose versions are recorded.
+        packages: distributions whose versions are recorded too.
 
     Raises:
         CommandError: the bench cannot run, or a file cannot be written.
@@ -62,14 +62,14 @@ def give_out(
     else:
         about_text = ", ".join(f"{key} {value}" for key, value in about.items())
         print("\n".join([about_text, method, "", *table(lines)]))
-    # Saved last, so that the results are on the screen even if the file cannot be written.
+    # Save last: if the file cannot be written, the results are at least on the screen.
     if args.save is not None:
         say(f"written: {_save(name, result, args.save)}")
     return Exit.OK
 
 
 def _options(args: argparse.Namespace) -> dict[str, object]:
-    """Return the bench's options without paths, which depend only on the machine."""
+    """Return the bench's options except paths, which differ between machines."""
     hidden = ("json", "save")
     return {
         name: value
@@ -79,10 +79,10 @@ def _options(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _machine(*packages: str) -> dict[str, object]:
-    """Return the facts on which the results depend: the GPU, the processor, its current load, and versions.
+    """Return the facts on which the results depend: GPU, processor, current load, and versions.
 
     Args:
-        packages: further distributions whose versions are recorded, if they are installed.
+        packages: distributions whose versions are recorded too, if they are installed.
     """
     found: dict[str, object] = {}
     if torch.cuda.is_available():
@@ -102,7 +102,8 @@ def _save(name: str, result: Mapping[str, object], folder: Path) -> Path:
         folder: created if it is missing.
 
     Raises:
-        CommandError: the file cannot be written, or is larger than 30 kB. A bench saves sums and no samples.
+        CommandError: the file cannot be written, or is larger than 30 kB. Results must not contain single
+            samples.
     """
     about = result["machine"]
     assert isinstance(about, Mapping)
@@ -122,7 +123,9 @@ def _save(name: str, result: Mapping[str, object], folder: Path) -> Path:
 
 
 def _slug(about: Mapping[str, object]) -> str:
-    """Return a machine's GPU, or else its processor and cores, as a part of a file name."""
+    """Return the part of a file name that stands for a machine: its GPU, or its processor and number of
+    cores.
+    """
     named = about.get("gpu") or f"{about['cpu']} {about['cores']} cores"
     plain = re.sub(r"\((r|tm)\)|processor|cpu|@", " ", str(named).lower())
     return _NOT_IN_NAMES.sub("-", plain).strip("-")

@@ -1,13 +1,12 @@
-"""Measures offloading's cost and benefit in a stock vLLM, compared with vLLM's `SimpleCPUOffloadConnector`.
+"""Measures what offloading costs and gains in a stock vLLM, compared with vLLM's `SimpleCPUOffloadConnector`.
 
-Engines without a connector, with our connector and with the peer run in one process. They take turns, each on
-the same prompts, so that other load on the machine affects all of them.
+Three engines run in one process: without a connector, with our connector, and with the peer. They take turns
+with the same prompts, so that other load on the machine affects all of them.
 
-* Prompts that never repeat: throughput, relative to an engine without a connector. An engine's time ends when
-  it has no work left, including copies.
-* Returning turns: conversations need four times the device's cache, so the device has evicted each
-  conversation before its next turn. The bench compares the time to first token with recomputing and with the
-  peer.
+* Prompts that never repeat: the throughput, relative to the engine without a connector. An engine's time
+includes its copies.
+* Returning turns: the conversations need four times the device's cache, so the device has evicted each
+conversation before its next turn. The time to first token is compared with recomputing and with the peer.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ _CACHE_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The model and its prompts.
+    """A model and the sizes of its prompts.
 
     Args:
-        model: the model in words.
+        model: a description of the model.
         shape: the model's configuration.
-        prompt_tokens: tokens of a conversation's first prompt.
-        turn_tokens: tokens that each turn adds to the prompt.
+        prompt_tokens: the tokens of a conversation's first prompt.
+        turn_tokens: the tokens that each turn adds to the prompt.
         options: vLLM's options.
     """
 
@@ -61,7 +60,7 @@ class Workload:
 
 ON_CPU = Workload(
     "a tiny Qwen3",
-    {  # Computing a prompt takes longer than scheduling it.
+    {  # large enough that computing a prompt takes longer than scheduling it
         "hidden_size": 256,
         "intermediate_size": 512,
         "num_attention_heads": 4,
@@ -91,7 +90,7 @@ ON_GPU = Workload(
         "enforce_eager": False,
         "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
         "max_num_batched_tokens": 8192,
-        "gpu_memory_utilization": 0.2,  # each engine's share
+        "gpu_memory_utilization": 0.2,  # each of up to four engines may use this share
         "kv_cache_memory_bytes": 8 << 30,
     },
 )
@@ -123,7 +122,7 @@ def _measure(
 ) -> Iterator[Line]:
     longest = work.prompt_tokens + TURNS * work.turn_tokens
     needed = conversations * (longest // BLOCK)
-    # One more block, because the null block is never used.
+    # one block more than needed, because the null block is never used
     blocks = max(needed // _CACHE_SHARE, AT_ONCE * (longest // BLOCK + 1)) + 1
     options = {"num_gpu_blocks_override": blocks, "max_model_len": longest, **work.options}
     draw = random.Random(0)
@@ -136,7 +135,7 @@ def _measure(
 
 
 def _throughput(rates: Mapping[str, Sequence[float]], vllm: str) -> Iterator[Line]:
-    """Yield the results for prompts that never repeat, from the tokens per second of each connector."""
+    """Yield the lines for prompts that never repeat. `rates` has each connector's tokens per second."""
     what = f"throughput on prompts that never repeat, {vllm}"
     for name, found in rates.items():
         if name != PLAIN:
@@ -146,7 +145,7 @@ def _throughput(rates: Mapping[str, Sequence[float]], vllm: str) -> Iterator[Lin
 
 
 def _first_tokens(first_ms: Mapping[str, Sequence[float]], working_set: str) -> Iterator[Line]:
-    """Yield the results for returning turns, from the milliseconds of each connector."""
+    """Yield the lines for returning turns. `first_ms` has each connector's milliseconds to first token."""
     first = f"first token of returning turns, {working_set}"
     for name, found in first_ms.items():
         if name != PLAIN:
@@ -174,7 +173,9 @@ def _never_repeating(
 def _returning(
     work: Workload, riders: Sequence[Rider], conversations: int, draw: random.Random
 ) -> dict[str, list[float]]:
-    """Run every conversation's turns, round by round. Each turn's prompt continues the previous turn."""
+    """Run all conversations round by round; each prompt continues the conversation. Return milliseconds to
+    first token.
+    """
     first_ms: dict[str, list[float]] = {rider.name: [] for rider in riders}
     prompts = [_tokens(draw, work.prompt_tokens) for _ in range(conversations)]
     for turn in range(TURNS):

@@ -1,4 +1,4 @@
-"""Runs each bench with its smallest settings and checks its lines. tests/vllm has the tests of benches on vLLM."""
+"""Runs each bench with its smallest settings. tests/vllm tests the benches that need vLLM."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ def test_a_bench_measures_and_prints_its_lines(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # The bench measures the disk of the current folder.
+    monkeypatch.chdir(tmp_path)  # this bench measures the disk of the current folder
     assert main([*command.split(), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert [line["median"] > 0 for line in printed["lines"]] == [True] * lines
     assert not list(tmp_path.iterdir())
 
 
-def test_an_index_is_opened_as_an_engine_does(tmp_path: Path) -> None:
+def test_the_opening_of_an_index_is_measured(tmp_path: Path) -> None:
     assert all(line.median > 0 for line in opening(tmp_path, 10_000, 1))
 
 
 def break_copies(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[CopyRuns], None]) -> None:
-    """Make `spoil` alter the bytes of each copy that has ended."""
+    """Make the host copier call `spoil` after each copy, to alter the copied bytes."""
 
     def copy(runs: CopyRuns) -> None:
         host_copier.copy_by_memmove(runs)
@@ -79,7 +79,7 @@ def last_byte(runs: CopyRuns) -> None:
 
 
 def byte_behind(runs: CopyRuns) -> None:
-    """Flip a byte behind a written page, in a page that the copy does not write."""
+    """Flip a byte after a written page, in a page that the copy did not write."""
     flip(int(np.setdiff1d(runs.target + PAGE, runs.target)[0]))
 
 
@@ -96,7 +96,7 @@ def test_a_copy_that_moves_a_wrong_byte_is_not_timed(
         rig.check(way)
 
 
-def test_a_load_of_wrong_bytes_is_not_timed_behind_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_of_wrong_bytes_during_stores_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     spoilt: list[CopyRuns] = []
 
     def once(runs: CopyRuns) -> None:
@@ -124,7 +124,7 @@ def test_wrong_bytes_from_the_disk_are_not_timed(
 
 
 @pytest.mark.full
-def test_the_core_finds_in_a_trace_what_is_worked_out_on_paper(tmp_path: Path) -> None:
+def test_the_core_finds_the_tokens_of_a_trace_that_the_simple_model_finds(tmp_path: Path) -> None:
     draws, path, new = random.Random(1), tmp_path / "trace.jsonl", iter(range(1, 10_000))
     talks = [[0] for _ in range(12)]
     rows = []
@@ -162,9 +162,7 @@ def test_the_median_meets_a_target_or_misses_it(
 
 
 @pytest.mark.parametrize(("count", "rank"), [(6, 1), (8, 1), (9, 2), (20, 6), (40, 14)])
-def test_an_interval_lies_between_the_samples_that_the_binomial_distribution_gives(
-    count: int, rank: int
-) -> None:
+def test_the_ends_of_an_interval_follow_the_binomial_distribution(count: int, rank: int) -> None:
     assert median_interval(list(range(count, 0, -1))) == (rank, count + 1 - rank)
     assert median_interval([1.0] * 5) == (-math.inf, math.inf)
 

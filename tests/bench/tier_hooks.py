@@ -1,4 +1,4 @@
-"""Measures the time that a lower tier adds to the scheduler's hooks."""
+"""Measures how much time a lower tier adds to the scheduler's hooks."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Served: TypeAlias = "tuple[Engine, SchedulerSide]"
 OUTGROWS = DemoOptions(
     conversations=12, turns=10, first_tokens=384, turn_tokens=96, answer_tokens=24, model="tiny"
 )
-"""conversations larger than a host of the size `HOST`"""
+"""Conversations that do not fit in `HOST`."""
 HOST: Mapping[str, object] = {"host_bytes": "18MiB"}
 NEVER = 2**30
-"""so many hits before a block is written that the tier never writes"""
+"""A minimum number of hits that no block reaches, so that nothing is written to the tier."""
 _PATIENCE_S = 120.0
 
 
 @asynccontextmanager
 async def served(options: DemoOptions, settings: Mapping[str, object]) -> AsyncIterator[Served]:
-    """Yield an engine whose host memory is ready and whose lower tiers can be used."""
+    """Run an engine during the `with` block. Its host memory is ready, and its lower tiers can be used."""
     plugin = load_plugin(PLUGIN)
     async with Engine(engine_config(options, settings), plugin) as engine:
         side: SchedulerSide | None = getattr(plugin, "offload", None)
@@ -55,10 +55,10 @@ def _has_its_memory(side: SchedulerSide) -> bool:
 
 
 async def until(engine: Engine | None, what: str, holds: Callable[[], bool]) -> None:
-    """Wait for a condition, and step an engine that has no requests.
+    """Wait for a condition. Step the engine meanwhile, if there is one.
 
     Raises:
-        CommandError: the wait takes too long; the message contains `what`.
+        CommandError: the condition did not hold in time. The message contains `what`.
     """
     now = asyncio.get_running_loop().time
     end = now() + _PATIENCE_S
@@ -71,12 +71,14 @@ async def until(engine: Engine | None, what: str, holds: Callable[[], bool]) -> 
 
 
 def moved(side: SchedulerSide, tier: str, way: str) -> float:
-    """Return the number of blocks copied to a tier (`way` "store") or from it ("load")."""
+    """Return how many blocks were copied to a tier (`way` is "store") or from it ("load")."""
     return side.counters.snapshot().count("kvoffload_tier_blocks_total", tier, way, "done")
 
 
 async def hook_seconds(engines: Mapping[str, Served]) -> dict[str, list[float]]:
-    """Play the rounds of `OUTGROWS` on one engine after the other; return each engine's seconds in hooks, by round."""
+    """Play each round of `OUTGROWS` on every engine, one engine after the other. Return each engine's seconds
+    in hooks, by round.
+    """
     conversations = make_conversations(OUTGROWS)
     players: dict[str, Player] = {}
     for name, (engine, _) in engines.items():

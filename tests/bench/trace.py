@@ -1,11 +1,12 @@
-"""Counts the prompt tokens of a production trace that each tier finds, with a simple model and the real core.
+"""Counts how many prompt tokens of a production trace each tier finds, with a simple model and with the real
+core.
 
 A trace is a file of JSON lines with `timestamp` (milliseconds), `input_length` (tokens) and `hash_ids`, one
 hash for each 512 tokens of the prompt. Equal hashes mean equal prefixes. Mooncake publishes such traces.
 
 In the simple model, a tier is a table of keys in the order of use. The real core receives the same requests
-with the same capacities; its copies end at once and copy nothing. The trace shows an answer's keys only when
-a later prompt contains them.
+with the same capacities; its copies end at once and copy nothing. The keys of an answer are unknown, unless a
+later prompt contains them.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from tests.bench.results import add_output_arguments, give_out
 from tests.keys import block_key
 
 BLOCK_TOKENS = 512
-_BATCH = 64  # One call to the store reads or writes this many keys.
+_BATCH = 64  # one call to the store reads or writes up to this many keys
 _GROUP = GroupSpec(GroupId(0), AttentionKind.FULL, BLOCK_TOKENS)
 _DEVICE_BLOCKS = 4096
-# The core serves only a part of the trace, because each block costs it time.
+# The real core serves only a part of the trace, because it is slower than the simple model.
 _CORE_ENGINES, _CORE_REQUESTS = 64, 4000
 _MANY = 1000
 _GBIT = 1e9 / 8
@@ -52,14 +53,14 @@ class Prompt(NamedTuple):
 
     @property
     def most_blocks(self) -> int:
-        """Return the largest number of blocks of a hit. One token must be computed."""
+        """The largest number of blocks that a hit can have: at least one token must be computed."""
         return (self.tokens - 1) // BLOCK_TOKENS
 
 
 class Tiers(NamedTuple):
-    """The capacities of the tiers in blocks.
+    """The capacities of the tiers, in blocks.
 
-    A block is written to the remote tier after `share_after` hits. None means no remote tier.
+    A block is written to the remote tier after `share_after` hits. None means that there is no remote tier.
     """
 
     name: str
@@ -94,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_trace(path: Path) -> Iterator[Prompt]:
-    """Yield a trace's requests.
+    """Yield the requests of a trace.
 
     Raises:
         CommandError: the file cannot be read, or is not a trace.
@@ -129,7 +130,7 @@ def route(prompts: Sequence[Prompt], engines: int, *, is_sticky: bool) -> list[i
 
 
 class PaperEngine:
-    """The simple model of an engine's tiers: tables of keys.
+    """The simple model of one engine's tiers.
 
     Args:
         tiers: the capacities.
@@ -139,13 +140,13 @@ class PaperEngine:
     def __init__(self, tiers: Tiers, store: set[BlockKey]) -> None:
         self._tiers = tiers
         self._store = store
-        # The value is how often the key was found again.
+        # How often each block on the host was found again, by key.
         self._host: OrderedDict[BlockKey, int] = OrderedDict()
         self._disk: OrderedDict[BlockKey, None] = OrderedDict()
         self.count: Counter[str] = Counter()
 
     def serve(self, prompt: Prompt) -> None:
-        """Look a prompt up, and keep all of its blocks."""
+        """Look a prompt up, count what was found, and store all of its blocks."""
         count, found = self.count, 0
         asked = [key for key in prompt.keys if key not in self._host and key not in self._disk]
         count["asked"] += len(asked) if self._tiers.share_after is not None else 0
@@ -167,7 +168,7 @@ class PaperEngine:
         self._keep(prompt.keys, found)
 
     def _keep(self, keys: Sequence[BlockKey], found: int) -> None:
-        """Keep these blocks. The deepest blocks become the least recently used."""
+        """Store these blocks. The deepest blocks become the least recently used."""
         put = 0
         for at in reversed(range(len(keys))):
             hits = self._host.get(keys[at], int(at < found))
@@ -195,7 +196,8 @@ class PaperEngine:
 
 
 class CoreEngine:
-    """The real core, which serves one request after the other. Copies end at once.
+    """One engine's scheduler side with the real core. It serves one request after the other, and copies end
+    at once.
 
     Args:
         tiers: the capacities.
@@ -222,7 +224,7 @@ class CoreEngine:
             lower.remote_opened(facts.RemoteOpened("trace"))
 
     def serve(self, prompt: Prompt) -> None:
-        """Run one request from arrival to end, and let all copies end."""
+        """Run one request from its arrival to its end, and let all copies end."""
         core, self._served = self._core, self._served + 1
         name = RequestId(str(self._served))
         core.request_seen(facts.RequestSeen(name, prompt.tokens, (prompt.keys,)))
@@ -285,7 +287,7 @@ def play(
     *,
     is_sticky: bool = False,
 ) -> Counter[str]:
-    """Run requests on `engines` engines; return the counts of tokens, blocks and calls."""
+    """Run the requests on `engines` engines; return the counts of tokens, blocks and calls over all engines."""
     store: set[BlockKey] = set()
     all_of_them: dict[int, PaperEngine | CoreEngine] = {}
     for number, prompt in zip(route(prompts, engines, is_sticky=is_sticky), prompts, strict=True):
@@ -334,7 +336,7 @@ def _hit(what: str, count: Counter[str]) -> Line:
 def _network(
     what: str, args: argparse.Namespace, prompts: Sequence[Prompt], engines: int, count: Counter[str]
 ) -> Iterator[Line]:
-    """Yield the load on the store and its network, also for a thousand engines with the same traffic."""
+    """Yield the load on the store and on its network, also extrapolated to a thousand engines."""
     seconds = max(prompts[-1].at_s - prompts[0].at_s, 1.0)
     block = args.kv_bytes * BLOCK_TOKENS
     keys = count["asked"] + count["fetched"] + count["put"]

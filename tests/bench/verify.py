@@ -1,9 +1,9 @@
-"""Measures the time that checksums (`verify`) add to copies within host memory.
+"""Measures how much time checksums (`verify`) add to copies within host memory.
 
 Every repeat copies the same blocks to slots and back once with each setting, in rotating order, so that other
 load on the machine affects all settings. Copies and checksums run one after the other on one thread. Each
-repeat chooses other blocks of memory that is larger than a cache. A setting's time is compared with the time
-of "off" in the same repeat.
+repeat uses other blocks of memory that is larger than the processor's caches. Each setting's time is divided
+by the time of "off" in the same repeat.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.bench.lines import Line, line, ratios
 from tests.bench.results import add_output_arguments, give_out
 
 MODES = ("off", "sample", "full")
-REGIONS = 32  # A block has keys and values of 16 layers, or 32 layers with both in one tensor.
+REGIONS = 32  # keys and values of 16 layers, or 32 layers with keys and values in one tensor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(block_kib: int, size: int, repeats: int) -> Iterator[Line]:
-    """Copy `size` bytes of blocks in each repeat, to slots and back."""
+    """In each repeat, copy `size` bytes of blocks to slots and back with every setting."""
     seconds: dict[Direction, dict[str, list[float]]] = {
         way: {mode: [] for mode in MODES} for way in Direction
     }

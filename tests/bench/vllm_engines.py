@@ -1,7 +1,6 @@
-"""Engines in one process that take turns in steps, with timed scheduler hooks.
+"""Runs several engines in one process, which take turns in steps, and times their scheduler hooks.
 
-vLLM keeps the worker's connector in a global variable, so each engine puts its own connector there before a
-step.
+vLLM keeps the worker's connector in a global variable, so each engine sets this variable before a step.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from typing import Any
 from kvoffload.cli.exits import CommandError
 
 ENVIRONMENT: Mapping[str, str] = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # The scheduler and the worker run in this process.
-    "TORCHDYNAMO_DISABLE": "1",  # Compiling would take longer than it saves here.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the scheduler and the worker in this process
+    "TORCHDYNAMO_DISABLE": "1",  # compiling would take longer than it saves here
     "OMP_NUM_THREADS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # FlashInfer may compile its sampler, and greedy requests need none.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # do not let FlashInfer compile a sampler: greedy requests need none
     "HF_HUB_OFFLINE": "1",
 }
 
@@ -44,7 +43,7 @@ _SHAPE: Mapping[str, Any] = {
     "pad_token_id": 1,
     "bos_token_id": None,
 }
-HOST_BYTES = 1 << 28  # This is so much that nothing is evicted.
+HOST_BYTES = 1 << 28  # so much host memory that nothing is evicted
 _HOST_BYTES_ON_GPU = 20 << 30
 
 HOOKS = (
@@ -61,7 +60,7 @@ HOOKS = (
     "get_kv_connector_stats",
     "take_events",
 )
-"""the connector's hooks that the scheduler calls while it serves"""
+"""The hooks that the scheduler calls while the engine serves requests."""
 
 
 _PAUSE_S = 0.001
@@ -69,12 +68,12 @@ _PAUSE_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of an engine.
+    """The numbers of one engine step.
 
     Args:
         requests: the number of scheduled requests.
         tokens: the number of computed tokens.
-        hook_ns: nanoseconds in the hooks since the last step.
+        hook_ns: the nanoseconds spent in hooks since the previous step.
     """
 
     requests: int
@@ -83,7 +82,7 @@ class Step:
 
 
 class Rider:
-    """An engine with one connector, or none. `options` override the engine's default options."""
+    """One engine with one connector, or without a connector. `options` override the engine's default options."""
 
     def __init__(
         self,
@@ -114,11 +113,11 @@ class Rider:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the engine has work left, including open copies."""
+        """Whether the engine has requests or open copies."""
         return bool(self._scheduler.has_requests())
 
     def ask(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[str]:
-        """Request `tokens` tokens for each prompt; return the requests' names."""
+        """Request `tokens` tokens for each prompt; return the request ids."""
         from vllm import SamplingParams
 
         wanted = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -128,7 +127,9 @@ class Rider:
         return names
 
     def step(self) -> Step:
-        """Run one step. If the step only waited for copies, pause afterwards, as vLLM's server does."""
+        """Run one step. If nothing was computed, pause afterwards, as vLLM's server does while it waits for
+        copies.
+        """
         self._place._KV_CONNECTOR_AGENT = self._worker_connector
         self._requests = self._tokens = 0
         self.outputs = self.llm.llm_engine.step()
@@ -139,7 +140,9 @@ class Rider:
         return step
 
     def serve(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[list[float], float]:
-        """Serve all prompts concurrently; return each prompt's seconds to first token, and the total seconds."""
+        """Serve all prompts concurrently; return the seconds to each prompt's first token, and the total
+        seconds.
+        """
         begun = time.perf_counter()
         names = self.ask(prompts, tokens)
         first: dict[str, float] = {}
@@ -154,14 +157,13 @@ class Rider:
         self.llm.llm_engine.abort_request(list(names))
 
     def follow(self, make: Callable[[Any, Any], Any], ended: Callable[[Any], Any]) -> None:
-        """Time the scheduler side of a connector that follows this engine, which has no connector.
+        """Time a connector's scheduler side that follows this engine, which runs without a connector.
 
-        The connector's scheduler side receives each request and plans in each step, but its hits and plans
-        are not executed.
+        The scheduler side receives each request and plans in each step, but its hits and plans are not used.
 
         Args:
-            make: makes the connector from the configurations of vLLM and of its KV cache.
-            ended: makes the workers' report that all copies of a plan have ended.
+            make: creates the scheduler side from the configurations of vLLM and of its KV cache.
+            ended: returns the workers' report that all copies of a plan have ended.
         """
         scheduler = self._scheduler
         side = make(self.llm.llm_engine.vllm_config, scheduler.kv_cache_config)
@@ -214,7 +216,6 @@ class Rider:
 
 
 def require_vllm() -> None:
-    """Raise CommandError if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise CommandError("this bench runs on vLLM, which is not installed in this environment")
 
@@ -223,9 +224,10 @@ OURS, PEER, NATIVE = "kvoffload", "peer", "native"
 
 
 def find_connectors() -> tuple[dict[str, dict[str, Any]], str]:
-    """Prepare the process for vLLM; return the connectors' settings by name, and a sentence about the peer.
+    """Prepare the process for vLLM. Return the connectors' settings by name, and a sentence that describes
+    the peer.
 
-    Without a GPU, copies within host memory replace the peer's copies, and vLLM's `OffloadingConnector` is left out.
+    Without a GPU, the peer copies within host memory, and vLLM's `OffloadingConnector` is left out.
     """
     import torch
 
@@ -254,7 +256,7 @@ def open_riders(
     shape: Mapping[str, Any] | None = None,
     **options: object,
 ) -> Iterator[list[Rider]]:
-    """Yield an engine for each connector, all with the same tiny model.
+    """Run one engine per connector during the `with` block. All have the same tiny model.
 
     Args:
         model: "qwen3" or "gemma3".
@@ -276,7 +278,7 @@ def draw_prompts(draw: random.Random, count: int) -> list[list[int]]:
 
 
 def kv_transfer(connector: str, **extra: object) -> dict[str, Any]:
-    """Return vLLM's settings for a connector. `extra` has the connector's own settings."""
+    """Return vLLM's settings for a connector. `extra` are the connector's own settings."""
     return {
         "kv_connector": connector,
         "kv_role": "kv_both",
@@ -286,7 +288,7 @@ def kv_transfer(connector: str, **extra: object) -> dict[str, Any]:
 
 
 def prepare_process(on_gpu: bool) -> None:
-    """Set environment variables that vLLM reads at its import."""
+    """Set the environment variables that vLLM reads when it is imported."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if not on_gpu:
@@ -294,7 +296,7 @@ def prepare_process(on_gpu: bool) -> None:
 
 
 def _write_checkpoint(kind: str, folder: Path, shape: Mapping[str, Any]) -> Path:
-    """Write the configuration of a tiny model, whose weights vLLM draws at random; return its folder."""
+    """Write the configuration of a tiny model to a folder; return the folder. vLLM generates random weights."""
     import transformers
 
     config: Any
@@ -303,7 +305,7 @@ def _write_checkpoint(kind: str, folder: Path, shape: Mapping[str, Any]) -> Path
             **{"num_hidden_layers": 1, "architectures": ["Qwen3ForCausalLM"], **_SHAPE, **shape}
         )
     else:
-        # This makes six groups, as in the real models.
+        # these layers need six KV cache groups, as in the real models
         layers = ["sliding_attention"] * 5 + ["full_attention"]
         config = transformers.Gemma3TextConfig(
             num_hidden_layers=len(layers),

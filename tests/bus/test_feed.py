@@ -155,7 +155,7 @@ class Interleaved(deque[int]):
 
 async def test_an_event_offered_right_after_the_last_check_wakes_the_consumer() -> None:
     feed, waiting = _interleaved()
-    # The consumer makes the second check after it has marked itself as asleep
+    # The consumer makes the second check after it has marked itself as asleep.
     waiting.at[2] = lambda: feed.offer(1)
     with anyio.fail_after(5):
         assert await feed.take() == [1]

@@ -26,7 +26,7 @@ def test_a_request_that_must_ask_again_later_keeps_its_position_in_the_queue() -
     asked = scheduler.counts["lookup"]
     scheduler.asks_later.clear()
     engine.step()  # this step computes the other request's last token
-    # The engine makes no lookup, because `max_requests` requests are running
+    # The engine makes no lookup, because `max_requests` requests are running.
     assert scheduler.counts["lookup"] == asked
     engine.step()
     waiting = [request.request_id for request in engine._scheduler.waiting]

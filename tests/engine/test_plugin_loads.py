@@ -41,7 +41,7 @@ def test_blocks_under_a_load_cannot_be_found_and_other_requests_continue() -> No
         engine.step()
     assert len(taken(other)) == 4
     assert taken(stream) == []
-    # The plugin is also called for steps in which no request computes
+    # The plugin is also called for steps in which no request computes.
     assert scheduler.steps[-1].progress == ()
     keys = [key for key, _ in scheduler.loads["loading"]]
     scheduler.hold_loads = False

@@ -24,7 +24,7 @@ def test_a_partial_blocks_state_stays_in_its_block_and_a_whole_blocks_state_is_k
     engine.step()
     found = row(engine)
     assert found[:2] == [0, 0]
-    # The step reads the state from one block and writes it to another
+    # The step reads the state from one block and writes it to another.
     assert found[2] == state != found[4] != 0
     engine.step()
     assert row(engine)[2] == 0  # the request no longer needs this block, but later requests may still find it

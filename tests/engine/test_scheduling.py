@@ -149,7 +149,7 @@ def test_the_audit_finds_a_block_that_was_not_released() -> None:
     engine.step()
     request = engine._scheduler.running[0]
     request.tables[0][1] = 0
-    # The audit finds the block missing in two counts: the pool's and the request's
+    # The audit finds the block missing in two counts: the pool's and the request's.
     assert len(engine.audit()) == 2
 
 

@@ -163,7 +163,7 @@ def test_a_torn_write_is_found_when_it_is_read(process: Process) -> None:
     process.order()
     process("start", folder)
     state = process("serve", *ALL)
-    # The first half of a torn write is intact, so some blocks are complete
+    # The first half of a torn write is intact, so some blocks are complete.
     assert fetched(state, "corrupt") > fetched(state)
     process("close")
 

@@ -65,7 +65,7 @@ def reset(made: Rig) -> int:
             return times
         made.release()
         made.step()
-        # A copy that ends after a reset adds nothing to the index
+        # A copy that ends after a reset adds nothing to the index.
         assert not made.offload.core.state.pool.index
     raise AssertionError(made.engine.statistics())
 
@@ -94,7 +94,7 @@ def test_after_a_reset_every_answer_is_that_of_the_new_weights(kind: str, in_fli
         begin(made, in_flight)
         retrain(made.engine)
         times = reset(made)
-        # A reset fails as long as blocks are leased or in use
+        # A reset fails as long as blocks are leased or in use.
         assert (times == 1) is (in_flight == "nothing")
         assert check_answers(made) > 0
         made.assert_clean()
@@ -159,7 +159,7 @@ def test_if_only_the_host_is_reset_no_old_device_block_is_stored() -> None:
     with rig() as made:
         for prompt in PROMPTS:
             made.run(prompt, 4)
-            # These blocks were computed after the host's last reset
+            # These blocks were computed after the host's last reset.
             assert made.offload.core.state.pool.index
             assert made.offload.reset() is True  # this resets only the host
             again = made.submit((*prompt, 1, 2, 3, 4, 5), 8)

@@ -38,7 +38,7 @@ from kvoffload.transfer.lanes import Lane
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.pump import TransferPump
 
-# The patched class or module, the name of the attribute, and the attribute's new value
+# The patched class or module, the name of the attribute, and the attribute's new value.
 Patch = tuple[Any, str, Any]
 
 

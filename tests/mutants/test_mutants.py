@@ -148,7 +148,7 @@ def test_a_run_reports_each_mutants_result_and_does_not_repeat_it(tmp_path: Path
     kept = (tmp_path / "kept/all-tests.jsonl").read_bytes()
     assert "survived  example" not in run(tmp_path, "-m", "tests.mutants", *options, "--all")
     assert (tmp_path / "kept/all-tests.jsonl").read_bytes() == kept
-    # Delete this machine's results, so that only the table is left
+    # Delete this machine's results, so that only the table is left.
     (tmp_path / "kept/all-tests.jsonl").unlink()
     assert "survived  example" not in run(tmp_path, "-m", "tests.mutants", *options, "--all")
     assert (tmp_path / "example/module.py").read_text() == MODULE

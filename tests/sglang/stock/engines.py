@@ -61,7 +61,7 @@ BACKEND: Mapping[str, Any] = {**ours.BACKEND, "prefetch_threshold": PAGE, "disk_
 @dataclass(frozen=True, slots=True)
 class Answer:
     tokens: tuple[int, ...]
-    # Prompt tokens that were not computed, by where they were cached: device, host or storage
+    # Prompt tokens that were not computed, by where they were cached: device, host or storage.
     cached: Mapping[str, Any]
     seconds: float
 
