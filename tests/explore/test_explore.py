@@ -5,22 +5,14 @@ import re
 from collections.abc import Callable
 
 import pytest
-from msgspec import structs
 
-from kvoffload.core.block_tables import BlockTables
-from kvoffload.core.jobs import InFlight, Job, Leases, Spill
-from kvoffload.core.loads import Loads, PendingHits
-from kvoffload.core.request import Requests
-from kvoffload.core.slots import SlotPool
-from kvoffload.core.stores import Stores
-from kvoffload.core.tier_copies import Fetches, LowerTiers, Spills, _Copies
-from kvoffload.core.tiers import DiskTier, RemoteTier
-from tests.core.world import DONE
+from kvoffload.core.jobs import Leases
 from tests.explore.programs import Action, act, actions, replay
 from tests.explore.report import as_test
 from tests.explore.scene import Scene
 from tests.explore.search import explore
 from tests.explore.worlds import WORLDS
+from tests.mutants.rules import undone
 
 BOUND = 250
 
@@ -44,124 +36,46 @@ def test_a_world_is_explored_to_its_last_state() -> None:
 
 # -- that it bites ----------------------------------------------------------------------------------------------
 
-_FETCHED = Fetches.reported
-_SPILLED = Spills.ended
-
-
-def _spilled_without_a_hang(self: Spills, job: Spill) -> None:
-    job.stuck.clear()
-    _SPILLED(self, job)
-
-
-BREAKS: dict[str, tuple[str, type, str, object]] = {
-    "R1 a hit is not pinned until it is consumed": (
-        "loads and evictions",
-        SlotPool,
-        "unpin",
-        lambda self, slots: self._pins.clear(),
-    ),
-    "R1 a hit is forgotten": ("a load", PendingHits, "take", lambda self, record: None),
-    "R3 a block in flight is not known to be": (
-        "two requests",
-        InFlight,
-        "began",
-        lambda self, keys, job, blocks=(): None,
-    ),
-    "R4 one rank's report is enough": (
-        "two ranks",
-        Job,
-        "reported",
-        lambda self, *_: bool(self.waiting) and not self.waiting.clear(),
-    ),
-    "R5 a lease is not released": ("one request", Leases, "release", lambda self, blocks: None),
-    "R7 ids allocated again are not zeroed": (
-        "window",
-        BlockTables,
-        "reallocated",
-        lambda self, blocks: 0,
-    ),
-    "R4 a block is put into the index when one rank has written it": (
-        "spills on two ranks",
-        Job,
-        "reported",
-        lambda self, *_: bool(self.waiting) and not self.waiting.clear(),
-    ),
-    "R17 a place is written while the index names it": (
-        "a spill over another",
-        DiskTier,
-        "invalidate",
-        lambda self, slot: self.has_block.__setitem__(slot, 0),
-    ),
-    "R16 a place under a write that hangs is allocated": (
-        "spills",
-        Spills,
-        "ended",
-        _spilled_without_a_hang,
-    ),
-    "R10 a spill or a fetch survives a reset": ("spills", _Copies, "failed", lambda self, job, why: None),
-    "R14 a key is fetched for each request": (
-        "sharing a fetch",
-        InFlight,
-        "began",
-        lambda self, keys, job: None,
-    ),
-    "R17 what the store does not have counts as fetched": (
-        "sharing a fetch from the store",
-        Fetches,
-        "reported",
-        lambda self, job, rank, part: _FETCHED(
-            self, job, rank, structs.replace(part, outcome=DONE, missing=())
-        ),
-    ),
-    "R17 a store that does not answer is used": (
-        "a store that is lost",
-        RemoteTier,
-        "is_usable",
-        property(lambda self: self.is_open),
-    ),
-    "R18 what is known of one generation is looked for in the next": (
-        "a store that is lost",
-        RemoteTier,
-        "forget_all",
-        lambda self: 0,
-    ),
-    "R14 a lookup waits for an answer that has come": (
-        "puts",
-        LowerTiers,
-        "remote_answered",
-        lambda self, fact: self._state.remote.note(fact.found, fact.missing),
-    ),
-    "R9 a load is never answered": ("a load", Loads, "_answer", lambda self, *_, **__: None),
-    "R10 a store in flight survives a reset": (
-        "one request",
-        Stores,
-        "failed",
-        lambda self, job, why: None,
-    ),
-    "R14 each request loads for itself": (
-        "sharing a load",
-        Requests,
-        "loader",
-        lambda self, slots: None,
-    ),
+SHOWN_IN = {
+    "r1_load_without_pin": "a load",
+    "r2_tokens_without_a_pin_count_as_loaded": "violations",
+    "r3_keys_in_flight_are_not_known": "two requests",
+    "r4_one_rank_is_enough": "spills on two ranks",
+    "r4_late_rank_is_ignored": "two ranks",
+    "r5_no_lease": "one request",
+    "r5_overdue_load_frees_its_blocks": "a load",
+    "r7_stale_ids_stay": "window",
+    "r8_nothing_is_held": "one request",
+    "r9_failed_load_counts_as_loaded": "a load",
+    "r10_reset_forgets_nothing": "one request",
+    "r10_store_of_before_reset_arrives": "one request",
+    "r10_copies_with_tiers_survive_a_reset": "spills",
+    "r11_tables_are_kept": "one request",
+    "r14_shared_load_never_ends": "sharing a load",
+    "r14_an_answer_ends_no_wait": "puts",
+    "r16_quarantined_slot_comes_back": "one request",
+    "r16_timed_out_job_counts_as_ended": "one request",
+    "r16_file_slot_under_a_hanging_write_comes_back": "spills",
+    "r17_file_slot_is_written_while_the_index_names_it": "a spill over another",
+    "r17_missing_value_counts_as_fetched": "sharing a fetch from the store",
+    "r17_lost_store_is_used": "a store that is lost",
+    "r18_hints_outlive_their_generation": "a store that is lost",
 }
+"""For each disabled rule, a world whose exploration detects it."""
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("broken", BREAKS)
-def test_a_broken_rule_is_found_with_a_program_that_shows_it(
-    broken: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name, owner, method, wrong = BREAKS[broken]
-    monkeypatch.setattr(owner, method, wrong, raising=False)
-    violation = explore(WORLDS[name], states=3_000).violation
-    assert violation is not None
+@pytest.mark.parametrize("rule", SHOWN_IN)
+def test_a_missing_rule_is_found_with_a_program_that_shows_it(rule: str) -> None:
+    name = SHOWN_IN[rule]
     namespace: dict[str, Callable[[], None]] = {}
-    exec(as_test(name, violation), namespace)
-    (test,) = (value for key, value in namespace.items() if key.startswith("test_"))
-    with pytest.raises(Exception, match=re.escape(violation.problem.partition(": ")[2]) or None):
-        test()
-    monkeypatch.undo()
+    with undone(rule):
+        violation = explore(WORLDS[name], states=3_000).violation
+        assert violation is not None
+        exec(as_test(name, violation), namespace)
+        (test,) = (value for key, value in namespace.items() if key.startswith("test_"))
+        with pytest.raises(Exception, match=re.escape(violation.problem.partition(": ")[2]) or None):
+            test()
     test()
 
 

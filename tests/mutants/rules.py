@@ -1,7 +1,7 @@
 """Disables whole rules, which needs more than a change of one line.
 
-`make mutants ARGS="--rules"` expects a test to fail for each disabled rule, and `tests/simulate` expects a
-simulation to fail for most rules. The name of each function begins with the rule that it disables. The
+`make mutants ARGS="--rules"` expects a test to fail for each disabled rule; `tests/simulate` and `tests/explore`
+expect most rules to be noticed there too. The name of each function begins with the rule that it disables. The
 function returns the patches that do this.
 """
 
@@ -16,16 +16,18 @@ from unittest import mock
 from msgspec import structs
 
 from kvoffload.core.block_tables import BlockTables
-from kvoffload.core.jobs import Failure, InFlight, Job, Jobs, Leases, Load, Store
+from kvoffload.core.jobs import Failure, Fetch, InFlight, Job, Jobs, Leases, Load, Spill, Store
 from kvoffload.core.loads import Loads
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.request import Requests
 from kvoffload.core.slots import LruOrder, SlotPool, count, uncount
 from kvoffload.core.stores import Stores
+from kvoffload.core.tier_copies import Fetches, LowerTiers, Spills, _Copies
+from kvoffload.core.tiers import DiskTier, RemoteTier
 from kvoffload.model.causes import CopyOutcome, StoreOutcome
-from kvoffload.model.facts import StepScheduled
+from kvoffload.model.facts import RemoteAnswered, StepScheduled
 from kvoffload.model.ids import BlockKey, DeviceBlockId, Rank, RequestId, SlotId
-from kvoffload.model.wire import TransferPlan
+from kvoffload.model.wire import JobReport, TransferPlan
 from kvoffload.remote.values import Shard
 from kvoffload.runtime.copies import OpenCopies
 from kvoffload.runtime.faults import Faults
@@ -172,6 +174,10 @@ def r10_state_offered_before_the_steps_facts() -> list[Patch]:
     return [(OffloadCore, "step_scheduled", step_scheduled)]
 
 
+def r10_copies_with_tiers_survive_a_reset() -> list[Patch]:
+    return [(_Copies, "failed", _nothing)]
+
+
 def r11_tables_are_kept() -> list[Patch]:
     return [(BlockTables, "forget", _nothing)]
 
@@ -217,6 +223,14 @@ def r14_shared_load_never_ends() -> list[Patch]:
     return [(Requests, "load_is_over", _nothing)]
 
 
+def r14_an_answer_ends_no_wait() -> list[Patch]:
+    def remote_answered(self: LowerTiers, fact: RemoteAnswered) -> None:
+        assert self._state.remote is not None
+        self._state.remote.note(fact.found, fact.missing)
+
+    return [(LowerTiers, "remote_answered", remote_answered)]
+
+
 def r15_the_head_of_a_prefix_is_evicted_first() -> list[Patch]:
     real = LruOrder.add
     return [(LruOrder, "add", lambda self, slots: real(self, slots[::-1]))]
@@ -237,6 +251,33 @@ def r16_timed_out_job_counts_as_ended() -> list[Patch]:
     return [(Jobs, "time_out", time_out)]
 
 
+def r16_file_slot_under_a_hanging_write_comes_back() -> list[Patch]:
+    real = Spills.ended
+
+    def ended(self: Spills, job: Spill) -> None:
+        job.stuck.clear()
+        real(self, job)
+
+    return [(Spills, "ended", ended)]
+
+
+def r17_file_slot_is_written_while_the_index_names_it() -> list[Patch]:
+    return [(DiskTier, "invalidate", lambda self, slot: self.has_block.__setitem__(slot, 0))]
+
+
+def r17_missing_value_counts_as_fetched() -> list[Patch]:
+    real = Fetches.reported
+
+    def reported(self: Fetches, job: Fetch, rank: Rank, report: JobReport) -> None:
+        real(self, job, rank, structs.replace(report, outcome=CopyOutcome.DONE, missing=()))
+
+    return [(Fetches, "reported", reported)]
+
+
+def r17_lost_store_is_used() -> list[Patch]:
+    return [(RemoteTier, "is_usable", property(lambda self: self.is_open))]
+
+
 def r17_disk_is_not_compared() -> list[Patch]:
     return [(disk, "_checksum", lambda pieces, size: 0)]
 
@@ -251,6 +292,10 @@ def r17_dead_store_is_called_on() -> list[Patch]:
 
 def r18_generation_is_not_in_the_name() -> list[Patch]:
     return [(Shard, "name", lambda self, key: f"{key.hex()}/{self.part}")]
+
+
+def r18_hints_outlive_their_generation() -> list[Patch]:
+    return [(RemoteTier, "forget_all", lambda self: 0)]
 
 
 def r18_generation_stays_at_a_reset() -> list[Patch]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvoffload.engine import SamplingParams
 from kvoffload.engine.block_pool import BlockPool
 from kvoffload.model import facts
 from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId
+from kvoffload.telemetry import spans
 from kvoffload_reference.scheduler import PoolDevice
-from tests.reference.rig import KINDS, Rig, rig, text
+from tests.reference.rig import KINDS, STEP_S, Rig, rig, text
 
 
 def received(made: Rig, *classes: type[facts.Fact]) -> list[Any]:
@@ -140,3 +142,46 @@ def test_a_preempted_requests_newest_block_is_looked_up_though_no_step_reported_
         made.forget_device()
         made.drain()
         assert stream.stats.resumed_tokens == 4 * known
+
+
+# -- what an engine tells its observers ---------------------------------------------------------------------------
+
+
+def test_each_request_is_counted_by_what_was_found_with_the_engines_own_time_to_first_token() -> None:
+    prompt = text(1, 40)
+    with rig() as made:
+        for forget in (True, False, False):
+            made.run(prompt)
+            if forget:
+                made.forget_device()
+        counted = made.counts().distributions["kvoffload_first_token_seconds"]
+        assert {labels[0]: one.samples for labels, one in counted.items()} == {
+            "host": 1,
+            "device": 1,
+            "nothing": 1,
+        }
+        for found, (_, _, stream) in zip(("nothing", "host", "device"), made.streams, strict=True):
+            assert stream.stats.first_token_s is not None
+            known_s = stream.stats.first_token_s - stream.stats.arrived_s
+            assert known_s <= counted[(found,)].total <= known_s + 2 * STEP_S
+
+
+def test_a_callers_trace_goes_on_through_lookup_and_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, parent = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
+    exporter = InMemorySpanExporter()
+    monkeypatch.setattr(spans, "make_exporter", lambda endpoint: exporter)
+    with rig(extra={"otlp_endpoint": "http://127.0.0.1:9/v1/traces"}) as made:
+        made.run(text(1, 40))
+        made.forget_device()
+        header = f"00-{trace:032x}-{parent:016x}-01"
+        made.engine.submit(text(1, 40), SamplingParams(4), request_id="traced", trace_parent=header)
+        made.drain()
+    reported = [one for one in exporter.get_finished_spans() if one.context and one.context.trace_id == trace]
+    names = sorted(one.name.removeprefix("kvoffload.") for one in reported)
+    assert names == ["copy", "load", "load_wait", "lookup", "queued", "request", "run"]
+    (root,) = [one for one in reported if one.name == "kvoffload.request"]
+    assert root.parent is not None
+    assert root.parent.span_id == parent
+    assert (root.attributes or {})["kvoffload.request"] == "traced"
+    [lookup] = [dict(one.attributes or {}) for one in reported if one.name == "kvoffload.lookup"]
+    assert lookup["kvoffload.result"] == "hit"

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 import pytest
 from xxhash import xxh3_64_intdigest
 
 from kvoffload.disk.index import load_index, start_index
 from kvoffload.disk.open_folder import open_folder
-from kvoffload.disk.slot_file import SlotFile, SlotFileInUse, open_slot_file
 from kvoffload.disk.tier_key import TierKey
-from kvoffload.model.causes import MissCause, TierOutcome
+from kvoffload.model.causes import TierOutcome
 from kvoffload.model.events import Event, TierCopyEnded
 from kvoffload.model.wire import Direction
-from kvoffload.transfer import disk
 from tests.captured_logs import capture_logs
 from tests.reference.rig import BLOCK, KINDS, Options, Rig, rig, slot_bytes, text
 
@@ -82,26 +79,13 @@ def settle(made: Rig) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_only_the_disk_has_is_fetched_and_the_tokens_are_the_same(
-    start: StartEngine, kind: str, ranks: int
-) -> None:
+def test_r18_the_next_engine_finds_all_put_blocks(start: StartEngine, kind: str, ranks: int) -> None:
     made = start(kind, ranks=ranks)
     leave_on_disk(made)
     assert copied(made, Direction.STORE) > 0
     assert copied(made, Direction.LOAD) == 0
-    made.run(PROMPT)
-    assert copied(made, Direction.LOAD) > 0
-    assert made.count("load_blocks", "loaded") > 0
-    made.assert_clean()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_r18_the_next_engine_finds_all_put_blocks(start: StartEngine, kind: str, ranks: int) -> None:
-    made = start(kind, ranks=ranks)
-    leave_on_disk(made)
-    for _ in range(2):
-        made = start(kind, ranks=ranks)
+    for is_first in (True, False, False):
+        made = made if is_first else start(kind, ranks=ranks)
         made.run(PROMPT)
         assert copied(made, Direction.LOAD) > 0
         assert made.count("load_blocks", "loaded") > 0
@@ -188,21 +172,15 @@ def test_r18_files_of_other_weights_under_this_ones_name_are_not_served_if_there
     assert (copied(made, Direction.LOAD) > 0) is not has_key
 
 
-def test_r18_nothing_from_before_a_reset_is_found_now_or_after_a_restart(start: StartEngine) -> None:
+def test_r18_blocks_put_before_a_reset_are_for_no_process_and_later_ones_only_for_this(
+    start: StartEngine,
+) -> None:
+    """A reset may follow an update of the weights in memory, but the next process loads the weights on disk."""
     made = start()
     leave_on_disk(made)
     assert made.offload.reset()
     made.run(PROMPT)
     assert copied(made, Direction.LOAD) == 0
-    made = start()
-    made.run(PROMPT)
-    assert copied(made, Direction.LOAD) == 0
-
-
-def test_r18_blocks_put_after_a_reset_are_only_for_this_process(start: StartEngine) -> None:
-    """A reset may follow an update of the weights in memory, but the next process loads the weights on disk."""
-    made = start()
-    assert made.offload.reset()
     leave_on_disk(made)
     made.run(PROMPT)
     assert copied(made, Direction.LOAD) > 0
@@ -291,88 +269,13 @@ def test_with_less_room_the_blocks_of_the_slots_that_are_left_are_found(
     made.assert_clean()
 
 
-def test_a_slot_file_that_workers_of_a_killed_engine_still_hold_is_tried_again(
-    start: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = start()
-    leave_on_disk(made)
-    start(folder="another")
-    [path] = tmp_path.glob("disk/*/replica0/slots0")
-    held = [path.open("rb")]
-    fcntl.flock(held[0], fcntl.LOCK_EX)
-    refused: list[str] = []
-
-    def open_file(*arguments: Any) -> SlotFile:  # noqa: ANN401  # as of `open_slot_file`
-        try:
-            return open_slot_file(*arguments)
-        except SlotFileInUse as error:
-            refused.append(str(error))
-            held.pop().close()
-            raise
-
-    monkeypatch.setattr(disk, "open_slot_file", open_file)
-    monkeypatch.setattr(disk, "LOCK_PAUSE_S", 0.0)
-    made = start()
-    made.run(PROMPT)
-    assert len(refused) == 1
-    assert copied(made, Direction.LOAD) > 0
-
-
-def test_a_place_without_room_leaves_the_engine_without_a_disk(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    extra = {"disk_path": tmp_path / "disk", "disk_bytes": 2**62}
-    with rig("full", host_blocks=48, extra=extra) as made:
-        made.run(PROMPT)
-        made.assert_clean()
-        made.step()
-        assert made.offload.core.state.disk is not None
-        assert made.offload.core.state.disk.is_closed
-        before = made.count("miss_blocks", MissCause.TIER_OPENING.value)
-        made.run(text(99, 10 * BLOCK))
-        assert made.count("miss_blocks", MissCause.TIER_OPENING.value) == before
-    assert "no room" in caplog.text
-
-
-# -- without requests -------------------------------------------------------------------------------------------
-
-
-def idle_s(made: Rig) -> float:
-    """Step as long as the engine has work; return the fake seconds this took."""
-    began = made.clock.monotonic()
-    made.drain()
-    return made.clock.monotonic() - began
-
-
-def test_what_aborted_requests_leave_is_spilled_before_the_engine_stops(start: StartEngine) -> None:
-    made = start()
-    made.run(PROMPT)
-    aborted = made.submit(PROMPT)
-    made.step()
-    made.engine.abort(aborted.request_id)
-    assert copied(made, Direction.STORE) == 0
-    idle_s(made)
-    made = start()
-    made.run(PROMPT)
-    assert copied(made, Direction.LOAD) > 0
-
-
-def test_a_disk_that_hangs_keeps_an_engine_no_longer_than_drain_s(start: StartEngine) -> None:
-    made = start(extra={"disk_drain_s": 2.0})
-    made.run(PROMPT)
-    made.portal.disks[0].hold()
-    made.submit(PROMPT)
-    made.drain_requests()
-    assert 1.9 < idle_s(made) < 2.1
-
-
 def test_copies_that_ended_while_no_step_was_made_are_not_abandoned(start: StartEngine) -> None:
     made = start()
     made.run(PROMPT)
     made.portal.disks[0].hold()
     made.submit(PROMPT)
     made.drain_requests()
-    idle_s(made)
+    made.drain()
     made.pass_time(3600)
     made.portal.disks[0].release()
     made.run(PROMPT)

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from kvoffload.model.wire import Direction, Tier
 from kvoffload.telemetry.catalogue import TierState, tier_state
 from kvoffload.telemetry.exporter import KVOffloadCollector
-from tests.conservation import conservation, slot_problems
+from tests.conservation import conservation
 from tests.reference.rig import BLOCK, KINDS, Rig, open_loads, rig, slot_bytes, text
 from tests.reference.test_disk import MORE, PROMPT, StartEngine, copied, leave_on_disk
 from tests.reference.test_disk import start as start  # This is a fixture.
@@ -32,20 +32,6 @@ def test_spills_and_fetches_are_counted_under_the_disk(start: StartEngine, ranks
     assert counted.samples("kvoffload_load_wait_seconds", "fetch") == 1
     assert counted.distributions["kvoffload_load_wait_seconds"]["fetch",].total > 0
     assert conservation(counted, drained=True) == []
-
-
-def test_the_disks_slots_sum_to_its_capacity_and_the_hosts_to_theirs(start: StartEngine) -> None:
-    made = start()
-    leave_on_disk(made)
-    gauges = made.offload.gauges()
-    disk = made.offload.core.state.disk
-    assert disk is not None
-    assert slot_problems(gauges) == []
-    assert gauges["kvoffload_tier_state"]["disk", "open"] == 1
-    assert gauges["kvoffload_slots"]["disk", "ready"] == len(disk.pool.index) > 0
-    assert gauges["kvoffload_slot_bytes"]["disk",] == 4096
-    assert not any(gauges["kvoffload_open_jobs"].values())
-    assert gauges["kvoffload_capacity_slots"]["disk",] == disk.capacity
 
 
 def test_a_disk_that_some_rank_fails_is_failing_until_it_works_again(start: StartEngine) -> None:

@@ -6,8 +6,6 @@ import gc
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -107,23 +105,6 @@ def assert_no_threads_but(before: set[threading.Thread]) -> None:
     for thread in set(threading.enumerate()) - before:
         thread.join(PATIENCE_S)  # The thread was asked to end, which takes some time.
         assert not thread.is_alive(), thread
-
-
-def test_memory_of_each_rank_is_multiplied_by_the_ranks() -> None:
-    extra: dict[str, object] = {"cpu_bytes_to_use_per_rank": 4 * slot_bytes("full", 2)}
-    config = replace(config_of("full", ranks=2), plugin_config=extra)
-    plugin = ReferencePlugin()
-    with closing(Engine(config, plugin, clock=lambda: 0.0)):
-        assert [worker.pump._arena.slots for worker in plugin.workers] == [4, 4]
-
-
-def test_a_start_without_host_memory_says_what_the_machine_has_and_what_is_advised() -> None:
-    config = replace(config_of("full", ranks=2), plugin_config={"store_policy": "lazy"})
-    with pytest.raises(ConfigError) as refused:
-        Engine(config, ReferencePlugin(), clock=lambda: 0.0)
-    (problem,) = refused.value.problems
-    assert problem.startswith("host_bytes is missing: host memory of one engine, all its ranks together")
-    assert "left for 2 ranks; advised: at least three times the device's KV cache, at most" in problem
 
 
 def test_a_second_rank_that_cannot_start_stops_the_first() -> None:

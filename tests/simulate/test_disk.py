@@ -25,11 +25,3 @@ def test_seeds_with_a_disk_end_well_and_have_seen_something() -> None:
     assert total["lives"] > 40
     for what in ("disk store done", "disk store failed", "disk load done", "restored"):
         assert total[what] >= 3, total
-
-
-def test_disks_and_what_happens_to_them_differ() -> None:
-    drawn = [scenario for scenario in map(draw, range(300)) if scenario.disk is not None]
-    for trouble in ("error", "full", "short", "flip", "lost", "hang"):
-        assert any(getattr(scenario.disk, trouble) for scenario in drawn), trouble
-    assert {act for one in drawn for act in one.acts} >= {"restart", "disk_rots", "disk_is_gone"}
-    assert {one.engine.plugin_config["disk_min_hits"] for one in drawn} == {0, 1, 2}

@@ -15,8 +15,7 @@ import pytest
 
 from tests.mutants.rules import undone
 from tests.simulate.__main__ import main
-from tests.simulate.campaign import Result, first_failure, keep_journal, play
-from tests.simulate.scenario import draw
+from tests.simulate.campaign import first_failure, keep_journal, play
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -61,18 +60,6 @@ def test_the_first_seeds_end_well_and_have_seen_something() -> None:
     assert total.keys() == {"steps", "copies", "stored", "loaded", "requests"}
 
 
-def test_seeds_differ() -> None:
-    scenarios = [draw(seed) for seed in range(300)]
-    kinds = {"full", "sliding_window", "chunked_local", "recurrent"}
-    assert {one.engine.model.attention for one in scenarios} == kinds
-    assert {one.engine.ranks for one in scenarios} == {1, 2, 3}
-    assert {one.engine.plugin_config["store_policy"] for one in scenarios} == {"eager", "lazy"}
-    acts = {act for one in scenarios for act in one.acts}
-    assert acts >= {"reset", "preempt", "new_weights", "corrupt", "rank_dies", "coroutine_dies", "break"}
-    for trouble in ("fail", "tear", "explode", "refuse", "no_fence", "hang", "late"):
-        assert any(getattr(odds, trouble) for one in scenarios for odds in one.odds), trouble
-
-
 @pytest.mark.parametrize("seed", [6, 9])
 def test_a_seed_repeats_with_a_journal_or_without_one(seed: int, tmp_path: Path) -> None:
     path, first = keep_journal(seed, tmp_path)
@@ -113,12 +100,3 @@ def test_a_failure_is_printed_with_the_command_that_repeats_it(
     assert journal.stat().st_size
     assert "played again it came to" not in printed
     assert re.fullmatch(r"seeds 2, failures [12]", printed.splitlines()[-1])
-
-
-def test_seeds_are_spread_over_processes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["--first", "5", "--seeds", "4", "--processes", "2", "--journals", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "seeds 4, failures 0"
-
-
-def test_a_result_of_nothing_wrong_is_equal_to_itself() -> None:
-    assert Result(1) == Result(1) != Result(2)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import pytest
+
 from kvoffload.disk.folder import DiskPlace
 from kvoffload.disk.identity import KVIdentity
-from kvoffload.disk.slot_file import SlotShape, open_slot_file
+from kvoffload.disk.slot_file import SlotFile, SlotShape, open_slot_file
 from kvoffload.model.ids import JobId
 from kvoffload.testing import FakeClock, FakeDevice
 from kvoffload.transfer.arena import Arena
@@ -18,8 +20,6 @@ from tests.runtime.parts import IDENTITY
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
-
-    import pytest
 
 SHAPE = SlotShape(0, 1, 4096, bytes(16))
 
@@ -53,24 +53,37 @@ def test_a_fetch_from_a_store_may_be_cancelled_while_the_disk_opens(tmp_path: Pa
 
 
 class Pauses:
-    """Stands in for the event that is set when a disk closes. This event is never set, and waiting takes no time."""
+    """Stands in for the event that is set when a disk closes. This event is never set, and waiting takes no time.
 
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
+    Args:
+        held: a file that is closed after half a minute, if given.
+    """
+
+    def __init__(self, held: SlotFile | None) -> None:
+        self.held = held
+        self.waited_s = 0.0
 
     def wait(self, seconds: float) -> bool:
-        self.seconds.append(seconds)
+        self.waited_s += seconds
+        if self.held is not None and self.waited_s >= 30:
+            self.held.close()
         return False
 
 
-def test_a_slot_file_in_use_is_waited_for_a_minute(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("is_released", [True, False])
+def test_a_slot_file_in_use_is_waited_for_a_minute(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_released: bool
+) -> None:
+    """Workers of a killed engine may take a while to exit."""
     place = DiskPlace(tmp_path, lambda: IDENTITY)
-    threads, pauses = ManualExecutor(held=True), Pauses()
+    threads = ManualExecutor(held=True)
     held = open_slot_file(place.make_folder(), SHAPE, 4)
-    disk = disk_at(place, threads)
+    disk, pauses = disk_at(place, threads), Pauses(held if is_released else None)
     disk._opening.closing = cast("Any", pauses)
     threads.release()
     held.close()
-    assert sum(pauses.seconds) == 60
+    report = disk.take()
+    assert report is not None
+    assert (report.works, pauses.waited_s) == (is_released, 30 if is_released else 60)
     assert caplog.text.count("disk_in_use") == 1
-    assert caplog.text.count("disk_not_opened") == 1
+    assert caplog.text.count("disk_not_opened") == (not is_released)
