@@ -1,4 +1,4 @@
-"""Keeps KV-cache blocks that an LLM engine would evict: in host memory, found by prefix, and copied back.
+"""Copies KV-cache blocks to host memory before an LLM engine evicts them, finds them by prefix and copies them back.
 
 Where to start: `ARCHITECTURE.md` in this folder gives an overview, `kvoffload.model` defines the terms,
 `kvoffload.core` makes the decisions, and `tests/test_one_block_journey.py` follows one block through the system.

@@ -5,10 +5,10 @@
 
 For the core, this is an engine with one rank, without requests and without a device. The core manages slots, evictions
 and jobs, and `TiersSide` keeps the tiers' catalogs. The host's pool consists of a few *staging slots*. A hanging call
-to a tier can only use these, so after `get` or `put` has returned, nothing uses the caller's pages.
+to a tier can only use these slots, so after `get` or `put` has returned, nothing uses the caller's pages.
 
-A lock guards the core. It is held only for bookkeeping, not while bytes are copied or a tier is called. One thread ends
-the calls to the tiers. It is woken when a call returns.
+A lock guards the core. The lock is held only for bookkeeping, not while bytes are copied or a tier is called. Whenever
+a call to a tier returns, a thread wakes up and processes the result.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def tier_config(raw: Mapping[str, object]) -> OffloadConfig:
 
 
 class TierCache:
-    """The blocks of one rank on a disk and in a remote tier. Any thread may call its methods.
+    """The blocks of one rank on a disk and in a remote tier. Any thread may call the methods.
 
     A tier that fails, hangs or returns wrong data only costs hits: no call raises because of such a tier, or exceeds
     its time limit. The cache runs daemon threads.
@@ -157,7 +157,7 @@ class TierCache:
             disk_min_hits=None if config.disk_path is None else config.disk_min_hits,
             remote_min_hits=None if address is None else config.remote_min_hits,
         )
-        # The core needs no device here.
+        # The core never uses the block pool here, because there is no device.
         self.core = core = OffloadCore(_SHAPE, policy, cast("BlockPool", None))
         self._state = core.state
         self._stores = core.stores
@@ -258,7 +258,7 @@ class TierCache:
                 self.ask("get", partial(self._fetch, [wanted[place] for place in some], slots, until), None)
             try:
                 with suppress(HostMemoryError), self._arena.held():
-                    # If the cache has been closed, the memory was freed.
+                    # `held` raises if the cache was closed, because the memory has been freed.
                     for place in some:
                         if (slot := slots.get(wanted[place])) is not None:
                             _copy(self._arena.pages(slot), pages[place])
@@ -295,7 +295,8 @@ class TierCache:
         """
         with self._one_reset:
             with self._changed:
-                self._is_resetting = True  # The lock is free while the catalogs wait for their tiers.
+                # While the catalogs wait for their tiers, the lock is free, so this flag keeps other calls out.
+                self._is_resetting = True
                 self.bus.dispatch([facts.CacheReset()])
                 self._changed.notify_all()
             try:
@@ -393,7 +394,7 @@ class TierCache:
             slots.update(there)
 
         pin()
-        # Fetch from each tier twice, because a corrupt block fails the other blocks of its fetch.
+        # Fetch from each tier twice, because a corrupt block makes the other blocks of its fetch fail.
         for tier in (*self._tiers, *self._tiers):
             if not self._wait(lambda: pool.room >= len(keys), until):
                 return
@@ -488,7 +489,7 @@ class TierCache:
             taken = self.ask("put", lambda: self._reserve(keys, slots, until, epoch), list[Taken]())
         try:
             with suppress(HostMemoryError), self._arena.held():
-                # If the cache has been closed, the memory was freed.
+                # `held` raises if the cache was closed, because the memory has been freed.
                 for key, slot in slots.items():
                     _copy(given[key], self._arena.pages(slot))
                 are_whole = True

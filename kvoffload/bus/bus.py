@@ -43,7 +43,7 @@ class Bus:
         self._tally = tally or Tally(())
         self._handlers: dict[type, Handler] = {}
         self._routes: defaultdict[type, list[Handler]] = defaultdict(list)
-        """The handlers to call for each message class. The first one owns state."""
+        """The handlers to call for each message class. The first handler owns the state that the messages change."""
         self._keeper: Keeper | None = None
         self._now: Callable[[], float] = float  # the clock given to `keep`
         self._kept: list[Batch] = []
@@ -74,11 +74,11 @@ class Bus:
         self._tally = Tally(())
 
     def count(self, cls: type[M], counter: Callable[[M], object]) -> None:
-        """Call `counter` after the state handler, for messages of exactly this class. If it raises, it is removed."""
+        """Call `counter` after the state handler, for messages of exactly this class. Remove a counter that raises."""
         self._routes[cls].append(counter)
 
     def keep(self, keeper: Keeper, now: Callable[[], float], at_a_time: int = 1) -> list[Batch]:
-        """Pass all batches to `keeper` from now on. If it raises, it is removed.
+        """Pass all batches to `keeper` from now on. Remove a keeper that raises.
 
         Collecting a batch makes no Python call, and a keeper that gets many batches at once runs with warm caches.
 
@@ -107,7 +107,10 @@ class Bus:
             self._run_after()
 
     def publish(self, message: object) -> None:
-        """Dispatch a message. From a subscriber, add it to the end of the current batch instead. Never waits."""
+        """Dispatch a message. If a subscriber calls this method, append the message to the current batch.
+
+        Never waits.
+        """
         if self._batch is not None:
             self._batch.append(message)
         else:

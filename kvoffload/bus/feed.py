@@ -1,8 +1,9 @@
 """A bounded feed from the engine's thread to an observer's event loop. The feed never blocks the engine.
 
-Two threads share a feed, without a lock. The producer appends and wakes the consumer only if it sleeps; the consumer
-announces that it is about to sleep, *then* looks once more. So either the producer sees the announcement or the
-consumer sees the event, and no event is missed. At worst the consumer is woken once without need.
+Two threads share a feed, without a lock. The producer appends an event and wakes the consumer only if the consumer
+sleeps. The consumer announces that it is about to sleep, *then* looks for events once more. So either the producer sees
+the announcement or the consumer sees the event, and no event is missed. At worst the consumer is woken once without
+need.
 
     producer                     consumer
     append the event             announce sleep
@@ -42,7 +43,7 @@ class Feed(Generic[T]):
         self._waiting: deque[T] = deque()
         self._closed = False
         self._asleep = False
-        self._bell = asyncio.Event()  # bound to the consumer's loop when it first sleeps
+        self._bell = asyncio.Event()  # bound to the consumer's loop when the consumer first sleeps
         self._loop: asyncio.AbstractEventLoop | None = None
         self._overflowed = 0  # only the producer writes this
         self._taken = 0  # only the consumer writes this and `_left`
@@ -89,7 +90,7 @@ class Feed(Generic[T]):
 
     @property
     def dropped(self) -> int:
-        """The number of events dropped because the feed was full or its consumer had stopped reading."""
+        """Return the number of events dropped because the feed was full or its consumer had stopped reading."""
         return self._overflowed + self._left
 
     async def _sleep(self) -> None:

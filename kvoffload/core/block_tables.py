@@ -5,8 +5,8 @@ the first request's table still named the block, the other request's KV would be
 So a reverse index maps each block of such a group to the table entries that name it, and when the engine allocates a
 block, these entries are zeroed. The cost grows with the number of allocated blocks, not with requests times blocks.
 
-Recurrent groups keep one or two blocks per request, and some engines move these within the table in place. So for these
-groups a table contains only the states that the engine handed off.
+Recurrent groups keep one or two blocks per request, and some engines move these within the table in place. So in these
+groups a table contains only states that the engine handed off.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ TABLE: Callable[[Offer], tuple[RequestRecord | None, int]] = itemgetter(2, 3)
 
 
 def owner(offer: Offer) -> RequestRecord | None:
-    """Return the request that made an offer, or None if its block table has changed since."""
+    """Return the request that made an offer, or None if the request's block table has changed since then."""
     record = offer.record
     if record is None or record.incarnation != offer.incarnation or not record.is_live:
         return None
@@ -68,7 +68,10 @@ def owner(offer: Offer) -> RequestRecord | None:
 
 
 class Failure(Enum):
-    """Why a job failed. The values are the outcomes for blocks of a store, of a load, and of a fetch or spill."""
+    """Why a job failed.
+
+    Each value has three outcomes for the job's blocks: in a store, in a load, and in a fetch or spill.
+    """
 
     # A rank's copy failed.
     FAILED = StoreOutcome.FAILED, LoadOutcome.FAILED, TierOutcome.FAILED
@@ -270,13 +273,13 @@ class Jobs:
 
     @property
     def is_loading(self) -> bool:
-        """Whether a load is planned or submitted."""
+        """Return whether a load is planned or submitted."""
         counts = self.by_state[Tier.HOST, Direction.LOAD]
         return bool(counts[_PLANNED] or counts[_SUBMITTED])
 
     @property
     def pending_on_tiers(self) -> int:
-        """The number of pending jobs between the host and a lower tier."""
+        """Return the number of pending jobs between the host and a lower tier."""
         counts = [self.by_state[tier, direction] for tier in _LOWER for direction in Direction]
         return sum([each[_PLANNED] + each[_SUBMITTED] for each in counts])
 
@@ -411,7 +414,7 @@ class Stall:
     """Counts jobs that timed out, and stops new copies before such jobs lease the whole device pool (R5, R16).
 
     Args:
-        limit: how many device blocks such jobs may lease together. A single job may exceed this limit.
+        limit: how many device blocks timed-out jobs may lease together. A single job may exceed this limit.
     """
 
     def __init__(self, limit: int) -> None:
@@ -426,7 +429,7 @@ class Stall:
 
     @property
     def limit(self) -> int:
-        """Return how many device blocks timed-out jobs may lease: at least as many as the largest of these jobs has."""
+        """Return how many device blocks timed-out jobs may lease: the limit, or the size of the largest such job."""
         return max(self._limit, self._largest)
 
     def timed_out(self, job: DeviceJob) -> list[Event]:

@@ -29,7 +29,10 @@ _LOOK_AFTER = 256
 
 
 class KeyIndex(Mapping[BlockKey, SlotId]):
-    """Maps each key that can hit to its slot. The pool is the only writer. A key can only be in `parts[key[0]]`."""
+    """Maps each key that can hit to its slot. The pool is the only writer.
+
+    If the index has a key, it is in `parts[key[0]]`.
+    """
 
     __slots__ = ("_all", "_changes", "_unlooked", "parts")
 
@@ -115,7 +118,7 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
     def _split_long(self) -> None:
         """Split every part that is too long and can be split."""
         self._unlooked = 0
-        for part in self._all:  # `_split` appends to this list.
+        for part in self._all:  # The loop also visits the parts that `_split` appends to this list.
             while len(part) > _MOST and self.parts[(byte := next(iter(part))[0]) ^ 1] is part:
                 self._split(part, byte)
 

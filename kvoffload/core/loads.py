@@ -9,9 +9,9 @@ record (R1). The matching allocation takes the answer (`take`); a repeated looku
 (`drop`). Every load that the engine waits for is answered exactly once (`_answer`). If the answer is a failure, the
 engine recomputes the tokens. Memory is released later, when every rank has ended its copy (`ended`).
 
-Engines keep few recurrent states, and a hit needs one at its end. If a longer hit lacks only that state, the lookup
-records a *shared-prefix boundary*: it asks the engine to hand off the state after these tokens, so that the next
-request with this prefix can use it.
+Engines keep few recurrent states, and a hit needs a state at its end. If a longer hit lacks only that state, the lookup
+records a *shared-prefix boundary*: it asks the engine to hand off the state at the end of the longer hit, so that the
+next request with this prefix can use it.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class PendingHits:
         record.boundary = 0
 
     def take(self, record: RequestRecord, accepted_tokens: int) -> PendingHit | None:
-        """Remove the last lookup's answer from the record, report it and return it; None if there is none.
+        """Remove the last lookup's answer from the record, report it and return it. Return None if there is no answer.
 
         The caller unpins the answer's slots. The report counts the block positions after the device's own hit. Only
         positions that the engine accepted count as hits. The engine may decline the end of a hit, or the whole hit if
@@ -204,7 +204,7 @@ class Loads:
     # -- allocations --------------------------------------------------------------------------------------------
 
     def allocated(self, record: RequestRecord, fact: BlocksAllocated) -> None:
-        """Turn the hit of a request that got a block table into a load, or drop it (R2)."""
+        """Load a request's hit into its new block table, or drop the hit if the engine declined it (R2)."""
         hit = self._hits.take(record, fact.external_tokens)
         record.found_tokens = record.loaded_tokens = fact.device_tokens
         if fact.external_tokens:
@@ -217,7 +217,7 @@ class Loads:
         self._state.requests.move(record, RequestEvent.ALLOCATE)
 
     def refuse(self, request: RequestId, external_tokens: int) -> None:
-        """Report a load as failed: the engine waits for tokens that no lookup promised."""
+        """Report a load as failed: the engine is waiting for tokens that no lookup returned."""
         if external_tokens:
             self._state.tally.rejected(RejectionCause.TOKENS_WITHOUT_PIN, request)
             self._state.results.failed.append(request)
@@ -283,7 +283,7 @@ class Loads:
             for position in range(first, min(-(-length // size), len(table))):
                 block = table[position]
                 if block == NULL_BLOCK:
-                    continue  # The engine does not read this block.
+                    continue  # The engine does not read the block at this position.
                 key = keys[position] if position < len(keys) else None
                 slot = None if key is None else parts[key[0]].get(key)
                 if slot is None:
@@ -340,7 +340,7 @@ class Loads:
         state.retention.release_if_over(record)
 
     def _arrived(self, job: Load) -> None:
-        """Let the request run after every rank has copied its blocks."""
+        """Let the request run, because every rank has loaded the request's blocks."""
         record, pool, shape = job.record, self._state.pool, self._state.shape
         if shape.state_key_ends and (states := shape.count_states(map(pool.key, job.slots))):
             self._state.tally.events.append(events.StatesCopied(Direction.LOAD, states))

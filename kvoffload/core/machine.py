@@ -43,7 +43,10 @@ class Machine(Generic[S, E]):
 
 
 class _Steps(dict[int, S]):
-    """Maps each state to the next one for one event. A dict, because a dict lookup makes no Python-level call."""
+    """Maps each state to the next state, for one event.
+
+    This is a dict, because a dict lookup makes no Python-level call.
+    """
 
     def __init__(self, machine: Machine[S, E], event: E) -> None:
         super().__init__({before: after for (before, on), after in machine.table.items() if on is event})
@@ -62,7 +65,8 @@ class SlotState(IntEnum):
     READY = 2  # contains a whole block that can hit, and can be evicted
     PINNED = 3  # contains a whole block that can hit; pinned by a lookup or by a job that reads it
     DRAINING = 4  # invalid, but a copy or a pin still uses it
-    QUARANTINED = 5  # must not be allocated: corrupt bytes, a copy that never ended, or no space on the disk
+    # must not be allocated: its bytes are corrupt, a copy into it never ended, or the disk has no space for it
+    QUARANTINED = 5
 
 
 class SlotEvent(IntEnum):
@@ -141,7 +145,7 @@ class RequestState(IntEnum):
 
     SEEN = 0  # the request has no block table yet
     LOADING = 1  # a load is filling the request's block table
-    RUNNING = 2  # the engine computes into its block table
+    RUNNING = 2  # the engine computes into the request's block table
     FINISHING = 3  # the request has ended, but jobs on its blocks are open
     GONE = 4
 

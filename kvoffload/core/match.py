@@ -28,7 +28,7 @@ from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, SlotId
 
 FoundKeys = KeyIndex | LayeredIndex
-"""The index in which a search looks up keys. A key can only be in `parts[key[0]]`."""
+"""An index that a search can use. If the index has a key, the key is in `parts[key[0]]`."""
 
 
 class Match(NamedTuple):
@@ -132,7 +132,10 @@ class _Search:
         return max(length, self._start), blocker
 
     def descend_full(self, length: int) -> tuple[int, BlockKey | None]:
-        """Return the longest length up to `length` that the full-attention groups allow, and the next missing key."""
+        """Return the longest length that the full-attention groups allow, and the first missing key after that length.
+
+        The result is at most `length`.
+        """
         blocker: BlockKey | None = None
         for group in self._groups:
             if group.kind is AttentionKind.FULL and (cut := self._extend(group, length)) < length:
@@ -157,7 +160,10 @@ class _Search:
         return length - length % self._alignment
 
     def _extend(self, group: GroupSpec, limit: int) -> int:
-        """Look up a full-attention group's keys after the device's hit. Return the aligned length that they allow."""
+        """Look up a full-attention group's keys after the device's hit.
+
+        Return the aligned length that these keys allow.
+        """
         tokens, keys = group.block_tokens, self._keys[group.group]
         first = self._start // tokens
         last = min((limit + self._behind(group)) // tokens, len(keys))
@@ -196,7 +202,10 @@ class _Search:
         return range(first // group.block_tokens, end // group.block_tokens)
 
     def _key(self, group: GroupSpec, token: int) -> BlockKey | None:
-        """Return the first key on neither device nor host, from this token's block on; None if there is none."""
+        """Return the first key from this token's block on that neither device nor host has.
+
+        Return None if there is none.
+        """
         keys, found = self._keys[group.group], self._found[group.group]
         position = max(token, self._start) // group.block_tokens
         while position in found:
@@ -204,5 +213,5 @@ class _Search:
         return keys[position] if position < len(keys) else None
 
     def _behind(self, group: GroupSpec) -> int:
-        """Return how many more tokens must match after the hit: one block's if a draft model looks ahead, else 0."""
+        """Return how many tokens after the hit must also match: one block if a draft model looks ahead, otherwise 0."""
         return group.block_tokens if group.has_lookahead else 0

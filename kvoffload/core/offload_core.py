@@ -81,7 +81,8 @@ class OffloadCore:
         """Return how many tokens the host adds to the device's hit. None means that the engine must ask again later.
 
         The slots stay pinned until the matching allocation, the next lookup, the request's end or a reset. An engine
-        looks up only requests without a block table, so a lookup of a running one means that it was preempted.
+        looks up only requests without a block table, so a lookup for a running request means that the engine has
+        preempted this request.
 
         Args:
             request: the request.
@@ -108,9 +109,10 @@ class OffloadCore:
         return self._hits.lookup(record, device_tokens, full_tokens, may_wait=can_wait)
 
     def set_least(self, tier: Tier, tokens: int) -> None:
-        """Set how many tokens a hit must have at least (HOST), or how many a fetch from a lower tier must add.
+        """Set the minimum length of a hit (HOST), or the minimum number of tokens that a fetch from a tier must add.
 
-        A hit is never shorter than the policy's `min_load_tokens`. A request keeps its first lookup's HOST minimum.
+        A hit is never shorter than the policy's `min_load_tokens`. A request keeps the HOST minimum of its first
+        lookup.
         """
         if tier is Tier.HOST:
             self._least_tokens = max(tokens, self.state.policy.min_load_tokens)
@@ -131,7 +133,8 @@ class OffloadCore:
             record.incarnation += 1
             record.may_store = not self.state.epoch or self._is_untainted(fact)
         elif was is _RUNNING and record.loading:
-            # The load into the previous table has ended, or was lost with that table before it was reported.
+            # The load into the previous table has ended. Or the request lost that table before the load's end was
+            # reported.
             self.state.requests.load_is_over(record)
         self._new[record] = None
         if self.state.tables.entries or self.state.tables.shared or self.state.epoch:
@@ -201,8 +204,8 @@ class OffloadCore:
     def step_scheduled(self, fact: facts.StepScheduled) -> None:
         """Apply a step that the engine scheduled, and plan the copies that follow from it.
 
-        Preempted requests come first, because this step may allocate their blocks again. Then newly allocated ids are
-        zeroed in other tables, before any block of the step is offered.
+        Preempted requests are handled first, because this step may allocate their blocks again. Next, newly allocated
+        ids are zeroed in all other tables, before any block of the step is offered.
         """
         state = self.state
         state.steps += 1
@@ -233,8 +236,8 @@ class OffloadCore:
     def _preempt_all(self, requests: Iterable[RequestId]) -> None:
         for request in requests:
             record = self.state.requests.live.get(request)
-            # A request that was preempted and got a new table within one step is listed too; such a request keeps the
-            # new table.
+            # The engine also lists a request that was preempted and got a new table within one step. Such a request
+            # keeps its new table.
             if record is not None and record.state is _RUNNING and record not in self._new:
                 self._preempt(record)
 
@@ -265,9 +268,9 @@ class OffloadCore:
         return advanced
 
     def _offer_states(self, states: Iterable[facts.StateHandedOff]) -> None:
-        """Offer recurrent states, after the step's tables were updated and its reused ids zeroed.
+        """Offer recurrent states. The step's tables must be updated and its reused ids zeroed before this call.
 
-        States are offered before all other blocks: a prefix without its state is useless.
+        States are offered before all other blocks, because a prefix without its state is useless.
         """
         offers: list[Offer] = []
         for request, group, position, key, block in states:
@@ -390,12 +393,15 @@ class OffloadCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether the engine must keep stepping until open work ends. Copies that timed out do not count (R16)."""
+        """Return whether the engine must keep stepping until open work ends.
+
+        Copies that timed out do not count (R16).
+        """
         return self._has_work(self.state.jobs.pending) or (bool(self.state.tiers) and self.lower_tiers.is_due)
 
     @property
     def has_host_work(self) -> bool:
-        """Like `has_work`, but without the jobs of lower tiers."""
+        """Like `has_work`, but ignoring the jobs between the host and lower tiers."""
         return self._has_work(self.state.jobs.pending - self.state.jobs.pending_on_tiers)
 
     def _has_work(self, jobs: int) -> bool:
@@ -404,7 +410,10 @@ class OffloadCore:
 
     @property
     def watches_blocks(self) -> bool:
-        """Whether a step must report all newly allocated blocks, even if their requests' progress is reported later."""
+        """Return whether steps must report all newly allocated blocks.
+
+        This includes the blocks of requests whose progress is reported later.
+        """
         tables = self.state.tables
         return bool(tables.entries or tables.shared or self.state.epoch)
 
@@ -420,7 +429,10 @@ class OffloadCore:
     # -- device blocks that were allocated ------------------------------------------------------------------------
 
     def _reallocated(self, fact: facts.BlocksAllocated, *, since_reset: bool) -> None:
-        """Zero an allocation's new ids in other tables. After a reset, record whether lookups may find their KV."""
+        """Zero an allocation's new ids in other tables.
+
+        After a reset, record whether lookups may find the new blocks' KV.
+        """
         state, blocks = self.state, list[DeviceBlockId]()
         for group, table in zip(state.shape.groups, fact.tables, strict=True):
             blocks += table[-(-fact.device_tokens // group.block_tokens) :]
@@ -447,7 +459,7 @@ class OffloadCore:
             fresh.difference_update(blocks)
 
     def _is_untainted(self, fact: facts.BlocksAllocated) -> bool:
-        """Whether all blocks of the device's own hit were computed after the last reset (R10)."""
+        """Return whether all blocks of the device's own hit were computed after the last reset (R10)."""
         fresh = self.state.computed_since_reset
         return all(
             block == NULL_BLOCK or block in fresh

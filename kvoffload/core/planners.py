@@ -91,14 +91,14 @@ class LazyPlanner:
          as many as one  must be clean    a look-ahead reaches to here
          step allocates  up to here
 
-    A block is clean if the host has it, has no slot for it, or no lookup could find it. When a look-ahead stores a
-    block, the block is leased and leaves the free queue until its copy has ended; then it joins the end of the queue.
-    The blocks after it move up, so enough clean blocks must stay in front of these blocks until later look-aheads have
-    stored these blocks too.
+    A block is clean if the host has it, if the host has no slot for it, or if no lookup could find it. When a
+    look-ahead stores a block, the block is leased and leaves the free queue until its copy has ended; then it joins the
+    end of the queue. The blocks after it move up. So the queue must begin with enough clean blocks to last until later
+    look-aheads have stored the blocks that moved up.
 
     While nothing is allocated, lazy stops after storing as many blocks as the host holds. Storing more would only evict
-    blocks just stored. If the queue is longer than the host, lazy would never stop, and an engine without requests
-    would have to keep stepping.
+    blocks just stored. If the queue has more blocks than the host has slots, lazy would never stop, and an engine
+    without requests would have to keep stepping.
     """
 
     def __init__(self, state: CoreState, stores: Stores) -> None:
@@ -106,7 +106,8 @@ class LazyPlanner:
         self._stores = stores
         self._enough = 2 * state.shape.turnover_blocks
         recurrent = [group for group in state.shape.groups if group.kind is AttentionKind.RECURRENT]
-        # Each recurrent group has two blocks outside the table: one to continue in and one to keep.
+        # Each recurrent group has two blocks that are not in the table: one for the running state and one for a state
+        # to keep.
         self._for_states = 2 * len(recurrent)
         self._clean = 0
         self._stored = 0  # blocks stored since the last allocation
@@ -221,7 +222,7 @@ def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
         if first * size < record.loaded_tokens and first < (loaded := min(record.loaded_tokens // size, end)):
             found = min(record.found_tokens // size, end)
             fields = zip(keys[first:found], blocks[first:found], *owner, repeat(number), count(first))
-            # Before the window of the device's own hit, the table has only null blocks.
+            # In the table, all blocks before the window of the device's own hit are null blocks.
             offers += [_offer(each) for each in fields if each[1] != NULL_BLOCK]
             first = loaded
         offers += map(_offer, zip(keys[first:end], blocks[first:end], *owner, repeat(number), count(first)))

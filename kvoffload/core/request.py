@@ -26,7 +26,8 @@ TupleT = TypeVar("TupleT", bound=NamedTuple)
 def from_fields(kind: type[TupleT]) -> Callable[[tuple[Any, ...]], TupleT]:
     """Return a function that builds a named tuple from a tuple of all its fields.
 
-    In CPython this takes a third of the time of calling the class, which matters when done per lookup and per block.
+    In CPython this function takes a third of the time that calling the class takes. A tuple is built for each lookup
+    and each block.
     """
     return partial(tuple.__new__, kind)
 
@@ -39,7 +40,7 @@ class PendingHit(NamedTuple):
     slots: tuple[SlotId, ...]  #: the slots that the lookup found and pinned, heads first
     # why the first block position after `tokens` missed; None if there is no such position
     cause: MissCause | None
-    missing: BlockKey | None = None  #: the key of that position, if it has one
+    missing: BlockKey | None = None  #: the key of the first missed position, if that position has a key
 
 
 class RequestRecord(Struct, eq=False):
@@ -71,7 +72,7 @@ class RequestRecord(Struct, eq=False):
         has_timed_out: True if one of the request's jobs timed out; the job may never end.
         load_failed: True after one of the request's loads has failed; from then on its lookups return 0.
         may_store: False if any of its blocks was computed before the last reset.
-        least_tokens: hits shorter than this are recomputed. The first lookup sets this value; it is 0 before.
+        least_tokens: hits shorter than this are recomputed. The first lookup sets this value; it is 0 until then.
         boundary: after how many tokens the engine is asked for a recurrent state, because the last lookup could not use
             a longer prefix without this state; 0 for never. `PendingHits` writes it.
         fetched_blocks: how many blocks were fetched from lower tiers for this request.
@@ -173,7 +174,7 @@ class Requests:
     def stores(
         self, concerns: dict[RequestRecord, None], tables: Iterable[tuple[RequestRecord | None, int]]
     ) -> None:
-        """Add to `concerns` the requests that still have these block tables, and count the store as their job.
+        """Add to `concerns` the requests that still have these block tables. Count the store as a job of each request.
 
         Args:
             concerns: the requests whose blocks the store copies; changed in place.

@@ -1,7 +1,7 @@
 """Keeps slots that a request stored or hit out of the eviction order while the request needs them (R8, R15).
 
-A request's slots are released together, the deepest first, once it has ended or lost its block table and its last job
-has ended. If each store released its own slots, a prefix's head would be evicted before its tail, which is useless
+A request's slots are released together, the deepest first, when the request has no block table any more and its last
+job has ended. If each store released its own slots, a prefix's head would be evicted before its tail, which is useless
 without the head. For the same reason, blocks that the request used but another request stored are marked as used at the
 same moment.
 
@@ -100,7 +100,10 @@ class Retention:
         record.held_to = 0
 
     def used(self, record: RequestRecord, tokens: int) -> None:
-        """Mark the blocks before `tokens` as used, so that they are evicted after the deeper blocks just unpinned."""
+        """Mark the blocks before `tokens` as used.
+
+        They are then evicted after the deeper blocks that were just unpinned.
+        """
         self._pool.use(self._slots_deepest_first(record, tokens), {})
 
     def _release_and_use(self, record: RequestRecord) -> None:
@@ -112,7 +115,7 @@ class Retention:
         used = self._slots_deepest_first(record, record.confirmed_tokens, held)
         if held:
             reached = set(used)
-            # These slots have been invalidated, or are deeper than this incarnation has reached.
+            # These slots were invalidated, or are deeper than this incarnation has reached.
             beyond = [slot for slot in reversed(held) if slot not in reached]
             self._pool.release([slot for slot in beyond for _ in range(held.pop(slot))])
         self._pool.use(used, held)

@@ -187,7 +187,7 @@ class SlotPool:
         return self._keys[slot] if self._states[slot] in _CAN_HIT else None
 
     def pinned(self, slots: Iterable[SlotId]) -> list[SlotId]:
-        """Return the slots among these that are pinned and can hit."""
+        """Of these slots, return the pinned ones that can hit."""
         states = self._states
         return [slot for slot in slots if states[slot] == _PINNED]
 
@@ -349,7 +349,7 @@ class SlotPool:
         return could_hit
 
     def drained(self, slots: Iterable[SlotId]) -> None:
-        """Free the DRAINING slots among these. The last copy or pin of each slot must have ended."""
+        """Free each of these slots that is DRAINING. The last copy or pin of each slot must have ended."""
         empty = [slot for slot in slots if self._states[slot] == _DRAINING]
         if empty:
             self._move_all(empty, SlotEvent.DRAIN)
@@ -401,7 +401,7 @@ class SlotPool:
         self._counts[after] += moved
 
     def _ready(self, slots: Sequence[SlotId]) -> Sequence[SlotId]:
-        """Return the slots among these that are READY."""
+        """Of these slots, return the READY ones."""
         states = bytes(map(self._states.__getitem__, slots))
         ready = states.count(_READY)
         if ready == len(slots):
@@ -421,7 +421,7 @@ class SlotPool:
         evicted = [key for slot in slots if (key := self._keys[slot]) is not None]
         self._move_all(slots, SlotEvent.EVICT)
         self.index.remove(evicted)
-        self._freed += slots  # `reserve` replaces their keys
+        self._freed += slots  # `reserve` replaces the keys of these slots
         return evicted
 
     def _forget_key(self, slot: SlotId) -> bool:

@@ -92,11 +92,11 @@ class Stores:
 
     @property
     def room(self) -> int:
-        """The number of device blocks that stores may still lease."""
+        """Return the number of device blocks that stores may still lease."""
         return 0 if self._state.stall.is_on else self._lease_limit - self.leased_blocks
 
     def offer(self, offers: Sequence[Offer], *, last_chance: bool = False) -> None:
-        """Decide on new offers. With `last_chance` none of them can wait, because their request is ending."""
+        """Decide on new offers. With `last_chance`, none of these offers can wait, because their request is ending."""
         self._state.tally.offered(len(offers))
         self._decide(offers, last_chance=last_chance)
 
@@ -120,12 +120,12 @@ class Stores:
                 self.evictions.add(record, offer)
 
     def next_step(self) -> None:
-        """Decide on the offers in `again`, then on offers that wait for room, as far as there is room."""
+        """Decide on the offers in `again`, then on offers that wait for room, until no room is left."""
         if self.again:
             again, self.again = self.again, []
             self._decide(again, last_chance=False)
         if self.for_room or self.states_for_room:
-            # While host memory grows, offers without a slot keep waiting.
+            # While host memory grows, offers for which there is no slot keep waiting.
             room = min(self.room, self._state.pool.room) if self._state.growing else self.room
             self._decide(self._take_for_room(room), last_chance=False)
 
@@ -258,7 +258,7 @@ class Stores:
         """Return the offer with a block that holds the offer's key, or an outcome if no block does (R3, R7, R10)."""
         state, block = self._state, offer.block
         if block == NULL_BLOCK:
-            # The position was zeroed, but another block on the device may have the key.
+            # The table's position was zeroed, but another block on the device may have the key.
             block = state.device.block_of(offer.key) or NULL_BLOCK
             if block == NULL_BLOCK:
                 return StoreOutcome.STALE
@@ -272,7 +272,7 @@ class Stores:
         return offer if block == offer.block else offer._replace(block=block)
 
     def _is_since_reset(self, offer: Offer, block: DeviceBlockId) -> bool:
-        """Whether a block and all blocks before it were computed after the last reset (R10)."""
+        """Return whether a block and all blocks before it were computed after the last reset (R10)."""
         record = offer.record
         is_tainted = record is not None and record.is_live and not record.may_store
         return block in self._state.computed_since_reset and not is_tainted
@@ -363,7 +363,7 @@ class Stores:
             self._settle(offer.key, outcome)
 
     def _arrived(self, job: Store) -> None:
-        """Let lookups find the blocks after every rank has copied them. The deepest are evicted first."""
+        """Let lookups find the blocks after every rank has copied them. The deepest blocks will be evicted first."""
         state = self._state
         job.settled = True
         state.retention.arrived(job)
@@ -398,7 +398,7 @@ class Stores:
         state = self._state
         state.tally.count_stores(_ALREADY_CACHED, len(offers))
         ownerless: list[SlotId] = []
-        for offer in reversed(offers):  # Reversed, so that the head is evicted last.
+        for offer in reversed(offers):  # The loop goes backwards, so that the head is evicted last.
             if (record := owner(offer)) is None:
                 ownerless.append(state.pool.index[offer.key])
             else:
@@ -458,14 +458,14 @@ _FOR_ROOM = (
     StoreOutcome.NOT_READY,  # the host has no room yet, but more memory is coming
     StoreOutcome.STALLED,  # too many copies timed out, so no new copy starts
 )
-"""Reasons why an offer waits for room. Each step decides on these offers in order, until no room is left."""
+"""Reasons why an offer waits for room. Each step decides on such offers in order, until no room is left."""
 
 _WAITS = (
     *_FOR_ROOM,
     StoreOutcome.HOST_FULL,  # running requests use all slots
-    StoreOutcome.FAILED,  # an earlier copy may still run on the block
+    StoreOutcome.FAILED,  # an earlier copy of the block failed, and may still run
 )
-"""Reasons why an offer waits. With HOST_FULL and FAILED it waits until its request ends.
+"""Reasons why an offer waits. With HOST_FULL or FAILED, the offer waits until its request ends.
 
 If an offer cannot wait, the reason is its outcome.
 """

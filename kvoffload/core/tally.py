@@ -26,8 +26,8 @@ class Tally:
     """Collects events and sums of block counts until the runtime takes them.
 
     Args:
-        planned: the jobs of the next plan. While there are such jobs, sums are not returned, because sums must follow
-            the events of these jobs.
+        planned: the jobs of the next plan. While there are such jobs, sums are not returned, because these jobs' events
+            must come before the sums.
     """
 
     def __init__(self, planned: Sized) -> None:

@@ -58,9 +58,15 @@ from kvoffload.model.wire import JobReport, Tier
 JobT = TypeVar("JobT", Fetch, Spill)
 
 MOST_STEPS = 64
-"""How many steps a short queue waits for more blocks. If the process is killed, the blocks in it are not written."""
+"""How many steps a short queue of spills waits for more blocks.
+
+If the process is killed, the tier never gets these blocks.
+"""
 _ENOUGH = 32
-"""A queue of this length does not wait. In a hook, one more job costs as much time as about 80 more blocks."""
+"""A queue of this length is spilled without waiting.
+
+In a hook, one more job costs as much time as about 80 more blocks.
+"""
 _MOST_WARM = 2**16
 """The maximum number of blocks that a warm start remembers."""
 
@@ -158,7 +164,7 @@ class Fetches(_Copies[Fetch]):
         super().__init__(state, tier, tier.pool, state.pool, stores.in_flight)
         self._stores = stores
         self.warm: deque[BlockKey] = deque(maxlen=_MOST_WARM)
-        self._left: set[BlockKey] = set()  # keys that requests fetch themselves
+        self._left: set[BlockKey] = set()  # the keys that requests fetch themselves
 
     def plan(
         self,
@@ -188,7 +194,7 @@ class Fetches(_Copies[Fetch]):
 
     @property
     def is_due(self) -> bool:
-        """Whether the engine must keep stepping for a warm start."""
+        """Return whether the engine must keep stepping for a warm start."""
         state = self._state
         return bool(self.warm) and self._tier.is_usable and state.degraded is None and not state.stall.is_on
 
@@ -261,7 +267,7 @@ class Fetches(_Copies[Fetch]):
         for record in job.wanted:
             record.fetched_blocks += len(keys)
             record.fetched_from = job.tier
-        if job.wanted:  # A warm start does not count as a use.
+        if job.wanted:  # A fetch of the warm start does not count as a use of its blocks.
             self._tier.read(tier_slots[::-1])
 
     def _lose(self, job: Fetch, positions: Sequence[int], outcome: TierOutcome) -> list[Offer]:
@@ -298,12 +304,12 @@ class Spills(_Copies[Spill]):
 
     @property
     def is_due(self) -> bool:
-        """Whether the engine must keep stepping for spills."""
+        """Return whether the engine must keep stepping for spills."""
         tier = self._tier
         return bool(tier.candidates and tier.is_usable and tier.pool.room) and self._state.degraded is None
 
     def step(self) -> bool:
-        """Plan a spill, unless a load or a fetch is open; return whether one was planned."""
+        """Plan a spill, unless a load or a fetch is open; return whether a spill was planned."""
         state, tier = self._state, self._tier
         if not self.is_due or self._is_load_open:
             return False
@@ -360,7 +366,7 @@ class Spills(_Copies[Spill]):
         tier.put(job)
 
     def _quarantine(self, job: Spill, positions: tuple[int, ...]) -> None:
-        """Quarantine host slots that a spill found corrupt, as after a corrupt load.
+        """Quarantine host slots whose bytes were corrupt when a spill read them.
 
         Ignore slots that no longer contain the spilled block.
         """
@@ -387,7 +393,7 @@ _NOTHING = _Found((), 0, 0, ())
 
 
 class LowerTiers:
-    """Decides when which blocks are copied between the host and lower tiers, and handles facts about these tiers.
+    """Decides which blocks are copied between the host and lower tiers, and when. Handles facts about these tiers.
 
     The only writer of `RequestRecord.awaits_fetch`.
 
@@ -402,17 +408,20 @@ class LowerTiers:
         self._in_flight = stores.in_flight
         self.spills: dict[LowerTier, Spills] = {tier: Spills(state, tier) for tier in state.tiers}
         self.fetches: dict[LowerTier, Fetches] = {tier: Fetches(state, tier, stores) for tier in state.tiers}
-        self._fetches = list(self.fetches.values())  # A list, because hooks iterate over it often.
+        self._fetches = list(self.fetches.values())  # Hooks iterate often, and iterating over a list is fast.
         self._spills = list(self.spills.values())
         self._owners: list[Fetches | Spills] = [*self._fetches, *self._spills]
         self.queues = [tier.candidates for tier in state.tiers] + [each.warm for each in self._fetches]
-        self._spilled_at = 0  # the step in which a spill was last planned
+        self._spilled_at = 0  # the last step in which a spill was planned
         self._enough = 1  # the queue length at which `step` does not wait for more blocks
 
     # -- for requests -------------------------------------------------------------------------------------------
 
     def request_seen(self, record: RequestRecord) -> None:
-        """Fetch an arriving request's blocks from lower tiers. Ask the remote tier about blocks not on host or disk."""
+        """Fetch an arriving request's blocks from lower tiers.
+
+        Query the remote tier for blocks that no other tier has.
+        """
         for fetches in self._fetches:
             if fetches.warm:
                 fetches.leave_to(record)
@@ -460,7 +469,7 @@ class LowerTiers:
         if record.asks_tiers:
             self._fetch(record, found, hit.slots)
         on_way = self._in_flight.keys
-        # A dict, because a set would not keep the order. Lookups wait for the last of these jobs.
+        # This is a dict, because a set would not keep the order. Lookups wait for the last of these jobs.
         jobs = dict.fromkeys([on_way[key] for key, *_ in found.blocks if key in on_way])
         fetches = [job for job in jobs if isinstance(job, Fetch)]
         for job in fetches:
@@ -490,7 +499,10 @@ class LowerTiers:
             jobs.cancel(job)
 
     def cause(self, missing: BlockKey | None, cause: MissCause | None) -> MissCause | None:
-        """Return why a block is missing on the host. `cause` is the cause without regard to the lower tiers."""
+        """Return why a block is missing on the host.
+
+        `cause` is the reason found without considering the lower tiers.
+        """
         for tier in self._state.tiers:
             if missing is not None and missing in tier.pool.index.parts[missing[0]]:
                 if self._state.shape.count_states((missing,)):
@@ -549,10 +561,10 @@ class LowerTiers:
             limit = reached - max(surplus - surplus % alignment, alignment)
 
     def _fetch(self, record: RequestRecord, found: _Found, head: Sequence[SlotId]) -> None:
-        """Plan fetches of these blocks, except those in flight, as far as the host has room.
+        """Plan fetches of these blocks while the host has room. Leave out blocks that are already in flight.
 
         No block of the same prefix is evicted to make room. The request's lookups wait for these fetches, unless the
-        device has as many tokens by then.
+        device has at least as many tokens by then.
         """
         state = self._state
         on_way = self._in_flight.keys
@@ -576,7 +588,7 @@ class LowerTiers:
 
     @property
     def is_due(self) -> bool:
-        """Whether the engine must keep stepping so that more copies can be planned."""
+        """Return whether the engine must keep stepping so that more copies can be planned."""
         return any(each.is_due for each in self._owners)
 
     def step(self) -> None:

@@ -161,7 +161,10 @@ class LowerTier:
         return keys
 
     def evicted(self, keys: Sequence[BlockKey]) -> int:
-        """Remove blocks that the host has evicted from the candidates; return how many of them were candidates."""
+        """Forget how often lookups found these blocks, because the host has evicted them.
+
+        Return how many of the blocks were candidates.
+        """
         if self._hits:
             for key in keys:
                 self._hits.pop(key, None)
@@ -229,7 +232,7 @@ class DiskTier(LowerTier):
         return _take(self.records)
 
     def extra(self, tier_slots: Sequence[SlotId] = ()) -> object:
-        """Return every rank's checksum of each of these slots. A spill has none."""
+        """Return every rank's checksum of each of these slots, or nothing for a spill, which has no checksums yet."""
         if not tier_slots:
             return ()
         return tuple(zip(*[[of_rank[slot] for slot in tier_slots] for of_rank in self.sums], strict=True))
@@ -238,10 +241,11 @@ class DiskTier(LowerTier):
         sums = zip(*[job.sums[rank] for rank in sorted(job.sums)], strict=True)
         puts = list(map(Put, job.tier_slots, job.keys, sums))
         self._add(puts)
-        self.records += reversed(puts)  # Reversed, so that the next process also evicts a prefix's head last.
+        # The order is reversed, so that the next process also evicts a prefix's head last.
+        self.records += reversed(puts)
 
     def read(self, tier_slots: Sequence[SlotId]) -> None:
-        # A late report of an earlier fetch may have removed a corrupt block.
+        # A late report of another fetch may have removed a block that was corrupt.
         self.records += [Use(slot) for slot in tier_slots if self.has_block[slot]]
 
     def invalidate(self, tier_slot: SlotId) -> None:
@@ -378,6 +382,6 @@ class LayeredIndex:
         self.parts = (SimpleNamespace(get=get),) * 256
 
     def on_tiers(self, slots: Iterable[SlotId]) -> list[Block]:
-        """Return those of these results of `get` that are blocks on lower tiers, in the same order."""
+        """Of these slots returned by `get`, return the blocks that are on lower tiers, in the same order."""
         found = self._found
         return [found[-1 - slot] for slot in slots if slot < 0]

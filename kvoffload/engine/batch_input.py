@@ -26,17 +26,17 @@ class Span:
     rows: slice  # the request's rows among the step's tokens
     blocks: torch.Tensor  # int64 [pages]
     keys: slice  # the visible tokens, as a slice of the pages' tokens
-    mask: torch.Tensor | None  # [rows, keys], added to the scores: 0 or -inf; None: see is_causal
-    # Without a mask: True if rows and keys are the same tokens, False if every row sees every key.
+    mask: torch.Tensor | None  # [rows, keys], 0 or -inf, added to the scores; if None, is_causal applies
+    # Used without a mask. True if rows and keys are the same tokens, False if every row sees every key.
     is_causal: bool
 
 
 @dataclass(frozen=True, slots=True)
 class StateSpan:
-    """The blocks from which one request's rows read their state in a recurrent group, and to which they write it."""
+    """The blocks from which one request's rows read a recurrent state, and to which these rows write the state."""
 
     rows: slice  # the request's rows among the step's tokens
-    read_block: int | None  # None: the state starts at zero
+    read_block: int | None  # the block with the state; None if the state starts at zero
     write_block: int
 
 
@@ -45,7 +45,8 @@ class AttentionInput:
     """One attention group's input for a step."""
 
     write_blocks: torch.Tensor  # int64 [tokens]: the block to which each new token's KV is written
-    write_offsets: torch.Tensor  # int64 [tokens]: the token's offset in that block
+    # int64 [tokens]: each new token's offset in the block to which its KV is written
+    write_offsets: torch.Tensor
     spans: tuple[Span, ...]
 
 
@@ -64,7 +65,7 @@ class BatchInput:
 
 
 class InputMaker:
-    """Makes the tensors of a step, with the tokens of its chunks one after the other."""
+    """Makes the tensors of a step. The tokens of the step's chunks follow one another."""
 
     def __init__(self, groups: Sequence[GroupFacts], device: torch.device, dtype: torch.dtype) -> None:
         self._groups = groups

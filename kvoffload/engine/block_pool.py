@@ -28,25 +28,25 @@ class BlockPool:
         self._held = [0] * num_blocks
         self._leased = [0] * num_blocks
         self._keys: dict[int, bytes] = {}
-        self._index: dict[bytes, dict[int, None]] = {}  # two blocks may hold the same tokens
+        # several blocks per key, because two blocks may hold the same tokens
+        self._index: dict[bytes, dict[int, None]] = {}
         # Free blocks in the order in which they will be allocated. Blocks that are found again are removed from the
-        # middle. After that, a plain dict takes time linear in the gaps to find its first entry; an OrderedDict does
-        # not.
+        # middle. A plain dict with such gaps would take linear time to find its first entry; an OrderedDict does not.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
 
     @property
     def usable_blocks(self) -> int:
-        """The number of blocks without the null block."""
+        """Return the number of blocks, not counting the null block."""
         return self.num_blocks - 1
 
     @property
     def free_blocks(self) -> int:
-        """The number of blocks without references."""
+        """Return the number of blocks without references."""
         return len(self._free)
 
     @property
     def leased_blocks(self) -> int:
-        """The number of blocks that a plugin has leased."""
+        """Return the number of blocks that a plugin has leased."""
         return sum(1 for count in self._leased if count)
 
     def leases(self) -> dict[int, int]:
@@ -54,7 +54,7 @@ class BlockPool:
         return {block: count for block, count in enumerate(self._leased) if count}
 
     def is_free(self, block: int) -> bool:
-        """Whether the block has no references."""
+        """Return whether the block has no references."""
         return block in self._free
 
     # --- for the engine ---------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class BlockPool:
         """Lease blocks, so that they are not reused until `free`. A block leased twice must be freed twice.
 
         Raises:
-            ValueError: the null block or an unknown id is among them; no block is leased then.
+            ValueError: the ids include the null block or an unknown id; no block is leased then.
         """
         self._refer(self._leased, list(blocks))
 
@@ -106,7 +106,7 @@ class BlockPool:
         self._unrefer(self._leased, list(blocks))
 
     def key_of(self, block: int) -> bytes | None:
-        """Return the key of the block's contents; None while they are not complete."""
+        """Return the key of the block's contents; None while the contents are not complete."""
         return self._keys.get(block)
 
     def cached_block(self, key: bytes) -> int | None:

@@ -41,12 +41,12 @@ class ModelConfig:
 
     @property
     def num_groups(self) -> int:
-        """The number of groups of layers that share a block table."""
+        """Return the number of groups of layers that share a block table."""
         return 1 if self.attention == "full" else self.local_per_full + 1
 
     @property
     def layers_per_group(self) -> int:
-        """The number of layers in each group, which is also the number of physical KV tensors."""
+        """Return the number of layers in each group, which is also the number of physical KV tensors."""
         return self.layers // self.num_groups
 
     def is_recurrent(self, layer: int) -> bool:
@@ -82,7 +82,7 @@ class EngineConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     block_tokens: int = 16
-    num_blocks: int | None = None  # including the null block; None: room for 4 requests of full length
+    num_blocks: int | None = None  # includes the null block; None makes room for 4 requests of full length
     max_model_len: int = 4096
     step_tokens: int = 512  # token budget of one step, over all its requests
     max_requests: int = 64  # the maximum number of requests that run or load at the same time
@@ -111,7 +111,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request samples. The likeliest token is always chosen."""
+    """The sampling settings of one request. The engine always chooses the likeliest token."""
 
     max_new_tokens: int = 16
 

@@ -132,7 +132,7 @@ class Engine:
             self._end(self._open[request_id][0], error=None)
 
     def preempt(self, request_id: str) -> bool:
-        """Take a running request's blocks, so that the request is computed again later.
+        """Preempt a running request: take its blocks, and compute the request again later.
 
         Return False if the request is not running.
         """
@@ -146,11 +146,11 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether another step is needed."""
+        """Return whether another step is needed."""
         return self._scheduler.has_requests or self._plugin.has_pending_work()
 
     def step(self) -> bool:
-        """Run one step; return False if it had nothing to compute."""
+        """Run one step; return False if the step had nothing to compute."""
         # Ask before scheduling. A plugin without pending work at this point will not release leased blocks in this
         # step.
         plugin_waits = self._plugin.has_pending_work()
@@ -193,7 +193,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End open requests and shut the plugin down, without waiting. For engines that the caller steps."""
+        """End open requests and shut the plugin down, without waiting. Use this only if you call `step` yourself."""
         self._refuse_all(EngineStopped("the engine has stopped"))
         self._shut_down()
 
@@ -258,7 +258,7 @@ class Engine:
             self._wake.clear()
             await self._wake.wait()
         else:
-            # Yield even after a step with work, so that tasks that wait for its tokens can run.
+            # Yield even after a step with work, so that tasks that wait for the step's tokens can run.
             await asyncio.sleep(0 if self.step() else _IDLE_STEP_S)
 
     def _deliver(self, batch: Batch, sampled: Sequence[Token]) -> None:

@@ -1,4 +1,4 @@
-"""Computes which tokens a group's layers can see, and from that which blocks a request must hold, and how many.
+"""Computes which tokens a group's layers can see, which blocks a request must therefore hold, and how many.
 
     full              [0 ................................ p]
     sliding window                    [p - window + 1 ... p]
@@ -37,7 +37,7 @@ def make_groups(config: EngineConfig) -> tuple[GroupFacts, ...]:
     """Return the groups of a model. Layer `l` is in group `l % groups`, and its KV is in physical tensor `l // groups`.
 
     All groups therefore have the same number of layers, and every physical tensor serves one layer of each group.
-    Contiguous tensors hold contiguous layers: a pipeline stage.
+    Contiguous tensors hold contiguous layers, so they can form a pipeline stage.
     """
     model = config.model
     local = tuple(_local_group(model, index, config.block_tokens) for index in range(model.num_groups - 1))
@@ -74,7 +74,7 @@ class Capacity:
 
     @property
     def block_tokens(self) -> int:
-        """The number of tokens in a block, the same in all groups."""
+        """Return the number of tokens in a block, which is the same in all groups."""
         return self.groups[0].block_tokens
 
     def group_blocks(self, group: GroupFacts, tokens: int) -> int:

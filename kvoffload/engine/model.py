@@ -20,8 +20,8 @@ _SCORE_STD = 3.0
 _LOGIT_STD = 2.0
 _RMS_EPS = 1e-6
 
-#: Attention or recurrence of (layer, query, key, value). Tensors are [tokens, heads or kv_heads, head_dim]; the result
-#: has the shape of query.
+# A function of (layer, query, key, value) that computes attention or recurrence. Tensors are [tokens, heads or
+# kv_heads, head_dim]; the result has the shape of query.
 Attention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -77,7 +77,7 @@ class Transformer:
 
 
 class _Draw:
-    """Draws weights on the CPU, so that every device gets the same ones."""
+    """Draws weights on the CPU, so that every device gets the same weights."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         self._generator = torch.Generator().manual_seed(config.seed)

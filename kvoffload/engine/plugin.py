@@ -77,7 +77,7 @@ class Progress:
 class StateMade:
     """A recurrent state at the end of a whole block.
 
-    Only the step's forward pass writes it, so the state stays in the block until the block is allocated again.
+    Only the step's forward pass writes the state. The state stays in the block until the block is allocated again.
     """
 
     request_id: str
@@ -95,7 +95,8 @@ class StepFacts:
     progress: tuple[Progress, ...]
     # Requests that lost their blocks since the last plan. None of them has got new blocks yet.
     preempted: tuple[str, ...]
-    states: tuple[StateMade, ...] = ()  # states that the step completes, of requests in `progress`
+    # the recurrent states of requests in `progress` that the step completes
+    states: tuple[StateMade, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class SchedulerPlugin:
     """
 
     def request_added(self, request: Request) -> None:
-        """A request was accepted. Called once per request, before any other hook for it."""
+        """Handle a new request. Called once per request, before any other hook for this request."""
 
     def lookup(self, request: Request, device_tokens: int) -> int | None:
         """Return how many tokens beyond `device_tokens` (whole blocks) can be loaded; None to be asked again later.
@@ -140,7 +141,7 @@ class SchedulerPlugin:
     def allocated(
         self, request: Request, tables: BlockTables, device_tokens: int, external_tokens: int
     ) -> None:
-        """The request was admitted with these tables. Called even if there are no external tokens.
+        """Handle the admission of a request with these tables. Called even if there are no external tokens.
 
         With external tokens, the tables cover device and external tokens, and the request waits until `update` reports
         its load. Without external tokens, the tables also cover the first chunk. Tables of window groups have null ids
@@ -152,7 +153,7 @@ class SchedulerPlugin:
         """Return the step's plan for the workers. Called exactly once per step, even if the step has no work."""
 
     def request_ended(self, request: Request, aborted: bool) -> None:
-        """The request ended. Called exactly once per request, before its blocks are released.
+        """Handle the end of a request. Called exactly once per request, before its blocks are released.
 
         The engine keeps the blocks of an open load until `update` has reported the load.
         """
@@ -173,7 +174,7 @@ class SchedulerPlugin:
         return True
 
     def shutdown(self) -> None:
-        """Called once, after the last step."""
+        """Stop the plugin. Called once, after the last step."""
 
 
 class WorkerPlugin:
@@ -186,16 +187,16 @@ class WorkerPlugin:
         """
 
     def start_loads(self, plan: object) -> None:
-        """Called in each step before the forward pass."""
+        """Start the plan's loads. Called in each step, before the forward pass."""
 
     def start_stores(self, plan: object) -> None:
-        """Called in each step after the forward pass was launched."""
+        """Start the plan's stores. Called in each step, after the forward pass was launched."""
 
     def take_output(self) -> object:
         """Return this rank's report to its scheduler side. Called once per step, after `start_stores`."""
 
     def shutdown(self) -> None:
-        """Called once, after the last step and before the scheduler side's `shutdown`."""
+        """Stop this rank's side. Called once, after the last step and before the scheduler side's `shutdown`."""
 
 
 class EnginePlugin(Protocol):

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class RequestState(Enum):
-    """The states of a request. Requests hold blocks in LOADING and RUNNING, and in one case in ENDED."""
+    """The states of a request. Only a request in LOADING, RUNNING or ENDED can hold blocks."""
 
-    WAITING = "waiting"  # new or preempted, or after a failed load; nothing is computed
+    WAITING = "waiting"  # the request is new or preempted, or its load failed; nothing is computed
     # A plugin fills the request's blocks. The request is not scheduled, and the loaded blocks are not indexed yet.
     LOADING = "loading"
     RUNNING = "running"
@@ -42,7 +42,7 @@ class RequestStats:
     prompt_tokens: int
     arrived_s: float
     device_hit_tokens: int = 0  # found on the device at the last admission before the first token
-    external_tokens: int = 0  # loaded by the plugin at the same admission
+    external_tokens: int = 0  # loaded by the plugin at the last admission before the first token
     resumed_tokens: int = 0  # found or loaded at admissions after the first token, which follow preemptions
     computed_tokens: int = 0  # tokens computed again after a preemption are counted again
     generated_tokens: int = 0
@@ -119,17 +119,20 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """The number of prompt and generated tokens so far."""
+        """Return the number of prompt and generated tokens so far."""
         return len(self.tokens)
 
     @property
     def max_kv_tokens(self) -> int:
-        """The maximum number of tokens whose KV this request can need. The last new token's KV is never computed."""
+        """Return the maximum number of tokens whose KV this request can need.
+
+        The last new token's KV is never computed.
+        """
         return self.num_prompt_tokens + self.params.max_new_tokens - 1
 
     @property
     def is_complete(self) -> bool:
-        """Whether all requested tokens have been generated."""
+        """Return whether all requested tokens have been generated."""
         return self.num_tokens - self.num_prompt_tokens >= self.params.max_new_tokens
 
     def keys(self, group: int) -> Sequence[bytes]:

@@ -45,7 +45,7 @@ class Chunk:
 
     @property
     def samples(self) -> bool:
-        """Whether the chunk ends with the request's last token, so that a new token is sampled."""
+        """Return whether the chunk ends with the request's last token, so that a new token is sampled."""
         return self.end == self.request.num_tokens
 
 
@@ -76,7 +76,7 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request waits, loads or runs, or still holds blocks."""
+        """Return whether any request waits, loads or runs, or still holds blocks."""
         return bool(self.waiting or self.running or self.loading)
 
     def add(self, request: Request) -> None:
@@ -97,7 +97,7 @@ class Scheduler:
         request.state = RequestState.ENDED
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's blocks, and put it at the head of the queue to be computed again."""
+        """Take a running request's blocks, and put the request at the head of the queue to be computed again."""
         self.running.remove(request)
         self._tables.release(request)
         request.stats.preemptions += 1
@@ -119,7 +119,7 @@ class Scheduler:
         return Batch(tuple(chunks), facts, self._starved)
 
     def confirm(self, batch: Batch, sampled: Sequence[Token]) -> list[tuple[Request, Token]]:
-        """Apply a step's results; return each new token with its request. Complete requests have ended.
+        """Apply a step's results; return each new token with its request. Requests that are complete have ended.
 
         `sampled` has one token for each chunk that samples, in order.
         """
@@ -250,7 +250,7 @@ class Scheduler:
         return Chunk(request, device, end, new_blocks=((),) * request.groups)
 
     def _lookup(self, request: Request, device_tokens: int) -> int | None:
-        """Return the plugin's answer, cut to whole blocks so that at least one token is left to compute."""
+        """Return the plugin's answer, cut to whole blocks that leave at least one token to compute."""
         answer = self._plugin.lookup(request, device_tokens)
         if answer is None:
             return None

@@ -32,7 +32,7 @@ class PrefixHit:
 
     blocks: int
     tables: tuple[tuple[int, ...], ...]
-    full_blocks: int = 0  # how many blocks the full-attention groups have; may be more than the hit's
+    full_blocks: int = 0  # how many blocks the full-attention groups have; the hit may have fewer
 
 
 class BlockTables:
@@ -89,10 +89,10 @@ class BlockTables:
         )
 
     def states_made(self, request: Request, end: int) -> list[StateMade]:
-        """Index and return the recurrent states that a step up to `end` writes; none if it ends inside a block.
+        """Index and return the recurrent states that a step up to `end` writes; none if the step ends inside a block.
 
-        Call it after the step's last prefix search: an indexed block does not hold its state until the forward pass has
-        run.
+        Call this method after the step's last prefix search, because an indexed block does not hold its state until the
+        forward pass has run.
         """
         position, rest = divmod(end, self._block_tokens)
         if rest:
@@ -157,7 +157,9 @@ class BlockTables:
         return int(confirmed % self._block_tokens == 0)
 
     def _extend(self, table: list[int], total: int, count: int) -> tuple[tuple[int, int], ...]:
-        """Extend a table to `total` positions, with `count` new blocks at its end; return the new pairs.
+        """Extend a table to `total` positions, with `count` new blocks at its end.
+
+        Return the new blocks' positions and ids.
 
         Without new blocks, the table's last block moves to the new end.
         """
@@ -187,7 +189,7 @@ def find_prefix(
 ) -> PrefixHit:
     """Return the longest hit of at most `max_blocks` blocks.
 
-    The caller must hold its blocks before allocating other blocks.
+    The caller must hold the hit's blocks before allocating other blocks.
 
     Each group shortens the prefix until all groups agree. Full-attention groups are searched first and only once,
     because every prefix of their hit is also a hit. Their result limits the search in the other groups.

@@ -24,14 +24,14 @@ class MissCause(Cause):
     STORING = "storing"  # the block's store is still open
     DECLINED_HOST_FULL = "declined_host_full"  # offered, but every slot was in use
     DECLINED_NOT_READY = "declined_not_ready"  # offered before host memory was ready
-    DECLINED_STALE = "declined_stale"  # offered after the engine had reused its device block
+    DECLINED_STALE = "declined_stale"  # offered after the engine had reused the device block
     DECLINED_LEASE_LIMIT = "declined_lease_limit"  # offered while a quarter of the device pool was leased
     DECLINED_STALLED = "declined_stalled"  # offered while copies were stalled
     DECLINED_OTHER = "declined_other"  # offered and declined for another reason
     LOST = "lost"  # the device evicted the block before it was stored
     STORE_FAILED = "store_failed"  # the block's copy to the host failed
     AFTER_RESET = "after_reset"  # a reset removed the block from the host
-    LOAD_FAILED = "load_failed"  # a load of this request failed, or the last load of this block did
+    LOAD_FAILED = "load_failed"  # a load of this request failed, or the last load of this block failed
     CORRUPT = "corrupt"  # the block's checksum did not match when it was last checked
     LOAD_DECLINED = "load_declined"  # the hit was shorter than min_load_tokens
     NOT_ACCEPTED = "not_accepted"  # the block was found, but the engine accepted a shorter hit
@@ -41,14 +41,14 @@ class MissCause(Cause):
     BEHIND_MISS = "behind_miss"  # the block comes after a missing one, so it cannot be used
     OPTED_OUT = "opted_out"  # the request asked not to read cached blocks
     STALLED = "stalled"  # copies were stalled, so no load was started
-    ON_DISK = "on_disk"  # on the disk, but the request could not wait for it
-    IN_REMOTE = "in_remote"  # in the remote tier, but the request could not wait for it
+    ON_DISK = "on_disk"  # the block is on the disk, but the request could not wait for a fetch
+    IN_REMOTE = "in_remote"  # the block is in the remote tier, but the request could not wait for a fetch
     TIER_OPENING = "tier_opening"  # the disk's index had not been read yet
     DEGRADED = "degraded"  # offloading is off because an invariant was broken
 
 
 class StoreOutcome(Cause):
-    """What happened to a computed block offered to the host. Each offer has exactly one outcome."""
+    """What happened to a computed block that was offered to the host. Each offer has exactly one outcome."""
 
     STORED = "stored"
     ALREADY_CACHED = "already_cached"  # the host has this key
@@ -62,7 +62,7 @@ class StoreOutcome(Cause):
     REQUEST_GONE = "request_gone"  # the request ended after losing its blocks
     # the block's request was preempted, or the device evicted the block before it could be stored
     LOST = "lost"
-    BEFORE_RESET = "before_reset"  # computed at least in part before the last reset
+    BEFORE_RESET = "before_reset"  # the block was computed at least in part before the last reset
     FAILED = "failed"  # a rank's copy failed
     ABANDONED = "abandoned"  # a rank's copy did not end in time
     CANCELLED = "cancelled"  # a reset came before the copy was submitted
@@ -112,7 +112,7 @@ class EvictionCause(Cause):
     """Why the host lost a block."""
 
     SPACE = "space"
-    SPILL_BEHIND = "spill_behind"  # evicted for space before it could be written to a lower tier
+    SPILL_BEHIND = "spill_behind"  # evicted for space before the block could be written to a lower tier
     RESET = "reset"
     LOAD_FAILED = "load_failed"
     CORRUPT = "corrupt"

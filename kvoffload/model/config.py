@@ -1,4 +1,4 @@
-"""The settings. All are checked before anything starts."""
+"""The settings. All of them are checked before anything starts."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
-_MOST = 2**63 - 1  # the highest number of bytes, hits or tokens that a setting may have
+_MOST = 2**63 - 1  # the largest value of a setting that counts bytes, hits or tokens
 # about thirty years; the standard library rejects timeouts of several hundred years
 _LONGEST_TIMEOUT_S = 10**9
-_LONGEST_SHOWN = 200  # characters of a name, or of a bad value in an error message
+_LONGEST_SHOWN = 200  # the maximum length of a name, or of a bad value in an error, in characters
 
 AUTO: Final = "auto"
-"""`min_load_tokens`: use the measured break-even length."""
+"""The value of `min_load_tokens` that selects the measured break-even length."""
 
 ADVICE: Final = "advised: at least three times the device's KV cache"
-"""What to set `host_bytes` to, where the machine is not known."""
+"""The advice on `host_bytes` if the machine is not known."""
 
 PER_RANK: Final = "cpu_bytes_to_use_per_rank"
-"""The key of vLLM's own connector for the host bytes of one rank."""
+"""The key that sets the host bytes of one rank in vLLM's own connector."""
 
 ALIASES = {
     "cpu_bytes_to_use": "host_bytes",
@@ -54,13 +54,13 @@ _RENAMED = {
     "spill_after_hits": "disk_min_hits",
     "disk_identity": "weights_id",
 }
-"""Maps former key names to the present ones, where the two are not similar."""
+"""Maps former key names to the present names, for names that are not similar."""
 
 
 def parse_bytes(value: object) -> int:
     """Parse a number of bytes: a whole number or a text such as "8GiB".
 
-    A float with a whole value is allowed: vLLM derives `cpu_bytes_to_use` from the float of `--kv-offloading-size`.
+    A float with a whole value is allowed, because vLLM computes `cpu_bytes_to_use` from a float.
 
     Raises:
         ValueError: the value is not a number of bytes, or not between 1 and 2**63 - 1.
@@ -112,7 +112,7 @@ RemoteUrl = Annotated[
 ]
 HttpUrl = Annotated[
     str,
-    Meta(  # without secrets, because exporters log the URL
+    Meta(  # must contain no secrets, because exporters log the URL
         pattern=r"^https?://[^\s/@?#][^\s@?#]*\Z",
         title='a URL such as "http://localhost:4318/v1/traces", without "@", "?" and "#"; '
         "give secrets in the environment variable OTEL_EXPORTER_OTLP_HEADERS",
@@ -121,7 +121,7 @@ HttpUrl = Annotated[
 
 
 def _key(meaning: str, *, unset: str = "not set") -> Meta:
-    """Return the description of a key; `unset` stands for a default where there is none."""
+    """Return the description of a key. `unset` is shown as the default of a key that has none."""
     return Meta(description=meaning, extra={"unset": unset})
 
 
@@ -190,7 +190,7 @@ def parse_config(raw: Mapping[str, object], ranks: int = 1, advice: str = ADVICE
 
     Args:
         raw: the settings as the operator wrote them.
-        ranks: the engine's number of ranks; `cpu_bytes_to_use_per_rank` is multiplied by it.
+        ranks: the engine's number of ranks; `cpu_bytes_to_use_per_rank` is multiplied by this number.
         advice: what to set `host_bytes` to, for the error if it is missing.
 
     Raises:
@@ -259,15 +259,15 @@ def _shown(value: object) -> str:
     """Return a value as shown in an error, at most `_LONGEST_SHOWN` characters long."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # more digits than Python prints, or nested too deep
+    except (ValueError, RecursionError):  # too many digits for Python to print, or nested too deep
         return f"a {type(value).__name__} that is too large to show"
-    text = re.sub(r"//.*@", "//...@", text)  # credentials in a URL
+    text = re.sub(r"//.*@", "//...@", text)  # hide the credentials in a URL
     text = re.sub(r"(//.*?[?#]).*", r"\1...", text)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def _nearest(name: object) -> str | None:
-    """Return the key that an unknown one probably means."""
+    """Return the valid key that an unknown key probably means."""
     if name in _RENAMED:
         return _RENAMED[name]
     known = [*SETTINGS, *ALIASES, *_TYPES_OF_VLLM]
@@ -293,7 +293,7 @@ class Setting(msgspec.Struct, frozen=True):
     Args:
         type: the type that `msgspec.convert` converts a value to.
         allowed: the allowed values.
-        default: the default; without one, what happens if the key is missing.
+        default: the default, or what happens without the key if there is no default.
         meaning: what the key sets.
     """
 
@@ -305,7 +305,8 @@ class Setting(msgspec.Struct, frozen=True):
 
 def _setting(field: msgspec.structs.FieldInfo) -> Setting:
     *limits, key = field.type.__metadata__
-    kind = field.type if limits else get_args(field.type.__origin__)[0]  # for the latter, without None
+    # a setting with a default of None is typed `kind | None`
+    kind = field.type if limits else get_args(field.type.__origin__)[0]
     if field.default in (None, msgspec.NODEFAULT):
         default = key.extra["unset"]
     else:
@@ -328,4 +329,4 @@ _TYPES_OF_VLLM: dict[str, Any] = {
     "lazy_offload": Switch,
     _BACKEND: Annotated[Literal["cpu"], Meta(title='"cpu": kvoffload keeps blocks in host memory')],
 }
-"""Types of vLLM's own keys that set nothing, or that take other values than the setting that they set."""
+"""The types of vLLM's own keys that set nothing here, or that allow other values than our settings do."""

@@ -30,7 +30,7 @@ class Promises:
 
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:
-    """Identifies the engine for people. No decision depends on it.
+    """Names the engine in logs and metrics. No decision depends on these values.
 
     Args:
         name: the engine's name.
@@ -81,45 +81,49 @@ class EngineShape:
 
     @cached_property
     def alignment(self) -> int:
-        """Every hit's length is a multiple of this many tokens."""
+        """Return the alignment of hits: every hit's length is a multiple of this many tokens."""
         return self.match_tokens or math.lcm(*(group.block_tokens for group in self.groups))
 
     @cached_property
     def is_one_full_group(self) -> bool:
-        """Whether there is a single full-attention group in which any block can end a hit, as in most models."""
+        """Return whether there is a single full-attention group in which any block can end a hit, as in most models."""
         group = self.groups[0]
         is_plain = group.kind is AttentionKind.FULL and not group.has_lookahead
         return len(self.groups) == 1 and is_plain and self.alignment == group.block_tokens
 
     @cached_property
     def block_tokens(self) -> int:
-        """Tokens per block if all groups have the same number and none is recurrent, else 0."""
+        """Return the tokens per block if all groups have the same number and none is recurrent, else 0."""
         sizes = {group.block_tokens for group in self.groups}
         return 0 if self.state_key_ends or len(sizes) > 1 else min(sizes)
 
     @cached_property
     def state_key_ends(self) -> frozenset[bytes]:
-        """The last bytes of the keys of recurrent states; empty if the engine has none."""
+        """Return the last bytes of the keys of recurrent states; empty if the engine has none."""
         return frozenset(group.key_end for group in self.groups if group.kind is AttentionKind.RECURRENT)
 
     @property
     def lease_limit(self) -> int:
-        """How many device blocks stores may lease together: a quarter of the pool, so that requests keep the rest."""
+        """Return how many device blocks stores may lease together: a quarter of the pool. Requests keep the rest."""
         return max(self.device_blocks // 4, 1)
 
     @property
     def stall_limit(self) -> int:
-        """How many device blocks several abandoned copies may lease together: an eighth of the pool."""
+        """Return how many device blocks several abandoned copies may lease together: an eighth of the pool."""
         return self.device_blocks // 8
 
     @property
     def turnover_blocks(self) -> int:
-        """The maximum number of device blocks that one step allocates to one request; few steps allocate more in all."""
+        """Return the maximum number of device blocks that a step allocates to one request.
+
+        A step's total over all requests is usually no larger.
+        """
         return sum(self._turnover_of(group) for group in self.groups)
 
     def _turnover_of(self, group: GroupSpec) -> int:
         blocks = -(-self.step_tokens // group.block_tokens) + 1
-        # However many blocks the tokens fill, a recurrent group uses one block to continue in and one to keep.
+        # However many blocks the tokens fill, a recurrent group uses two: one for the running state, one for a state to
+        # keep.
         return min(blocks, 2) if group.kind is AttentionKind.RECURRENT else blocks
 
     def count_states(self, keys: Iterable[BlockKey | None]) -> int:
@@ -152,7 +156,10 @@ class BlockPool(Protocol):
         """Return the number of free blocks. Reads only."""
 
     def keys_of(self, blocks: Sequence[DeviceBlockId]) -> Sequence[BlockKey | None]:
-        """Return the key of each block's contents, or None if the engine has no key for it. Reads only."""
+        """Return the key of each block's contents, or None for a block whose key the engine does not know.
+
+        Reads only.
+        """
 
     def block_of(self, key: BlockKey) -> DeviceBlockId | None:
         """Return the block in the device's own index for this key, or None. Reads only."""

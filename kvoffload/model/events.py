@@ -51,7 +51,7 @@ class LookupDeferred(Event, frozen=True):
 
     Args:
         request: the request that must wait.
-        owner: the other request that loads the prefix; None if it is fetched from a lower tier.
+        owner: the other request that loads the prefix; None if the prefix is fetched from a lower tier.
     """
 
     request: RequestId
@@ -87,7 +87,10 @@ class LookupAnswered(Event, frozen=True):
 
 
 class BoundaryAsked(Event, frozen=True):
-    """An admitted request lacks only the recurrent state after `tokens` tokens; the engine is asked to keep it."""
+    """An admitted request lacks only the recurrent state after `tokens` tokens.
+
+    The engine is asked to keep this state.
+    """
 
     request: RequestId
     tokens: int
@@ -123,7 +126,7 @@ class LoadScheduled(Event, frozen=True):
 class LoadEnded(Event, frozen=True):
     """A load has ended: the request continues with the loaded blocks, or recomputes them.
 
-    `blocks` is how many blocks had this `outcome`. The intact blocks of a corrupt load follow in a second event, as
+    `blocks` is how many blocks had this `outcome`. If a load was corrupt, a second event reports its intact blocks as
     failed.
     """
 
@@ -200,7 +203,7 @@ class TierCopyEnded(Event, frozen=True):
 class JobAbandoned(Event, frozen=True):
     """A copy did not end in time.
 
-    The copy's device blocks stay leased until it ends; its slots are never used again.
+    The copy's device blocks stay leased until the copy ends; its slots are never used again.
     """
 
     job: JobId
@@ -265,7 +268,7 @@ class DiskOpened(Event, frozen=True):
 
     Args:
         slots: slots in each rank's file.
-        blocks: how many of them contain a block that can hit.
+        blocks: how many of the slots contain a block that can hit.
     """
 
     slots: int
@@ -325,10 +328,10 @@ class FirstTokenReached(Event, frozen=True):
 
     Args:
         request: the request.
-        found: where its last lookup found blocks.
+        found: where the request's last lookup found blocks.
         seconds: time since the engine reported the request.
         device_tokens: prompt tokens that the device held.
-        host_tokens: prompt tokens loaded from the host, without fetched tokens.
+        host_tokens: prompt tokens loaded from the host, not counting fetched tokens.
         fetched_tokens: prompt tokens loaded after a fetch from a lower tier for this request.
         computed_tokens: all other prompt tokens, including the tokens of a failed load.
         fetched_from: the tier of `fetched_tokens`; None if there are none.
@@ -345,7 +348,7 @@ class FirstTokenReached(Event, frozen=True):
 
 
 class NetBenefitTurned(Event, frozen=True):
-    """The net benefit of offloading changed its sign.
+    """The net benefit of offloading changed from gain to loss or back.
 
     Args:
         is_negative: whether offloading now costs more seconds than it saves.

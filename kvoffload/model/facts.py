@@ -114,7 +114,7 @@ class StepScheduled(Fact, frozen=True):
 
     @property
     def is_idle(self) -> bool:
-        """Whether the step reports nothing new."""
+        """Return whether the step reports nothing new."""
         return not (self.progress or self.preempted or self.reallocated or self.states)
 
 
@@ -184,11 +184,11 @@ class RemoteLost(Fact, frozen=True):
 
 
 class RemoteAnswered(Fact, frozen=True):
-    """The remote tier was asked for a request's blocks, or could not be asked.
+    """A query of the remote tier for a request's blocks has ended, with or without an answer.
 
     Args:
         request: the request.
-        namespace: the namespace in which its blocks were looked up.
+        namespace: the namespace in which the blocks were looked up.
         found: blocks that the remote tier claims to have. This is a hint; a read may still fail.
         missing: blocks that the tier claims not to have.
         unanswered: how many blocks have no answer, because the call failed or was not made.

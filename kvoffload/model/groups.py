@@ -54,12 +54,12 @@ class GroupSpec:
 
     @property
     def key_end(self) -> bytes:
-        """The last bytes of the group's keys."""
+        """Return the last bytes of the group's keys."""
         return (self.group if self.key_number is None else self.key_number).to_bytes(4, "big")
 
     @property
     def recycles_blocks(self) -> bool:
-        """Whether the engine frees blocks of this group while the request runs."""
+        """Return whether the engine frees blocks of this group while the request runs."""
         return self.kind is not AttentionKind.FULL
 
     def first_needed_token(self, length: int) -> int:

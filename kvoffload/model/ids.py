@@ -18,4 +18,4 @@ The hash covers the parent block, LoRA, multimodal input and cache salt, so two 
 """
 
 NULL_BLOCK = DeviceBlockId(0)
-"""Marks a position without a block in a block table: freed by the engine, or cleared in the record."""
+"""Marks a position without a block in a block table: the engine freed the block, or the core cleared the position."""

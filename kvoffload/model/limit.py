@@ -16,11 +16,12 @@ class AdaptiveLimit:
     No request waits for these copies, but they take bandwidth from loads on the same bus or tier, and from the forward
     pass on the same memory. Two observations show such a conflict:
 
-    * a load was pending when a copy ended, so the two ran at the same time;
+    * a load was pending when a copy ended, so the load and the copy ran at the same time;
     * a copy took twice as long as the best of its kind, so other work uses the same link, perhaps in another process.
 
-    Either observation halves the limit. Copies that began before that do not halve it again. A copy that ends undisturbed raises the
-    limit by one step. So an occasional load hardly matters, and during continuous loads a few copies still run.
+    Either observation halves the limit. Copies that began before the halving cannot halve the limit again. A copy that
+    ends undisturbed raises the limit by one step. So an occasional load hardly matters, and during continuous loads a
+    few copies still run.
 
         most   ────╮          ╭──────        while the limit is low, a queued store starts only after the previous one
                    ╰─╮     ╭──╯              has ended, so the link is free in between
@@ -44,7 +45,7 @@ class AdaptiveLimit:
 
     @property
     def share(self) -> float:
-        """The current limit as a share of the highest."""
+        """Return the current limit as a share of the highest limit."""
         return self.value / self._most
 
     def ended(

@@ -16,7 +16,7 @@ class Direction(Enum):
     STORE = "store"  # away from the device
     LOAD = "load"  # towards the device
 
-    __hash__ = object.__hash__  # for speed, as in `Cause`
+    __hash__ = object.__hash__  # hash by identity, for speed, as in `Cause`
 
 
 class Tier(Enum):
@@ -27,7 +27,7 @@ class Tier(Enum):
     DISK = "disk"
     REMOTE = "remote"
 
-    __hash__ = object.__hash__  # for speed, as in `Cause`
+    __hash__ = object.__hash__  # hash by identity, for speed, as in `Cause`
 
 
 TargetT = TypeVar("TargetT")
@@ -47,7 +47,7 @@ class CopyJob(Message, Generic[TargetT, ExtraT], frozen=True):
     Args:
         id: the job's id.
         direction: STORE away from the device, LOAD towards it.
-        tier: the lower end of its copies; HOST for copies between device and host.
+        tier: the lower end of the job's copies; HOST for copies between device and host.
         slots: host slots.
         targets: the other ends of the copies.
         extra: further data for the workers; see the table.

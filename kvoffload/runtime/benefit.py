@@ -37,8 +37,8 @@ _STALE_S = 60.0
 
 _LEAST_BLOCKS = 4  # a rate is measured over steps that prefill at least this many blocks
 _LEAST_PERIOD_S = 1.0  # seconds between two updates of the break-even lengths
-_PERIOD_S = 60.0  # the period, in seconds, over which the sign of the net benefit is determined
-_MATTERS = 0.01  # a loss below this share of the period does not change the sign
+_PERIOD_S = 60.0  # the period, in seconds, after which the net benefit is judged
+_MATTERS = 0.01  # a net benefit becomes negative only if the loss exceeds this share of the period
 
 
 class BreakEven:
@@ -61,8 +61,8 @@ class BreakEven:
 
         Args:
             now: monotonic seconds.
-            tokens: the number of tokens it copied, at least one.
-            waited_s: seconds from its scheduling until its end was reported.
+            tokens: how many tokens were copied, at least one.
+            waited_s: seconds from the copy's scheduling until its end was reported.
             copy_s: seconds that one rank spent copying.
         """
         if now > self._stale_at:
@@ -111,7 +111,7 @@ class NetBenefit:
         copies: the table of open copies.
         hook: the current hook's time.
         bus: source of facts and events; `NetBenefitTurned` is published on it.
-        waits: the histogram of each kind of wait; without a lower tier there is none for fetches.
+        waits: the histogram of each kind of wait; without a lower tier there is no histogram for fetches.
         set_least: called about once a second for each tier, with the fewest tokens worth a load (HOST), or worth a
             fetch from that tier and the load after it; 0 without measurements. None if the operator chose a length.
     """
@@ -139,13 +139,13 @@ class NetBenefit:
         self.saved_s = 0.0
         self._waits = waits
         self.interference_s = dict.fromkeys(Direction, 0.0)
-        # About the last step:
-        self._last_s = 0.0  # when the last step was scheduled
-        self._ran = False  # whether the last step computed anything
-        self._is_calm = False  # whether the last step only decoded
-        self._is_steady = False  # whether the last two steps only decoded, while the same copies ran
-        self._decoded = 0  # how many tokens the last step decoded
-        self._copies: Copies = ()  # the directions of the copies that ran during the last step
+        # The next six attributes describe the last step.
+        self._last_s = 0.0  # when this step was scheduled
+        self._ran = False  # whether this step computed anything
+        self._is_calm = False  # whether this step only decoded
+        self._is_steady = False  # whether this and the previous step only decoded, under the same copies
+        self._decoded = 0  # how many tokens this step decoded
+        self._copies: Copies = ()  # the directions of the copies that ran during this step
         self._period_began = self._judge_s = -math.inf
         self._period_net_s = 0.0
         self.is_negative = False
@@ -156,17 +156,17 @@ class NetBenefit:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that requests waited."""
+        """Return the seconds that requests waited."""
         return sum([wait.total for wait in self._waits.values()])
 
     @property
     def net_s(self) -> float:
-        """The seconds saved minus the seconds lost, since the start."""
+        """Return the seconds saved minus the seconds lost, since the start."""
         return self.saved_s - self.waited_s - sum(self.interference_s.values())
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """The prefill rate in tokens per second; 0 until measured."""
+        """Return the prefill rate in tokens per second; 0 until measured."""
         rate = self._rate.seconds_per_token
         return 1 / rate if rate else 0.0
 
@@ -189,7 +189,7 @@ class NetBenefit:
         now = self._hook.now
         prefill, decode = fact.prefill_tokens, fact.decode_tokens
         copies = self._copying() if self._open.oldest is not None else ()
-        # Inline, so that a decode-only step that follows another one makes only two calls.
+        # This is not a separate method, so that a decode-only step after another one makes only two Python calls.
         is_calm = decode > 0 and not prefill
         if self._is_steady or (self._ran and self._copies):
             self._stepped(now)
@@ -264,7 +264,7 @@ class NetBenefit:
         self._price()
 
     def _price(self) -> None:
-        """Price loaded tokens, including those loaded before the first measurement."""
+        """Add to `saved_s` the prefill time of loaded tokens, including those loaded before the first measurement."""
         rate = self._rate.seconds_per_token
         self.saved_s += self._unpriced_tokens * rate
         if rate:

@@ -26,7 +26,9 @@ from kvoffload.telemetry.catalogue import Hook
 
 
 class HookTime(Struct):
-    """The time of the current hook. A hook sets it at its start, so that nothing inside the hook reads a clock.
+    """The time of the current hook.
+
+    A hook sets this time when it starts, so that nothing inside the hook reads a clock.
 
     Args:
         now: when the hook began, in monotonic seconds.
@@ -121,11 +123,11 @@ class OpenCopies:
         """Ended loads that `SchedulerSide.take_answers` has not returned yet."""
         # Other threads read the next three attributes, so these are only assigned, never modified in place.
         self.oldest: float | None = None
-        """When the oldest running job that is not overdue was submitted; None if there is none."""
+        """When the oldest running job that is not overdue was submitted; None if there is no such job."""
         self.oldest_pin: float | None = None
         """When the oldest pin began; None without pins."""
         self.draining = 0
-        """The number of open jobs from before the last reset, without abandoned jobs.
+        """The number of open jobs from before the last reset, not counting abandoned jobs.
 
         The results of these jobs are dropped.
         """

@@ -54,7 +54,7 @@ A crash loses the blocks whose records are not written yet.
 _WRITES_A_SYNC = 10
 # the maximum number of blocks or slots passed to the core in one step; this takes a few milliseconds
 _PART = 2048
-_GROWTH = 2**16  # slots that the core adds in one step
+_GROWTH = 2**16  # how many slots the core adds in one step
 
 log = get_logger("disk")
 
@@ -67,7 +67,7 @@ class DiskCatalog:
         ranks: how many ranks write slot files.
         portal: provides the thread that may wait for the disk.
         sleep: waits for a number of seconds between two writes.
-        closes_in_s: how many seconds `close` waits for the disk at most.
+        closes_in_s: the maximum number of seconds that `close` waits for the disk.
         key: authenticates the index; None to use only checksums.
 
     Attributes:
@@ -100,7 +100,7 @@ class DiskCatalog:
         self._is_closed = self._was_reset = self._has_failed = False
         self._files: dict[Rank, DiskFile] = {}
         self._folder: OpenFolder | None = None
-        self._index: IndexLog | None = None  # None before the index is open, and after a reset
+        self._index: IndexLog | None = None  # None until the index is open, and again after a reset
         self._entries = 0  # how many entries the index has
         self._is_dirty = False
         self._writing: Future[None] | None = None
@@ -130,7 +130,7 @@ class DiskCatalog:
         return True
 
     def take_facts(self) -> list[facts.Fact]:
-        """Return the next fact for the core, if there is one. After a reset, it reports every slot as free."""
+        """Return the next fact for the core, if there is one. After a reset, the fact reports every slot as free."""
         if not self.due:
             return []
         fact = self.due.popleft()()
@@ -140,7 +140,7 @@ class DiskCatalog:
 
     @property
     def is_opening(self) -> bool:
-        """Whether the core still needs facts about the index."""
+        """Return whether the core still needs facts about the index."""
         return self.opening is not None or bool(self.due)
 
     def append(self, records: Sequence[DiskRecord]) -> None:
@@ -175,7 +175,8 @@ class DiskCatalog:
                 waiting.cancel()
         self._do(self._write)
         closed = self._do(self._close)
-        if self._folder is not None:  # Without a folder, the thread may still be reading the weights.
+        # Without a folder there is nothing to write, and the thread may still be reading the weights.
+        if self._folder is not None:
             with suppress(TimeoutError):
                 closed.result(self._closes_in_s)
         self._executor.shutdown(wait=False)

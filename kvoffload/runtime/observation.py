@@ -75,7 +75,7 @@ class Observation:
         self.reports = {rank: TransferReport(rank, (), 0) for rank in map(Rank, range(shape.ranks))}
         """Each rank's last report. Any thread may read it."""
         self.remote_faults: Mapping[RemoteFault, int] = {}
-        """Failed calls of the scheduler's side to the remote tier; ranks report their own failed calls."""
+        """Failed calls of the scheduler's side to the remote tier. Ranks report their own failed calls."""
         bus.count(TransferReported, self._reported)
         self.journal.subscribe(bus)
         self.first_tokens = FirstTokens(hook, bus)

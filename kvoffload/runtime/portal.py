@@ -115,13 +115,13 @@ class Portal:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the loop's thread was started in this process and is running."""
+        """Return whether the loop's thread was started in this process and is running."""
         started = self._loop_thread
         return started is not None and self._pid == os.getpid() and started[1].is_alive()
 
     @property
     def executor(self) -> Executor:
-        """The threads for calls that block.
+        """Return the threads for calls that block.
 
         Raises:
             PortalClosed: the portal is closed.
@@ -144,7 +144,8 @@ class Portal:
             PortalClosed: the portal is closed.
         """
         self._leave_parent()
-        with self._lock:  # The lock makes `close` cancel every coroutine that was started before it.
+        # With this lock, `close` cancels every coroutine that was started before `close` was called.
+        with self._lock:
             self._check_open()
             return self._begin(async_fn(*args, **kwargs), self._started_loop())
 
@@ -155,7 +156,7 @@ class Portal:
             timeout: seconds to wait in total.
 
         Returns:
-            Whether everything ended in time. Other coroutines keep running on the daemon thread.
+            Whether everything ended in time. Coroutines that have not ended keep running on the daemon thread.
         """
         self._leave_parent()
         with self._lock:
@@ -194,7 +195,7 @@ class Portal:
             raise PortalClosed(self.name)
 
     def _leave_parent(self) -> None:
-        """In a forked child, replace the parent's threads and its lock, which may have been held at the fork."""
+        """In a forked child, replace the parent's threads, and the lock, which may have been held during the fork."""
         if self._pid != os.getpid():
             _FROM_PARENT.append((self._loop_thread, self._executor, self._running))
             self._begin_in_this_process()

@@ -84,7 +84,7 @@ class RemoteCatalog:
         self._fingerprint: str | None = None
         self._generation: str | None = None
         self._made_ms = 0  # when the generation last read from the tier was created
-        # True if the tier's generation is ignored, because this engine's is private or the tier's was refused.
+        # True if the tier's generation is ignored, because this engine uses a private one or refused the tier's.
         self._is_fixed = False
         # True if the generation stored in the tier may contain blocks of this engine.
         self._has_shared = False
@@ -120,7 +120,7 @@ class RemoteCatalog:
 
     @property
     def opening(self) -> str | None:
-        """The current stage of opening the tier; None once it is open, or if it cannot be opened."""
+        """Return the current stage of opening the tier; None once the tier is open, or if it cannot be opened."""
         if self._namespace is not None or self._is_refused:
             return None
         return "identity of the weights" if self._fingerprint is None else "connection"

@@ -1,4 +1,4 @@
-"""The scheduler's side of offloading: an adapter's hooks call it, and it connects the parts.
+"""The scheduler's side of offloading, which an adapter's hooks call.
 
 Each hook dispatches one fact on the bus. The fact's state handler, a method of the core, runs inline. The fact and the
 core's events then reach counters, the journal and every other observer in one batch. A lookup or a step's plan needs an
@@ -117,7 +117,7 @@ class SchedulerSide:
             self._tiers_side.handle_facts(bus)
 
     def unix(self, since: float | None) -> float:
-        """Return a monotonic time as seconds since 1970, 0 for None. Rounding makes repeated calls agree."""
+        """Convert a monotonic time to seconds since 1970, rounded so that repeated calls agree. Return 0 for None."""
         return 0 if since is None else round(self._clocks.unix() - (self._clocks.monotonic() - since), 1)
 
     # -- requests -----------------------------------------------------------------------------------------------
@@ -125,7 +125,10 @@ class SchedulerSide:
     def seen(
         self, fact: facts.RequestSeen, has_token: HasToken | None = None, trace_parent: str | None = None
     ) -> None:
-        """Handle a new request. `has_token` tells if it has its first token; `trace_parent` is a W3C traceparent."""
+        """Handle a new request.
+
+        `has_token` returns whether the request has its first token; `trace_parent` is a W3C traceparent.
+        """
         began = self._hook.now = self.core.state.pool.order.now = self._clocks.monotonic()
         watch = self.observation
         if has_token is not None:
@@ -317,7 +320,7 @@ class SchedulerSide:
 
     @property
     def has_work(self) -> bool:
-        """Whether the engine must keep stepping until open copies end."""
+        """Return whether the engine must keep stepping until open copies end."""
         if self.copies.awaited or self.copies.answers is not NO_ANSWERS:
             return True
         if self.faults.error is not None:
@@ -330,17 +333,17 @@ class SchedulerSide:
 
     @property
     def watches_blocks(self) -> bool:
-        """Whether a step must report all allocated blocks, including those of requests that report progress later."""
+        """Return whether steps must report all allocated blocks, even of requests that report progress later."""
         return self.faults.ask("watches_blocks", lambda: self.core.watches_blocks, False)
 
     @property
     def degraded(self) -> DegradeCause | None:
-        """Why offloading is off; None while it is on."""
+        """Return why offloading is off; None while it is on."""
         return self.faults.cause
 
     @property
     def disk_identity(self) -> KVIdentity | None:
-        """The identity of the KV in the disk's folder; None before this process has locked the folder."""
+        """Return the identity of the KV in the disk's folder; None before this process has locked the folder."""
         tiers = self._tiers_side
         return tiers.disk.identity if tiers is not None and tiers.disk is not None else None
 
@@ -377,7 +380,8 @@ class SchedulerSide:
         try:
             return read_all(self, self.counters.tiers)
         except Exception as error:
-            self.faults.pending_error = error, "gauges"  # Only the engine's thread may stop using the core.
+            # Only the engine's thread may take the core out of use, so this thread only keeps the error.
+            self.faults.pending_error = error, "gauges"
             return {"kvoffload_degraded": {(DegradeCause.HANDLER_RAISED.value,): 1}}
 
     def close(self) -> None:
@@ -390,7 +394,7 @@ class SchedulerSide:
     # -- helpers ------------------------------------------------------------------------------------------------
 
     def _look_after_reports(self) -> None:
-        """Release leases, end a reset and audit, if ended copies allow it."""
+        """Do what ended copies allow: release leases, end a reset, and audit an idle engine."""
         if self.faults.error is not None:
             self.faults.release_loose()
         if self.copies.draining:

@@ -20,8 +20,8 @@ from kvoffload.runtime.copies import HookTime
 
 _QUIET_WEIGHT = 1 / 16
 _SLOWDOWN_WEIGHT = 1 / 64
-# The number of first steps of each size. The mean starts at the shortest of these steps, because longer steps may
-# include a compilation.
+# For each number of decoded tokens, the mean starts at the shortest of the first steps. Other early steps may include a
+# compilation.
 _FIRST = 8
 _OUTLIER = 4.0  # a step longer than this many times the usual length counts as exactly that long
 
@@ -109,11 +109,11 @@ class PrefillRate:
         self._is_over = False
         self.is_timing = False
         """True while a run is open, in which steps without prefill must be reported too."""
-        self._rate: float | None = 0.0  # None if it must be computed again
+        self._rate: float | None = 0.0  # None if the rate must be computed again
 
     @property
     def seconds_per_token(self) -> float:
-        """The seconds that prefilling adds per token; 0 until measured. Any thread may read it.
+        """Return the seconds that prefilling adds per token; 0 until measured. Any thread may read this property.
 
         The rate is computed when it is read, because a median takes too long for a hook.
         """
@@ -127,7 +127,7 @@ class PrefillRate:
 
         Args:
             now: monotonic seconds.
-            tokens: how many tokens it prefills.
+            tokens: how many tokens the step prefills.
             usual_s: the usual seconds of a step that decodes as many tokens and prefills none; 0 if this step computes
                 nothing.
         """
@@ -148,7 +148,7 @@ class PrefillRate:
         self._usual_s += usual_s
 
     def idle(self, now: float) -> None:
-        """Handle an engine with nothing left to compute: end the run."""
+        """End the run, because the engine has nothing left to compute."""
         if self.is_timing:
             self._end(now)
 

@@ -81,9 +81,9 @@ class TiersSide:
         due: facts about the disk's index that are ready for the core; while there are any, a step takes facts.
         ended: ended calls to the remote tier; while there are any, a step takes facts.
         polls_at: when a step takes facts even if no call has ended.
-        asks: the core's questions for the remote tier.
+        asks: the core's queries for the remote tier.
         records: the core's records for the disk's index.
-        overdue_at: when the open jobs become overdue, unless a job begins or ends before.
+        overdue_at: when the open jobs become overdue, unless a job begins or ends before then.
         remote_faults: failed calls of the scheduler's side to the remote tier.
         awaits_files: whether any rank has not opened its slot file yet.
         is_opening: whether steps must check for tiers that are opening; True until all tiers are open, or until the
@@ -202,7 +202,7 @@ class TiersSide:
 
     @property
     def has_work(self) -> bool:
-        """Whether an engine without requests must keep stepping. Ended copies are noticed only in steps."""
+        """Return whether an engine without requests must keep stepping. Ended copies are noticed only in steps."""
         is_opening = self.disk is not None and self.disk.is_opening
         is_busy = is_opening or self._jobs.pending
         if not (is_busy or self._faults.ask("has_work", lambda: self._tiers.is_due, False)):

@@ -141,7 +141,7 @@ class WorkerSide:
             host_bytes=size_text(self._config.host_bytes),
             slots=slots,
             slot_bytes=layout.slot_bytes,
-            times_device=round(slots / (layout.regions[0].blocks - 1), 1),  # without the engine's null block
+            times_device=round(slots / (layout.regions[0].blocks - 1), 1),  # The null block does not count.
             store_policy=self._config.store_policy,
             verify=self._config.verify,
         )
@@ -281,8 +281,8 @@ def open_remote(
 def merged(report: TransferReport, disk: TierReport | None, remote: TierReport | None) -> TransferReport:
     """Add the tiers' reports to the report of the device's copies.
 
-    Spills come first. So a load that ran at the same time as a spill is still open when the spill ends
-    (`AdaptiveLimit`).
+    Spills are listed first, so that a load that ran at the same time as a spill still counts as open when the core
+    processes the spill's end (see `AdaptiveLimit`).
     """
     jobs = [job for tier in (disk, remote) if tier is not None for job in tier.jobs]
     return replace(

@@ -61,7 +61,7 @@ class Arena:
     Attributes:
         ready_slots: number of slots that can be used; never decreases before `close`. Readable from any thread.
         geometry: addresses of all ready slots; replaced by a new object whenever the arena grows.
-        refusal: why growth stopped early; None if it did not.
+        refusal: why growth stopped early; None if growth did not stop early.
     """
 
     def __init__(
@@ -89,11 +89,14 @@ class Arena:
 
     @property
     def is_growing(self) -> bool:
-        """Whether more slots will become ready. Readable from any thread."""
+        """Return whether more slots will become ready. Readable from any thread."""
         return self.ready_slots < self.slots and self.refusal is None and not self._closed
 
     async def prepare_for(self, seconds: float) -> None:
-        """Prepare slots; start no chunk after `seconds`. Stop if memory cannot be pinned now: `prepare` retries."""
+        """Prepare slots; start no chunk after `seconds`.
+
+        If memory cannot be pinned now, stop, so that `prepare` can retry.
+        """
         deadline = self._clock.monotonic() + seconds
         with suppress(HostMemoryBusy):
             while self.is_growing and self._clock.monotonic() < deadline:
@@ -203,7 +206,8 @@ class Arena:
             raise
         except HostMemoryError as error:
             self.refusal = str(error)
-            say = log.warning if self.ready_slots else log.error  # Without any slot, nothing is offloaded.
+            # This is an error if no slot is ready, because then nothing is offloaded.
+            say = log.warning if self.ready_slots else log.error
             say(
                 "host_memory_refused",
                 ready_slots=self.ready_slots,

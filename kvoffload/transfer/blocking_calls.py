@@ -31,9 +31,9 @@ Which thread writes what:
 * The owner's thread appends to the queues and updates the policy. It sets `is_stuck` and the error of a call whose
   token it has taken. It calls every `ended`, and never waits.
 * The thread of a call sets `began` before it adds the call to the active ones. Once it has the token, it sets the
-  result, the error and `took`. Then it adds the call to `ended`, and finally removes it from the active ones.
-* A probe sets `resource`. A thread that finds the connection lost clears it, under a lock. After `close`, a thread that
-  finds no active call clears it in the same way.
+  result, the error and `took`. Then it adds the call to `ended`, and finally removes the call from the active ones.
+* A probe sets `resource`. A thread that finds the connection lost clears `resource`, under a lock. After `close`, a
+  thread that finds no active call clears `resource` in the same way.
 
 Containers are accessed only by single operations, which are atomic in Python.
 
@@ -352,7 +352,8 @@ class BlockingCalls(Generic[ResourceT]):
             self._use(call, result, error)
         elif call.is_stuck and not is_gone:
             self._policy.log.warning(self._policy.late, after_s=round(self._monotonic() - call.began, 1))
-        del self._active[thread]  # Delete it last, because the resource stays open while a call is active.
+        # Delete the call last, because the resource stays open while a call is active.
+        del self._active[thread]
         if self._is_closed:
             self._disconnect()
 
@@ -367,8 +368,8 @@ class BlockingCalls(Generic[ResourceT]):
         self.ended.append(call)
 
     def _connected(self, call: Call) -> ResourceT:
-        """Return the resource; a probe opens it if it is not open."""
-        # Checked after the call has become active, because `close` and `_disconnect` check the active calls.
+        """Return the resource, which a probe opens first if necessary."""
+        # Check this after the call has become active, because `close` and `_disconnect` look for active calls.
         if self._is_closed:
             raise CallEnded("the connection was closed")
         resource = self.resource
@@ -383,7 +384,7 @@ class BlockingCalls(Generic[ResourceT]):
         self._policy.probe(resource)
 
     def _leave(self, resource: ResourceT | None) -> None:
-        """Clear a lost connection, unless another thread has already done so and a probe has opened a new one."""
+        """Clear a lost connection, unless another thread has cleared it already and a probe has reconnected."""
         with self._changing:
             if self.resource is resource:
                 self.resource = None
@@ -414,7 +415,7 @@ class Breaker:
     is_file = False
     late = "remote_call_returned"
 
-    _MOST_FAILURES = 3  # failures in a row
+    _MOST_FAILURES = 3  # the number of failures in a row that opens the breaker
     _FIRST_PAUSE_S = 1.0
     _LONGEST_PAUSE_S = 60.0
     _PAUSE_PER_CALL = 4  # the pause is at least this many times as long as the failed call
@@ -440,7 +441,7 @@ class Breaker:
         self._log_change(call)
 
     def failed(self, call: Call, now: float) -> None:
-        """Count a failure; open the breaker after too many."""
+        """Count a failure; open the breaker after too many failures."""
         self._failures[call.is_write] += 1
         if call.is_probe:
             self._is_probing = False
@@ -491,7 +492,7 @@ class ErrorRow:
     is_file = True
     late = "disk_call_returned"
 
-    _MOST_ERRORS = 8  # errors in a row
+    _MOST_ERRORS = 8  # after this many errors in a row, the disk is not used any more
 
     def __init__(self, log: BoundLogger) -> None:
         self.is_closed = False
@@ -539,7 +540,7 @@ _MADE: weakref.WeakSet[BlockingCalls[Any]] = weakref.WeakSet()
 
 @atexit.register
 def _exit() -> None:
-    """Before the interpreter ends, prevent new calls; wait for running calls and for client threads in Python code."""
+    """Prevent new calls, and wait for running calls and for client threads that run Python code."""
     until = time.monotonic() + _EXIT_S
     running: list[Future[None]] = []
     has_client = False

@@ -18,7 +18,7 @@ is not. So:
 A reader returns the pieces to hash; `digests_of` hashes them.
 
 The position of the sampled line differs between slots, pages and stretches of 4 KiB, so that many slots together cover
-every position. In a given slot it never changes.
+every position. In a given slot the position never changes.
 
     page of 8 KiB    | . . # . . . . . | . . . . . # . . |      two stretches, one line of each
 
@@ -84,7 +84,7 @@ class CheckedTicket:
 
     @property
     def copy_seconds(self) -> float | None:
-        """The copier's measurement; the time spent on checksums counts as waiting."""
+        """Return the copier's measurement. The time spent on checksums counts as waiting."""
         return self._copies.copy_seconds
 
     def query(self) -> TicketState:
@@ -140,7 +140,7 @@ class Checksums:
     def changed(self, slots: Sequence[int]) -> Positions:
         """Return the positions in `slots` whose bytes have changed since they were filled.
 
-        The calling thread reads them.
+        The calling thread reads the slots.
         """
         return self._compare(np.array(slots))
 
@@ -177,7 +177,7 @@ def slots_in_place(arena: Arena) -> SlotReader:
 
 
 class _Scratch(threading.local):
-    """One buffer per thread. Touching new memory for each call would take as long as filling it."""
+    """One buffer per thread. Touching new memory for each call would take as long as filling the memory."""
 
     def __init__(self, size: int) -> None:
         self.memory = np.empty(size, np.uint8)
@@ -218,7 +218,7 @@ class SampledSlots:
         stretch = np.arange(len(region)) - np.repeat(np.cumsum(stretches) - stretches, stretches)
         self._width = np.minimum(page, _LINE)[region]
         self._start = stretch * _STRETCH
-        # How many positions the line can have in its stretch.
+        # For each sampled line, how many positions the line can have in its stretch.
         self._places = np.minimum(_STRETCH, page[region] - self._start) // self._width
         self._turn = 29 * region + 11 * stretch
         self._at_once = max(_LINES // len(region), 1)

@@ -61,9 +61,9 @@ THREADS = 6
 SYNC_PERIOD_S = 1.0
 _KEEPS_LOCK = 2**16
 _SHORT = 2**17
-"""In bytes. The hash library releases the GIL for pieces above `_KEEPS_LOCK`.
+"""Size in bytes. For pieces of up to this size, getting the GIL back takes longer than the hash.
 
-For pieces of up to `_SHORT`, getting the GIL back takes longer than the hash.
+The hash library releases the GIL for pieces above `_KEEPS_LOCK`.
 """
 _LONG = 2**16
 """The minimum size of a page that is copied in place, in bytes.
@@ -222,14 +222,14 @@ class DiskMover:
         """Write or read some of a part's slots, with one disk call for each run of adjacent file slots.
 
         Args:
-            part: the part.
-            call: the running call.
+            part: the part whose slots are copied.
+            call: the record of the running call.
             copy: the slot file's `write` or `read` method.
             data: the memory to copy from or to for each position, in the part's order.
             may_change: whether a hanging call may still change the job's file slots or host slots.
 
         Raises:
-            CallEnded: the call was ended in the meantime.
+            CallEnded: the call was ended before the copy finished.
         """
         positions = list(data)
         places = [part.job.targets[position] for position in positions]
@@ -237,14 +237,15 @@ class DiskMover:
             run = positions[first:end]
             if may_change:
                 part.under_call = run
-            # Only after setting `under_call`, because the owner's thread takes the token before it reads `under_call`.
+            # Check only after `under_call` is set, because the owner's thread takes the token before it reads
+            # `under_call`.
             call.check()
             copy(places[first], [piece for position in run for piece in data[position]])
 
     def _sum(self, file: SlotFile, place: int, pieces: Pieces) -> int:
         """Return the checksum or MAC of a file slot's bytes.
 
-        The index, which has a separate MAC, names the slot's block.
+        The result does not cover the block's key. The index maps slots to keys, and has a MAC of its own.
         """
         if self._key is None:
             return _checksum(pieces, self._shape.slot_bytes)
@@ -308,7 +309,10 @@ class FileOpening:
 
 
 class _Buffer:
-    """A thread's buffer for some slots, with views of each slot. Creating the views takes longer than a short copy."""
+    """A thread's buffer for some slots, with views of each slot.
+
+    The views are kept, because creating them takes longer than a short copy.
+    """
 
     def __init__(self, arena: Arena, pitch: int, slots: int) -> None:
         memory = aligned_buffer(slots * pitch)
@@ -353,7 +357,7 @@ class _SlotBuffers:
         return self._buffer().pieces[: len(slots)]
 
     def scatter(self, slots: Mapping[int, int]) -> None:
-        """Copy the bytes that were read into `room` to host slots; `slots` has the index in `room` for each slot."""
+        """Copy the bytes that were read into `room` to host slots; `slots` maps each slot to its index in `room`."""
         if self.are_in_place:
             return
         views = self._buffer().views

@@ -110,7 +110,7 @@ class HostTicket:
 
     @property
     def copy_seconds(self) -> float | None:
-        """Seconds from the start of the first piece to the end of the last one; None until all have ended."""
+        """Return the seconds from the first piece's start to the last piece's end; None until all pieces have ended."""
         return max(self._ended) - min(self._begun) if self._has_ended else None
 
     @property
@@ -187,7 +187,7 @@ class HostCopier:
                 self._copy(Direction.STORE, piece)
         finally:
             self._storing.release()
-        # Check again, because a thread that found the lock taken has left its store to this thread.
+        # The caller checks again, because a thread that found the lock taken has left its store to this thread.
         return True
 
     def _copy(self, direction: Direction, piece: _Piece) -> None:
@@ -199,7 +199,10 @@ class HostCopier:
         piece.ticket.end(begun, self._clock.monotonic(), error)
 
     def _take(self, queue: deque[_Piece]) -> _Piece | None:
-        """Take the first piece. If it is a whole batch, cut it, and queue the other pieces for other threads."""
+        """Take the first piece.
+
+        If this piece is a whole batch, cut it, and queue the other pieces for other threads.
+        """
         try:
             piece = queue.popleft()
         except IndexError:

@@ -137,14 +137,14 @@ class MmapAllocator:
             raise HostMemoryError(f"the system refused {size} bytes of host memory: {error}") from error
         _advise(memory)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        # Touches every page, without the GIL.
+        # `memset` touches every page, and releases the GIL.
         with nullcontext() if self.node is None else self.node.processors():
             ctypes.memset(address, 0, size)
         if self.pin is not None:
             try:
                 self.pin.register(address, size)
             except BaseException:
-                memory.close()  # Close it now, because the error's traceback would keep the memory.
+                memory.close()  # Close the memory now, because the error's traceback would keep it.
                 raise
         return HostChunk(address, size, lambda: self._release(address, memory))
 
@@ -292,7 +292,7 @@ def available_bytes(read: ReadText) -> int | None:
 def advise_host_bytes(
     ranks: int, device_bytes: int | None = None, local_ranks: int | None = None, read: ReadText = read_file
 ) -> str:
-    """Return what this machine has left and what to set `host_bytes` to, for the error if it is missing.
+    """Return what this machine has left and what to set `host_bytes` to, for the error if the setting is missing.
 
     Args:
         ranks: the engine's number of ranks.
@@ -346,7 +346,7 @@ def _number(text: str | None) -> int | None:
 
 
 def _fields(text: str | None) -> dict[str, str]:
-    """Return the second word of each line, by its first word."""
+    """Return the second word of each line, by the line's first word."""
     lines = [line.split() for line in (text or "").splitlines()]
     return {words[0]: words[1] for words in lines if len(words) > 1}
 

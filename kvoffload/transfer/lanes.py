@@ -82,7 +82,7 @@ class Lane:
 
     @property
     def abandoned(self) -> int:
-        """The number of batches that timed out and have not ended."""
+        """Return the number of batches that timed out and have not ended."""
         return len(self._abandoned)
 
     def add(self, batch: Batch) -> None:

@@ -52,7 +52,7 @@ class DeviceLayout:
 
     Args:
         regions: the regions; no address appears twice.
-        meaning: describes properties of a page's bytes that are not part of the engine's identity, for example by the
+        meaning: describes properties of a page's bytes that are not part of the engine's identity, such as the
             attention backends and the order of a cache's dimensions. Processes share blocks only if their meanings are
             equal.
 
@@ -91,27 +91,27 @@ class DeviceLayout:
 
     @cached_property
     def page_bytes(self) -> tuple[int, ...]:
-        """Bytes of one block in each region."""
+        """Return the bytes of one block in each region."""
         return tuple(region.page_bytes for region in self.regions)
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Bytes of one block on this rank, which is also the size of a host slot."""
+        """Return the bytes of one block on this rank, which is also the size of a host slot."""
         return sum(self.page_bytes)
 
     @cached_property
     def blocks(self) -> int:
-        """Number of device blocks; their ids start at 0."""
+        """Return the number of device blocks; their ids start at 0."""
         return self.regions[0].blocks
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the tensors are on a CUDA device, which needs pinned host memory."""
+        """Return whether the tensors are on a CUDA device, which needs pinned host memory."""
         return self.device.partition(":")[0] == "cuda"
 
     @property
     def device(self) -> str:
-        """The device's name, such as "cpu" or "cuda:0"."""
+        """Return the device's name, such as "cpu" or "cuda:0"."""
         return self.regions[0].device
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvoffload.transfer.runs import CopyRuns
 
 HELD_COPIES = 256
-"""A copier keeps the GIL while it enqueues a batch of up to this many copies, unless many are pending on the stream."""
+"""A copier keeps the GIL while it enqueues a batch of up to this many copies, unless many copies are pending."""
 
 Fence: TypeAlias = object
 """A marker that a copier records on the hook's thread, and for which copies wait. Other code must not look inside."""
@@ -94,7 +94,7 @@ class Copier(Protocol):
         ...
 
     def submit(self, direction: Direction, runs: CopyRuns, fences: Sequence[Fence]) -> Ticket:
-        """Start a batch behind all of `fences`, without waiting for it.
+        """Start a batch behind all of `fences`, without waiting for the batch.
 
         Raises:
             Exception: nothing was started. If some copies were started, `submit` instead returns a ticket, which fails

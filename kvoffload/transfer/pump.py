@@ -323,8 +323,8 @@ class TransferPump:
         with self._reaping:
             progress = self._reap()
             progress |= self._start_stores()
-            # Read under the lock. Otherwise, if the hook ended the last batch in between, the coroutine would sleep
-            # while stores are queued.
+            # Read this under the lock. Otherwise, if the hook ended the last batch in between, the coroutine would
+            # sleep while stores are queued.
             is_pending = any(self._lanes)
         self._pause_s = _FIRST_PAUSE_S if progress else min(2 * self._pause_s, LONGEST_PAUSE_S)
         return is_pending
@@ -361,7 +361,7 @@ class TransferPump:
             self._submit(self._loads, Direction.LOAD, parts)
 
     def _start_stores(self) -> bool:
-        """Submit queued stores as far as the limit allows; return whether any were submitted."""
+        """Submit as many queued stores as the limit allows; return whether any were submitted."""
         started = False
         while parts := self._queue.next_batch(self._stores.pending_bytes, self._resolve):
             self._submit(self._stores, Direction.STORE, parts)
@@ -371,7 +371,7 @@ class TransferPump:
     def _reap(self) -> bool:
         """Handle the batches that have ended; return whether there were any."""
         now = self._clock.monotonic()
-        # Read before reaping, because loads that end now ran at the same time as the stores.
+        # Read this before reaping, because loads that end now ran at the same time as the stores.
         is_load_pending = bool(self._loads)
         ended = [*self._loads.reap(now)]
         for batch in self._stores.reap(now):
@@ -386,7 +386,7 @@ class TransferPump:
         return bool(ended)
 
     def _fail(self, jobs: Iterable[OpenJob], reason: str) -> None:
-        """Fail `jobs`: start no more of their parts, and report the jobs without running copies."""
+        """Fail `jobs`: start no more of their parts, and report the jobs that have no running copies."""
         now = self._clock.monotonic()
         for job in jobs:
             log.error("job_failed", direction=job.job.direction.value, job=job.job.id, reason=reason)
@@ -404,7 +404,8 @@ class TransferPump:
             return True
         try:
             job.resolve(self._arena.ready_slots, self._arena.layout.blocks)
-        except Exception as error:  # Not only `CopyError`, because ids of a wrong type raise other errors.
+        except Exception as error:
+            # Catch every error, not only `CopyError`, because ids of a wrong type raise other errors.
             self._fail([job], str(error))
             return False
         return True

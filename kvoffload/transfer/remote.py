@@ -109,8 +109,8 @@ class RemoteMover:
                 seal(value, shard.name(job.targets[position]), self._layout, self._key)
             find_corrupt(part, self._checksums, log)
         self._copy(own, buffers)
-        # Checked after the copies. If the slots have been reused, the copied bytes must not be written under the names
-        # of the part's blocks.
+        # Check this after the copies. If the slots have been reused, the copied bytes must not be written under the
+        # names of the part's blocks.
         call.check()
         values = {
             position: value

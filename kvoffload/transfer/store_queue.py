@@ -76,7 +76,8 @@ class StoreQueue:
             now: when its end was noticed, in seconds on the pump's clock.
             is_load_pending: whether a load was pending when its end was noticed.
         """
-        is_measured = 2 * batch.size >= self._least  # Starting a small batch takes longer than its copies.
+        # Small batches are not measured, because starting a batch takes longer than its copies.
+        is_measured = 2 * batch.size >= self._least
         self.limit.ended(
             batch.size,
             batch.copy_s if is_measured else 0.0,

@@ -94,7 +94,7 @@ class Mover(Protocol):
     def fill(self, part: Part) -> Part:
         """Copy the correct blocks into their host slots.
 
-        The slots still belong to the job, because this thread has its token.
+        The slots still belong to the job, because this thread has the call's token.
         """
 
 
@@ -176,7 +176,7 @@ class TierJobs:
     """The jobs of one rank and one tier. Call all methods on the thread of the engine's hooks; none waits.
 
     Args:
-        calls: makes the calls to the tier; `close` closes it.
+        calls: makes the calls to the tier. `close` closes `calls`.
         mover: copies the parts of jobs within these calls.
         slot_bytes: bytes of a host slot on this rank.
         monotonic: returns the time in seconds.

@@ -4,9 +4,9 @@ The size differs by device and direction. The size is measured when the copier i
 few megabytes of scratch memory, for a few seconds at most. Ranks that start together measure at the same time. If the
 kernel is not available, copies a wrong byte, or is never faster, all copies go through the copy engine.
 
-A batch takes as long as the slower of its two halves: enqueueing, and the device's copies. They overlap in long batches.
-An H200 copied pieces of 8 KiB at 49 GB/s by its copy engine, but the driver needed 0.5 to 1 us to enqueue each piece, so
-that 8 to 15 GB/s were left.
+A batch takes as long as the slower of its two halves: enqueueing, and the device's copies. They overlap in long
+batches. An H200 copied pieces of 8 KiB at 49 GB/s by its copy engine, but the driver needed 0.5 to 1 us to enqueue each
+piece, so that only 8 to 15 GB/s were reached.
 
 The device's own events time the copies. Large copies before the first event keep the device busy until the timed copies
 have been enqueued, so that the events do not measure the enqueueing.
@@ -46,7 +46,7 @@ _PIECES: tuple[int, ...] = tuple(2**power for power in range(11, 19))  # 2 KiB t
 _REPEATS = 5
 # The kernel is faster if it takes less than this share of the copy engine's time; smaller differences are noise.
 _WINS = 0.95
-_LONGEST_S = 5.0  # time limit for all measurements, without the kernel's compilation
+_LONGEST_S = 5.0  # time limit for all measurements, not counting the kernel's compilation
 _PATIENCE_S = 10.0  # time limit for one batch
 _MARGIN = 1.5  # covering copies must last this many times as long as enqueuing the previous batch took
 _MOST_COVERS = 64
@@ -117,7 +117,7 @@ class Trial:
         self.cover_s = self.seconds(Direction.LOAD, self._cover(), by_kernel=False)
 
     def _check(self) -> None:
-        """Let the kernel copy random bytes to the device and from there to other host memory, and compare them."""
+        """Let the kernel copy random bytes to the device and from there to other host memory, and compare the bytes."""
         size = len(self.scratch.host) // 2
         there, back = self.scratch.host[:size], self.scratch.host[size:]
         there[:] = np.random.default_rng(0).integers(0, 256, size, np.uint8)

@@ -115,7 +115,7 @@ class CudaLibrary:
         raise AttributeError(f"{name} is not among the functions that were bound")
 
     def batch_copy(self) -> Mapping[bool, Callable[..., int]] | None:
-        """Return the batched copy function, by whether it keeps the GIL; None for drivers before 12.8."""
+        """Return the batched copy function, by whether a call keeps the GIL; None for drivers before 12.8."""
         if self._get_address is None:
             return None
         found, status = c_void_p(), c_int()
@@ -140,7 +140,10 @@ class CudaLibrary:
 
 
 def _typed(function: Any, types: tuple[Any, ...]) -> Any:  # noqa: ANN401  # ctypes has no types for these
-    """Set a function's types and return it. Each look-up returns a new object, so other look-ups are unaffected."""
+    """Set the types of a function and return the function.
+
+    Each look-up returns a new object, so others are unaffected.
+    """
     function.argtypes = types
     function.restype = c_int
     return function

@@ -42,7 +42,7 @@ def _copy_runs(descriptors: tl.tensor, runs: tl.tensor, words: tl.constexpr) -> 
         source = tl.load(descriptors + runs + run)
         size = tl.load(descriptors + 2 * runs + run)
         is_aligned = (target | source) % 16 == 0
-        body = size // 16 * is_aligned * 2  # In words, always an even number.
+        body = size // 16 * is_aligned * 2  # a number of eight-byte words, always even
         # The alignment hints are only for these two pointers. The bytes copied below may be unaligned.
         word_target = tl.multiple_of(target.to(tl.pointer_type(tl.int64)), 16)
         word_source = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)
@@ -107,7 +107,7 @@ class PageKernel:
         self._buffers.append(buffer)
 
     def _free_buffer(self) -> _Buffer:
-        """Remove and return the oldest buffer, whose launch must have ended; raise `BufferError` if there is none."""
+        """Remove and return the oldest buffer, whose launch must have ended; or raise `BufferError`."""
         with suppress(IndexError):  # Other threads use all buffers, or failed launches have dropped them.
             buffer = self._buffers.popleft()
             with suppress(CudaError):  # If the query is refused, a later call repeats it.
