@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the checkpoints. The first test that needs a checkpoint makes it."""
+    """Return the folder for checkpoints. A checkpoint is created by the first test that needs it."""
     return tmp_path_factory.getbasetemp() / "checkpoints"
 
 
 @pytest.fixture
 def hands(engine: Hands) -> Iterator[Hands]:
-    """Yield the module's `engine` with empty caches and no held copies. At the end, check that nothing is left."""
+    """Yield the module's `engine` with empty caches and without held copies. Check afterwards that nothing is
+    left.
+    """
     rig, held = engine
     rig.reported.clear()
     rig.forget()

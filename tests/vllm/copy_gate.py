@@ -14,15 +14,17 @@ from pathlib import Path
 from queue import Queue
 
 GATE = "KVOFFLOAD_TEST_GATE"
-"""the environment variable with the path of the gate's socket"""
+"""The environment variable with the path of the gate's socket."""
 COPY, CLOSING, CLOSED, CLOSED_EARLY = b"copy", b"closing", b"closed", b"closed early"
 GO_ON, DONE = b"g", b"d"
 _PATIENCE_S = 120.0
-_WHO = struct.Struct("3i")  # The fields are process, user and group ids.
+_WHO = struct.Struct("3i")  # process id, user id and group id
 
 
 def knock(reason: bytes) -> socket.socket:
-    """Send a message to the gate of this process's environment. The gate answers only copies."""
+    """Send a message to the gate that this process's environment names. The gate answers only messages about
+    copies.
+    """
     gate = socket.socket(socket.AF_UNIX)
     gate.connect(os.environ[GATE])
     gate.sendall(reason)
@@ -31,7 +33,7 @@ def knock(reason: bytes) -> socket.socket:
 
 @dataclass(frozen=True)
 class HeldCopy:
-    """A copy that has begun and waits at the gate."""
+    """A copy that waits at the gate before it begins."""
 
     process: int
     _connection: socket.socket
@@ -40,13 +42,15 @@ class HeldCopy:
         self._connection.sendall(GO_ON)
 
     def came_to_its_end(self) -> bool:
-        """Wait for the copy or its process to end; return whether the copy ended."""
+        """Wait until the copy has ended or its process is gone; return whether the copy ended."""
         with self._connection:
             return self._connection.recv(1) == DONE
 
 
 class CopyGate:
-    """Holds the copies of the engines' processes before they begin, and receives reports of closing connectors."""
+    """Holds copies of other processes before they begin, and receives their workers' reports about closing
+    connectors.
+    """
 
     def __init__(self, path: Path) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
@@ -64,11 +68,11 @@ class CopyGate:
         return self._held.get(timeout=_PATIENCE_S)
 
     def next_closing(self) -> tuple[bytes, int]:
-        """Wait until a worker begins or ends closing its connector; return the message and the worker's process."""
+        """Wait for a worker's next report about closing; return the message and the worker's process id."""
         return self._closings.get(timeout=_PATIENCE_S)
 
     def open(self) -> None:
-        """Hold no copies from now on, and release the held copies that no test has taken."""
+        """Let all later copies pass, and release the held copies that no test has taken."""
         self._is_open = True
         while not self._held.empty():
             self._held.get().release()

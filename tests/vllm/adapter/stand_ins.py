@@ -1,6 +1,6 @@
-"""Objects like vLLM's configurations, for tests without vLLM.
+"""Objects with the attributes of vLLM's configurations, for tests without vLLM.
 
-The specs have vLLM's class names, because the adapter recognizes a spec by the name of its class.
+The specs have vLLM's class names, because the adapter recognizes a spec by its class's name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sizes of pages and blocks that a stock vLLM reports for a model without weights.
+"""Computes the sizes of pages and blocks with a stock vLLM, for a model without weights.
 
 The model's layers are on torch's meta device.
 """
@@ -13,7 +13,7 @@ import tests.vllm.stock.engines  # noqa: F401  # sets vLLM's environment before 
 
 
 def stock_sizes(folder: Path, block_size: int, cache_dtype: str, dtype: str) -> tuple[int, int]:
-    """Return the bytes of a page and of a block."""
+    """Return the size of a page and the size of a block, both in bytes."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -50,7 +50,7 @@ def stock_sizes(folder: Path, block_size: int, cache_dtype: str, dtype: str) -> 
             }
         finally:
             cleanup_dist_env_and_memory()
-    config.cache_config.kv_cache_layout = "LBNHC"  # An engine requests this layout from its workers.
+    config.cache_config.kv_cache_layout = "LBNHC"  # an engine would receive this layout from its workers
     groups = get_kv_cache_groups(config, specs)
     (page,) = {spec.page_size_bytes for spec in specs.values()}
     return page, _get_kv_cache_bytes_per_block(groups, config.cache_config.get_resolved_kv_cache_layout())

@@ -14,11 +14,11 @@ from tests.vllm.engine_rig import MARKS
 pytestmark = MARKS
 
 
-# To the engines of a dense model vLLM reports one engine each; to the engines of a mixture of experts it
-# reports the real number.
+# vLLM sets `data_parallel_size` to 1 in each engine of a dense model, and to the real number for a mixture of
+# experts.
 @pytest.mark.parametrize("engines_known", [1, 2])
 @pytest.mark.parametrize(("index", "file"), [(0, "journal"), (1, "journal.dp1")])
-def test_each_engine_of_a_server_has_a_journal_of_its_own(index: int, file: str, engines_known: int) -> None:
+def test_each_engine_of_a_server_has_its_own_journal(index: int, file: str, engines_known: int) -> None:
     parallel = SimpleNamespace(
         data_parallel_index=index,
         data_parallel_size=engines_known,
@@ -32,7 +32,7 @@ def test_each_engine_of_a_server_has_a_journal_of_its_own(index: int, file: str,
     assert assembly._config(given, 1).journal_path == Path("/somewhere", file)
 
 
-def test_memory_of_each_rank_is_multiplied_by_vllms_ranks() -> None:
+def test_memory_per_rank_is_multiplied_by_the_number_of_vllms_ranks() -> None:
     from kvoffload_vllm import assembly
 
     extra = SimpleNamespace(kv_connector_extra_config={"cpu_bytes_to_use_per_rank": "1KiB"})
@@ -47,7 +47,7 @@ def test_memory_of_each_rank_is_multiplied_by_vllms_ranks() -> None:
     ("algorithm", "disk", "warned"),
     [("xxhash", Path("/d"), ["block hashes"]), ("sha256", Path("/d"), []), ("xxhash", None, [])],
 )
-def test_hashes_for_which_collisions_can_be_searched_are_one_warning_at_the_start(
+def test_hashes_with_findable_collisions_log_one_warning_at_the_start(
     algorithm: str, disk: Path | None, warned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvoffload_vllm import assembly
@@ -63,7 +63,7 @@ def test_hashes_for_which_collisions_can_be_searched_are_one_warning_at_the_star
     assert [line["check"] for line in lines if line["event"] == "doctor_warning"] == warned
 
 
-def test_vllm_has_no_other_hashes() -> None:
+def test_every_hash_of_vllm_is_known() -> None:
     from typing import get_args
 
     from vllm.config.cache import PrefixCachingHashAlgo
@@ -75,7 +75,7 @@ def test_vllm_has_no_other_hashes() -> None:
 
 
 @pytest.mark.parametrize("side", ["start_scheduler", "start_worker"])
-def test_a_key_file_that_cannot_be_used_stops_each_sides_start(
+def test_an_unusable_key_file_stops_the_start_of_each_side(
     side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvoffload_vllm import assembly

@@ -1,4 +1,4 @@
-"""vLLM's command line, as the doctor reads it and as a stock vLLM reads it."""
+"""Checks how the doctor reads vLLM's command line, and that a stock vLLM reads it in the same way."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ DEFAULTS = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_what_is_read(line: str) -> None:
+def test_the_options_of_a_line_are_read(line: str) -> None:
     assert values(read(f"vllm serve {line}")) == DEFAULTS | {"model": "M"} | LINES[line]
 
 
@@ -121,7 +121,7 @@ def test_what_is_read(line: str) -> None:
         "python -m vllm.entrypoints.cli.main serve M --block-size 32",
     ],
 )
-def test_how_a_server_is_started(line: str) -> None:
+def test_every_way_to_start_a_server_is_recognized(line: str) -> None:
     assert values(read(line)) == DEFAULTS | {"model": "M", "block_size": 32}
 
 
@@ -136,7 +136,9 @@ def test_how_a_server_is_started(line: str) -> None:
         ("vllm serve M --enable-prefix-caching=no", "ignored explicit argument"),
     ],
 )
-def test_what_vllm_would_refuse_is_one_line(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_that_vllm_would_refuse_is_a_one_line_error(
+    line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ConfigError, match=said):
         read(line)
     assert main(["doctor", "--", *shlex.split(line)]) == 2
@@ -157,7 +159,7 @@ SIZED = ["-tp", "2", "-dp", "2", "--kv-cache-dtype", "fp8", "--kv-cache-memory-b
 ALL = [*SIZED, "--block-size", "32", "--max-model-len", "2000", "--kv-transfer-config", ROOMY]
 
 
-def test_the_pasted_line_and_the_doctors_own_options_give_the_same(
+def test_a_pasted_line_and_the_doctors_own_options_give_the_same_findings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = str(save(tmp_path, QWEN3_8B))
@@ -166,10 +168,10 @@ def test_the_pasted_line_and_the_doctors_own_options_give_the_same(
     memory, _ = (
         pasted.pop("host memory"),
         options.pop("host memory"),
-    )  # The memory left on the machine changes between calls.
+    )  # the memory left on the machine differs between the two calls
     assert pasted == options | {name: pasted[name] for name in ("vllm options", "block hashes")}
     assert "88 blocks fit the KV cache" in " ".join(pasted["model sizes"]["finding"].split())
-    assert memory["finding"].startswith("18.0 MiB ")  # Each of two engines gets 9 MiB.
+    assert memory["finding"].startswith("18.0 MiB ")  # two engines with 9 MiB each
 
 
 def test_an_option_before_the_line_overrides_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,7 +198,7 @@ def test_an_option_before_the_line_overrides_it(tmp_path: Path, capsys: pytest.C
             "unknown",
             "with --config, --hf-overrides are not",
         ),
-        # The command line gives the block size.
+        # the command line has the block size, so the backend does not matter
         ("--attention-backend FLASHINFER", "model sizes", "ok", "88 blocks"),
         ("--num-gpu-blocks-override 80", "model sizes", "ok", "80 blocks"),
         ("--no-enable-prefix-caching", "vllm options", "error", "start with --enable-prefix-caching"),
@@ -207,7 +209,7 @@ def test_an_option_before_the_line_overrides_it(tmp_path: Path, capsys: pytest.C
         ("--prefix-caching-hash-algo xxhash", "block hashes", "ok", "xxhash"),
     ],
 )
-def test_what_the_doctor_finds(
+def test_the_doctor_reports_problems_of_a_line(
     more: str, check: str, verdict: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = str(save(tmp_path, QWEN3_8B))
@@ -224,7 +226,7 @@ def test_what_the_doctor_finds(
         ("no-one/nothing", "model sizes", "unknown", "no-one/nothing is neither a folder nor"),
     ],
 )
-def test_what_a_line_lacks(
+def test_the_doctor_reports_what_a_line_lacks(
     line: str, check: str, verdict: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = findings(capsys, "--", "vllm", "serve", *line.split())[check]
@@ -242,7 +244,7 @@ def stock_parser() -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")
-def test_a_stock_vllm_reads_the_same() -> None:
+def test_a_stock_vllm_reads_a_line_in_the_same_way() -> None:
     parser = stock_parser()
     defaults = values(parser.parse_args(["M"]))
     for line, wanted in LINES.items():
@@ -255,8 +257,8 @@ def test_a_stock_vllm_reads_the_same() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")
-def test_the_names_are_those_of_a_stock_vllm() -> None:
-    """A word that a stock vLLM takes for another option must not abbreviate an option of the doctor."""
+def test_option_names_and_abbreviations_are_those_of_a_stock_vllm() -> None:
+    """An abbreviation that the doctor accepts must not stand for another option in a stock vLLM."""
     ours = argparse.ArgumentParser(add_help=False)
     doctor._add_options(ours.add_argument)
     named = {name for action in ours._actions for name in action.option_strings} - {"--device-blocks"}

@@ -37,7 +37,7 @@ def found(capsys: pytest.CaptureFixture[str], transfer: object, *argv: str) -> d
     return {one.pop("check"): one for one in json.loads(capsys.readouterr().out)["findings"]}
 
 
-def test_a_good_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_good_configuration_passes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "transfer.json"
     path.write_text(json.dumps(GOOD))
     main(["doctor", "--json", "--kv-transfer-config", str(path)])
@@ -67,7 +67,7 @@ def test_a_good_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path
         ({"kv_connector_extra_config": [1]}, "settings", "kv_connector_extra_config"),
     ],
 )
-def test_what_is_wrong_with_a_configuration(
+def test_each_problem_of_a_configuration_is_reported(
     changes: dict[str, object], check: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = found(capsys, {**GOOD, **changes})[check]
@@ -104,9 +104,7 @@ def test_vllms_own_default_for_failed_loads_is_an_error(capsys: pytest.CaptureFi
     ("algorithm", "verdict"),
     [("sha256", "ok"), ("sha256_cbor", "ok"), ("xxhash", "warning"), ("xxhash_cbor", "warning")],
 )
-def test_hashes_for_which_collisions_can_be_searched_are_a_warning(
-    tmp_path: Path, algorithm: str, verdict: str
-) -> None:
+def test_hashes_with_findable_collisions_are_a_warning(tmp_path: Path, algorithm: str, verdict: str) -> None:
     known = setup(disk_path=tmp_path)
     found = ask((doctor.block_hashes(algorithm),), "block hashes", known, machine(tmp_path))
     assert found[0] == verdict
@@ -116,14 +114,16 @@ def test_hashes_for_which_collisions_can_be_searched_are_a_warning(
 
 
 @pytest.mark.parametrize(("interval", "verdict"), [(0, "warning"), (1056, "ok"), (None, "ok")])
-def test_where_hits_of_recurrent_models_end(tmp_path: Path, interval: int | None, verdict: str) -> None:
+def test_the_doctor_says_where_hits_of_recurrent_models_end(
+    tmp_path: Path, interval: int | None, verdict: str
+) -> None:
     check = doctor.recurrent_states(528, interval)
     found = ask((check,), "recurrent states", setup(), machine(tmp_path))
     assert found[0] == verdict
     assert "end at multiples of 528 tokens; shorter prefixes are never found" in found[1]
 
 
-def test_one_of_several_connectors(capsys: pytest.CaptureFixture[str]) -> None:
+def test_our_connector_is_found_among_several(capsys: pytest.CaptureFixture[str]) -> None:
     several = {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
@@ -161,7 +161,7 @@ def test_version(tmp_path: Path, version: str | None, verdict: str, text: str) -
     assert text in reported[1]
 
 
-def test_the_newest_version_is_one_that_the_words_name() -> None:
+def test_the_text_names_the_newest_tested_version() -> None:
     assert ".".join(map(str, NEWEST_RUN)) in VERSIONS
 
 
@@ -189,7 +189,7 @@ def test_registration(
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_in_vllms_own_environment() -> None:
+def test_the_doctor_runs_in_vllms_environment() -> None:
     assert importlib.util.find_spec("vllm") is not None
     argv = ["--json", "--kv-transfer-config", json.dumps(GOOD)]
     command = [sys.executable, "-m", "kvoffload", "doctor", *argv]

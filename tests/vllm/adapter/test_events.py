@@ -1,4 +1,4 @@
-"""Events for routers about blocks that were stored on the host or removed from it."""
+"""Events that report to routers which blocks were stored on the host or removed from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ Extra = tuple[tuple[Any, ...] | None, int]
 
 
 def extra_keys(request: Any, start: int, end: int, media: int) -> Extra:
-    """Return extra keys as vLLM does: the salt in the first block, and an image in the block where the image begins."""
+    """Return the extra keys of a block, as vLLM does: the salt for the first block, an image where the image
+    begins.
+    """
     found = [(name, at - start) for name, at in request.images[media:] if start <= at < end]
     salt = [request.salt] if request.salt and not start else []
     return (*found, *salt) or None, media + len(found)
@@ -36,7 +38,7 @@ WIRE = Wire(
 
 
 def groups(num_blocks: int = 100) -> VllmGroups:
-    """Return vLLM's groups 0 and 2, with blocks of 4 and 2 tokens and a hash for every 2 tokens."""
+    """Return vLLM's groups 0 and 2, with blocks of 4 and 2 tokens. Every 2 tokens have a hash."""
     left_out = group(spec("CircularBufferSpec", 8, prefix_cacheable=False))
     config = cache_config(group(full(4)), left_out, group(window(4, 2)), num_blocks=num_blocks)
     return vllm_groups(vllm_config(), config, features=Features(), sizes=(4, 2))
@@ -65,7 +67,7 @@ def events(maker: TierEvents, *ledger: tuple[BlockKey, bool], tier: Tier = Tier.
     return list(maker.events(tier, ledger))
 
 
-def test_a_block_that_came_is_published_with_its_tokens_and_parent() -> None:
+def test_a_stored_block_is_published_with_its_tokens_and_parent() -> None:
     maker, (large, small) = reported(request())
     first, second, third = events(maker, (large[0], True), (large[1], True), (small[3], True))
     assert first[1]["token_ids"] == [100, 101, 102, 103]
@@ -77,7 +79,7 @@ def test_a_block_that_came_is_published_with_its_tokens_and_parent() -> None:
 
 
 def test_parents_are_published_before_their_children() -> None:
-    """The order of slots here is that of eviction: deepest first, one job after another."""
+    """Report the blocks in the order in which they are evicted: deepest first, one job after another."""
     maker, (large, small) = reported(request())
     order = [small[1], small[0], large[1], small[3], large[0], small[2]]
     reported_of = [
@@ -96,7 +98,7 @@ def test_a_group_is_published_by_its_kind_and_window() -> None:
     assert kinds == [("full_attention", None), ("sliding_window", 4)]
 
 
-def test_what_else_a_blocks_hash_covers_is_published() -> None:
+def test_salts_and_images_in_a_blocks_hash_are_published() -> None:
     maker, (large, small) = reported(request(salt="s", images=[("cat", 1), ("dog", 7)]))
     fields = [event for _, event in events(maker, *[(key, True) for key in (*large, *small)])]
     assert [one["extra_keys"] for one in fields] == [
@@ -115,7 +117,7 @@ def test_the_adapter_of_a_block_is_published() -> None:
     assert (fields["lora_id"], fields["lora_name"]) == (7, "poems")
 
 
-def test_blocks_that_left_are_published_by_group() -> None:
+def test_removed_blocks_are_published_by_group() -> None:
     maker, (large, small) = reported(request())
     one, other = events(maker, (large[0], False), (small[0], False), (large[1], False))
     assert one == (
@@ -125,28 +127,28 @@ def test_blocks_that_left_are_published_by_group() -> None:
     assert (other[1]["block_hashes"], other[1]["group_idx"]) == (["00"], 2)
 
 
-def test_of_a_block_that_came_and_left_the_last_holds() -> None:
+def test_only_the_last_change_of_a_block_is_published() -> None:
     maker, (large, _) = reported(request())
     key = large[0]
     assert [kind for kind, _ in events(maker, (key, True), (key, False))] == ["removed"]
     assert [kind for kind, _ in events(maker, (key, False), (key, True))] == ["stored"]
 
 
-def test_a_block_that_comes_again_is_published_in_full_again() -> None:
+def test_a_block_that_is_stored_again_is_published_in_full_again() -> None:
     maker, (large, _) = reported(request())
     for came in (True, False, True):
         ((_, fields),) = events(maker, (large[0], came))
     assert fields["token_ids"] == [100, 101, 102, 103]
 
 
-def test_a_block_without_a_note_is_left_out_and_so_is_its_end() -> None:
-    """Without a parent and tokens, the block would look like the first block of a prompt."""
+def test_a_block_without_a_note_is_not_published_and_neither_is_its_removal() -> None:
+    """Without its parent and tokens, the block would look like the first block of a prompt."""
     maker, (large, _) = reported(request(), computed_tokens=4)
     assert events(maker, (large[1], True)) == []
     assert [fields["block_hashes"] for _, fields in events(maker, (large[0], True))] == [["01"]]
     ((kind, fields),) = events(maker, (large[0], False), (large[1], False))
     assert (kind, fields["block_hashes"]) == ("removed", ["01"])
-    assert len(events(maker, (large[1], False))) == 1  # Only the first removal is left out of the events.
+    assert len(events(maker, (large[1], False))) == 1  # the block's second removal is published
 
 
 # -- notes ----------------------------------------------------------------------------------------------------------
@@ -170,17 +172,17 @@ def key(number: int, group_number: int = 0) -> BlockKey:
     return BlockKey(number.to_bytes(2, "big") + group_number.to_bytes(4, "big"))
 
 
-def test_only_blocks_that_are_computed_are_noted_each_once() -> None:
+def test_each_computed_block_is_noted_once() -> None:
     notes = taker(lambda key: True, 10)
     assert notes.take(prompt(range(4)), 0, 5) == 2
     assert count_of(notes) == 2
     assert notes.take(prompt(range(4)), 2, 5) == 2
-    assert notes.take(prompt(range(4)), 2, 100) == 4  # More tokens are computed than hashed.
+    assert notes.take(prompt(range(4)), 2, 100) == 4  # more tokens are computed than have hashes
     assert notes.take(prompt(range(4)), 0, 8) == 4
     assert count_of(notes) == 4
 
 
-def test_groups_with_blocks_of_one_size_share_notes() -> None:
+def test_groups_with_the_same_block_size_share_notes() -> None:
     notes = taker(lambda key: True, 10, count=3)
     notes.take(prompt(range(4)), 0, 8)
     assert count_of(notes) == 4
@@ -188,7 +190,7 @@ def test_groups_with_blocks_of_one_size_share_notes() -> None:
 
 
 def test_a_note_is_kept_while_the_device_holds_its_block() -> None:
-    """A lazy store may come long after the block's request has ended."""
+    """A lazy store may happen long after the block's request has ended."""
     on_device = {key(number) for number in range(0, 12, 2)}
     notes = taker(on_device.__contains__, 12)
     for start in range(0, 1000, 10):
@@ -211,7 +213,7 @@ def test_a_note_is_kept_while_one_of_its_groups_holds_the_block() -> None:
 # -- settings and keys ----------------------------------------------------------------------------------------------
 
 
-def test_only_an_engine_that_publishes_events_has_any() -> None:
+def test_events_are_made_only_if_the_engine_publishes_events() -> None:
     assert not publishes_events(SimpleNamespace(kv_events_config=None))
     for on in (True, False):
         config: Any = SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=on))
@@ -223,7 +225,7 @@ def test_a_key_is_a_hash_and_vllms_number_of_the_group() -> None:
     assert split_key(small[2]) == (b"\x02", 2)
 
 
-def test_a_disk_and_a_store_are_storage_here_and_elsewhere() -> None:
+def test_a_disk_is_local_storage_and_a_store_is_remote_storage() -> None:
     maker, (large, _) = reported(request())
     for tier, place in ((Tier.DISK, ("STORAGE", "LOCAL")), (Tier.REMOTE, ("STORAGE", "REMOTE"))):
         for came in (True, False):
@@ -238,7 +240,7 @@ def tiers() -> tuple[TierEvents, dict[Tier, KeyIndex], tuple[BlockKey, ...]]:
     return TierEvents(known, indexes, WIRE, device), indexes, large  # type: ignore[arg-type]
 
 
-def test_each_tier_reports_what_came_to_it_and_left_it() -> None:
+def test_each_tier_publishes_its_stored_and_removed_blocks() -> None:
     published, indexes, large = tiers()
     published.notes.take(request(), 0, 8)
     assert list(published.take()) == []
@@ -253,8 +255,8 @@ def test_each_tier_reports_what_came_to_it_and_left_it() -> None:
     ]
 
 
-def test_a_block_that_came_before_its_note_is_reported_with_it() -> None:
-    """An earlier process has left the block on the disk, or another engine has written the block to the store."""
+def test_a_block_stored_before_its_note_is_published_when_the_note_is_made() -> None:
+    """The block is on the disk or in the store, but this engine has not computed it yet."""
     published, indexes, large = tiers()
     for tier in (Tier.DISK, Tier.REMOTE):
         indexes[tier].add(large[:2], [SlotId(0), SlotId(1)])
@@ -267,14 +269,14 @@ def test_a_block_that_came_before_its_note_is_reported_with_it() -> None:
     assert list(published.take()) == []
 
 
-def test_notes_of_blocks_on_the_host_are_kept_while_they_may_be_written_further_down() -> None:
+def test_the_note_of_a_block_on_the_host_is_kept() -> None:
     published, indexes, large = tiers()
     indexes[Tier.HOST].add(large[:1], [SlotId(0)])
     assert published.notes._is_held(large[0])
     assert not published.notes._is_held(large[1])
 
 
-def test_what_leaves_before_its_note_leaves_nothing() -> None:
+def test_a_block_removed_before_its_note_is_not_published() -> None:
     published, indexes, large = tiers()
     for tier in (Tier.DISK, Tier.REMOTE):
         indexes[tier].add(large[:1], [SlotId(0)])

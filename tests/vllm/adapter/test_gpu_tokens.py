@@ -1,4 +1,4 @@
-"""The results of `gpu_tokens` for answers that differ or cannot be compared, without vLLM."""
+"""Tests how `gpu_tokens` judges answers, with prepared answers in place of vLLM."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ WRONG: Answer = [(0, [-0.9, -2.0]), (1, [-3.0, -0.1])]
     [
         (RIGHT, 0),
         (WRONG, 0.4),
-        # Positions after the first different token are not compared.
+        # positions after the first different token do not count
         ([(1, [-2.5, -0.2]), (1, [-9.0, -9.0])], 2.0),
-        ([(1, [-0.5, -0.3]), RIGHT[1]], 1.7),  # Only the probability of the other token has grown.
-        ([(0, [-0.5, -7.0]), RIGHT[1]], 0),  # Tokens that neither engine has chosen do not count.
+        ([(1, [-0.5, -0.3]), RIGHT[1]], 1.7),  # only the other token's probability has grown
+        ([(0, [-0.5, -7.0]), RIGHT[1]], 0),  # tokens that neither engine chose do not count
         ([RIGHT[0], (1, [-3.0, float("nan")])], 1e6),
     ],
 )
@@ -45,7 +45,9 @@ def test_the_difference_of_two_answers(answer: Answer, difference: float) -> Non
 
 @dataclass
 class GivenEngine:
-    """Gives a prepared answer for each step: blocks are stored, loaded from the host, and loaded after an overwrite."""
+    """Returns prepared answers: while blocks are stored, with blocks from the host, and with overwritten host
+    blocks.
+    """
 
     stored: Answer = field(default_factory=lambda: RIGHT)
     from_host: Answer = field(default_factory=lambda: RIGHT)
@@ -113,7 +115,7 @@ def test_one_wrong_answer_fails(engine: GivenEngine, lines_of: Callable[[GivenEn
         ),
     ],
 )
-def test_a_comparison_that_proves_nothing_is_a_miss(
+def test_a_comparison_without_loads_or_an_effective_control_is_a_miss(
     engine: GivenEngine, what: str, lines_of: Callable[[GivenEngine], list[Line]]
 ) -> None:
     lines = lines_of(engine)
@@ -122,14 +124,14 @@ def test_a_comparison_that_proves_nothing_is_a_miss(
     assert lines[-1].verdict == "miss"
 
 
-def test_another_token_that_is_as_likely_is_counted_and_passes() -> None:
+def test_a_different_but_equally_likely_token_is_counted_and_passes() -> None:
     tied: Answer = [(0, [-0.69, -0.69])]
     swapped: Answer = [(1, [-0.69, -0.69])]
     wrong, largest, changed = gpu_tokens._compared("row", [swapped], [tied], 0.05)
     assert (wrong.verdict, largest.median, changed.median) == ("pass", 0, 1)
 
 
-def test_what_varies_without_kvoffload_may_vary_with_it(
+def test_answers_may_vary_as_much_as_without_kvoffload(
     lines_of: Callable[[GivenEngine], list[Line]],
 ) -> None:
     lines = lines_of(GivenEngine(from_host=WRONG, noise=0.15))
@@ -137,7 +139,7 @@ def test_what_varies_without_kvoffload_may_vary_with_it(
     assert lines[4].what.endswith("differ by more than 0.45")
 
 
-def test_numbers_that_vary_too_much_without_kvoffload_are_a_miss(
+def test_answers_that_vary_too_much_without_kvoffload_are_a_miss(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     rounds = iter([[RIGHT], [[(0, [-0.8, -2.0]), RIGHT[1]]]])
@@ -153,7 +155,7 @@ def test_numbers_that_vary_too_much_without_kvoffload_are_a_miss(
 @pytest.mark.parametrize(
     ("vllm", "reason"), [(None, "vLLM is not installed"), ("vllm", "the machine has 8.0 GiB left")]
 )
-def test_where_it_cannot_run_it_says_why(
+def test_a_part_that_cannot_run_gives_the_reason(
     vllm: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: vllm)

@@ -1,5 +1,3 @@
-"""vLLM's groups are translated to ours, or refused with every reason."""
-
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -37,7 +35,7 @@ def problems(*groups: Any, features: Features = NEW, config: Any = None, **setti
     return caught.value.problems
 
 
-def test_the_shape_is_what_the_engine_is() -> None:
+def test_the_shape_has_the_engines_numbers() -> None:
     shape = translate(group(full()), sizes=(64, 16)).shape
     assert (shape.ranks, shape.device_blocks, shape.step_tokens, shape.alignment) == (4, 99, 512, 64)
 
@@ -51,20 +49,20 @@ def test_the_shape_is_what_the_engine_is() -> None:
         (window(80), AttentionKind.SLIDING_WINDOW, 80),
         (spec("SlidingWindowMLASpec", sliding_window=64), AttentionKind.SLIDING_WINDOW, 64),
         (spec("ChunkedLocalAttentionSpec", attention_chunk_size=48), AttentionKind.CHUNKED_LOCAL, 48),
-        # Without the hybrid manager, vLLM keeps all blocks of a layer with window attention.
+        # Without its hybrid cache manager, vLLM keeps all blocks of a layer with window attention.
         (spec("FullAttentionSpec", sliding_window=80), AttentionKind.FULL, None),
     ],
 )
-def test_each_known_spec(one: Any, kind: AttentionKind, reach: int | None) -> None:
+def test_each_known_spec_is_translated(one: Any, kind: AttentionKind, reach: int | None) -> None:
     (translated,) = translate(group(one)).shape.groups
     assert (translated.kind, translated.reach_tokens, translated.block_tokens) == (kind, reach, 16)
     assert not translated.has_lookahead
 
 
 @pytest.mark.parametrize("length", range(0, 400, 16))
-def test_a_hit_needs_every_block_that_vllm_gives_a_request_for_it(length: int) -> None:
-    # vLLM counts each block that it allocates for a hit as computed. A block that is not loaded would contain
-    # garbage.
+def test_a_hit_needs_every_block_that_vllm_allocates_for_the_hit(length: int) -> None:
+    # vLLM treats every block that it allocates for a hit as computed. If one were not loaded, it would
+    # contain garbage.
     (translated,) = translate(group(window(80, extra_retained_tokens=5))).shape.groups
     skipped_by_vllm = max(length - 80 + 1 - 5, 0)
     assert translated.first_needed_token(length) == skipped_by_vllm
@@ -77,14 +75,14 @@ def test_layers_of_one_type_may_differ_in_size() -> None:
     assert translated.kind is AttentionKind.FULL
 
 
-def test_layers_of_one_group_must_look_back_equally() -> None:
+def test_layers_of_one_group_must_have_the_same_window() -> None:
     wrapped = spec("UniformTypeKVCacheSpecs", 16, kv_cache_specs={"a": window(32), "b": window(48)})
     assert problems(group(wrapped)) == (
         "the layers of KV cache group 0 differ in attention kind, block size or window",
     )
 
 
-def test_a_block_has_the_last_of_its_hashes() -> None:
+def test_the_last_hash_of_a_block_is_its_key() -> None:
     groups = translate(group(full(32)), group(window(80, 16)), sizes=(32, 8))
     assert groups.hash_ratios == (4, 2)
     keys = KeyMaker(groups.hash_ratios, groups.ids).keys([bytes([n]) for n in range(12)], 0)
@@ -105,7 +103,7 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
 # -- groups that are left out ---------------------------------------------------------------------------------------
 
 
-def test_a_group_that_hits_do_without_is_left_out() -> None:
+def test_a_group_that_hits_do_not_need_is_left_out() -> None:
     ring = group(spec("CircularBufferSpec", 128, prefix_cacheable=False))
     groups = translate(group(full()), ring, group(window(80)))
     assert groups.ids == (0, 2)
@@ -178,7 +176,9 @@ def test_keys_of_states_end_in_vllms_number_of_the_group() -> None:
 
 
 def test_a_recurrent_group_never_has_lookahead() -> None:
-    """A draft's prefix needs a state one block earlier, and vLLM keeps no second state after that block."""
+    """With lookahead, a group needs the state one block before the hit's end, and vLLM does not keep that
+    state.
+    """
     draft = SimpleNamespace(use_eagle_block_drop=lambda: True)
     groups = translate(
         mamba("align"),
@@ -240,6 +240,6 @@ def test_a_marked_group_has_lookahead_and_so_does_one_with_the_same_spec() -> No
 
 @pytest.mark.parametrize("method", ["use_eagle_block_drop", "use_eagle"])
 @pytest.mark.parametrize("drops", [True, False])
-def test_where_no_group_is_marked_all_read_ahead(method: str, drops: bool) -> None:
+def test_if_no_group_is_marked_all_groups_have_lookahead(method: str, drops: bool) -> None:
     draft = SimpleNamespace(**{method: lambda: drops})
     assert ahead(translate(group(full()), group(window(80)), draft=draft)) == [drops, drops]

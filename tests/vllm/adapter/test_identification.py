@@ -1,5 +1,3 @@
-"""When each side receives the KV identity, and which requests may persist their blocks."""
-
 from __future__ import annotations
 
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -19,7 +17,7 @@ def offload(identity: KVIdentity | None) -> Any:
     return SimpleNamespace(disk_identity=identity)
 
 
-def test_the_identity_is_looked_for_from_the_first_step_on_and_sent_once_the_disk_has_it() -> None:
+def test_the_identity_is_computed_from_the_first_step_on_and_sent_when_the_disk_has_it() -> None:
     identification = Identification(lambda: IDENTITY)
     with ThreadPoolExecutor() as pool:
         found = pool.submit(identification.identify)
@@ -49,7 +47,7 @@ def test_the_weights_are_read_once_for_both_tiers() -> None:
     assert calls == [1]
 
 
-def test_an_engine_that_ends_before_its_first_step_looks_for_nothing() -> None:
+def test_an_engine_that_ends_before_its_first_step_computes_no_identity() -> None:
     identification = Identification(lambda: pytest.fail("looked for"))
     identification.close()
     with pytest.raises(CancelledError):
@@ -67,7 +65,7 @@ def test_an_engine_that_ends_before_its_first_step_looks_for_nothing() -> None:
         ("adapter", [], False),
     ],
 )
-def test_r18_a_request_lasts_only_if_its_keys_are_made_of_content(
+def test_r18_a_request_may_persist_blocks_only_if_its_keys_depend_only_on_content(
     adapter: str | None, names: list[str], expected: bool
 ) -> None:
     request: Any = SimpleNamespace(

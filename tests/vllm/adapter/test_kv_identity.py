@@ -1,9 +1,3 @@
-"""The identity of vLLM's KV.
-
-Equal values have equal identities, different values have different identities, and unknown values are
-refused.
-"""
-
 from __future__ import annotations
 
 import re
@@ -36,7 +30,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Return vLLM's own configuration with block hashing, in a process that began after all files were written."""
+    """Return a function that makes vLLM's own configuration, for an engine process that started after the
+    model's files were written.
+    """
     from vllm.v1.core import kv_cache_utils
 
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"seed", raising=False)
@@ -61,7 +57,7 @@ def find(config: Any, root: Path, by_hand: str | None = None, key: TierKey | Non
     return find_identity(config, groups_of(groups.shape), groups.hash_tokens, root, by_hand, key)
 
 
-def test_the_same_model_at_another_place_is_the_same(
+def test_the_same_model_in_another_folder_has_the_same_identity(
     checkpoint: Path, settings: Callable[..., Any], tmp_path: Path
 ) -> None:
     moved = shutil.copytree(checkpoint, tmp_path / "moved")
@@ -70,7 +66,7 @@ def test_the_same_model_at_another_place_is_the_same(
     assert first.weights.startswith("digest ")
 
 
-def test_each_key_and_none_have_names_of_their_own(
+def test_with_each_key_and_without_a_key_the_identity_differs(
     checkpoint: Path, settings: Callable[..., Any], tmp_path: Path
 ) -> None:
     keys = None, TierKey(bytes(32)), TierKey(b"x" * 32)
@@ -92,7 +88,7 @@ def test_each_key_and_none_have_names_of_their_own(
     ],
     ids=str,
 )
-def test_another_setting_is_another_folder(
+def test_another_setting_changes_the_identity(
     checkpoint: Path, settings: Callable[..., Any], tmp_path: Path, options: dict[str, Any]
 ) -> None:
     first, second = (find(settings(checkpoint, **more), tmp_path) for more in ({}, options))
@@ -109,7 +105,7 @@ def test_another_setting_is_another_folder(
     ],
     ids=str,
 )
-def test_an_engine_with_other_room_is_the_same(
+def test_the_size_of_the_cache_does_not_change_the_identity(
     checkpoint: Path, settings: Callable[..., Any], tmp_path: Path, options: dict[str, Any]
 ) -> None:
     first, second = (find(settings(checkpoint, **more), tmp_path) for more in ({}, options))
@@ -126,10 +122,10 @@ LONGROPE = {
 
 
 @pytest.mark.parametrize("rope", [LONGROPE, {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}])
-def test_the_longest_request_counts_where_rope_depends_on_it(
+def test_the_maximum_length_changes_the_identity_if_rope_depends_on_it(
     checkpoint: Path, settings: Callable[..., Any], tmp_path: Path, rope: dict[str, Any]
 ) -> None:
-    """vLLM chooses between LongRoPE's factors by comparing `max_model_len` with the original length."""
+    """vLLM chooses LongRoPE's factors by comparing `max_model_len` with the model's original length."""
     overrides = {"rope_parameters": rope}
     first, second, third = (
         find(settings(checkpoint, hf_overrides=overrides, max_model_len=longest), tmp_path)
@@ -154,14 +150,14 @@ def test_the_longest_request_counts_where_rope_depends_on_it(
     ],
     ids=str,
 )
-def test_what_depends_on_the_longest_request(hf_config: dict[str, Any], *, depends: bool) -> None:
+def test_whether_kv_depends_on_the_maximum_length(hf_config: dict[str, Any], *, depends: bool) -> None:
     from kvoffload_vllm.kv_identity import _depends_on_length
 
     assert _depends_on_length(hf_config) is depends
 
 
-def test_vllm_has_no_other_ropes() -> None:
-    """A new kind of RoPE counts as depending on the length until a developer has checked it."""
+def test_every_rope_of_vllm_is_known() -> None:
+    """If vLLM has a new kind of RoPE, check whether its values depend on the longest request."""
     from inspect import getsource
 
     from vllm.model_executor.layers.rotary_embedding import get_rope
@@ -174,19 +170,19 @@ def test_vllm_has_no_other_ropes() -> None:
     assert known - _LENGTHLESS_ROPES == {"dynamic", "longrope"}
 
 
-def test_vllm_decides_nothing_else_by_the_longest_request() -> None:
-    """If this test finds a new file, check the file: the length may change the KV, as in Llama 4."""
+def test_every_use_of_the_maximum_length_in_vllm_is_known() -> None:
+    """If this test finds a new file, check whether the maximum length changes the KV there, as in Llama 4."""
     import vllm
 
     root = Path(vllm.__file__).parent / "model_executor"
     decides = re.compile(r"max_model_len *[<>]|[<>]=? *[\w.]*max_model_len")
     paths = [path for part in ("models", "layers") for path in (root / part).rglob("*.py")]
     found = {path.name for path in paths if decides.search(path.read_text())}
-    # Except for LongRoPE's and Llama 4's, these files only limit a length.
+    # The first two change the KV. The others only limit a length.
     assert found == {"phi3_long_rope_scaled_rope.py", "llama4.py", "config.py", "voxtral_realtime.py"}
 
 
-def test_data_parallel_engines_are_the_same(
+def test_data_parallel_engines_have_the_same_identity(
     checkpoint: Path, settings: Callable[..., Any], tmp_path: Path
 ) -> None:
     config = settings(checkpoint)
@@ -196,7 +192,7 @@ def test_data_parallel_engines_are_the_same(
     assert find(config, tmp_path) == alone
 
 
-def test_another_seed_of_the_hashes_is_another_folder(
+def test_another_seed_of_the_hashes_changes_the_identity(
     checkpoint: Path, settings: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = settings(checkpoint)
@@ -205,7 +201,7 @@ def test_another_seed_of_the_hashes_is_another_folder(
     assert find(config, tmp_path).fingerprint != first.fingerprint
 
 
-def test_other_weights_are_another_folder_whatever_their_names_and_sizes(
+def test_other_weights_of_the_same_names_and_sizes_change_the_identity(
     checkpoint: Path, settings: Callable[..., Any], tmp_path: Path
 ) -> None:
     other = checkpoints.make("qwen3", tmp_path / "other", seed=1)
@@ -214,7 +210,7 @@ def test_other_weights_are_another_folder_whatever_their_names_and_sizes(
     assert replace(first, weights="") == replace(second, weights="")
 
 
-def test_the_weights_of_a_draft_model_count(
+def test_the_weights_of_a_draft_model_change_the_identity(
     checkpoint: Path, settings: Callable[..., Any], tmp_path: Path
 ) -> None:
     other = checkpoints.make("qwen3", tmp_path / "other", seed=1)
@@ -231,7 +227,7 @@ def test_the_weights_of_a_draft_model_count(
     assert found[1].weights == f"{alone.weights}, {find(settings(other), tmp_path).weights}"
 
 
-def test_a_snapshot_of_the_hub_is_its_commit(
+def test_a_snapshot_of_the_hub_is_identified_by_its_commit(
     checkpoint: Path, settings: Callable[..., Any], tmp_path: Path
 ) -> None:
     place = tmp_path / "hub" / "models--org--name"
@@ -242,7 +238,7 @@ def test_a_snapshot_of_the_hub_is_its_commit(
         (place / "snapshots" / COMMIT / path.name).symlink_to(f"../../blobs/{path.name}")
     config = settings(place / "snapshots" / COMMIT)
     assert find(config, tmp_path).weights == f"commit {COMMIT}"
-    config.model_config.model = "org/name"  # vLLM keeps this name if it can reach the hub
+    config.model_config.model = "org/name"  # vLLM sets this name if it can reach the hub
     config.model_config.revision = COMMIT
     config.load_config.download_dir = str(tmp_path / "hub")
     assert find(config, tmp_path).weights == f"commit {COMMIT}"
@@ -252,7 +248,7 @@ def test_a_snapshot_of_the_hub_is_its_commit(
         find(config, tmp_path)
 
 
-def test_weights_that_changed_since_the_process_began_are_unknown_unless_named(
+def test_weights_that_changed_since_the_process_started_are_refused_unless_named(
     checkpoint: Path, settings: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed = shutil.copytree(checkpoint, tmp_path / "changed")
@@ -264,7 +260,7 @@ def test_weights_that_changed_since_the_process_began_are_unknown_unless_named(
     assert find(config, tmp_path, "v7").weights == "named v7"
 
 
-def test_a_process_has_begun_before_now_and_after_the_machine() -> None:
+def test_a_process_started_before_now_and_after_the_machine() -> None:
     from kvoffload.disk.weights import process_began_ns
 
     began = process_began_ns()
@@ -297,7 +293,7 @@ def problems(checkpoint: Path, changes: dict[str, Any], *, named: bool = False) 
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_no_restart_could_find_is_refused_with_the_remedy(
+def test_settings_whose_keys_a_restart_could_not_find_are_refused_with_the_remedy(
     checkpoint: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
@@ -325,7 +321,7 @@ def test_a_seed_that_is_set_is_the_same_in_every_process(
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     assert problems(checkpoint, {"prefix_caching_hash_algo": "xxhash"}) == []
     monkeypatch.delenv("PYTHONHASHSEED")
-    # Before 0.29, vLLM does not have this function.
+    # before 0.29, vLLM does not have this function
     monkeypatch.delattr("vllm.v1.core.kv_cache_utils.get_none_hash_seed")
     (problem,) = problems(checkpoint, {})
     assert "PYTHONHASHSEED" in problem

@@ -1,7 +1,8 @@
-"""Checks for all forms of tensors that a block's regions contain every byte of this block and no byte of another block.
+"""For each form of tensors, checks that a block's regions contain every byte of this block and none of
+another block.
 
-Each test makes a cache as vLLM does, fills every block with its number through the model's views, and reads
-the blocks through the regions.
+Each test creates a cache as vLLM does, fills every block with its number through the model's views, and
+reads the blocks through the regions.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def older(size: int, shared_by: list[str], offset: int = 0, block_stride: int = 
 
 
 def fill(view: torch.Tensor, block_dim: int = 0) -> torch.Tensor:
-    """Fill each block with its number. A block may have several entries along `block_dim`."""
+    """Fill each block with its number. With finer entries, several entries along `block_dim` belong to one
+    block.
+    """
     ratio = view.shape[block_dim] // BLOCKS
     for index in range(view.shape[block_dim]):
         view.select(block_dim, index).fill_(index // ratio + 1)
@@ -66,7 +69,7 @@ def bytes_view(
 
 @pytest.mark.parametrize("padding_before", [0, 4096])
 @pytest.mark.parametrize("ratio", [1, 2])
-def test_layers_outermost_are_a_region_each(padding_before: int, ratio: int) -> None:
+def test_if_layers_are_outermost_each_layer_is_a_region(padding_before: int, ratio: int) -> None:
     size = 3 * BLOCKS * 64
     raw = torch.zeros(padding_before + size + 32, dtype=torch.int8)[padding_before:]
     small = 64 // ratio
@@ -79,7 +82,7 @@ def test_layers_outermost_are_a_region_each(padding_before: int, ratio: int) -> 
     check_pages(layout, size)
 
 
-def test_heads_outside_the_blocks_are_a_region_each() -> None:
+def test_if_heads_are_outside_the_blocks_each_head_is_a_region() -> None:
     heads, page_bytes = 4, 16
     layer = heads * BLOCKS * page_bytes
     raw = torch.zeros(2 * layer, dtype=torch.int8)
@@ -90,7 +93,7 @@ def test_heads_outside_the_blocks_are_a_region_each() -> None:
     check_pages(layout, 2 * layer)
 
 
-def test_blocks_outermost_are_one_region() -> None:
+def test_if_blocks_are_outermost_there_is_one_region() -> None:
     raw = torch.zeros(BLOCKS * 96, dtype=torch.int8)
     caches = {f"l{n}": bytes_view(raw, (BLOCKS, 32), (96, 1), n * 32) for n in range(3)}
     layout = layout_of_caches(caches, config(placed(BLOCKS * 96, ["l0", "l1", "l2"], 32, 96)))
@@ -98,9 +101,9 @@ def test_blocks_outermost_are_one_region() -> None:
     check_pages(layout, BLOCKS * 96)
 
 
-def test_differing_pages_of_one_block_are_one_region() -> None:
-    # Each block has 32 bytes of "a", 48 bytes of "b" and 16 bytes of padding. A second group uses the same
-    # bytes.
+def test_a_blocks_pages_of_different_sizes_are_one_region() -> None:
+    # Each block has 32 bytes of "a", 48 bytes of "b" and 16 bytes of padding. Layer "c" of a second group
+    # uses the same bytes.
     raw = torch.zeros(BLOCKS * 96, dtype=torch.int8)
     caches = {
         "a": bytes_view(raw, (BLOCKS, 32), (96, 1), 0),
@@ -114,7 +117,7 @@ def test_differing_pages_of_one_block_are_one_region() -> None:
     check_pages(layout, size)
 
 
-def test_groups_that_overlay_each_other_count_once() -> None:
+def test_groups_that_share_memory_count_once() -> None:
     size = 2 * BLOCKS * 64
     raw = torch.zeros(size, dtype=torch.int8)
     caches = {
@@ -134,7 +137,7 @@ def test_a_view_of_a_wider_type_begins_where_its_layer_does() -> None:
     assert [region.address - raw.data_ptr() for region in layout.regions] == [0, BLOCKS * 64]
 
 
-def test_a_layer_that_another_shares_its_cache_with_is_not_asked() -> None:
+def test_a_layer_that_shares_another_layers_cache_is_ignored() -> None:
     raw = torch.zeros(BLOCKS * 64, dtype=torch.int8)
     view = bytes_view(raw, (BLOCKS, 64), (64, 1), 0)
     layout = layout_of_caches(
@@ -150,13 +153,15 @@ def test_a_layer_that_another_shares_its_cache_with_is_not_asked() -> None:
 @pytest.mark.parametrize(
     ("shape", "block_dim", "regions"),
     [
-        ((2, BLOCKS, 4, 2, 8), 1, 2),  # keys and values in separate tensors
-        ((BLOCKS, 2, 4, 2, 8), 0, 1),  # keys and values together
+        ((2, BLOCKS, 4, 2, 8), 1, 2),  # keys and values are in separate tensors
+        ((BLOCKS, 2, 4, 2, 8), 0, 1),  # a block has its keys and values together
         ((BLOCKS, 4, 64), 0, 1),  # latent attention
-        ((BLOCKS, 2, 4, 8), 0, 1),  # the CPU's layout: heads before the block's tokens
+        ((BLOCKS, 2, 4, 8), 0, 1),  # the layout on CPUs: a block's heads come before its tokens
     ],
 )
-def test_a_tensor_each(shape: tuple[int, ...], block_dim: int, regions: int, ratio: int) -> None:
+def test_each_layer_with_its_own_tensor_has_its_own_regions(
+    shape: tuple[int, ...], block_dim: int, regions: int, ratio: int
+) -> None:
     shape = tuple(size * ratio if d == block_dim else size for d, size in enumerate(shape))
     views = {f"l{n}": fill(torch.zeros(shape, dtype=torch.int8), block_dim) for n in range(3)}
     size = views["l0"].numel()
@@ -165,9 +170,9 @@ def test_a_tensor_each(shape: tuple[int, ...], block_dim: int, regions: int, rat
     check_pages(layout, 3 * size)
 
 
-def test_dimensions_in_another_order_in_memory() -> None:
-    # In memory, heads come before tokens, and each block has its keys and values together. The view reverses
-    # both orders.
+def test_dimensions_may_have_another_order_in_memory() -> None:
+    # The view has keys and values outside of the blocks, and tokens before heads. In memory both orders are
+    # reversed.
     stored = torch.zeros(BLOCKS, 2, 2, 4, 8, dtype=torch.float32)
     view = stored.permute(1, 0, 3, 2, 4)
     layout = layout_of_caches({"l": view}, config(older(stored.numel() * 4, ["l"])))
@@ -175,7 +180,7 @@ def test_dimensions_in_another_order_in_memory() -> None:
     assert (region.address, region.page_bytes) == (stored.data_ptr(), 2 * 2 * 4 * 8 * 4)
 
 
-def test_pages_padded_at_their_end() -> None:
+def test_pages_may_be_padded_at_the_end() -> None:
     raw = torch.zeros(BLOCKS * 64, dtype=torch.int8)
     view = bytes_view(raw, (BLOCKS, 48), (64, 1), 0)
     layout = layout_of_caches({"l": view}, config(older(raw.numel(), ["l"])))
@@ -223,7 +228,7 @@ def test_regions_that_overlap_in_part_are_refused() -> None:
         layout_of_caches(caches, config(*tensors))
 
 
-def test_groups_with_pages_of_their_own_size_over_the_same_bytes_are_refused() -> None:
+def test_groups_with_pages_of_different_sizes_in_the_same_bytes_are_refused() -> None:
     raw = torch.zeros(BLOCKS * 64, dtype=torch.int8)
     caches = {"a": bytes_view(raw, (BLOCKS, 64), (64, 1), 0), "b": bytes_view(raw, (BLOCKS, 32), (32, 1), 0)}
     tensors = placed(raw.numel(), ["a"], BLOCKS * 64, 64), placed(raw.numel(), ["b"], BLOCKS * 32, 32)
@@ -231,7 +236,7 @@ def test_groups_with_pages_of_their_own_size_over_the_same_bytes_are_refused() -
         layout_of_caches(caches, config(*tensors))
 
 
-def test_a_layer_that_is_no_multiple_of_its_blocks_is_refused() -> None:
+def test_a_layer_whose_size_is_not_a_multiple_of_its_blocks_is_refused() -> None:
     raw = torch.zeros(BLOCKS * 64 + 10, dtype=torch.int8)
     caches = {"a": bytes_view(raw, (BLOCKS, 64), (64, 1), 0)}
     with pytest.raises(EngineContractError, match="no multiple"):
@@ -250,6 +255,6 @@ def test_a_view_that_counts_something_else_is_refused() -> None:
         layout_of_caches({"l": torch.zeros(5, 5, 5)}, config(older(500, ["l"])))
 
 
-def test_no_tensor_at_all() -> None:
+def test_a_cache_without_tensors_is_refused() -> None:
     with pytest.raises(EngineContractError, match="lends no KV tensor"):
         layout_of_caches({}, config())

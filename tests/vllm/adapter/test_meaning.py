@@ -1,4 +1,6 @@
-"""The description of a block's bytes on a vLLM worker. Workers with different descriptions do not share blocks."""
+"""Tests the description of a block's bytes on a vLLM worker. Workers with different descriptions must not
+share blocks.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ PAGE = HEADS * TOKENS * CONTENT
 
 
 def view(blocks: int = BLOCKS, *, tokens_first: bool = False) -> torch.Tensor:
-    """Return a layer's cache [blocks, heads, tokens, content]. In memory, heads or tokens are outermost."""
+    """Return a layer's cache of shape [blocks, heads, tokens, content]. In memory, tokens may come before
+    heads.
+    """
     if tokens_first:
         return torch.zeros(blocks, TOKENS, HEADS, CONTENT, dtype=torch.int8).transpose(1, 2)
     return torch.zeros(blocks, HEADS, TOKENS, CONTENT, dtype=torch.int8)
@@ -45,7 +49,7 @@ def layer(backend: str) -> Any:
 def layout(
     cache: torch.Tensor | None = None, backend: str = "FLASH_ATTN", blocks: int = BLOCKS
 ) -> DeviceLayout:
-    """Return the layout of a worker with one layer, as the connector passes it to the worker."""
+    """Return the layout of a worker with one layer, as the connector would register it."""
     caches = {"l0": view(blocks) if cache is None else cache}
     made = config(placed(blocks * PAGE, ["l0"], blocks * PAGE, PAGE), blocks=blocks)
     meaning = meaning_of_caches(caches, made, {"l0": layer(backend)})
@@ -89,7 +93,7 @@ class Worker:
 
 
 def slot_file(folder: Path, layout: DeviceLayout) -> bytes:
-    """Return the id of the slot file that a worker finds or makes."""
+    """Start a worker on this folder; return the id of the slot file that the worker opens or creates."""
     worker = Worker(layout, disk=DiskPlace(folder, lambda: IDENTITY))
     file = worker.report().disk_file
     worker.close()
@@ -98,7 +102,7 @@ def slot_file(folder: Path, layout: DeviceLayout) -> bytes:
 
 
 @pytest.mark.parametrize(("make", "finds"), CASES, ids=NAMES)
-def test_r18_a_worker_finds_on_disk_what_means_the_same_alone(
+def test_r18_a_worker_uses_blocks_on_disk_only_if_their_description_is_the_same(
     tmp_path: Path, make: Callable[[], DeviceLayout], *, finds: bool
 ) -> None:
     first = slot_file(tmp_path, layout())
@@ -111,7 +115,7 @@ def test_r18_a_worker_finds_on_disk_what_means_the_same_alone(
 
 
 @pytest.mark.parametrize(("make", "finds"), CASES, ids=NAMES)
-def test_r18_a_worker_takes_from_a_store_what_means_the_same_alone(
+def test_r18_a_worker_uses_blocks_in_a_store_only_if_their_description_is_the_same(
     make: Callable[[], DeviceLayout], monkeypatch: pytest.MonkeyPatch, *, finds: bool
 ) -> None:
     store = FakeStore()
@@ -133,7 +137,9 @@ def older_meaning(cache: Any, blocks: int = BLOCKS) -> str:
 
 
 def test_keys_and_values_outside_or_inside_a_block_differ_before_0_29() -> None:
-    """Before 0.29 each of these layouts belonged to one backend. The number of blocks must not matter."""
+    """Before 0.29 each backend had one of these layouts. The number of blocks must not change the
+    description.
+    """
 
     def outside(blocks: int) -> torch.Tensor:
         return torch.zeros(2, blocks, TOKENS, HEADS, CONTENT)
@@ -146,6 +152,6 @@ def test_keys_and_values_outside_or_inside_a_block_differ_before_0_29() -> None:
     assert older_meaning(inside(7)) != older_meaning(outside(7))
 
 
-def test_a_dimension_of_one_element_has_no_place() -> None:
+def test_the_place_of_a_dimension_of_one_element_does_not_matter() -> None:
     one = torch.zeros(BLOCKS, 1, TOKENS, CONTENT)
     assert older_meaning(one) == older_meaning(one.as_strided(one.shape, (TOKENS * CONTENT, 1, CONTENT, 1)))

@@ -1,4 +1,6 @@
-"""Sizes of KV blocks from a model's configuration: the arithmetic, refused values, and a stock vLLM's sizes."""
+"""The sizes of KV blocks, computed from a model's configuration: the arithmetic, refusals, and a stock vLLM's
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ LLAMA_8B: dict[str, Any] = {
     "torch_dtype": "float16",
     "vocab_size": 512,
 }
-# Heads and head dimension are missing, so the defaults of the model class apply.
+# Without head dimension and KV heads, the defaults of the model's class apply.
 QWEN3_SILENT = {k: v for k, v in QWEN3_8B.items() if k not in ("head_dim", "num_key_value_heads")}
 DEEPSEEK_V2_LITE: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"],
@@ -85,7 +87,7 @@ def sizes(config: dict[str, Any], options: Options) -> ModelSizes:
     return kv_sizes(model_of(config), options)
 
 
-def test_only_model_types_that_are_compared_below_are_computed() -> None:
+def test_only_model_types_that_are_compared_with_a_stock_vllm_are_computed() -> None:
     assert {config["model_type"] for config in MODELS.values()} == set(MODEL_TYPES)
 
 
@@ -104,7 +106,7 @@ def test_only_model_types_that_are_compared_below_are_computed() -> None:
         ({**QWEN3_8B, "torch_dtype": "float32"}, Options(), 2 * 16 * 8 * 128 * 2, 36),
     ],
 )
-def test_the_arithmetic(config: dict[str, Any], options: Options, page: int, pages: int) -> None:
+def test_the_sizes_of_known_models(config: dict[str, Any], options: Options, page: int, pages: int) -> None:
     found = sizes(config, options)
     assert (found.page_bytes, found.pages, found.block_bytes) == (page, pages, page * pages)
 
@@ -140,7 +142,7 @@ QUANTIZED = {"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo":
         {"use_sliding_window": True},
     ],
 )
-def test_what_is_not_compared_with_a_stock_vllm_is_not_computed(change: dict[str, Any]) -> None:
+def test_sizes_not_compared_with_a_stock_vllm_are_not_computed(change: dict[str, Any]) -> None:
     with pytest.raises(SizesNotKnown):
         sizes({**QWEN3_8B, **change}, Options())
 
@@ -152,7 +154,9 @@ def test_what_is_not_compared_with_a_stock_vllm_is_not_computed(change: dict[str
         ({"torch_dtype": "float8_e4m3fn"}, "the dtype 'float8_e4m3fn' is not known"),
     ],
 )
-def test_what_does_not_follow_from_the_configuration_is_refused(change: dict[str, Any], said: str) -> None:
+def test_sizes_that_do_not_follow_from_the_configuration_are_refused(
+    change: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         sizes({**QWEN3_8B, **change}, Options())
 
@@ -162,15 +166,15 @@ def test_what_does_not_follow_from_the_configuration_is_refused(change: dict[str
     [
         (QWEN3_8B, Options(kv_cache_dtype="nvfp4")),
         (QWEN3_8B, Options(pipeline_parallel_size=5)),
-        (DEEPSEEK_V2_LITE, Options()),  # The GPU backend chooses this model's block size.
+        (DEEPSEEK_V2_LITE, Options()),  # the GPU backend chooses this model's block size
     ],
 )
-def test_options_from_which_no_size_follows(config: dict[str, Any], options: Options) -> None:
+def test_options_that_leave_the_sizes_unknown_are_refused(config: dict[str, Any], options: Options) -> None:
     with pytest.raises(SizesNotKnown):
         sizes(config, options)
 
 
-def test_stages_that_were_divided_by_hand_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_with_manually_divided_stages_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "20,16")
     with pytest.raises(SizesNotKnown):
         sizes(QWEN3_8B, Options(pipeline_parallel_size=2))
@@ -196,7 +200,7 @@ def test_the_doctor_uses_the_models_sizes(tmp_path: Path, capsys: pytest.Capture
     assert "pages of 64.0 KiB" in found["copy speed"]["finding"]
 
 
-def test_a_quantization_in_a_file_of_its_own_is_read(tmp_path: Path) -> None:
+def test_a_quantization_in_a_separate_file_is_read(tmp_path: Path) -> None:
     config = read_config(str(save(tmp_path, QWEN3_8B)))
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(QUANTIZED))
     with pytest.raises(SizesNotKnown, match="give --kv-cache-dtype"):
@@ -212,7 +216,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a cache with two revisions of one model. As in a real cache, a snapshot's files are links."""
+    """Return a cache that has two revisions of one model. As in a real cache, files of a snapshot are links."""
     repository = tmp_path / "hub" / "models--Qwen--Qwen3-8B"
     for commit, layers in ((COMMIT, 36), ("f" * 40, 9)):
         snapshot = repository / "snapshots" / commit
@@ -230,7 +234,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("revision", "layers"), [("main", 36), ("small", 9), (COMMIT, 36), ("f" * 40, 9)])
-def test_an_id_is_found_in_the_cache(hub: Path, revision: str, layers: int) -> None:
+def test_a_models_id_is_found_in_the_hugging_face_cache(hub: Path, revision: str, layers: int) -> None:
     assert read_config("Qwen/Qwen3-8B", revision).num_hidden_layers == layers
 
 
@@ -238,7 +242,7 @@ def test_an_id_is_found_in_the_cache(hub: Path, revision: str, layers: int) -> N
     ("name", "value"),
     [("HF_HUB_CACHE", "hub"), ("HF_HOME", "."), ("XDG_CACHE_HOME", ".."), ("HOME", "../..")],
 )
-def test_the_cache_is_where_hugging_face_has_it(
+def test_the_cache_is_found_where_environment_variables_say(
     name: str, value: str, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = tmp_path / "home" / ".cache" / "huggingface"
@@ -253,7 +257,9 @@ def test_the_cache_is_where_hugging_face_has_it(
     ("model", "revision"),
     [("Qwen/Qwen3-9B", "main"), ("Qwen/Qwen3-8B", "other"), ("Qwen3-8B", "main"), ("Qwen/Qwen3-8B", "")],
 )
-def test_an_id_that_is_not_in_the_cache_is_not_known(hub: Path, model: str, revision: str) -> None:
+def test_the_sizes_of_a_model_that_is_not_in_the_cache_are_unknown(
+    hub: Path, model: str, revision: str
+) -> None:
     with pytest.raises(SizesNotKnown, match=f"is neither a folder nor, with revision {revision}, in {hub}"):
         read_config(model, revision)
 
@@ -261,7 +267,7 @@ def test_an_id_that_is_not_in_the_cache_is_not_known(hub: Path, model: str, revi
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("revision", ["main", "small", COMMIT, "other"])
-def test_hugging_face_finds_the_same(hub: Path, revision: str) -> None:
+def test_hugging_face_finds_the_same_file(hub: Path, revision: str) -> None:
     from huggingface_hub import try_to_load_from_cache
 
     try:
@@ -350,14 +356,18 @@ SPECIAL: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read any file")
-def test_a_model_of_another_user_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_file_of_another_user_is_a_one_line_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (save(tmp_path, QWEN3_8B) / "config.json").chmod(0)
     assert main(["doctor", "--model", str(tmp_path)]) == 2
     assert "config.json cannot be read: Permission denied" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", [*FIELDS, *CONTENTS, *SPECIAL])
-def test_a_hostile_model_is_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hostile_model_file_is_a_one_line_error(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     if name in FIELDS:
@@ -378,7 +388,7 @@ def test_a_hostile_model_is_one_line(name: str, tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     "config", [{**QWEN3_8B, "model_type": "\x1b[2J"}, {"text_config": "x"}, {"text_config": [1]}]
 )
-def test_a_model_whose_sizes_are_not_computed_is_not_known(
+def test_a_model_of_an_unsupported_type_has_unknown_sizes(
     config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["doctor", "--config", "host_bytes=1MiB", "--model", str(save(tmp_path, config))]
@@ -402,13 +412,12 @@ def test_a_model_whose_sizes_are_not_computed_is_not_known(
         ("qwen3", "auto", "float32"),
     ],
 )
-def test_the_sizes_are_those_of_a_stock_vllm(
+def test_the_sizes_equal_those_of_a_stock_vllm(
     model: str, cache_dtype: str, dtype: str, tmp_path: Path
 ) -> None:
-    """vLLM makes the layers without weights, and reports the sizes of its pages and blocks."""
     from tests.vllm.adapter.stock_sizes import stock_sizes
 
-    tokens = 16 if model == "deepseek" else 32  # vLLM's CPU backends accept these block sizes.
+    tokens = 16 if model == "deepseek" else 32  # vLLM's CPU backends accept these block sizes
     found = sizes(MODELS[model], Options(block_size=tokens, kv_cache_dtype=cache_dtype, dtype=dtype))
     stock = stock_sizes(save(tmp_path, MODELS[model]), tokens, cache_dtype, dtype)
     assert (found.page_bytes, found.block_bytes) == stock
@@ -418,7 +427,7 @@ def test_the_sizes_are_those_of_a_stock_vllm(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model", MODELS)
-def test_ranks_share_heads_as_those_of_a_stock_vllm(model: str, tmp_path: Path) -> None:
+def test_heads_are_divided_between_ranks_as_in_a_stock_vllm(model: str, tmp_path: Path) -> None:
     from tests.vllm.adapter.stock_sizes import stock_kv_heads
 
     folder = save(tmp_path, MODELS[model])
@@ -432,7 +441,7 @@ def test_ranks_share_heads_as_those_of_a_stock_vllm(model: str, tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 12])
-def test_stages_share_layers_as_those_of_a_stock_vllm(stages: int) -> None:
+def test_layers_are_divided_between_stages_as_in_a_stock_vllm(stages: int) -> None:
     from vllm.distributed.utils import get_pp_indices
 
     layers = sizes(QWEN3_8B, Options(pipeline_parallel_size=stages)).pages

@@ -1,5 +1,3 @@
-"""Compares our leases with vLLM's reference counts."""
-
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -19,7 +17,7 @@ def test_a_block_with_fewer_references_than_leases_is_reported() -> None:
     device = VllmDevice()
     assert isinstance(device, AuditsLeases)
     leases = {DeviceBlockId(1): 1, DeviceBlockId(2): 2}
-    assert device.lease_problems({}) == []  # vLLM has not passed its pool yet.
+    assert device.lease_problems({}) == []  # vLLM has not passed its pool yet
     pool: Any = SimpleNamespace(blocks=[SimpleNamespace(ref_cnt=count) for count in (1, 3, 1)])
     device.bind(pool)
     assert device.lease_problems(leases) == ["block 2 is leased 2 times, vLLM counts 1 references"]
@@ -28,14 +26,16 @@ def test_a_block_with_fewer_references_than_leases_is_reported() -> None:
 
 
 def test_a_hash_of_a_part_of_a_block_is_not_a_key() -> None:
-    """With hashes finer than a block, vLLM hashes a prompt's end within a block. Our lookups use no such hash."""
+    """With hashes finer than a block, vLLM also hashes a part of a prompt's last block. Our lookups do not
+    use this hash.
+    """
     keys = [BlockKey(b"hash" + number.to_bytes(4, "big")) for number in (0, 1)]
     blocks = [
         SimpleNamespace(block_hash=key, block_hash_num_tokens=tokens)
         for key, tokens in ((keys[0], 64), (keys[0], 48), (keys[1], 48), (None, None))
     ]
     pool: Any = SimpleNamespace(blocks=blocks)
-    device = VllmDevice({0: 32})  # Each block of group 1 has only one hash.
+    device = VllmDevice({0: 32})  # group 0 has two hashes per block, and group 1 has one
     device.bind(pool)
     assert device.keys_of([DeviceBlockId(block) for block in range(4)]) == [keys[0], None, keys[1], None]
 
@@ -43,7 +43,7 @@ def test_a_hash_of_a_part_of_a_block_is_not_a_key() -> None:
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")
 def test_lazy_stores_only_whole_blocks() -> None:
-    """Of a prompt of 88 tokens, vLLM hashes two blocks of 32 tokens and the first half of the third block."""
+    """The prompt has two whole blocks of 32 tokens, and 24 more tokens. vLLM also has a hash of 16 of them."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -60,7 +60,7 @@ def test_lazy_stores_only_whole_blocks() -> None:
         blocks = pool.get_new_blocks(3)
         pool.cache_full_blocks(request, blocks, 0, 2, 32, 0)
         assert pool.cache_partial_block(request, blocks[2], 80, 0, 32) is not None
-        pool.get_new_blocks(BLOCKS - 3)  # vLLM evicts the blocks of this prompt next.
+        pool.get_new_blocks(BLOCKS - 3)  # the prompt's blocks are then the next to be evicted
         pool.free_blocks(blocks)
         (job,) = side.step(facts.StepScheduled(0)).stores
         assert set(job.targets) == {block.block_id for block in blocks[:2]}

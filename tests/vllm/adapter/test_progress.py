@@ -1,4 +1,4 @@
-"""When the adapter reports requests' progress to the core. The steps have the form of vLLM's steps."""
+"""Tests when the adapter reports requests' progress to the core, with steps in the form of vLLM's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Engine:
         self.reports = ProgressReports(shape, (0,), KeyMaker([1], [0]), device, self.requests, every, None)
 
     def add(self, name: str, prompt: int) -> Tracked:
-        """Add a request with blocks for its prompt, which the next step computes."""
+        """Add a request, with device blocks for its whole prompt."""
         request: Any = SimpleNamespace(
             request_id=name, block_hashes=[], num_computed_tokens=0, num_output_placeholders=0
         )
@@ -38,7 +38,12 @@ class Engine:
         return tracked
 
     def step(self, tokens: Mapping[str, int]) -> tuple[dict[Any, Any], list[Any]]:
-        """Run a step; return the confirmed tokens and new blocks that it reports by request, and reallocated blocks."""
+        """Run a step.
+
+        Returns:
+            The confirmed tokens and the new blocks that the step reports for each request, and the
+            reallocated blocks.
+        """
         self.steps += 1
         new_blocks: list[Any] = []
         for name, count in tokens.items():
@@ -67,24 +72,24 @@ class Engine:
         return found, reallocated
 
 
-def test_what_decoding_requests_gain_is_reported_together() -> None:
+def test_progress_of_decoding_requests_is_reported_together() -> None:
     engine = Engine()
     engine.add("a", 14)
     engine.add("b", 15)
     engine.step({"a": 14, "b": 15})
-    # The prompts of both requests are reported at once.
+    # the step after the prompts reports both requests at once
     assert engine.step({"a": 1, "b": 1}) == ({"a": (14, []), "b": (15, [])}, [])
     assert engine.step({"a": 1, "b": 1}) == ({}, [5])
-    # The adapter reports progress in every fourth step.
+    # the adapter reports decoding requests in every fourth step
     assert engine.step({"a": 1, "b": 1}) == ({"a": (16, [6]), "b": (17, [5])}, [])
     for _ in range(3):
         assert engine.step({"a": 1, "b": 1}) == ({}, [])
-    assert engine.step({"a": 1, "b": 1}) == ({}, [])  # No request has completed a block.
+    assert engine.step({"a": 1, "b": 1}) == ({}, [])  # no request has completed a block
     found = [engine.step({"a": 1, "b": 1}) for _ in range(4)]
     assert found == [({}, []), ({}, []), ({}, [7]), ({"b": (25, [7]), "a": (24, [8])}, [])]
 
 
-def test_what_is_gained_is_reported_at_once_while_the_device_is_nearly_full() -> None:
+def test_progress_is_reported_at_once_while_the_device_is_nearly_full() -> None:
     engine = Engine(free=9 * 2 - 1)
     engine.add("a", 15)
     engine.step({"a": 15})
@@ -92,7 +97,7 @@ def test_what_is_gained_is_reported_at_once_while_the_device_is_nearly_full() ->
     assert engine.step({"a": 1}) == ({"a": (16, [3])}, [])
 
 
-def test_every_step_reports_where_nothing_may_be_late() -> None:
+def test_with_an_interval_of_one_every_step_reports_progress() -> None:
     engine = Engine(every=1)
     engine.add("a", 15)
     engine.step({"a": 15})
@@ -100,10 +105,10 @@ def test_every_step_reports_where_nothing_may_be_late() -> None:
     assert engine.step({"a": 1}) == ({"a": (16, [3])}, [])
 
 
-def test_chunks_of_a_prompt_are_reported_in_the_step_behind_them() -> None:
+def test_each_chunk_of_a_prompt_is_reported_in_the_next_step() -> None:
     engine = Engine()
     engine.add("a", 64)
-    engine.tables["a"], engine.last = 4, 4  # The first chunk has these blocks.
+    engine.tables["a"], engine.last = 4, 4  # the first chunk has these blocks
     assert engine.step({"a": 32}) == ({}, [])
     found, reallocated = engine.step({"a": 32})
     assert (found, sorted(reallocated)) == ({"a": (32, [5, 6, 7, 8])}, [5, 6, 7, 8])
@@ -111,8 +116,8 @@ def test_chunks_of_a_prompt_are_reported_in_the_step_behind_them() -> None:
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 5, 7])
-def test_nothing_is_late_by_a_block(tokens: int) -> None:
-    """With a draft's tokens or small chunks, a window must not pass a block before that block is reported."""
+def test_no_report_is_late_by_more_than_a_block(tokens: int) -> None:
+    """With several tokens per step, a window must not move past a block before that block is reported."""
     engine = Engine(every=16)
     engine.add("a", 8)
     engine.step({"a": 8})
@@ -128,7 +133,7 @@ def test_nothing_is_late_by_a_block(tokens: int) -> None:
     assert reported
 
 
-def test_blocks_that_were_not_reported_are_handed_over_at_the_end() -> None:
+def test_unreported_blocks_are_returned_when_a_request_ends() -> None:
     engine = Engine()
     engine.add("a", 15)
     for tokens in (15, 1, 1):
@@ -140,7 +145,9 @@ def test_blocks_that_were_not_reported_are_handed_over_at_the_end() -> None:
 
 
 def test_a_preemption_reported_after_the_next_allocation_keeps_the_new_table() -> None:
-    """vLLM's reset preempts outside a step, and the step that reports the preemption may allocate again."""
+    """vLLM's reset preempts a request outside a step. The next step reports the preemption, and may allocate
+    again.
+    """
     engine = Engine()
     engine.add("a", 15)
     for tokens in (15, 1, 1):
@@ -149,7 +156,7 @@ def test_a_preemption_reported_after_the_next_allocation_keeps_the_new_table() -
     engine.add("a", 15)
     engine.reports.forget("a")
     engine.step({"a": 15})
-    assert engine.step({"a": 1}) == ({"a": (15, [])}, [])  # Nothing of the earlier table is reported.
+    assert engine.step({"a": 1}) == ({"a": (15, [])}, [])  # no block of the earlier table is reported
 
 
 def test_a_request_that_was_preempted_is_not_reported() -> None:
@@ -162,12 +169,12 @@ def test_a_request_that_was_preempted_is_not_reported() -> None:
 
 
 def test_a_request_that_is_not_scheduled_is_reported_later() -> None:
-    """vLLM may have preempted the request, and reports this only when it allocates again."""
+    """A request that is missing from a step may be preempted. vLLM reports this only when it allocates again."""
     engine = Engine()
     engine.add("a", 15)
     for tokens in (15, 1, 1):
         engine.step({"a": tokens})
-    assert engine.step({}) == ({}, [])  # Every fourth step reports.
+    assert engine.step({}) == ({}, [])  # the fourth step, in which the adapter reports
     engine.free = 0
     assert engine.step({}) == ({}, [])
     engine.free = 1000

@@ -1,4 +1,4 @@
-"""Stats and events with the installed vLLM's base classes, wire format and registry."""
+"""Tests stats and events with the base classes, the wire format and the registry of the installed vLLM."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def through_the_wire(data: Any) -> Any:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(data))
 
 
-def test_stats_reach_a_front_ends_metrics() -> None:
+def test_stats_are_added_to_the_metrics_of_the_front_end() -> None:
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
     from kvoffload.telemetry.payload import Changes
@@ -43,7 +43,7 @@ def test_stats_reach_a_front_ends_metrics() -> None:
     assert changed is not None
     stats = KVOffloadStats(changed)
     assert not stats.is_empty()
-    assert bool(stats)  # vLLM's aggregation uses `stats or None`.
+    assert bool(stats)  # vLLM's aggregation evaluates `stats or None`
     assert changes.take() is None
     reported = getattr(stats, "to_dict", lambda: stats.data)()
     arrived = KVOffloadStats(data=through_the_wire(reported))
@@ -81,7 +81,9 @@ def test_stats_add_up_as_vllm_adds_them() -> None:
 
 
 def published(**fields: Any) -> tuple[list[Any], Any]:
-    """Return the events for a request's stored blocks of two groups and one removed block, and the request."""
+    """Return the events for three stored blocks of a request and for one removed block, and return the
+    request.
+    """
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -106,7 +108,7 @@ def published(**fields: Any) -> tuple[list[Any], Any]:
     return list(made), request
 
 
-def test_events_are_vllms_own() -> None:
+def test_events_have_vllms_own_types_and_values() -> None:
     from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
@@ -127,8 +129,10 @@ def test_events_are_vllms_own() -> None:
     assert msgspec.msgpack.decode(batch, type=KVEventBatch).events == reported
 
 
-def test_events_say_what_vllms_own_say() -> None:
-    """Compare with the block pool's own events about the same blocks. Only the location may differ."""
+def test_events_equal_those_of_vllms_block_pool() -> None:
+    """Compare our events with those that vLLM's block pool makes for the same blocks. Only the location may
+    differ.
+    """
     from vllm.lora.request import LoRARequest
     from vllm.v1.core.block_pool import BlockPool
 

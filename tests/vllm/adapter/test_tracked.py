@@ -1,5 +1,3 @@
-"""The fields that the adapter reads from vLLM's request."""
-
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -15,7 +13,7 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 @pytest.mark.parametrize(
     ("fields", "parent"),
     [
-        ({}, None),  # This vLLM has no traces.
+        ({}, None),  # this vLLM has no traces
         ({"trace_headers": None}, None),
         ({"trace_headers": {"tracestate": "a=b"}}, None),
         ({"trace_headers": {"traceparent": PARENT, "tracestate": "a=b"}}, PARENT),
@@ -51,8 +49,9 @@ def test_hashes_that_were_rewritten_are_noticed(hashes: list[bytes], is_rewritte
 
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")
-def test_it_is_where_vllm_keeps_it() -> None:
-    from tests.vllm.stock import engines  # This sets environment variables that vLLM reads at its import.
+def test_the_callers_trace_is_where_vllm_keeps_it() -> None:
+    # Importing this module sets the environment variables that vLLM reads when it is imported.
+    from tests.vllm.stock import engines
 
     assert engines.ENVIRONMENT
     from vllm import SamplingParams

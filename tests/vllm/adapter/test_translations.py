@@ -1,4 +1,4 @@
-"""The translations with the installed vLLM's own classes for specs and placements."""
+"""Tests the translations with the installed vLLM's own classes for specs and placements."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ print(connector.__module__, *[name for name in sys.modules if name.startswith(("
 """
 
 
-def test_vllm_imports_nothing_of_the_command_and_of_the_gpu_check() -> None:
+def test_vllm_does_not_import_the_command_or_the_gpu_check() -> None:
     done = subprocess.run([sys.executable, "-c", IMPORT], stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout.splitlines()[-1].split() == ["kvoffload_vllm.connector"]
 
@@ -54,7 +54,7 @@ def attention(name: str = "FullAttentionSpec", **fields: Any) -> Any:
 
 
 def grouped(*members: Any) -> list[Any]:
-    """Return one group of two layers for each spec, as vLLM makes them."""
+    """Return one group of two layers per spec, as vLLM groups them."""
     return [
         specs().KVCacheGroupSpec([f"{number}.{layer}" for layer in range(2)], spec)
         for number, spec in enumerate(members)
@@ -95,7 +95,8 @@ def mixed_pages() -> list[Any]:
 LAYER_OUTERMOST = ("LBHNC", "LBNHC")
 BLOCK_OUTERMOST = ("BLHNC", "BLNHC")
 PLACEMENTS = [
-    # Only if a block's page is in one piece does vLLM support different page sizes and split blocks.
+    # vLLM supports different page sizes and split blocks only in layouts that keep a block's page in one
+    # piece.
     *(
         (layout, model, 32)
         for layout in (*LAYER_OUTERMOST, *BLOCK_OUTERMOST)
@@ -133,7 +134,9 @@ def test_every_placement_is_described(layout_name: str, model: str, kernel_token
 
 
 def check_written_blocks(layout: Any, view: Any, ratio: int) -> None:
-    """Check that a block's page contains every byte that a layer writes into it, and no byte of another block."""
+    """Check that a block's page has all bytes that a layer writes into the block, and no bytes of other
+    blocks.
+    """
     for block in range(BLOCKS):
         before = [page(layout, other) for other in range(BLOCKS)]
         part = view[block * ratio : (block + 1) * ratio]
@@ -172,7 +175,7 @@ def cache_config(*members: Any) -> Any:
     return specs().KVCacheConfig(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=grouped(*members))
 
 
-def test_groups_of_real_specs() -> None:
+def test_groups_of_real_specs_are_translated() -> None:
     from kvoffload_vllm.groups import vllm_groups
     from kvoffload_vllm.support import Features
 
@@ -206,7 +209,7 @@ def test_groups_of_real_specs() -> None:
         ("ChunkedLocalAttentionSpec", {"attention_chunk_size": 96}),
     ],
 )
-def test_a_hit_needs_what_vllms_manager_keeps(name: str, fields: dict[str, int]) -> None:
+def test_a_hit_needs_the_blocks_that_vllms_manager_keeps(name: str, fields: dict[str, int]) -> None:
     from vllm.v1.core import single_type_kv_cache_manager as managers
 
     from kvoffload_vllm.groups import vllm_groups
@@ -221,7 +224,7 @@ def test_a_hit_needs_what_vllms_manager_keeps(name: str, fields: dict[str, int])
         assert ours.first_needed_token(length) == manager.get_num_skipped_tokens(length)
 
 
-def test_older_versions_recover_from_a_failed_load_of_one_group_only() -> None:
+def test_older_versions_recover_from_failed_loads_only_with_one_group() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
     from kvoffload_vllm.groups import vllm_groups
@@ -251,7 +254,7 @@ def test_mamba_and_cross_attention_are_refused() -> None:
     assert "CrossAttentionSpec" in cross_problem
 
 
-def test_every_spec_that_vllm_has_is_known_or_refused_on_purpose() -> None:
+def test_every_spec_of_vllm_is_known_or_refused_on_purpose() -> None:
     from kvoffload_vllm.support import KINDS
 
     refused = {"RSWASpec", "HiddenStateCacheSpec", "CrossAttentionSpec", "EncoderOnlyAttentionSpec"}
@@ -264,7 +267,7 @@ def test_every_spec_that_vllm_has_is_known_or_refused_on_purpose() -> None:
     assert names <= KINDS.keys() | refused | left_out | hisparse | bases
 
 
-def test_keys_are_vllms_own() -> None:
+def test_keys_equal_vllms_own() -> None:
     from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
     from kvoffload.model.ids import GroupId
@@ -278,8 +281,8 @@ def test_keys_are_vllms_own() -> None:
 # -- inside a MultiConnector ----------------------------------------------------------------------------------------
 
 
-def test_the_connectors_halves_and_vllms_base_share_no_name() -> None:
-    """An object has the methods of both, so a method would replace another method of the same name."""
+def test_the_classes_that_the_connector_inherits_share_no_name() -> None:
+    """The connector inherits from all three classes, so a shared name would override a method."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     from kvoffload_vllm.scheduler import VllmScheduler
@@ -296,7 +299,7 @@ def test_the_connectors_halves_and_vllms_base_share_no_name() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize(("outer", "inner"), [("recompute", "fail"), ("fail", "recompute")])
-def test_the_policy_for_failed_loads_is_the_outermost(
+def test_the_policy_for_failed_loads_is_the_outermost_connectors(
     depth: int, outer: str, inner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.config import KVTransferConfig, set_current_vllm_config
@@ -323,6 +326,6 @@ def test_the_policy_for_failed_loads_is_the_outermost(
     given = engine()
     given.kv_transfer_config = KVTransferConfig(**{**config, "kv_load_failure_policy": outer})
     given.scheduler_config.disable_hybrid_kv_cache_manager = True
-    with set_current_vllm_config(given):  # vLLM's worker sets the configuration too.
+    with set_current_vllm_config(given):  # vLLM's worker sets this context too
         KVConnectorFactory.create_connector(given, KVConnectorRole.WORKER, cache_config(attention()))
     assert policies == [outer]
