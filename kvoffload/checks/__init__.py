@@ -1,5 +1,5 @@
-"""Checks of a machine and settings, each with a finding and a remedy.
+"""Checks of a machine and of the settings for an engine. Each check returns a finding and a remedy.
 
-`check` defines the types; `memory` and `outputs` contain the checks. An engine's own checks come with its adapter.
-`kvoffload doctor` runs the checks before a start, and `startup` runs some of these checks when an engine starts.
+`check` defines the types; `memory` and `outputs` contain the checks. Each engine's adapter adds its own checks.
+`kvoffload doctor` runs all checks before an engine starts; `startup` runs some of these checks when it starts.
 """

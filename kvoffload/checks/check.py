@@ -13,26 +13,26 @@ class Verdict(StrEnum):
     """The result of a check, from best to worst."""
 
     OK = "ok"
-    UNKNOWN = "unknown"  # the result cannot be determined here, or a needed value was not given
-    WARNING = "warning"  # the engine starts, but offloading costs more or saves less than it could
-    ERROR = "error"  # the engine would not start or would fail requests, or offloading would be useless
+    UNKNOWN = "unknown"  # the check cannot be made on this machine, or needs a value that was not given
+    WARNING = "warning"  # the engine starts, but offloading will cost more or save less than it could
+    ERROR = "error"  # the engine would not start, its requests would fail, or offloading would be useless
 
 
 GIVE = "give the engine's own command line: kvoffload doctor -- vllm serve MODEL ..."
-"""The remedy for checks whose input comes from the engine's own command line."""
+"""The remedy when a check needs the engine's command line and the doctor was started without one."""
 FAILING = frozenset([Verdict.WARNING, Verdict.ERROR])
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """An engine's sizes; A size is None or empty if it is not known before the engine starts.
+    """An engine's sizes. A size is None or empty if it is not known before the engine starts.
 
     Args:
-        ranks: the number of the engine's workers on this machine.
+        ranks: how many workers of the engine run on this machine.
         block_bytes: bytes of one block on one rank, in all tensors together.
         page_bytes: bytes of one block on one rank, in each tensor of the KV cache.
         device_blocks: the number of blocks in the device's KV cache.
-        engines: the number of engines of these sizes on this machine.
+        engines: how many engines of these sizes run on this machine.
     """
 
     ranks: int = 1
@@ -49,7 +49,7 @@ class Setup:
     Args:
         config: the operator's settings.
         sizes: the engine's sizes.
-        pins: whether host memory is pinned, as it is for a CUDA device.
+        pins: whether the engine pins its host memory, which it does for a CUDA device.
     """
 
     config: OffloadConfig
@@ -64,8 +64,8 @@ class Finding:
     Args:
         verdict: the result.
         text: the reason, in a sentence.
-        remedy: how to solve the problem; empty if there is none.
-        check: the check's name, which `run_checks` fills in.
+        remedy: how to solve the problem; empty if there is no problem.
+        check: the check's name; `run_checks` sets it.
     """
 
     verdict: Verdict
@@ -76,10 +76,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check.
+    """A named function that checks one thing before an engine starts.
 
     Args:
-        name: the subject. Scripts and logs use this name, so never change it.
+        name: the name in the doctor's output. Never change it, because scripts and log queries rely on it.
         find: returns the finding; an exception becomes a warning.
     """
 
@@ -89,10 +89,10 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The values that an adapter read from the command line.
+    """The values that an adapter read from the engine's command line.
 
     Args:
-        settings: kvoffload's settings in the engine's own configuration; None if there are none.
+        settings: kvoffload's settings in the engine's configuration; None if it contains none.
         sizes: the engine's sizes.
         checks: the adapter's checks.
     """
@@ -103,7 +103,7 @@ class Given:
 
 
 def run_checks(checks: Iterable[Check], setup: Setup) -> list[Finding]:
-    """Return the finding of each check. A check that raises does not stop the remaining checks."""
+    """Run all checks and return their findings. If a check raises, its finding is a warning."""
     return [replace(_find(check, setup), check=check.name) for check in checks]
 
 
@@ -113,17 +113,17 @@ def ok(text: str) -> Finding:
 
 
 def warn(text: str, remedy: str) -> Finding:
-    """Return the finding of a problem that does not stop the engine."""
+    """Return a finding for a problem that does not keep the engine from running."""
     return Finding(Verdict.WARNING, text, remedy)
 
 
 def fail(text: str, remedy: str) -> Finding:
-    """Return the finding of a problem that must be solved before the start."""
+    """Return a finding for a problem that must be solved before the engine starts."""
     return Finding(Verdict.ERROR, text, remedy)
 
 
 def unknown(text: str, remedy: str = "") -> Finding:
-    """Return the finding of a check that lacks input; the remedy names that input."""
+    """Return a finding for a check that lacks an input. `remedy` says how to give the input."""
     return Finding(Verdict.UNKNOWN, text, remedy)
 
 

@@ -1,4 +1,4 @@
-"""Lists GPUs by calling NVIDIA's driver. This needs no subprocess and no torch, which takes seconds to import."""
+"""Lists GPUs by calling NVIDIA's driver directly, because importing torch takes seconds."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cache
 
 _NAME_BYTES = 96
-_HOST_REGISTER_SUPPORTED = 99  # CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED
+_HOST_REGISTER_SUPPORTED = 99  # the driver's constant CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED
 
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """The GPUs that this process sees.
+    """The GPUs that this process can use.
 
     Args:
         names: the name of each GPU.
@@ -45,6 +45,6 @@ def find_gpus() -> Gpus:
             driver.cuDeviceGetName(name, _NAME_BYTES, device)
             names.append(name.value.decode(errors="replace"))
         driver.cuDeviceGetAttribute(ctypes.byref(answer), _HOST_REGISTER_SUPPORTED, device)
-    except (OSError, AttributeError):  # no such library, or one without these functions
+    except (OSError, AttributeError):  # the driver's library is missing, or lacks one of these functions
         return Gpus()
     return Gpus(tuple(names), cuda.value, bool(answer.value))

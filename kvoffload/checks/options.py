@@ -1,4 +1,7 @@
-"""Reads the values of options: numbers, sizes, times, and settings as a JSON object, a file that holds one, or KEY=VALUE."""
+"""Parses command-line options: numbers, sizes, times, and settings.
+
+Settings are given as a JSON object, as the name of a file with a JSON object, or as KEY=VALUE.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _PAIR = re.compile(r"(\w+)=(.*)", re.DOTALL)
 
 
 def positive(text: str) -> int:
-    """Parse a whole number of at least 1, for `type=`."""
+    """Parse a whole number of at least 1, for argparse's `type=`."""
     with suppress(ValueError):
         if (number := int(text)) >= 1:
             return number
@@ -26,7 +29,7 @@ def positive(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """Parse a number of seconds, 0 or more, for `type=`."""
+    """Parse a number of seconds, 0 or more, for argparse's `type=`."""
     with suppress(ValueError):
         if 0 <= (number := float(text)) < math.inf:
             return number
@@ -34,7 +37,7 @@ def seconds(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """Parse a number of bytes, with or without a unit, for `type=`."""
+    """Parse a number of bytes, with or without a unit, for argparse's `type=`."""
     with suppress(ValueError):
         return parse_bytes(int(text) if text.isdecimal() else text)
     raise ArgumentTypeError(f"{text!r} is not a size such as 80GiB")
@@ -51,8 +54,8 @@ def read_object(text: str, option: str) -> dict[str, Any]:
         source = f"{option} {text}"
         try:
             with open(text, encoding="utf-8", errors="replace") as file:
-                text = file.read(_LARGEST)  # a device file may never end
-        except (OSError, ValueError) as error:  # ValueError: no file can have this name
+                text = file.read(_LARGEST)  # limited, because a device file may never end
+        except (OSError, ValueError) as error:  # ValueError: the text cannot be a file's name
             raise ConfigError([f"{source} is neither a JSON object nor a file that can be read"]) from error
     try:
         found = json.loads(text)
@@ -64,12 +67,12 @@ def read_object(text: str, option: str) -> dict[str, Any]:
 
 
 def read_settings(texts: Iterable[str], option: str, **own: str | None) -> dict[str, Any]:
-    """Return the settings of a repeatable option; each text is a JSON object, a file or KEY=VALUE.
+    """Return the settings given by a repeatable option. Each value is a JSON object, a file's name or KEY=VALUE.
 
     Args:
         texts: the option's values.
         option: the option's name.
-        own: settings that have their own options; None for settings that were not given.
+        own: settings that have an option of their own; None if that option was not given.
 
     Raises:
         ConfigError: a text cannot be read, or a key is set twice.

@@ -1,4 +1,4 @@
-"""Checks of the places that the engine writes to: disk, remote tier, journal and span collector."""
+"""Checks of everything that the engine writes to: the disk, the remote tier, the journal and the span collector."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def _disk_folder(setup: Setup) -> Finding:
 
 
 def _try_folder(folder: Path) -> str | None:
-    """Try direct I/O on an unnamed file in this folder. Return why it does not work; None if it works.
+    """Try direct I/O in this folder, on a temporary file. Return why direct I/O fails, or None if it works.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: the folder is not writable.
     """
     from kvoffload.disk.slot_file import go_direct
     from kvoffload.disk.system import PAGE, aligned_buffer
@@ -77,7 +77,7 @@ def _try_folder(folder: Path) -> str | None:
 
 
 def _existing(path: Path) -> Path:
-    """Return the folder, or its nearest parent that exists."""
+    """Return `path` if this folder exists, or else its nearest parent that exists."""
     return next((one for one in (path, *path.absolute().parents) if one.is_dir()), Path("/"))
 
 
@@ -86,7 +86,7 @@ def _bytes_below(path: Path) -> int:
 
 
 def _kind_of(path: Path) -> str:
-    """Return the file system type of a path, found by its longest mount point; empty if unknown."""
+    """Return the type of the file system that contains `path`; empty if the type is not known."""
     mounts = {}
     for line in (read_file("/proc/self/mountinfo") or "").splitlines():
         fields, _, rest = line.partition(" - ")
@@ -96,7 +96,7 @@ def _kind_of(path: Path) -> str:
 
 
 def _journal(setup: Setup) -> Finding:
-    """Open the journal as an engine does, and undo any change to the file."""
+    """Open the journal's file as an engine would, then restore the file's earlier state."""
     from kvoffload.telemetry.journal import JournalFile
 
     path = setup.config.journal_path
@@ -124,7 +124,7 @@ def _collector(setup: Setup) -> Finding:
         check_exporter(setup.config)
     except ConfigError as error:
         return fail(str(error), "correct what is named")
-    url = urlsplit(endpoint if "//" in endpoint else f"//{endpoint}")  # a gRPC endpoint needs no scheme
+    url = urlsplit(endpoint if "//" in endpoint else f"//{endpoint}")  # a gRPC endpoint may lack a scheme
     port = url.port or (443 if url.scheme == "https" else 80)
     try:
         socket.create_connection((url.hostname or "", port), _TIMEOUT_S).close()
@@ -137,7 +137,7 @@ def _collector(setup: Setup) -> Finding:
 
 
 def unreachable(address: RemoteAddress) -> Finding | None:
-    """Return a finding if this remote tier cannot be used; None if it answers."""
+    """Return a finding that says why this remote tier cannot be used, or None if the tier answers."""
     match address:
         case MooncakeAddress():
             return _no_mooncake(address)

@@ -1,4 +1,4 @@
-"""Runs the doctor's checks at an engine's start, on the engine's real sizes. A failing check only logs a warning."""
+"""Runs some of the doctor's checks when an engine starts, with the engine's real sizes. Problems are only logged."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ def examine_rank(
     local_ranks: int | None = None,
     checks: Iterable[Check] = (*memory.CHECKS, memory.COPY_SPEED),
 ) -> list[Finding]:
-    """Check the memory that a rank is about to use. The first rank on a machine checks for all ranks there.
+    """Check the host memory that this rank is about to use, and return the warnings and errors.
 
-    The checks read only small kernel files and query no device. For other ranks, the list is empty.
+    Only the first rank on each machine runs the checks, for all ranks there; the other ranks get an empty list.
+    The checks read small kernel files and do not query a device.
 
     Args:
         rank: the rank's number.
         ranks: the number of the engine's ranks.
         config: the operator's settings.
         layout: the layout of the rank's KV memory.
-        local_ranks: the number of the engine's ranks on this machine; by default all ranks.
+        local_ranks: how many of the engine's ranks run on this machine; by default all of them.
         checks: the checks to run.
     """
     local_ranks = local_ranks or ranks
@@ -51,16 +52,16 @@ def examine_rank(
         ranks=local_ranks,
         block_bytes=layout.slot_bytes,
         page_bytes=layout.page_bytes,
-        device_blocks=layout.regions[0].blocks - 1,  # without the engine's null block
+        device_blocks=layout.regions[0].blocks - 1,  # the engine's null block is not counted
     )
     config = replace(config, host_bytes=config.host_bytes // ranks * local_ranks)
     return examine(checks, Setup(config, sizes, pins=layout.device.startswith("cuda")))
 
 
 def log_warnings(findings: Iterable[Finding]) -> None:
-    """Log a warning per finding.
+    """Log a warning for each finding.
 
-    Call this function only after the start has succeeded, because a refused start has its own error.
+    Call this function only after the engine has started. If the start fails, its error is enough.
     """
     for one in findings:
         verdict = one.verdict.value

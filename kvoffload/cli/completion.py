@@ -1,4 +1,4 @@
-"""`kvoffload completion SHELL`: prints a script that completes commands and options in a shell."""
+"""`kvoffload completion SHELL`: prints a script with which a shell completes commands and options."""
 
 from __future__ import annotations
 

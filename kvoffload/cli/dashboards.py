@@ -1,6 +1,6 @@
-"""`kvoffload dashboards export DIR`: writes this version's dashboards, rules and runbook.
+"""`kvoffload dashboards export DIR`: writes this version's dashboards, Prometheus rules and runbook to a folder.
 
-The dashboards and rules are also written as Kubernetes objects.
+It also writes the dashboards and rules as Kubernetes objects.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def files(source: Path) -> Iterator[tuple[str, str]]:
 
 
 def config_map(name: str, board: str) -> str:
-    """Return a ConfigMap with one dashboard, which the sidecar of Grafana's Helm chart loads.
+    """Return one dashboard as a ConfigMap. The sidecar in Grafana's Helm chart loads such ConfigMaps.
 
-    `kubectl apply` keeps a copy of each object in an annotation of at most 256 KiB. So each dashboard has its own
-    object, with its JSON on one line.
+    `kubectl apply` copies each object into an annotation, which is limited to 256 KiB. To stay below that limit, each
+    dashboard has a ConfigMap of its own, and its JSON is on one line.
     """
     head = _object("v1", "ConfigMap", f"{_NAME}-{name}", '    grafana_dashboard: "1"\n')
     return (
@@ -79,7 +79,7 @@ def config_map(name: str, board: str) -> str:
 
 
 def prometheus_rule(name: str, rules: str) -> str:
-    """Return a rules file as a PrometheusRule, which the Prometheus operator loads."""
+    """Return a rules file as a PrometheusRule object for the Prometheus operator."""
     head = _object("monitoring.coreos.com/v1", "PrometheusRule", name)
     return f"{head}spec:\n{textwrap.indent(rules, '  ')}"
 
@@ -91,7 +91,7 @@ def _object(version: str, kind: str, name: str, labels: str = "") -> str:
 
 
 def _source() -> Path:
-    """Return the dashboards folder of the installed package, or of the checkout that an editable install points to."""
+    """Return the dashboards folder of the installed package, or of the checkout in an editable installation."""
     package = Path(kvoffload.__file__).parent
     for folder in (package / "dashboards", package.parent / "dashboards"):
         if (folder / _BOARDS).is_dir():

@@ -36,14 +36,14 @@ from kvoffload.model.errors import ConfigError
 HELP = "check a machine and settings before an engine starts: ok, warning or error, with the remedy"
 
 ENTRY_POINT_GROUP = "kvoffload.doctors"
-"""Entry points of adapters; each names a module that implements `Doctor`. Only adapters may name an engine."""
+"""The adapters' entry points. Each names a module that implements `Doctor`; this package must not name an engine."""
 
 _WORST_FIRST = tuple(reversed(Verdict))
 _COLOURS = {Verdict.ERROR: "31", Verdict.WARNING: "33", Verdict.UNKNOWN: "2"}  # red, yellow, dim
 
 
 class Doctor(Protocol):
-    """The interface of an adapter's module. Importing it must be cheap, because every command imports it."""
+    """The interface of an adapter's doctor module. Importing the module must be fast, because every command does so."""
 
     HELP: str
 
@@ -51,7 +51,7 @@ class Doctor(Protocol):
         """Add the adapter's options to the parser."""
 
     def read_arguments(self, args: argparse.Namespace) -> Given:
-        """Return the engine's settings, sizes and checks, as given by these options.
+        """Return the settings, sizes and checks that follow from these options.
 
         Raises:
             KVOffloadError: an option's value cannot be read.
@@ -59,7 +59,7 @@ class Doctor(Protocol):
 
 
 def find_doctors() -> tuple[list[Doctor], list[Check]]:
-    """Import the installed adapters. Return them, and a failing check for each adapter that cannot be imported."""
+    """Return the installed adapters' modules, and a failing check for each module that cannot be imported."""
     doctors: list[Doctor] = []
     lost: list[Check] = []
     for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda one: one.name):
@@ -72,7 +72,7 @@ def find_doctors() -> tuple[list[Doctor], list[Check]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options, and the adapters' options."""
+    """Add the command's options and those of the installed adapters."""
     words = "kvoffload's settings: a JSON object, a file that holds one, or KEY=VALUE; may be repeated"
     parser.add_argument("--config", metavar="SETTINGS", action="append", default=[], help=words)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the checks and print the findings. Return 1 for an error, and with --strict also for an unknown result.
+    """Run the checks and print the findings. Return 1 if there is an error or, with --strict, an unknown result.
 
     Raises:
         KVOffloadError: an option's value cannot be read.
@@ -113,7 +113,8 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
         advice = advise_host_bytes(sizes.ranks, device_bytes or None)
         config = parse_config(settings[0] if settings else {}, sizes.ranks, advice)
         read_tier_key(config.tier_key_file)
-    except ConfigError as error:  # without usable settings, only the engine's own checks need not guess
+    except ConfigError as error:
+        # The other checks depend on the settings, so run only the adapters' checks.
         unusable = replace(fail(str(error), "correct it; see `kvoffload settings`"), check="settings")
         return [unusable, *run_checks(theirs, Setup(OffloadConfig(host_bytes=1), sizes))]
     used = ok(", ".join(f"{name} {value}" for name, value in settings[0].items()))
@@ -143,12 +144,14 @@ def as_json(findings: Sequence[Finding]) -> str:
 
 
 def as_text(findings: Sequence[Finding], *, verbose: bool = False, strict: bool = False) -> str:
-    """Return the verdict in one line, a paragraph per problem, worst first, and a summary of unknown results.
+    """Return a report: the verdict in one line, a paragraph for each problem, and a summary of unknown results.
+
+    The worst problems come first.
 
     Args:
         findings: the findings of all checks.
-        verbose: whether every check gets a paragraph.
-        strict: whether unknown results get a paragraph too, because they fail the command.
+        verbose: whether checks that passed get paragraphs too.
+        strict: whether unknown results get paragraphs too, because the command fails on them.
     """
     by_verdict = {verdict: [one for one in findings if one.verdict is verdict] for verdict in _WORST_FIRST}
     counted = ", ".join(f"{len(found)} {verdict}" for verdict, found in by_verdict.items() if found)

@@ -1,4 +1,4 @@
-"""Exit codes, messages on standard error, and the errors that end a command with one line."""
+"""Exit codes, messages on standard error, and the errors that a command reports in one line."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from kvoffload.model.errors import KVOffloadError
 
 
 class Exit(IntEnum):
-    """Exit codes. The last three are the codes that shells report for a process ended by SIGHUP, SIGINT or SIGTERM."""
+    """Exit codes. Shells report the last three for a process that SIGHUP, SIGINT or SIGTERM ended."""
 
     OK = 0
-    FAILED = 1  # the command ran, but found a problem or failed
+    FAILED = 1  # the command ran, and then failed or found a problem
     USAGE = 2  # the command cannot run as asked
-    MISSED = 3  # every result is correct, but a goal was missed
-    OUTPUT = 74  # output cannot be written; sysexits.h calls it EX_IOERR
+    MISSED = 3  # every result is correct, but a performance goal was missed
+    OUTPUT = 74  # output cannot be written; the number is EX_IOERR of sysexits.h
     HUNG_UP = 129  # SIGHUP: the terminal was closed
     INTERRUPTED = 130  # SIGINT: Ctrl-C
     TERMINATED = 143  # SIGTERM
 
 
 class CommandError(KVOffloadError):
-    """Raised when a command cannot run as asked. The message uses the command line's terms."""
+    """Raised when a command cannot run as asked. The message names the options to change."""
 
 
 class OutputError(CommandError):
-    """Raised when a file cannot be written. The file's earlier content is still there.
+    """Raised when a file cannot be written. Its earlier content is unchanged.
 
     Args:
-        target: the file's name.
-        error: the reason.
+        target: the name of the file.
+        error: why writing failed.
     """
 
     def __init__(self, target: object, error: OSError) -> None:
@@ -39,14 +39,14 @@ class OutputError(CommandError):
 
 
 def say(text: str) -> None:
-    """Print a message to standard error, after the command's name."""
+    """Print "kvoffload: " and a message to standard error."""
     print_error(f"kvoffload: {printable(text)}")
 
 
 def printable(text: str) -> str:
-    """Replace the characters that a terminal would interpret instead of showing.
+    """Replace control characters and bytes that are not UTF-8, which a terminal might interpret.
 
-    Names of files, journals, models and servers may contain escapes, line ends, or bytes that are not UTF-8.
+    The names of files, models and servers may contain such characters.
     """
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 

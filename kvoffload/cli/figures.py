@@ -1,4 +1,4 @@
-"""Adds up a journal's lines, and draws a report's figures as SVG with matplotlib."""
+"""Collects samples from a journal's lines, and draws a report's figures as SVG with matplotlib."""
 
 from __future__ import annotations
 
@@ -30,28 +30,29 @@ COLOURS: dict[str, str] = {
     # directions of copies
     "load": "#5aa64b", "store": "#4a86d0",
 }  # fmt: skip
-"""The same colours as in the dashboards; a test compares them."""
+"""The dashboards' colours; a test checks that both use the same."""
 
 _SAMPLED = (events.LookupAnswered, events.FirstTokenReached, events.RankReported)
 _ENDS_FILLING = (StoreOutcome.STORED, StoreOutcome.FAILED, StoreOutcome.ABANDONED, StoreOutcome.CANCELLED)
 _COLUMNS = 48
-_MOST_DOTS = 2000  # the maximum per colour
-_LARGEST = 1e15  # a broken journal's numbers may be larger than an axis can show
+_MOST_DOTS = 2000  # the maximum number of dots of one colour
+# Numbers are cut off here, because a damaged journal may have numbers that an axis cannot show.
+_LARGEST = 1e15
 
 AnySample = TypeVar("AnySample")
 Series = Mapping[str, Sequence[tuple[float, float]]]
-"""Samples by colour key; a sample is the seconds since the first line, and a value."""
+"""Samples for each key of `COLOURS`. A sample is a time in seconds since the journal's first line, and a value."""
 
 
 @dataclass(slots=True)
 class Account:
-    """A journal's samples, and the metrics' counts of its events.
+    """What a journal's events add up to. Times are in seconds since the journal's first line.
 
     Args:
-        samples: lookups, first tokens and copies by event class, each with the seconds since the first line.
-        slots: after each change, the seconds since the first line and the number of host slots by state. Slots filled
-            before the first line are not counted.
-        counted: the metrics' counters.
+        samples: lookups, first tokens and copies, by event class; each event with its time.
+        slots: the number of host slots in each state, with a time, after each change. Slots filled before the first
+            line are not counted.
+        counted: the metrics' counters after the last event.
     """
 
     samples: dict[type, list[tuple[float, Any]]] = field(
@@ -68,21 +69,21 @@ def add_up(records: Iterable[Record]) -> Account:
     before, slots = 0, Counter[str]()
     for record in records:
         begun = record.time if begun is None else begun
-        if record.sequence <= before:  # another process wrote the lines from here on
+        if record.sequence <= before:  # from this line on, another process wrote the journal
             slots.clear()
         before, at, message = record.sequence, record.time - begun, record.message
         bus.publish(message)
         if (samples := account.samples.get(type(message))) is not None:
             samples.append((at, message))
         if _count_slots(slots, message):
-            # `+` drops negative counts, which occur if blocks were stored before the first line.
+            # `+` drops negative counts, which result when blocks stored before the first line are evicted.
             account.slots.append((at, +slots))
     account.counted = counters.snapshot()
     return account
 
 
 def _count_slots(slots: Counter[str], event: object) -> bool:
-    """Apply an event to the host's slots, and return whether it may have changed them."""
+    """Apply an event to the counts of host slots, and return whether the counts may have changed."""
     match event:
         case events.StoreScheduled():
             slots["filling"] += event.blocks
@@ -98,12 +99,12 @@ def _count_slots(slots: Counter[str], event: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure and its text.
+    """A drawing with a heading and a caption.
 
     Args:
         title: the heading.
-        text: how to read the figure.
-        svg: the drawing, which needs no escaping; empty if there is nothing to draw.
+        text: a caption that says how to read the drawing.
+        svg: the drawing as SVG, to be put into HTML unchanged; empty if there is nothing to draw.
     """
 
     title: str
@@ -112,7 +113,7 @@ class Figure:
 
 
 def check_installed() -> None:
-    """Check that figures can be drawn.
+    """Check that matplotlib is installed.
 
     Raises:
         CommandError: matplotlib is not installed.
@@ -124,7 +125,7 @@ def check_installed() -> None:
 
 
 def draw(account: Account) -> list[Figure]:
-    """Return the figures. A lower tier gets one only if blocks were copied to or from it."""
+    """Return the figures. A lower tier has a figure only if blocks were copied to or from this tier."""
     waits = account.samples[events.FirstTokenReached]
     lookups = account.samples[events.LookupAnswered]
     causes = account.counted.by_label("kvoffload_miss_blocks_total")
@@ -191,7 +192,7 @@ def _slots(account: Account) -> Figure:
 
 
 def _dots(title: str, text: str, series: Series) -> Figure:
-    """Draw milliseconds as dots, with the median of each colour as a line."""
+    """Draw times in milliseconds as dots, and the median of each colour as a line."""
 
     def plot(axes: Axes) -> None:
         for key, samples in series.items():
@@ -237,7 +238,7 @@ def _bars(title: str, text: str, numbers: Mapping[str, int]) -> Figure:
 def _figure(
     title: str, text: str, units: tuple[str, str], plot: Callable[[Axes], None] | None, height: float = 3.0
 ) -> Figure:
-    """Return a figure drawn by `plot`, or one without a drawing if `plot` is None."""
+    """Return a figure that `plot` draws, or a figure without a drawing if `plot` is None."""
     if plot is None:
         return Figure(title, text, "")
     import matplotlib as mpl
@@ -256,12 +257,12 @@ def _figure(
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         picture.savefig(file, format="svg", transparent=True, metadata=nothing)
     svg = file.getvalue()
-    # A page contains several drawings, so their ids must be unique.
+    # A page contains several drawings, so each id needs a prefix that is unique on the page.
     prefix = re.sub(r"\W", "", title)
     own = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}-", svg[svg.index("<svg") :])
     return Figure(title, text, own)
 
 
 def _thinned(samples: Sequence[AnySample]) -> Sequence[AnySample]:
-    """Return evenly spaced samples, at most `_MOST_DOTS`."""
+    """Return at most `_MOST_DOTS` of the samples, evenly spaced."""
     return samples[:: -(-len(samples) // _MOST_DOTS) or 1]

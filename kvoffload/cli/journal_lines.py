@@ -1,4 +1,4 @@
-"""The options of commands that show a journal, and a reader of the lines that these options select."""
+"""Options for commands that read a journal, and a reader for the lines that these options select."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ _CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?")
 
 
 def add_journal_arguments(parser: argparse.ArgumentParser, suffix: str) -> None:
-    """Add the arguments for the journal, the part of it to show, and the output file.
-
-    `opened` reads these arguments.
-    """
+    """Add options that name the journal, the lines to read and the output file. `opened` reads these options."""
     add = parser.add_argument
     words = "the file that an engine wrote to `journal_path`; may be gzipped, JOURNAL.1 is read before it"
     add("journal", metavar="JOURNAL", type=Path, help=words)
@@ -39,7 +36,7 @@ def add_journal_arguments(parser: argparse.ArgumentParser, suffix: str) -> None:
 
 
 def opened(args: argparse.Namespace, suffix: str) -> tuple[Lines, Path]:
-    """Return the selected lines and the path of the output.
+    """Return a reader of the selected lines, and the path of the output.
 
     Raises:
         CommandError: `--last` and `--since` are both given, or the output would replace the journal.
@@ -57,17 +54,17 @@ def opened(args: argparse.Namespace, suffix: str) -> tuple[Lines, Path]:
 
 @dataclass(slots=True)
 class Lines:
-    """Reads a journal up to the first unreadable line, because a running engine's last line may be cut off.
+    """Reads a journal up to its first unreadable line. While an engine runs, the last line may be incomplete.
 
     Args:
         path: the journal's path.
-        part: the lines to read; None for all.
-        words: the part in words; empty for all lines.
+        part: which lines to read; None for all lines.
+        words: a description of `part` for messages; empty for all lines.
         count: the number of lines read so far.
         seconds: seconds between the first and the last line read.
-        gaps: the first and last number of each run of missing lines.
+        gaps: each range of missing lines, as its first and last number.
         problem: the error that ended the reading early, or None.
-        provenance: the last provenance read; empty if the journal has none.
+        provenance: the last header read, which says what wrote the journal; empty if the journal has none.
     """
 
     path: Path
@@ -111,13 +108,13 @@ class Lines:
 
     @property
     def missing(self) -> str:
-        """The missing lines, in words."""
+        """A message that says how many lines are missing, and their numbers."""
         count, (first, last) = sum(last - first + 1 for first, last in self.gaps), self.gaps[0]
         shown = f"numbers {first} to {last}{' and others' if len(self.gaps) > 1 else ''}"
         return f"{count:,}, {shown}; the feed dropped them, or they were removed from the file"
 
     def report(self, output: Path) -> int:
-        """Print how much of the journal is in the output, and return the command's exit code."""
+        """Print what was written and what is missing, and return the command's exit code."""
         where = "standard output" if output == STDOUT else output
         events = "1 event" if self.count == 1 else f"{self.count:,} events"
         say(f"wrote {events} over {self.seconds:,.1f} s to {where}")
@@ -132,7 +129,7 @@ class Lines:
 
 
 def _part(args: argparse.Namespace) -> Part:
-    """Return the part that the options select; relative times are counted from the journal's last line."""
+    """Return the part of the journal that the options select. "The last N seconds" ends at the journal's last line."""
     from kvoffload.telemetry.records import Part, last_time
 
     last = 0.0
@@ -144,7 +141,11 @@ def _part(args: argparse.Namespace) -> Part:
 
 
 def parse_time(text: str, last: float) -> float:
-    """Return a time in unix seconds; a time of day is taken on the day of `last`.
+    """Return a time in unix seconds.
+
+    Args:
+        text: an ISO date and time, unix seconds, or a time of day.
+        last: a time in unix seconds, on the day to which a time of day belongs.
 
     Raises:
         ArgumentTypeError: `text` is not a time.

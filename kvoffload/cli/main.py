@@ -1,6 +1,6 @@
-"""`kvoffload`: finds and runs the subcommand, and turns its exceptions into one line and an exit code.
+"""`kvoffload`: runs a subcommand, and turns the exceptions that it raises into one line and an exit code.
 
-`main` installs the signal handlers first, so this module imports as little as possible before that.
+`main` first installs the signal handlers; to do that early, this module imports little at the top.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ COMMANDS = {
     "timeline": "kvoffload.cli.timeline",
     "top": "kvoffload.cli.top",
 }
-"""The module of each subcommand, which implements `Command`. Importing it must be cheap."""
+"""The module of each subcommand. These modules implement `Command`, and importing them must be fast."""
 
 ENTRY_POINT_GROUP = "kvoffload.commands"
-"""Entry points of the adapters' subcommands; each names a module that implements `Command`."""
+"""The entry points of the adapters' subcommands. Each names a module that implements `Command`."""
 
 
 _WRITE_ERRORS = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPIPE}
-"""Error numbers of a failed write to standard output; such an error has no file name."""
+"""Errors of a failed write to standard output. Such an OSError has one of these numbers and no file name."""
 
 
 class Command(Protocol):
@@ -73,10 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = Exit.INTERRUPTED
     except OSError as error:
         if error.filename is not None or error.errno not in _WRITE_ERRORS:
-            raise  # The error does not concern standard output, so the command should have reported it.
-        # Drop the buffered output, or the interpreter would try again to write it at exit.
+            raise  # not an error of standard output: the subcommand should have reported it
+        # Drop the buffered output. Otherwise the interpreter would try to write the same output at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # the reader closed the pipe on purpose, as `head` does
+        # If the pipe is broken, its reader (such as `head`) wants no more output, so this is not an error.
+        if not isinstance(error, BrokenPipeError):
             say(f"error: standard output cannot be written: {error.strerror or error}")
         code = Exit.OUTPUT
     return signals.exit_code() or code
@@ -104,7 +105,7 @@ def _command(argv: Sequence[str] | None) -> int:
 
 
 def make_parser() -> Parser:
-    """Return the command's parser, with its subcommands."""
+    """Return the parser of `kvoffload` and all its subcommands."""
     import kvoffload
     from kvoffload.cli.parser import Parser
 

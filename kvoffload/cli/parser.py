@@ -9,11 +9,11 @@ from typing import NoReturn
 
 from kvoffload.cli.exits import Exit, printable
 
-_SIMILAR = 0.7  # difflib's cutoff: it matches typos; a lower cutoff would suggest unrelated options
+_SIMILAR = 0.7  # difflib's cutoff: high enough to match only typos and not unrelated options
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Leaves room for long names, and shows defaults except for booleans, lists and None."""
+    """Leaves space for long option names, and shows defaults unless they are booleans, lists or None."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28)
@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # argparse declares overloads; it calls this for subcommands too
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse the arguments. For unknown options, exit with an error that names the most similar ones."""
+        """Parse the arguments. If an option is unknown, exit with an error that suggests the most similar option."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             shown = (action for action in self._actions if action.help is not argparse.SUPPRESS)
@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and how to get help, in one line, and exit."""
+        """Print one line with the error and how to get help, and exit."""
         self.exit(Exit.USAGE, f"kvoffload: error: {printable(message)} (see {self.prog} --help)\n")
 
 

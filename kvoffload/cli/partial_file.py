@@ -1,4 +1,4 @@
-"""Output files that appear under their name only when they are complete; "-" is standard output."""
+"""Writes output files. A file gets its name only when it is complete; the name "-" means standard output."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ STDOUT = Path("-")
 
 @contextmanager
 def written(target: Path, *, is_private: bool = False) -> Iterator[TextIO]:
-    """Open a new file that replaces `target` when the `with` block succeeds.
+    """Open a new file. When the `with` block ends without an exception, the file replaces `target`.
 
-    If `target` is a link, the link itself is replaced.
+    If `target` is a symbolic link, the file replaces the link.
 
     Args:
         target: the path of the output; "-" for standard output.
-        is_private: whether only the owner can read the file; otherwise the umask decides.
+        is_private: whether only the owner may read the file; otherwise the umask decides who may.
 
     Raises:
         OutputError: the file cannot be written.
@@ -35,7 +35,7 @@ def written(target: Path, *, is_private: bool = False) -> Iterator[TextIO]:
     unfinished = Path(f"{target}.{secrets.token_hex(4)}.partial")
     mode = 0o600 if is_private else 0o666
     try:
-        if target.exists() and not target.is_file():  # such as /dev/null
+        if target.exists() and not target.is_file():  # a device such as /dev/null, or a pipe
             raise OSError(0, "it is a directory" if target.is_dir() else "it is not a regular file")
         with open(unfinished, "x", encoding="utf-8", opener=partial(os.open, mode=mode)) as file:
             yield file

@@ -1,4 +1,4 @@
-"""`kvoffload report`: writes a journal as one HTML page for any browser. The page loads nothing from elsewhere."""
+"""`kvoffload report`: turns a journal into one HTML page. The page loads no other files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HELP = "show a journal as one page with figures, for any browser; needs the extr
 
 _SUFFIX = ".html"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-# Uses the browser's own light or dark colours. Figures and tables that are too wide scroll inside their box.
+# The page follows the browser's light or dark theme. Figures and tables that are too wide get a scroll bar.
 _STYLE = """
 :root{color-scheme:light dark}
 body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:0 auto;padding:1rem;overflow-wrap:anywhere}
@@ -44,14 +44,14 @@ def run(args: argparse.Namespace) -> int:
     check_installed()
     lines, output = opened(args, _SUFFIX)
     account = add_up(lines)
-    # The page contains counts, sizes and times but names no request, so it need not be private.
+    # Any user may read the page: it contains counts, sizes and times but no request names.
     with written(output) as file:
         file.write(render(account, lines))
     return lines.report(output)
 
 
 def render(account: Account, lines: Lines) -> str:
-    """Return the page as HTML. Bytes of a path that are not UTF-8 are written as escapes."""
+    """Return the page as HTML. Bytes of a path that are not valid UTF-8 appear as escapes."""
     from kvoffload.cli.figures import draw
 
     title = escape(f"KV-cache offloading: {lines.path.name}")
@@ -69,7 +69,7 @@ def render(account: Account, lines: Lines) -> str:
 
 
 def _said(lines: Lines) -> Iterator[str]:
-    """Yield lines that say what ran, where, when and with which settings, and what is missing from the journal."""
+    """Yield lines about the run: what ran where and when, its settings, and what is missing from the journal."""
     from kvoffload.telemetry.provenance import as_line
 
     provenance = lines.provenance
@@ -99,7 +99,7 @@ def _figure(number: int, figure: Figure) -> str:
 
 
 def _numbers(account: Account) -> Iterator[tuple[str, str, str]]:
-    """Yield every counter that is not 0."""
+    """Yield the name, labels and value of every counter that is not 0."""
     for name, series in account.counted.counts.items():
         for labels, number in series.items():
             if number:

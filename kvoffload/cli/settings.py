@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(_: argparse.Namespace) -> int:
-    """Print the settings; settings for special cases come last."""
+    """Print the settings. Settings that few users need come last."""
     width = min(shutil.get_terminal_size().columns, 100)
     for is_advanced, settings in groupby(SETTINGS.items(), lambda item: item[0] in ADVANCED):
         if is_advanced:

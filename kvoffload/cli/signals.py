@@ -1,8 +1,8 @@
-"""SIGTERM and SIGHUP end a command as Ctrl-C does, each with its own exit code.
+"""Signal handlers: SIGTERM and SIGHUP end a command as Ctrl-C does, each with its own exit code.
 
-The first signal raises KeyboardInterrupt, or cancels the main task of `run_async`, which can then drain its copies.
-After that, Ctrl-C exits at once and other signals have no effect. A signal that was ignored when the command started
-stays ignored: `nohup` and background jobs of scripts rely on that.
+The first signal raises KeyboardInterrupt. Under `run_async` it cancels the main task instead, so that the task can
+drain copies. After that, Ctrl-C exits at once and the other signals have no effect. A signal that was ignored when
+the command started stays ignored, because `nohup` and background jobs of scripts rely on that.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-# Module globals, because each process has only one set of signal handlers.
+# These are globals because a process has one set of signal handlers.
 _received = 0
 _cancel: Callable[[], object] | None = None
 
 
 def handle() -> None:
-    """Install the signal handlers. Only the main thread can do this."""
+    """Install the signal handlers. Call this on the main thread."""
     global _received
     _received = 0
     for number in HANDLED:
@@ -32,12 +32,12 @@ def handle() -> None:
 
 
 def exit_code() -> int:
-    """Return the exit code if SIGTERM or SIGHUP ended the command; 0 without a signal or after Ctrl-C."""
+    """Return the exit code if SIGTERM or SIGHUP ended the command, otherwise 0."""
     return 128 + _received if _received in (signal.SIGTERM, signal.SIGHUP) else 0
 
 
 def run_async(coroutine: Coroutine[object, object, T]) -> T:
-    """Run a coroutine as `asyncio.run` does; a signal cancels it.
+    """Run a coroutine as `asyncio.run` does. A signal cancels the coroutine.
 
     Raises:
         KeyboardInterrupt: a signal cancelled the coroutine.
@@ -48,7 +48,7 @@ def run_async(coroutine: Coroutine[object, object, T]) -> T:
         global _cancel
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
-        # The signal handler calls this and may interrupt `select`; only a thread-safe call wakes the loop.
+        # A signal handler calls this function. If the loop waits in `select`, only a thread-safe call wakes the loop.
         _cancel = lambda: loop.call_soon_threadsafe(task.cancel)  # noqa: E731
         try:
             return await coroutine

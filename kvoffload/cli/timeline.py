@@ -1,4 +1,4 @@
-"""`kvoffload timeline`: turns a journal into a trace that Perfetto and chrome://tracing can open."""
+"""`kvoffload timeline`: turns a journal into a trace for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def run(args: argparse.Namespace) -> int:
 
     lines, output = opened(args, _SUFFIX)
     records = iter(lines)
-    first = next(records)  # If the journal cannot be read, this raises before the file is created.
-    # Only the owner can read the trace, as with the journal.
+    first = next(records)  # if the journal cannot be read, this line raises before the output file is created
+    # as private as the journal
     with written(output, is_private=True) as file:
         write_trace(chain([first], records), file, lambda: lines.provenance)
     return lines.report(output)

@@ -1,4 +1,4 @@
-"""`kvoffload top`: shows one row for each engine of running servers, updated until Ctrl-C or printed once."""
+"""`kvoffload top`: shows a row for each engine of the given servers, updated until Ctrl-C or printed once."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 HELP = "watch running servers by their metrics"
 
 _LEAST_INTERVAL_S = 0.1
-_TIMEOUT_S = 5.0  # per scrape
+_TIMEOUT_S = 5.0  # for one scrape
 _LARGEST_PAGE = 64 << 20
-_SCHEMA = 2  # version of the JSON output; increased when a name is removed or changes its meaning
+_SCHEMA = 2  # the JSON output's version: increase it when a field is removed or changes its meaning
 _TOKENS = "kvoffload_lookup_tokens_total"
 _MISSES = "kvoffload_miss_blocks_total"
 _SAVED = "kvoffload_prefill_seconds_saved_total"
@@ -39,7 +39,7 @@ _LOST = ("kvoffload_load_wait_seconds_sum", "kvoffload_interference_seconds_tota
 
 
 class PageError(KVOffloadError):
-    """Raised when a page has no usable kvoffload metrics."""
+    """Raised when a server's metrics page has no usable kvoffload metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,40 +47,40 @@ class Reading:
     """One scrape of one engine.
 
     Args:
-        at: the time of the scrape, in monotonic seconds.
-        samples: the labels and value of each series, by metric name.
+        at: the time of the scrape, in seconds of the monotonic clock.
+        samples: the labels and value of each series, by the metric's name.
     """
 
     at: float
     samples: dict[str, list[tuple[Mapping[str, str], float]]] = field(default_factory=dict)
 
     def total(self, name: str, **labels: str) -> float:
-        """Return the sum over the series that have these labels; 0 if there are none."""
+        """Return the sum of the series that have these labels; 0 if there are no such series."""
         return sum(value for found, value in self.samples.get(name, ()) if labels.items() <= found.items())
 
     def values(self, name: str, label: str, **labels: str) -> list[str]:
-        """Return a label's values in the nonzero series that have these labels, the largest series first."""
+        """Return this label's value in each nonzero series that has the given labels, the largest series first."""
         series = [one for one in self.samples.get(name, ()) if one[1] and labels.items() <= one[0].items()]
         return [printable(found.get(label, "")) for found, _ in sorted(series, key=lambda one: -one[1])]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One engine's row. Rates cover the time between two scrapes; a rate is None if there was only one.
+    """One engine's row. A rate covers the time between the last two scrapes, and is None after the first scrape.
 
     Args:
-        engine: the server, and the engine's name if the server gives one.
-        off_because: the causes that switched offloading off; empty if it is on.
-        hit_rate, hit_rate_now: share of looked-up prompt tokens found on the host, since the start and between
-            the two scrapes.
-        saved_tokens, saved_tokens_per_s: prompt tokens found on the host, since the start and per second.
-        net_s, net_s_per_s: seconds of prefill saved, minus the time lost to waiting for loads and to interference.
-        miss_cause: the most frequent cause of a lookup's first missing block; None without misses.
-        miss_share: the share of that cause among the lookups that missed.
+        engine: the server's address, followed by the engine's name if the server gives one.
+        off_because: why offloading is off; empty if it is on.
+        hit_rate, hit_rate_now: share of looked-up prompt tokens found on the host, since the engine's start and between
+            the last two scrapes.
+        saved_tokens, saved_tokens_per_s: prompt tokens found on the host, since the engine's start and per second.
+        net_s, net_s_per_s: seconds of prefill saved, minus the seconds lost to waiting for loads and to interference.
+        miss_cause: the most frequent cause of a lookup's first missing block; None if no lookup missed.
+        miss_share: the share of lookups that missed for this cause, among all that missed.
         host_bytes: bytes of host memory that are wanted, reserved (pinned) and used.
-        disk: the disk tier's state; "off" without a disk.
-        disk_bytes: bytes of the disk tier: its capacity, and how many are used.
-        remote: the remote tier's state; "off" without one. The tier's size is not known.
+        disk: the disk tier's state; "off" without a disk tier.
+        disk_bytes: the disk tier's capacity and used bytes.
+        remote: the remote tier's state; "off" without a remote tier. A remote tier's size is not known.
     """
 
     engine: str
@@ -105,7 +105,7 @@ class Server:
 
     Args:
         url: the URL of the server's metrics page.
-        now, before: each engine's last reading and the one before it, by engine name.
+        now, before: each engine's last reading and the reading before that, by the engine's name.
         problem: why the last scrape failed; empty if it succeeded.
     """
 
@@ -115,7 +115,7 @@ class Server:
     problem: str = ""
 
     def scrape(self) -> None:
-        """Read the page. After a failure, the last readings are kept."""
+        """Read the server's metrics page. If that fails, keep the last readings."""
         try:
             with urllib.request.urlopen(self.url, timeout=_TIMEOUT_S) as answer:
                 text = answer.read(_LARGEST_PAGE).decode("utf-8", "replace")
@@ -145,10 +145,10 @@ class Server:
 
 
 def page_url(text: str) -> str:
-    """Return the URL of a metrics page, given a URL, HOST:PORT, or a PORT of this machine.
+    """Return the URL of a metrics page. `text` is a URL, HOST:PORT, or a PORT of this machine.
 
     Raises:
-        CommandError: the text is none of these.
+        CommandError: `text` has none of these forms.
     """
     if text.isascii() and text.isdigit():
         text = f"127.0.0.1:{text}"
@@ -166,7 +166,7 @@ def page_url(text: str) -> str:
 
 
 def parse_page(text: str, at: float) -> dict[str, Reading]:
-    """Return a page's readings by engine name; the name is empty if the server does not give one.
+    """Return a metrics page's readings by the engine's name. The name is empty if the server does not give one.
 
     Raises:
         PageError: the text is not a metrics page, has no kvoffload metrics, or has a value that is not finite.
@@ -176,7 +176,7 @@ def parse_page(text: str, at: float) -> dict[str, Reading]:
     engines: dict[str, Reading] = {}
     try:
         families = [one for one in text_string_to_metric_families(text) if one.name.startswith("kvoffload_")]
-    except Exception as error:  # the parser may raise anything if the text is not a metrics page
+    except Exception as error:  # the parser can raise any exception if the text is not a metrics page
         raise PageError(f"it is not a page of metrics: {str(error) or type(error).__name__}") from error
     for sample in (sample for family in families for sample in family.samples):
         if not math.isfinite(sample.value):
@@ -194,7 +194,7 @@ def summarize(engine: str, now: Reading, before: Reading | None) -> Row:
     Args:
         engine: the engine's name in the row.
         now: the last reading.
-        before: the reading before that; None if there is none, or the engine has restarted since.
+        before: the reading before `now`; None if there is none, or if the engine has restarted since.
     """
     found, missed, net = _hits(now), now.total(_TOKENS, result="miss"), _net_s(now)
     then = before or now
@@ -259,7 +259,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the rows until Ctrl-C, or once.
+    """Show the table until Ctrl-C, or print it once.
 
     Raises:
         KVOffloadError: a URL is not valid.
@@ -282,7 +282,7 @@ def _print_once(servers: list[Server], interval_s: float, *, as_json: bool) -> i
     if as_json:
         _print_json(servers)
     else:
-        width = None if sys.stdout.isatty() else 250  # in a pipe, each row stays on one line
+        width = None if sys.stdout.isatty() else 250  # in a pipe, every row fits on one line
         console = Console(highlight=False, markup=False, emoji=False, width=width)
         console.print(table(servers))
     for server in servers:

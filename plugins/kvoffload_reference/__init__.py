@@ -1,1 +1,1 @@
-"""Offloading for the reference engine: translates its hooks into the adapter contract and decides nothing."""
+"""Adapter for the reference engine: translates the engine's hooks into facts and decides nothing."""

@@ -1,4 +1,4 @@
-"""The plugin that the reference engine finds by its entry point, with its worker's side on each rank."""
+"""The reference engine's plugin: makes the scheduler's side and each rank's worker side."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ _IDENTITY = EngineIdentity("reference", kvoffload.__version__, "random weights")
 
 
 class ReferencePlugin:
-    """Offloading for one reference engine, whose ranks all run in the engine's process and share a portal.
+    """Offloading for one reference engine. All ranks run in the engine's process and share one portal.
 
-    The engine asks for the scheduler's side first.
+    The engine must call `scheduler_side` before `worker_side`.
 
     Args:
         portal: runs the background work; by default a new portal. The portal is closed when the engine shuts down.
-        clocks: clocks of the scheduler's side; by default the real ones.
-        clock: clock of the transfer coroutines; by default the real one.
+        clocks: the clocks that the scheduler's side reads; by default the real clocks.
+        clock: the clock that the transfer coroutines read; by default the real clock.
         make_copier: makes each rank's copier; by default a copier for the engine's device.
-        promises: the engine's promises; by default all of them, because the reference engine keeps them all.
+        promises: what the engine promises to kvoffload; by default everything, which the reference engine keeps.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ReferencePlugin:
         """Make the scheduler's side.
 
         Raises:
-            ConfigError: the engine's `plugin_config` has bad keys or values, or `tier_key_file` cannot be used.
+            ConfigError: `plugin_config` has unknown keys or invalid values, or `tier_key_file` cannot be used.
         """
         ranks = engine.config.ranks
         self._config = parse_config(engine.config.plugin_config, ranks, advise_host_bytes(ranks))
@@ -114,7 +114,7 @@ class ReferencePlugin:
         self.workers.append(worker)
 
         def examine_layout(layout: DeviceLayout) -> list[Finding]:
-            # Models and pages are small on purpose, so a check of the copy speed would only add warnings.
+            # The copy speed is not checked, because the demo's models have small pages on purpose.
             return examine_rank(rank, engine.config.ranks, self._config, layout, checks=memory.CHECKS)
 
         return ReferenceWorker(worker, examine_layout)
@@ -155,7 +155,7 @@ class ReferenceWorker(WorkerPlugin):
 
 
 def shape_of(engine: EngineFacts, promises: Promises) -> EngineShape:
-    """Return the engine's shape. `device_blocks` does not count the null block."""
+    """Return the engine's shape. The null block is not counted in `device_blocks`."""
     return EngineShape(
         groups=tuple(map(_group, engine.groups)),
         ranks=engine.config.ranks,
@@ -171,7 +171,7 @@ def _group(group: GroupFacts) -> GroupSpec:
 
 
 def _identity_of(engine: EngineFacts, shape: EngineShape, config: OffloadConfig) -> KVIdentity:
-    """Return the KV's identity. The model's settings include the seed of its random weights."""
+    """Return the KV's identity. The model's settings, which are part of it, include the seed of its random weights."""
     model = f"{engine.config.model}, drawn by torch {version('torch')}"
     return KVIdentity(
         engine=f"{_IDENTITY.name} {_IDENTITY.version}",
@@ -184,5 +184,5 @@ def _identity_of(engine: EngineFacts, shape: EngineShape, config: OffloadConfig)
 
 
 def plugin() -> ReferencePlugin:
-    """Return a plugin for one engine. The entry point names this function."""
+    """Return a plugin for one engine. The reference engine finds this function by its entry point."""
     return ReferencePlugin()

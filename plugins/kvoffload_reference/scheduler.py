@@ -15,7 +15,7 @@ from kvoffload.runtime.scheduler_side import SchedulerSide
 
 
 class PoolDevice:
-    """Adapts the engine's block pool to the core's interface. A lease is one reference the plugin holds on a block."""
+    """The engine's block pool behind the core's interface. Each lease is a reference that the plugin has to a block."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -41,7 +41,7 @@ class PoolDevice:
         return DeviceBlockId(block) if block is not None else None
 
     def lease_problems(self, leases: Mapping[DeviceBlockId, int]) -> list[str]:
-        """Compare the core's leases with the engine's count of the plugin's references, block by block."""
+        """Return a message for each block on which the core's leases and the plugin's references differ in number."""
         counted = self._pool.leases()
         return [
             f"block {block} is leased {leases.get(DeviceBlockId(block), 0)} times, the engine counts {counted.get(block, 0)}"
@@ -52,11 +52,11 @@ class PoolDevice:
 
 @dataclass(slots=True)
 class _Sent:
-    """What was already reported about a request. Later facts contain only the rest."""
+    """How much of a request was already reported to the core. Later facts contain only what is new."""
 
     view: Request
-    keys: list[int]  # number of keys reported, per group
-    blocks: tuple[int, ...] = ()  # number of confirmed whole blocks, per group
+    keys: list[int]  # per group, the number of reported keys
+    blocks: tuple[int, ...] = ()  # per group, the number of whole blocks reported as confirmed
     runs: bool = False
 
     def has_token(self) -> bool:
@@ -64,11 +64,11 @@ class _Sent:
 
 
 class ReferenceScheduler(SchedulerPlugin):
-    """Offloading on the engine's scheduler.
+    """The hooks that the engine's scheduler calls.
 
     Args:
         offload: the runtime's scheduler side.
-        closed: called last, when the engine shuts down.
+        closed: called at the end of the engine's shutdown.
     """
 
     def __init__(self, offload: SchedulerSide, closed: Callable[[], object]) -> None:
@@ -144,7 +144,7 @@ class ReferenceScheduler(SchedulerPlugin):
         self._closed()
 
     def _progress(self, step: StepFacts) -> Iterator[facts.Progress]:
-        """Yield the progress of requests with a new block or state, a newly confirmed block, or a first step."""
+        """Yield the progress of requests that have a new block, confirmed block or state, or run for the first time."""
         complete = {state.request_id for state in step.states}
         for progress in step.progress:
             sent = self._sent[progress.request_id]
@@ -181,15 +181,15 @@ def _handed_off(state: StateMade) -> facts.StateHandedOff:
 
 
 def _appended(progress: Progress) -> tuple[tuple[DeviceBlockId, ...], ...]:
-    """Return each group's new blocks without their positions: the blocks continue the table."""
+    """Return each group's new blocks. Their positions can be left out, because new blocks are appended to the table."""
     return tuple(_blocks([block for _, block in pairs]) for pairs in progress.new_blocks)
 
 
 def _blocks(table: Sequence[int]) -> tuple[DeviceBlockId, ...]:
-    """Convert one group's table. The null block is 0 in the engine and in kvoffload."""
+    """Convert one group's block table. The null block has id 0 both in the engine and in kvoffload."""
     return tuple(map(DeviceBlockId, table))
 
 
 def _keys(known: Sequence[bytes]) -> tuple[BlockKey, ...]:
-    """Convert only the types, because the engine makes its keys in the form that kvoffload uses."""
+    """Convert keys. Only their type changes, because the engine's keys have the form that kvoffload uses."""
     return tuple(map(BlockKey, known))

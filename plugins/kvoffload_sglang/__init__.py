@@ -1,4 +1,4 @@
-"""kvoffload's lower tiers for SGLang: a dynamic storage backend below HiCache's host memory.
+"""Adapter for SGLang: offers kvoffload's disk and remote tier as a storage backend below HiCache's host memory.
 
-This package translates and decides nothing.
+The package only translates SGLang's calls.
 """

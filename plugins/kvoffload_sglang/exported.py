@@ -1,4 +1,4 @@
-"""Adds our metrics to SGLang's own `/metrics`, which sums them over the scheduler processes."""
+"""Adds kvoffload's metrics to SGLang's own `/metrics`. SGLang adds up the values of its scheduler processes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ LABELS = ("model_name", "engine", "rank", "pool")
 
 
 class Exported:
-    """The metrics of a rank's caches.
+    """Exports the metrics of one rank's tier caches.
 
     Args:
-        caches: the caches, each with its values of `LABELS`.
-        now: returns monotonic seconds.
+        caches: the tier caches, by the values of their `LABELS`.
+        now: returns the time in seconds of the monotonic clock.
     """
 
     def __init__(
@@ -31,13 +31,13 @@ class Exported:
         self._changes = [Changes(cache, now) for cache in caches.values()]
 
     def update(self) -> None:
-        """Export the changes since the last update, at most once a second."""
+        """Export what has changed since the last update. Updates have an effect at most once a second."""
         for number, changes in enumerate(self._changes):
             if changes.now() >= changes.next_s:
                 self._families.observe(changes.take() or {}, number)
 
     def close(self) -> None:
-        """Export the remaining changes. The caches are closed and have no gauges, so their gauges become 0."""
+        """Export the last changes after the caches are closed. All gauges become 0."""
         for changes in self._changes:
             changes.next_s = -math.inf
         self.update()

@@ -1,6 +1,6 @@
-"""Determines the KV identity: everything that SGLang's KV depends on, except its keys.
+"""Determines the KV identity: everything that SGLang's KV depends on apart from the page keys.
 
-SGLang's keys are digests of tokens and of a request's salt. The keys do not depend on the model.
+SGLang's page keys are digests of tokens and of a request's salt. They do not depend on the model, so the identity must.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _ELSEWHERE = (
     "speculative_token_map",
     "uno_lora_path",
 )
-"""Settings that load weights, or other inputs of the KV, from a place that is not read here."""
+"""Settings with which SGLang loads weights or other inputs of the KV from a place that this module does not read."""
 
 _WITH_VALUES = ("model", "exec", "spec")
-"""Groups of SGLang's settings that change KV values.
+"""Groups of SGLang's settings that may change KV values.
 
-Every setting of a group counts, also one that a later version adds.
+All settings in these groups are part of the identity, including settings that a later version of SGLang adds.
 """
 
 _WITHOUT_VALUES = ("exec.graph", "exec.overlap", "exec.offload")
@@ -68,19 +68,22 @@ _PLACES = (
     "grammar_backend",
     "spec_trace_dir",
 )
-"""Name prefixes, in those groups, of settings that only say where something is stored or that change only answers."""
+"""Prefixes of settings in `_WITH_VALUES` that cannot change KV values.
+
+These settings say where something is stored, or change only the answers.
+"""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """The SGLang engine of this rank.
+    """This rank's SGLang engine.
 
     Args:
-        settings: SGLang's settings, as resolved.
+        settings: SGLang's settings after SGLang has filled in its defaults.
         namespaces: the names of the settings in each of SGLang's groups.
         storage: SGLang's configuration for storage backends.
         replica: the index of this data-parallel replica.
-        device: name of the device, on which the layout of bytes may depend.
+        device: the device's name, because the layout of a page may depend on the device.
     """
 
     settings: Mapping[str, Any]
@@ -91,12 +94,12 @@ class Engine:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks among which the bytes in the settings are divided."""
+        """How many ranks share the byte counts in the settings."""
         return int(self.storage.tp_size * self.storage.pp_size * self.storage.attn_cp_size)
 
     @property
     def labels(self) -> tuple[str, str, str]:
-        """Name of the model, replica and rank, as in metrics."""
+        """The values of the metrics' labels: the model's name, the replica and the rank."""
         storage = self.storage
         rank = (
             storage.pp_rank * storage.attn_cp_size + storage.attn_cp_rank
@@ -105,14 +108,14 @@ class Engine:
 
     @property
     def identity(self) -> EngineIdentity:
-        """The engine, for people to read."""
+        """The engine's name and version, the model and the replica, for people to read."""
         return EngineIdentity(
             "sglang", version("sglang"), str(self.settings["served_model_name"]), self.replica
         )
 
 
 def this_engine(storage: HiCacheStorageConfig) -> Engine:
-    """Return the engine of this process."""
+    """Return the SGLang engine that runs in this process."""
     import torch
     from msgspec.structs import fields
     from sglang.srt.runtime_context import get_parallel, get_server_args
@@ -147,15 +150,15 @@ def find_problems(engine: Engine, *, has_identity: bool) -> Iterator[str]:
 def find_identity(
     engine: Engine, pool_name: str, pool: HostKVCache, root: Path, by_hand: str | None, key: TierKey | None
 ) -> KVIdentity:
-    """Return the identity of the pages in a pool. May read all weights.
+    """Return the KV identity of the pages in a pool. This function may read all weights.
 
     Args:
         engine: the engine.
-        pool_name: SGLang's name of the pool.
+        pool_name: SGLang's name for the pool.
         pool: the host pool.
-        root: folder of the file that caches digests of weights.
-        by_hand: the setting `weights_id`, None if it is not set.
-        key: authenticates the cached digests; None if all writers are trusted.
+        root: the folder with the file that caches digests of weights.
+        by_hand: the setting `weights_id`; None if it is not set.
+        key: authenticates the cached digests; None if every process that writes them is trusted.
 
     Raises:
         DiskError: the identity cannot be determined.
@@ -180,12 +183,12 @@ def find_identity(
         )
     except DiskError:
         raise
-    except Exception as error:  # SGLang or the hub may raise any exception here.
+    except Exception as error:  # SGLang or the Hugging Face library may raise any exception
         raise DiskError(f"what this engine's KV depends on cannot be determined: {error!r}") from error
 
 
 def is_shared(engine: Engine, pool_name: str) -> bool:
-    """Whether all tensor-parallel ranks hold the same pages of this pool, and only one rank writes."""
+    """Return whether all tensor-parallel ranks have the same pages in this pool, so that only one rank writes them."""
     storage = engine.storage
     return storage.is_mla_model and storage.tp_size > 1 and pool_name not in ("mamba", "draft", "draft_swa")
 
@@ -238,7 +241,7 @@ def _weights(engine: Engine, root: Path, key: TierKey | None) -> str:
 
 
 def _folder(name: str, revision: str | None, cache: str | None) -> Path:
-    """Return the folder with a model's files: a local folder, or the model's snapshot in the Hugging Face cache."""
+    """Return the folder with the model's files: a local folder, or a snapshot in the Hugging Face cache."""
     if (folder := Path(name)).is_dir():
         return folder
     from huggingface_hub import snapshot_download
@@ -247,7 +250,7 @@ def _folder(name: str, revision: str | None, cache: str | None) -> Path:
 
 
 def _digest(engine: Engine) -> str:
-    """Return a digest of the settings that may change KV values."""
+    """Return a digest of all settings that may change KV values."""
     names = [
         name
         for group, members in engine.namespaces.items()

@@ -1,4 +1,8 @@
-"""The pages of one of SGLang's host pools, as regions of memory: one per layer and kind, or one in page-first layouts."""
+"""Finds the memory regions of the pages in SGLang's host pools.
+
+In layer-first layouts, a page has a region for the keys and one for the values of each layer. In page-first layouts,
+one region contains all layers.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +20,16 @@ if TYPE_CHECKING:
 
 
 class HostPages:
-    """The memory addresses of a host pool's pages.
+    """Finds the memory of a host pool's pages.
 
     Args:
         pool: the host pool.
-        name: SGLang's name of the pool.
+        name: SGLang's name for the pool.
 
     Attributes:
         pool: the host pool.
         page_tokens: the number of token positions in a page.
-        page_bytes: bytes of each region of a page.
+        page_bytes: the size of each of a page's memory regions, in bytes.
 
     Raises:
         ConfigError: the pool does not provide its pages' addresses.
@@ -36,14 +40,14 @@ class HostPages:
         self.page_tokens: int = pool.page_size
         try:
             _, sizes = pool.get_page_buffer_meta(torch.arange(self.page_tokens))
-        except Exception as error:  # A pool without addresses may raise any exception.
+        except Exception as error:  # a pool that has no addresses may raise any exception
             layout = getattr(pool, "layout", None)
             problem = f"SGLang's {name} pool in the layout {layout!r} has no addresses for storage: {error!r}"
             raise ConfigError([problem]) from error
         self.page_bytes = tuple(sizes)
 
     def at(self, host_indices: torch.Tensor) -> list[Page]:
-        """Return the pages at these positions; each page has `page_tokens` positions."""
+        """Return the pages that contain these token positions. Each page has `page_tokens` of the positions."""
         addresses, sizes = self.pool.get_page_buffer_meta(host_indices)
         regions = [
             memoryview((c_char * size).from_address(address)).cast("B")

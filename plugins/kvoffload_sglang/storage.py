@@ -1,9 +1,9 @@
 """`KVOffloadStorage`: kvoffload's disk and remote tier as a storage backend of SGLang's HiCache.
 
-SGLang makes one object per rank, in the rank's scheduler process. SGLang's prefetch thread asks which leading pages
-exist, and uses the smallest answer of all ranks. SGLang's I/O threads read and write pages of SGLang's host pools. A
-call that hung would block its thread forever, so each call has a time limit. SGLang then computes the pages that were
-not read.
+SGLang creates one storage object per rank, in the rank's scheduler process. SGLang's prefetch thread asks how many
+leading pages exist, and uses the smallest answer of all ranks. SGLang's I/O threads read and write pages of SGLang's
+host pools. Each call has a time limit, because a call that hangs would block its thread forever. If a read does not
+end in time, SGLang computes the missing pages.
 """
 
 from __future__ import annotations
@@ -40,22 +40,23 @@ ASK_S: Final = 0.5
 COPY_S: Final = 1.0
 COPY_S_PER_TOKEN: Final = 0.25 / 1024
 LONGEST_S: Final = 5.0
-"""Time limits of a call, in seconds. SGLang lets a request wait 1 s, and 0.25 s more per 1,024 tokens.
+"""The longest time limit of a call, in seconds.
 
-When SGLang detaches the backend or flushes its cache, it waits 10 s for its threads; a longer call would end the
-engine.
+The limits grow like the time that SGLang lets a request wait: 1 s, and 0.25 s more per 1,024 tokens. They must stay
+well below 10 s: SGLang waits that long for its threads before it detaches the backend or flushes its cache, and then
+stops.
 """
 
 
 class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checker runs without SGLang
-    """kvoffload's lower tiers for one rank.
+    """Lets one SGLang rank use kvoffload's disk and remote tier.
 
     Args:
-        storage_config: SGLang's configuration for storage backends; its `extra_config` contains our settings.
-        _: further arguments, which are not used.
+        storage_config: SGLang's configuration for storage backends; `extra_config` contains kvoffload's settings.
+        _: not used; SGLang passes further arguments here.
 
     Raises:
-        ConfigError: the settings cannot be used, or this engine's KV cannot be kept. The message lists all reasons.
+        ConfigError: the settings are invalid, or this engine's KV cannot be stored. The message lists all reasons.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, _: Mapping[str, Any] | None = None) -> None:
@@ -68,15 +69,15 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
     # -- pools ------------------------------------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
-        """Register the pool of the attention layers."""
+        """Register the host pool of the attention layers."""
         super().register_mem_pool_host(mem_pool_host)
         self.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
 
     def register_mem_host_pool_v2(self, host_pool: HostKVCache, host_pool_name: PoolName) -> None:
-        """Register a pool of recurrent states, of sliding windows or of an index.
+        """Register any other host pool, such as the pool of recurrent states or of sliding windows.
 
         Raises:
-            ConfigError: pages of this pool cannot be kept.
+            ConfigError: pages of this pool cannot be stored.
         """
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = str(host_pool_name)
@@ -95,10 +96,10 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
         self._pools[name] = HostPages(host_pool, name)
 
     def on_host_pools_registered(self) -> None:
-        """Open the tiers for all pools. Other threads read the weights and open the files.
+        """Start to open the tiers for all pools. Background threads read the weights and open the files.
 
         Raises:
-            KVOffloadError: there is no memory for the staging slots.
+            KVOffloadError: there is not enough memory for the staging slots.
         """
         config, key = self._config, read_tier_key(self._config.tier_key_file)
         root = config.disk_path or Path.home() / ".cache" / "kvoffload"
@@ -119,7 +120,7 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
     # -- SGLang's calls ---------------------------------------------------------------------------------------------
 
     def batch_exists(self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Return how many leading pages a tier has."""
+        """Return how many of the prefix's pages a tier has, counted up to the first missing page."""
         return [*self._which(PoolName.KV, keys), False].index(False)
 
     def batch_exists_v2(
@@ -128,7 +129,10 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Return the longest restorable prefix, all restorable lengths, and the longest one of each pool."""
+        """Return the length of the longest prefix that can be restored, in pages.
+
+        The result also contains all lengths that can be restored, and the greatest length for each pool.
+        """
         found = self.batch_exists(keys)
         reach: dict[str, int] = {PoolName.KV: found}
         lengths = set(range(1, found + 1))
@@ -144,7 +148,7 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Copy pages into SGLang's pool of attention layers; return for each page whether it was copied."""
+        """Copy pages into SGLang's pool of attention layers. Return for each page whether it was copied."""
         return self._get(PoolName.KV, keys, host_indices, _until(host_indices))
 
     def batch_set_v1(
@@ -153,13 +157,13 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Write pages of SGLang's pool of attention layers; return for each page whether a tier has it now."""
+        """Write pages of SGLang's pool of attention layers. Return for each page whether a tier has it now."""
         return self._put(PoolName.KV, keys, host_indices, _until(host_indices))
 
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Copy pages into several pools; return for each page of each pool whether it was copied."""
+        """Copy pages into several pools. Return, by pool, whether each page was copied."""
         until = _until(*(each.host_indices for each in transfers))
         return {
             each.name: self._get(each.name, each.keys or (), each.host_indices, until) for each in transfers
@@ -168,7 +172,7 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
     def batch_set_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Write pages of several pools; return for each page of each pool whether a tier has it now."""
+        """Write pages of several pools. Return, by pool, whether a tier now has each page."""
         until = _until(*(each.host_indices for each in transfers))
         return {
             each.name: self._put(each.name, each.keys or (), each.host_indices, until) for each in transfers
@@ -195,11 +199,10 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
         return cache.put(_digests(keys), pool.at(host_indices), until - time.monotonic())
 
     def clear(self) -> None:
-        """Begin a new generation, so that neither this process nor a later one finds earlier pages.
+        """Begin a new generation of pages. Neither this process nor a later one finds pages written before this call.
 
         Raises:
-            KVOffloadError: a tier does not answer, so a later process could still find earlier pages; call `clear`
-                again.
+            KVOffloadError: a tier does not answer, so a later process might still find those pages. Call `clear` again.
         """
         failed = [name for name, cache in self._caches.items() if not cache.reset()]
         if failed:
@@ -208,12 +211,12 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
             )
 
     def get_stats(self) -> None:
-        """Update our metrics, which SGLang's `/metrics` shows. SGLang calls this in each step if it has metrics."""
+        """Update kvoffload's metrics in SGLang's `/metrics`. SGLang calls this in each step if its metrics are on."""
         if self._exported is not None:
             self._exported.update()
 
     def close(self) -> None:
-        """Close files and connections. SGLang's threads have ended."""
+        """Close files and connections. Call this after SGLang's threads have ended."""
         for cache in self._caches.values():
             cache.close()
         if self._exported is not None:
@@ -228,10 +231,10 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
 
 
 def _checked(engine: Engine) -> OffloadConfig:
-    """Return the settings.
+    """Return kvoffload's settings after checking both the settings and the engine.
 
     Raises:
-        ConfigError: the settings cannot be used, or the engine's KV cannot be kept.
+        ConfigError: the settings are invalid, or the engine's KV cannot be stored.
     """
     config, problems = None, list[str]()
     try:
@@ -245,11 +248,11 @@ def _checked(engine: Engine) -> OffloadConfig:
 
 
 def _restorable(transfer: PoolTransfer, has: Sequence[bool]) -> set[int]:
-    """Return the prefix lengths, in pages, at which a pool can be restored.
+    """Return the lengths, in pages, of all prefixes for which the tiers have what SGLang needs from a pool.
 
     Args:
-        transfer: the pages of the pool that SGLang needs.
-        has: for each page of the prefix, whether a tier has the pool's part of it.
+        transfer: says which of the pool's pages SGLang needs: all of them, or the last ones.
+        has: for each of the prefix's pages, whether a tier has it.
     """
     if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
         width = len(has)

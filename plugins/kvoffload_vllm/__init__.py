@@ -1,5 +1,5 @@
-"""Offloading for vLLM: translates its connector hooks into the adapter contract and decides nothing.
+"""Adapter for vLLM: translates vLLM's connector hooks into facts, and plans into vLLM's messages. Decides nothing.
 
-`register` is the entry point; `connector` has the class that vLLM loads; `scheduler` and `worker` implement its hooks
-on each side; `groups`, `layout` and `progress` translate. Importing this package does not import vLLM.
+`register` is the entry point. `connector` has the class that vLLM loads; `scheduler` and `worker` implement the hooks
+on each side; `groups`, `layout` and `progress` translate vLLM's data. Importing this package does not import vLLM.
 """

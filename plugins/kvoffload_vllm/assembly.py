@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from kvoffload.disk.identity import KVIdentity
     from kvoffload.transfer.layout import DeviceLayout
 
-_REPORT_EVERY = 16  # in steps; a decoding batch completes only a few blocks per step
+_REPORT_EVERY = 16  # steps between two reports, because a decoding batch completes only a few blocks per step
 
 
 def start_scheduler(
     scheduler: VllmScheduler, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> None:
-    """Initialize a connector as the scheduler's half.
+    """Initialize a connector in the scheduler's process.
 
     Raises:
         ConfigError: offloading cannot start; the message lists every reason.
@@ -95,9 +95,9 @@ def start_scheduler(
 
 
 def start_worker(worker: VllmWorker, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Initialize a connector as a worker's half.
+    """Initialize a connector in a worker's process.
 
-    Workers start before the scheduler, so this is where a bad setting stops the engine.
+    Workers start before the scheduler, so a bad setting stops the engine here.
 
     Raises:
         ConfigError: offloading cannot start; the message lists every reason.
@@ -134,7 +134,7 @@ def start_worker(worker: VllmWorker, vllm_config: VllmConfig, kv_cache_config: K
 
 
 def join_logging() -> None:
-    """Log through vLLM's handlers and at vLLM's level, unless kvoffload's logger has its own handlers."""
+    """Make kvoffload log through vLLM's handlers at vLLM's level, unless kvoffload's logger has handlers of its own."""
     ours, theirs = logging.getLogger(ROOT), logging.getLogger("vllm")
     if ours.handlers or not theirs.handlers:
         return
@@ -147,7 +147,7 @@ def join_logging() -> None:
 def _replica(vllm_config: VllmConfig) -> int:
     """Return the engine's index among data-parallel engines.
 
-    This is not the engine's data-parallel rank: for a dense model, vLLM gives all engines rank 0.
+    The engine's data-parallel rank would not do: for a dense model, vLLM gives every engine rank 0.
     """
     return int(vllm_config.parallel_config.data_parallel_index)
 
@@ -155,9 +155,9 @@ def _replica(vllm_config: VllmConfig) -> int:
 def _lower_tiers(
     vllm_config: VllmConfig, config: OffloadConfig, groups: VllmGroups, key: TierKey | None = None
 ) -> tuple[Identification | None, DiskPlace | None, RemotePlace | None]:
-    """Return the KV's identification, its place on the disk and its place in the remote tier; None if not used.
+    """Return the KV's identification, the disk tier's place and the remote tier's place; None for what is not used.
 
-    Each data-parallel engine has its own files on the disk; all of them share the remote tier.
+    Each data-parallel engine has its own files on the disk. All of these engines share the remote tier.
 
     Raises:
         ConfigError: no other process could find this engine's blocks in a lower tier.
@@ -187,7 +187,7 @@ def _lower_tiers(
 def _check(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, policy: str = RECOMPUTE
 ) -> tuple[VllmGroups, OffloadConfig]:
-    """Parse the settings and translate the model's groups; raise one error with the problems of both."""
+    """Parse the settings and translate the model's groups. If either fails, raise one error with all problems."""
     problems: list[str] = []
     groups = config = None
     try:
@@ -206,7 +206,7 @@ def _check(
 
 
 def _config(vllm_config: VllmConfig, rank_bytes: int) -> OffloadConfig:
-    """Parse the settings; `rank_bytes` is the size of one rank's KV cache."""
+    """Parse kvoffload's settings. `rank_bytes` is the size of one rank's KV cache."""
     raw = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
     ranks = vllm_config.parallel_config.world_size
     local_ranks = getattr(vllm_config.parallel_config, "local_world_size", None)
@@ -221,11 +221,12 @@ def _config(vllm_config: VllmConfig, rank_bytes: int) -> OffloadConfig:
 
 
 def find_failure_policy(vllm_config: VllmConfig) -> str:
-    """Return `kv_load_failure_policy` as vLLM's scheduler reads it. Call it while vLLM creates a worker's connector.
+    """Return the `kv_load_failure_policy` of vLLM's scheduler. Call this while vLLM creates a worker's connector.
 
-    The scheduler reads the outermost connector's configuration. A MultiConnector gives each child a copy of vLLM's
-    configuration in which the child's `kv_transfer_config` replaces the outer one. While vLLM creates a worker, the
-    original is the process's current configuration; in the scheduler's process a child cannot find the original.
+    The scheduler reads the policy in the outermost connector's configuration. A MultiConnector gives each child a
+    copy of vLLM's configuration, in which the child's `kv_transfer_config` replaces the outer one. While vLLM creates
+    a worker, the original is still the process's current configuration. In the scheduler's process, a child cannot
+    find it.
     """
     from vllm.config.vllm import get_current_vllm_config_or_none
 

@@ -1,4 +1,4 @@
-"""Reads vLLM's own command line for the doctor, as vLLM reads it, but without importing vLLM.
+"""Parses vLLM's own command line for the doctor as vLLM does, but without importing vLLM.
 
 Options that the doctor does not need are ignored.
 """
@@ -19,10 +19,10 @@ CHANGE_SIZES = [
     "--config", "--config-format", "--hf-config-path", "--hf-overrides", "--kv-cache-dtype-skip-layers", "--model-class-overrides",
     "--model-impl", "--quantization-config", "--spec-method", "--spec-model", "--spec-tokens", "--speculative-config", "-sc",
 ]  # fmt: skip
-"""With one of these options, the sizes of blocks do not follow from the other options and the model's `config.json`."""
+"""Options with which block sizes cannot be computed from the other options and the model's `config.json`."""
 
 CHOOSE_BLOCKS = ["--attention-backend", "--attention-config", "-ac"]
-"""With one of these options, vLLM may choose a block size other than its usual one."""
+"""Options with which vLLM may choose a block size other than its default."""
 
 _AddOption = Callable[..., object]
 _STARTS = ("serve", "vllm.entrypoints.openai.api_server")
@@ -37,14 +37,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def read_command_line(words: Sequence[str], add_options: Callable[[_AddOption], None]) -> argparse.Namespace:
-    """Return the options in vLLM's command line; an option that is not given is None.
+    """Return the options in vLLM's command line. The value of an option that is not given is None.
 
     Args:
         words: the command line, such as `vllm serve MODEL --tensor-parallel-size 2`.
-        add_options: adds the doctor's own options, by calls of the given `add_argument`.
+        add_options: adds the doctor's own options by calling the `add_argument` that it gets.
 
     Raises:
-        ConfigError: the command does not start vLLM's server, or vLLM would refuse an option's value.
+        ConfigError: the command does not start vLLM's server, or has an option value that vLLM would refuse.
     """
     begin = next((number for number, word in enumerate(words) if word in _STARTS), None)
     if begin is None:
@@ -52,7 +52,8 @@ def read_command_line(words: Sequence[str], add_options: Callable[[_AddOption], 
     rest = list(_plain(words[begin + 1 :]))
     add = (parser := _Parser(add_help=False)).add_argument
     add_options(add)
-    add("--quantization", "-q")  # otherwise it would be taken for an abbreviation of --quantization-config
+    # Otherwise argparse would take this option for an abbreviation of --quantization-config.
+    add("--quantization", "-q")
     for name in CHANGE_SIZES + CHOOSE_BLOCKS:
         add(name, nargs="*", dest=name)
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
@@ -68,7 +69,10 @@ def read_command_line(words: Sequence[str], add_options: Callable[[_AddOption], 
 
 
 def number(text: str) -> int:
-    """Parse a number for `type=`: as vLLM does ("1k" is 1,000, "1K" is 1,024), or a size; 0 means that vLLM decides."""
+    """Parse a number or a size for argparse's `type=`. As in vLLM, "1k" is 1,000 and "1K" is 1,024.
+
+    Return 0 for "auto" and -1, with which vLLM chooses the number.
+    """
     return 0 if text in ("auto", "-1") else _scaled(text) or size(text)
 
 
@@ -78,7 +82,7 @@ def _scaled(text: str) -> int | None:
 
 
 def _plain(words: Sequence[str]) -> Iterator[str]:
-    """Yield the words with dashes in options' names, and each object of `--name.key VALUE` options as JSON."""
+    """Yield the words in one form: names of options with dashes, and `--name.key VALUE` options joined into JSON."""
     objects: dict[str, dict[str, Any]] = {}
     left = iter(words)
     for word in left:

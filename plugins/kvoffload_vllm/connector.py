@@ -1,6 +1,6 @@
 """The connector class that vLLM loads.
 
-The class has the hooks of both roles; each instance has the state of one role.
+The class has the hooks of both the scheduler and the workers; each instance has the state of only one of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # Before 0.32, vLLM does not distinguish hits by source.
+except ImportError:  # vLLM before 0.32 does not distinguish hits by their source
     CacheHitSource = None
 
 
@@ -46,11 +46,11 @@ class KVOffloadConnector(VllmScheduler, VllmWorker, KVConnectorBase_V1, Supports
     """Keeps computed KV blocks in host memory and loads them back.
 
     Raises:
-        ConfigError: the settings, the model or this vLLM cannot be used; the message lists every problem.
+        ConfigError: the settings, the model or this vLLM version cannot be used; the message lists every problem.
     """
 
     requires_kv_delivery = False
-    """False, because this is a cache: no request's output depends on whether its blocks were stored."""
+    """False, because the connector is a cache: a request's output never depends on whether blocks were stored."""
 
     supports_divergent_local_hybrid_hits = False
 
@@ -84,17 +84,17 @@ class KVOffloadConnector(VllmScheduler, VllmWorker, KVConnectorBase_V1, Supports
         super().clear_connector_metadata()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: loads are asynchronous, so no layer waits."""
+        """Do nothing, because loads end before their request is scheduled, so no layer has to wait."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: object
     ) -> None:
-        """Do nothing: stores of all layers start together after the forward pass."""
+        """Do nothing, because the stores of all layers start together after the forward pass."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return the requests whose loads ended. Only vLLM before 0.30 calls this.
+        """Return the requests whose loads ended. Only vLLM versions before 0.30 call this method.
 
-        These versions get failed loads from `get_block_ids_with_load_errors`, and only if the model has one group.
+        They learn from `get_block_ids_with_load_errors` which loads failed, and only for models with one group.
         """
         received = self.take_received()
         self._bad_blocks = received.bad_blocks

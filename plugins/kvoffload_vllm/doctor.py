@@ -1,6 +1,6 @@
-"""The doctor's checks for vLLM, run before and during its start.
+"""The doctor's checks for vLLM. Some of them also run when vLLM starts.
 
-The checks never import vLLM, because that takes seconds.
+The checks never import vLLM, because importing vLLM takes seconds.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from kvoffload_vllm.support import NEWEST_RUN, VERSIONS, option_problems, role_p
 HELP = "vLLM"
 
 RECOMPUTE = "recompute"
-"""vLLM's policy for failed loads that recomputes the tokens instead of failing the request."""
+"""The value of `kv_load_failure_policy` with which vLLM recomputes the tokens of a failed load."""
 
 _GROUP, _ENTRY = "vllm.general_plugins", "kvoffload"
 _OPTION = "--kv-transfer-config"
-_HASHES = ("sha256", "sha256_cbor")  # finding two prompts with the same hash is infeasible
+_HASHES = ("sha256", "sha256_cbor")  # it is infeasible to find two prompts with the same hash
 _BY_HAND = "--block-bytes and --device-blocks"
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add vLLM's command line, options that have vLLM's own names, and options for the sizes that vLLM logs."""
+    """Add an argument for vLLM's command line, some of vLLM's own options, and options for sizes that vLLM logs."""
     words = "vLLM's own command line, after --: kvoffload doctor -- vllm serve MODEL ...; the options below override it"
     group.add_argument("command_line", metavar="COMMAND", nargs="*", help=words)
     _add_options(group.add_argument)
@@ -59,10 +59,10 @@ def _add_options(add: Callable[..., object]) -> None:
 
 
 def read_arguments(args: argparse.Namespace) -> Given:
-    """Return the settings, sizes and checks that the options and vLLM's command line give.
+    """Return the settings, sizes and checks that follow from the options and vLLM's command line.
 
     Raises:
-        ConfigError: an option, the connector's configuration or the model's `config.json` cannot be read or is invalid.
+        ConfigError: an option, the connector's configuration or the model's `config.json` is unreadable or invalid.
     """
     checks: tuple[Check, ...] = ()
     if args.command_line:
@@ -86,7 +86,7 @@ def read_arguments(args: argparse.Namespace) -> Given:
 
 
 def _options(line: argparse.Namespace) -> Check:
-    """Return the check of the options with which the connector refuses to start."""
+    """Return a check that fails if vLLM's command line has options with which the connector refuses to start."""
     line.world_size = (line.tensor_parallel_size or 1) * (line.pipeline_parallel_size or 1)
     problems = "; ".join(option_problems(line.enable_prefix_caching is not False, line, line))
     finding = fail(problems, "correct what is named") if problems else ok("the connector works with them")
@@ -98,8 +98,8 @@ def recurrent_states(block_tokens: int, interval: int | None) -> Check:
 
     Args:
         block_tokens: tokens in one block of a model with recurrent layers.
-        interval: vLLM's `prefix_cache_retention_interval`: 0 keeps only the state at a prompt's last block boundary,
-            None keeps the states at all block boundaries.
+        interval: vLLM's `prefix_cache_retention_interval`. With 0, vLLM keeps only the state at a prompt's last block
+            boundary; with None, the states at all block boundaries.
     """
     text = f"hits of this model end at multiples of {block_tokens} tokens; shorter prefixes are never found"
     finding = ok(text)
@@ -113,7 +113,7 @@ def recurrent_states(block_tokens: int, interval: int | None) -> Check:
 
 
 def block_hashes(algorithm: str) -> Check:
-    """Return the check of vLLM's `prefix_caching_hash_algo`. The algorithm matters only with a tier below the host."""
+    """Return a check of vLLM's `prefix_caching_hash_algo`. The check never fails without a tier below the host."""
 
     def find(setup: Setup) -> Finding:
         has_tiers = setup.config.disk_path is not None or setup.config.remote_url is not None
@@ -129,7 +129,7 @@ def block_hashes(algorithm: str) -> Check:
 
 
 def load_failures(policy: object) -> Check:
-    """Return the check of vLLM's policy for failed loads; `policy` is None if it is unknown."""
+    """Return a check of vLLM's policy for failed loads. `policy` is None if the policy is not known."""
 
     def find(setup: Setup) -> Finding:
         if policy is None:
@@ -189,7 +189,10 @@ def _transfer(transfer: dict[str, Any] | None, *, is_whole: bool) -> Finding:
 
 
 def _connector(transfer: dict[str, Any]) -> dict[str, Any] | None:
-    """Return our connector's configuration, which may be an entry of a MultiConnector; None if there is none."""
+    """Return the configuration of kvoffload's connector; None if vLLM will not use this connector.
+
+    The configuration may be an entry of a MultiConnector.
+    """
     extra = transfer.get("kv_connector_extra_config")
     several = extra.get("connectors") if isinstance(extra, dict) else None
     entries = (transfer, *(several if isinstance(several, list) else ()))
@@ -202,7 +205,7 @@ def _settings(transfer: dict[str, Any]) -> Mapping[str, object]:
 
 
 def _sizes(args: argparse.Namespace) -> tuple[Sizes, Finding]:
-    """Return the sizes and the finding about them. Sizes given as options override sizes computed from the model."""
+    """Return the engine's sizes and a finding about them. Sizes given as options replace sizes of the model."""
     stages = args.pipeline_parallel_size or 1
     ranks = (args.tensor_parallel_size or 1) * stages
     engines = args.data_parallel_size_local or args.data_parallel_size or 1
@@ -233,7 +236,7 @@ def _sizes(args: argparse.Namespace) -> tuple[Sizes, Finding]:
 
 
 def _check_computable(args: argparse.Namespace) -> None:
-    """Raise an error if vLLM's command line has options with which the sizes do not follow from `config.json`."""
+    """Raise an error if vLLM's command line has options with which the sizes cannot be computed from `config.json`."""
     names = CHANGE_SIZES if args.block_size else CHANGE_SIZES + CHOOSE_BLOCKS
     if given := [name for name in names if getattr(args, name, None) is not None]:
         raise SizesNotKnown(f"sizes with {', '.join(given)} are not computed")

@@ -1,10 +1,11 @@
-"""KV cache events for routers: which blocks arrived on the host or a tier below it, and which left.
+"""KV cache events for routers: they say which blocks arrived on the host or on a lower tier, and which blocks left.
 
 An event contains a block's tokens. The tokens are known only while the block's request is alive, but the block may be
-stored much later. So `BlockNotes` takes a note when a block is computed or loaded, and keeps it while the block may
-still arrive on a tier. Notes contain token ids, so they are kept here instead of in the core, and only if vLLM
-publishes events. A block that another process left on the disk or in the remote tier is published when its note is
-taken. Events about the remote tier cover only the blocks that this engine wrote there or asked it for.
+stored much later. So `BlockNotes` records the tokens in a note when a block is computed or loaded, and keeps the note
+while the block may still arrive on a tier. Because notes contain token ids, the core does not keep them, and they
+exist only if vLLM publishes events. For a block that another process left on the disk or in the remote tier, the
+event follows when this engine takes the block's note. Events about the remote tier cover only blocks that this engine
+wrote to the remote tier or looked up there.
 """
 
 from __future__ import annotations
@@ -29,23 +30,24 @@ if TYPE_CHECKING:
     from kvoffload.core.key_index import KeyIndex
     from kvoffload_vllm.pool_device import VllmDevice
 
-_PLACES = {  # vLLM's names of places; LOCAL is the machine that publishes the event
+# vLLM's names for the tiers; LOCAL means the machine that publishes the event.
+_PLACES = {
     Tier.HOST: {"medium": "CPU", "locality": "LOCAL"},
     Tier.DISK: {"medium": "STORAGE", "locality": "LOCAL"},
     Tier.REMOTE: {"medium": "STORAGE", "locality": "REMOTE"},
 }
-_TOKEN = "i"  # four bytes per token
+_TOKEN = "i"  # a signed integer of four bytes
 
 
 @dataclass(frozen=True, slots=True)
 class BlockNote:
-    """The data about one block that its events contain.
+    """The data that a block's events contain.
 
     Args:
-        parent: hash of the previous block, None for a prompt's first block.
-        tokens: the block's token ids, packed: a tuple would take eight times the memory.
-        adapter: id and name of the LoRA adapter that computed the block, None without one.
-        extra_keys: vLLM's extra keys, which the block's hash covers in addition to the tokens; None if there are none.
+        parent: the hash of the previous block; None for a prompt's first block.
+        tokens: the block's token ids as packed bytes, because a tuple would take eight times the memory.
+        adapter: the id and name of the LoRA adapter that computed the block; None without an adapter.
+        extra_keys: whatever else the block's hash covers apart from the tokens; None if there is nothing else.
     """
 
     parent: bytes | None
@@ -59,22 +61,23 @@ class BlockNote:
 
 
 class BlockNotes:
-    """Notes of the blocks that requests compute, by block size and hash; the least recently checked note comes first.
+    """Keeps notes about the blocks that requests compute.
 
     A note is kept after its block has arrived on a tier, because the block may leave and arrive again. Groups with the
-    same block size share notes: their blocks that end with the same token have the same hash.
+    same block size share notes, because their blocks that end with the same token have the same hash.
 
     Args:
         groups: the groups that are offloaded.
         wire: the event classes and conversions of the installed vLLM.
-        is_held: whether the device or the host has a key's block, so that the block can still be copied to a tier. A
-            block stays on the device while it is being copied.
+        is_held: returns whether the device or the host has the block with this key, so that the block may still be
+            copied to a tier. A block stays on the device while it is being copied.
 
     Attributes:
-        awaited: for each block that arrived on a tier before its note: the block's key and the tiers on which it
-            arrived.
-        late: awaited keys whose note has been taken since the last `TierEvents.take`.
-        by_ratio: the notes by block hash, for each block size (measured in hashes).
+        awaited: blocks that arrived on a tier before their notes were taken: the block's key, and the tiers on which
+            the block arrived.
+        late: keys in `awaited` whose notes were taken since the last call of `TierEvents.take`.
+        by_ratio: for each block size, as a number of hashes: the notes by block hash. Notes that have not been
+            checked for the longest time come first.
     """
 
     def __init__(self, groups: VllmGroups, wire: Wire, is_held: Callable[[BlockKey], bool]) -> None:
@@ -90,20 +93,20 @@ class BlockNotes:
         }
 
     def get(self, key: BlockKey) -> BlockNote | None:
-        """Return a block's note, None if it has none."""
+        """Return the note about a block; None if there is no note."""
         block_hash, number = split_key(key)
         return self.by_ratio[self._ratios[number]].get(block_hash)
 
     def take(self, request: Request, first: int, computed_tokens: int) -> int:
-        """Note the blocks that hold a request's computed tokens.
+        """Take notes about the blocks whose tokens a request has computed.
 
         Args:
             request: vLLM's request.
-            first: how many of the request's hashes are already noted.
-            computed_tokens: how many tokens of the request are computed. A partly computed block is not noted.
+            first: how many of the request's hashes already have notes.
+            computed_tokens: how many of the request's tokens are computed. A partly computed block gets no note.
 
         Returns:
-            How many of the request's hashes are noted now.
+            How many of the request's hashes have notes now.
         """
         last = min(computed_tokens // self._hash_tokens, len(request.block_hashes))
         if last <= first:
@@ -130,9 +133,9 @@ class BlockNotes:
                 self.late += [key for key in self._keys(block_hash, ratio) if key in self.awaited]
 
     def _drop_oldest(self, ratio: int) -> None:
-        """Above the limit, check the two oldest notes, and drop each note that is no longer needed.
+        """If there are too many notes, check two of them, and drop those whose block cannot be stored any more.
 
-        Two checks for each added note keep the total below twice the number of needed notes.
+        With two checks for each new note, at most half of the notes are ones that could be dropped.
         """
         notes = self.by_ratio[ratio]
         for _ in range(2):
@@ -150,9 +153,9 @@ class TierEvents:
 
     Args:
         groups: the groups that are offloaded.
-        indexes: the index of each tier, which logs the keys that arrive and leave.
+        indexes: each tier's index, which records the keys that arrive and leave.
         wire: the event classes and conversions of the installed vLLM.
-        device: vLLM's block pool, which tells whether a block may still be stored.
+        device: vLLM's block pool. A block in this pool may still be stored.
     """
 
     def __init__(
@@ -170,7 +173,7 @@ class TierEvents:
         self._ledgers = {tier: index.watch() for tier, index in indexes.items()}
 
     def take(self) -> Iterable[KVCacheEvent]:
-        """Return the events since the last call."""
+        """Return the events for what happened since the last call."""
         late, awaited = self.notes.late, self.notes.awaited
         if not (late or any(self._ledgers.values())):
             return ()
@@ -183,14 +186,13 @@ class TierEvents:
         return events
 
     def events(self, tier: Tier, ledger: Iterable[tuple[BlockKey, bool]]) -> Iterator[KVCacheEvent]:
-        """Yield one removal event per group, then one event for each block that arrived, parents first.
+        """Yield one removal event for each group, then an event for each block that arrived. Parents come first.
 
-        A block without a note is skipped when it arrives and when it leaves: without its parent it would look like the
-        first block of a prompt.
+        Blocks without a note get no events: without a parent, such a block would look like the first block of a prompt.
 
         Args:
-            tier: the tier of these blocks.
-            ledger: keys that arrived (True) or left (False), in order; only the last entry of each key counts.
+            tier: the tier on which these blocks arrived or which they left.
+            ledger: keys that arrived (True) or left (False), in order; only the last entry for each key counts.
         """
         came: dict[BlockKey, BlockNote] = {}
         gone: dict[int, list[bytes]] = {}
@@ -211,7 +213,7 @@ class TierEvents:
             yield self._stored(tier, key, came[key])
 
     def _awaits_no_more(self, key: BlockKey, tier: Tier) -> bool:
-        """Stop waiting for the note of a key on a tier. Return whether a block waited for the note."""
+        """Stop waiting for the note about a block on this tier. Return whether the block was waiting for a note."""
         tiers = self.notes.awaited.get(key, set())
         was_left_out = tier in tiers
         tiers.discard(tier)
@@ -243,11 +245,12 @@ class Wire:
     """The event classes and conversions of one vLLM version.
 
     Args:
-        stored, removed: the classes of the two events, called with keywords.
-        hash: converts a block hash to its form in events.
-        extra_keys: takes a request, the start and end of a block in tokens, and the index of the request's next media
-            item. Returns the extra keys that the block's hash covers, and the index of the media item after the block.
-        kinds: by vLLM's group number, vLLM's name for the attention kind, and the window if there is one.
+        stored, removed: the classes of the two events; they are called with keyword arguments.
+        hash: converts a block hash to the form that events use.
+        extra_keys: takes a request, the token positions where a block starts and ends, and the index of the request's
+            next media item. Returns what the block's hash covers apart from tokens, and the index of the media item
+            after the block.
+        kinds: vLLM's name for each group's attention kind and the window, if there is one, by vLLM's group number.
     """
 
     stored: Callable[..., Any]
@@ -258,12 +261,12 @@ class Wire:
 
 
 def find_wire(kv_cache_config: KVCacheConfig) -> Wire:
-    """Return the event classes and conversions of the installed vLLM for these groups."""
+    """Return the installed vLLM's event classes and conversions for this KV cache."""
     from vllm.distributed import kv_events
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-    # Since 0.31, vLLM tags the extra keys that a hash covers; events contain them without tags.
+    # Since 0.31, vLLM hashes the extra keys together with tags, but its events contain the keys without tags.
     untag = getattr(kv_cache_utils, "to_event_extra_keys", lambda keys: keys)
 
     def extra_keys(request: Request, start: int, end: int, media: int) -> tuple[tuple[Any, ...] | None, int]:
@@ -284,13 +287,13 @@ def find_wire(kv_cache_config: KVCacheConfig) -> Wire:
 
 
 def publishes_events(vllm_config: VllmConfig) -> bool:
-    """Whether this engine publishes KV cache events."""
+    """Return whether this vLLM engine publishes KV cache events."""
     settings: Any = getattr(vllm_config, "kv_events_config", None)
     return bool(settings is not None and settings.enable_kv_cache_events)
 
 
 def _parents_first(came: Mapping[BlockKey, BlockNote]) -> Iterator[BlockKey]:
-    """Yield each key after its parent's: a router drops a block with an unknown parent."""
+    """Yield the keys so that each block comes after its parent, because a router drops blocks with unknown parents."""
     rest = dict(came)
     for key in came:
         line: list[BlockKey] = []

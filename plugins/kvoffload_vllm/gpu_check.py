@@ -1,8 +1,9 @@
-"""vLLM's part of `kvoffload gpu-check`: compares an engine that offloads to a large host memory with one that does not.
+"""vLLM's part of `kvoffload gpu-check`: compares the speed of a vLLM engine with kvoffload and of one without.
 
-Both engines run the same model, with vLLM's dummy weights. On a GPU they use CUDA graphs, because vLLM captures them in
-the same minute in which host memory is pinned. The engines decode the same prompts alternately, while one of them
-stores the blocks that fill up. Then vLLM's own cache is reset, and the last prompts must be found on the host.
+Both engines run the same model with vLLM's dummy weights, and one of them offloads to a large host memory. On a GPU
+they use CUDA graphs, because vLLM captures graphs in the same minute in which kvoffload pins host memory. The engines
+take turns to decode the same prompts, while one of them stores the blocks that it fills. Then vLLM's own cache is
+reset, and the last prompts must be found on the host.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ if TYPE_CHECKING:
 
 ENVIRONMENT: Mapping[str, str] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the scheduler and the worker in this process
-    "TORCHDYNAMO_DISABLE": "1",  # compiling would take longer than it saves here
+    "TORCHDYNAMO_DISABLE": "1",  # compiling would take more time than it would save in this short run
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # FlashInfer may compile its sampler, and greedy requests need none
+    # FlashInfer may have to compile its sampler, which greedy requests do not need.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "HF_HUB_OFFLINE": "1",
 }
 BLOCK = 32
@@ -40,7 +42,7 @@ RUNNING = 32
 PROMPT_TOKENS = 4 * BLOCK + 1
 TOKENS = 4 * BLOCK
 PAIRS = 6
-_SPARE_BYTES = 8 << 30  # host memory that two engines need in addition to the offloaded blocks
+_SPARE_BYTES = 8 << 30  # the host memory that two engines need besides that for offloaded blocks
 _PINNING_S = 240
 _PAUSE_S = 0.001
 ON_GPU: Mapping[str, Any] = {
@@ -59,7 +61,7 @@ _SHAPE: Mapping[str, Any] = {
 
 
 def lines(options: Options) -> Iterator[Line]:
-    """Compare two vLLM engines, one of them with `options.host_bytes` of host memory, and yield the lines.
+    """Compare a vLLM engine without kvoffload and one that offloads to `options.host_bytes`. Yield the output lines.
 
     Raises:
         NotHere: vLLM is not installed, the machine has too little memory, or torch sees no GPU.
@@ -71,7 +73,7 @@ def lines(options: Options) -> Iterator[Line]:
 
 
 def check_machine(options: Options) -> None:
-    """Check that vLLM can run on a GPU here, with `options.host_bytes` of host memory.
+    """Check that vLLM can run on this machine's GPU, and that `options.host_bytes` of host memory are available.
 
     Raises:
         NotHere: vLLM is not installed, the machine has too little memory, or torch sees no GPU.
@@ -96,8 +98,8 @@ def measure(
 
     Args:
         what: the prefix of each output line.
-        host_bytes: the size of the host memory that one of the engines offloads to.
-        shape: entries of the model's configuration that replace those of `write_model`.
+        host_bytes: how much host memory one of the engines offloads to, in bytes.
+        shape: entries of the model's configuration that replace the entries of `write_model`.
         options: vLLM's options for both engines.
     """
     draw = random.Random(0)
@@ -116,7 +118,7 @@ def measure(
             prompts = _prompts(draw)
             for engine in (plain, ours) if pair % 2 else (ours, plain):
                 seconds = _decoding(engine, prompts)
-                if pair:  # The first pair is a warm-up.
+                if pair:  # not for the first pair, which warms up the engines
                     found[engine].append(seconds)
         over = ratios(found[ours], found[plain])
         yield measured(f"{what}: a decoding step, over one without", over, "x", at_most=1.02)
@@ -131,7 +133,8 @@ def measure(
 class Engine:
     """A vLLM engine in this process, with kvoffload's connector or without a connector.
 
-    vLLM keeps the worker's connector in a global variable, so each engine puts its own connector there before it steps.
+    vLLM keeps the worker's connector in a global variable. So each engine sets this variable to its own connector
+    before each step.
 
     Args:
         model: the model's folder.
@@ -162,18 +165,18 @@ class Engine:
 
     @property
     def offload(self) -> SchedulerSide:
-        """The scheduler side of kvoffload. Use it only if the engine has kvoffload's connector."""
+        """The scheduler's side of kvoffload. Only an engine with kvoffload's connector has it."""
         side: SchedulerSide = self.scheduler.connector.offload
         return side
 
     def serve(
         self, prompts: Sequence[Sequence[int]], tokens: int, logprobs: int | None = None
     ) -> tuple[float, float, list[Any]]:
-        """Serve all prompts at the same time, until no request and no copy is open.
+        """Serve all prompts at the same time, and wait for all requests and copies to end.
 
         Returns:
-            The seconds until every prompt had its first token, the seconds until the end, and vLLM's last output for
-            each prompt.
+            The seconds until every prompt had its first token, the seconds until the end, and each prompt's last output
+            from vLLM.
         """
         from vllm import SamplingParams
 
@@ -192,12 +195,12 @@ class Engine:
             for output in outputs:
                 first.setdefault(output.request_id, time.perf_counter() - begun)
                 last[output.request_id] = output
-            if not outputs:  # vLLM's server also sleeps while only copies are open.
+            if not outputs:  # sleep while only copies are open, as vLLM's server does
                 time.sleep(_PAUSE_S)
         return max(first.values()), time.perf_counter() - begun, [last[name] for name in names]
 
     def fill_host_memory(self, timeout_s: float) -> None:
-        """Serve small requests until all host memory is ready for stores, or until the timeout."""
+        """Serve short requests until all of the host memory can be used for stores, or until the time limit."""
         deadline = time.monotonic() + timeout_s
         while self.offload.core.state.growing and time.monotonic() < deadline:
             self.serve([[2] * 8], 8)
@@ -210,7 +213,7 @@ class Engine:
 
 
 def write_model(folder: Path, shape: Mapping[str, Any]) -> None:
-    """Write the configuration of a small model, without weights."""
+    """Write a small model's configuration, but no weights."""
     import transformers
 
     own = {
@@ -241,7 +244,7 @@ def _ready(what: str, ours: Engine) -> Iterator[Line]:
 
 
 def _decoding(engine: Engine, prompts: Sequence[Sequence[int]]) -> float:
-    """Return the seconds per step after all prompts have their first token."""
+    """Return the time of a decoding step in seconds, measured after all prompts have their first token."""
     first, seconds, _ = engine.serve(prompts, TOKENS)
     return (seconds - first) / (TOKENS - 1)
 

@@ -1,9 +1,10 @@
-"""Checks vLLM's tokens in `kvoffload gpu-check`: an engine with kvoffload must give the same answers as one without it.
+"""Checks vLLM's tokens in `kvoffload gpu-check`: vLLM must give the same answers with kvoffload as without it.
 
-Each engine runs in its own process and gets the same prompts. An engine with kvoffload gets them three times: while it
-stores their blocks; after a reset of vLLM's own cache, so that the blocks are loaded from the host; and, as the
-control, after the blocks on the host were overwritten. The model has random weights with a wide spread: with vLLM's
-dummy weights, overwritten blocks would change the log-probabilities by no more than rounding does.
+Each engine runs in a process of its own and gets the same prompts. An engine with kvoffload gets the prompts three
+times. The first time it stores their blocks. The second time it loads these blocks from the host, because vLLM's own
+cache was reset. The third time is the control: the blocks on the host were overwritten, so the answers must differ.
+The model's random weights have a wide spread. With vLLM's dummy weights, overwritten blocks would change the
+log-probabilities no more than rounding does.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from kvoffload_vllm.gpu_check import ENVIRONMENT, ON_GPU, VOCABULARY, Engine, ch
 PROMPTS = 24
 TOKENS = 32
 _FEWER_PROMPTS = 5
-_STEMS = 4  # prefixes that prompts share
+_STEMS = 4  # the number of prefixes that prompts share
 _LONGEST_STEM, _LONGEST_TAIL = 160, 64
-_WIDTH = 0.15  # standard deviation of the weights
+_WIDTH = 0.15  # the standard deviation of the weights
 _SHAPE: Mapping[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -40,14 +41,14 @@ _SHAPE: Mapping[str, Any] = {
     "head_dim": 64,
     "num_hidden_layers": 4,
 }
-# A prompt is wrong if a log-probability differs by more than _LEAST_LIMIT, and by more than _TIMES_NOISE times vLLM's
-# own variation. On a CPU, a block that held another block's bytes changed a log-probability by 0.6 or more. Rounding
-# (bfloat16 instead of float32) changed it by up to 0.16, and 11 of 24 prompts got a different token, so a different
-# token proves nothing.
+# An answer is wrong if a log-probability differs by more than _LEAST_LIMIT and by more than _TIMES_NOISE times vLLM's
+# own variation. This was measured on a CPU: a block with another block's bytes changed a log-probability by 0.6 or
+# more. Rounding (bfloat16 instead of float32) changed log-probabilities by up to 0.16. Rounding also changed a token
+# in 11 of 24 answers, so a different token alone does not make an answer wrong.
 _LEAST_LIMIT = 0.05
 _TIMES_NOISE = 3
 _MOST_NOISE = 0.2
-_NOT_A_NUMBER = 1e6  # the difference if a log-probability is infinite or NaN
+_NOT_A_NUMBER = 1e6  # returned as the difference if a log-probability is infinite or NaN
 _HERE = "kvoffload_vllm.gpu_tokens"
 _ENGINE_S = 150
 _PINNING_S = 90
@@ -55,17 +56,17 @@ _FEW_BYTES = 1 << 30
 _EAGER: Mapping[str, Any] = {**ON_GPU, "dtype": "float32", "compilation_config": {}, "enforce_eager": True}
 
 Answer = list[tuple[int, list[float]]]
-"""For each generated token: its id, and the log-probabilities of the whole vocabulary at its position."""
+"""For each generated token: its id, and the log-probability of every token in the vocabulary at that position."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """Engines to compare: one without kvoffload, and one for each variant of kvoffload's settings.
+    """The engines of one comparison: an engine without kvoffload, and one for each variant of kvoffload's settings.
 
     Args:
         what: the prefix of each output line.
-        engine: vLLM's options, the same for all engines.
-        settings: variants of kvoffload's settings, by the label printed after `what`.
+        engine: vLLM's options, which are the same for all engines.
+        settings: the variants of kvoffload's settings, by the label that is printed after `what`.
     """
 
     what: str
@@ -74,10 +75,10 @@ class Mode:
 
 
 def lines(options: Options) -> Iterator[Line]:
-    """Yield the lines of the comparison on a GPU.
+    """Compare vLLM's answers with and without kvoffload on a GPU, and yield the output lines.
 
     Args:
-        options: the options of the whole check.
+        options: the options of `kvoffload gpu-check`.
 
     Raises:
         NotHere: vLLM is not installed, the machine has too little memory, or torch sees no GPU.
@@ -86,7 +87,7 @@ def lines(options: Options) -> Iterator[Line]:
     os.environ.update(ENVIRONMENT)
     few = {"host_bytes": _FEW_BYTES}
     with_graphs: dict[str, dict[str, Any]] = {
-        # Pinning this much takes so long that it overlaps with the capture of graphs.
+        # Pinning this much memory takes so long that vLLM captures its CUDA graphs at the same time.
         "": {"host_bytes": options.host_bytes},
         ', layout "blocks"': {**few, "layout": "blocks"},
         ', batch_copies "off"': {**few, "batch_copies": "off"},
@@ -99,7 +100,7 @@ def lines(options: Options) -> Iterator[Line]:
 
 
 def compared(options: Options, modes: Sequence[Mode]) -> Iterator[Line]:
-    """Run the engines of each mode, one at a time, and yield their lines."""
+    """Run the engines of each mode, one engine at a time, and yield their output lines."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
         write_weights(model)
@@ -109,7 +110,7 @@ def compared(options: Options, modes: Sequence[Mode]) -> Iterator[Line]:
             own: tuple[object, ...] = (model, expected, mode.engine, what)
             yield from _found(Part(what, f"{_HERE}:plain", _ENGINE_S, own), options)
             if not expected.exists():
-                continue  # The engine failed, and its line gives the reason.
+                continue  # the engine has failed, and its output line gives the reason
             for row, settings in mode.settings.items():
                 what = f"{mode.what}{row}"
                 own = (model, expected, mode.engine, what, settings)
@@ -117,7 +118,7 @@ def compared(options: Options, modes: Sequence[Mode]) -> Iterator[Line]:
 
 
 def _found(part: Part, options: Options) -> Iterator[Line]:
-    """Run a part, yield its lines, and copy its log to this process's standard error."""
+    """Run a part in another process, yield its output lines, and copy its log to this process's standard error."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         yield from lines_of(part, options, log)
@@ -127,10 +128,10 @@ def _found(part: Part, options: Options) -> Iterator[Line]:
 def plain(
     options: Options, model: Path, target: Path, engine: Mapping[str, Any], what: str
 ) -> Iterator[Line]:
-    """Write the answers of a vLLM without kvoffload, and how much these answers vary with the batch size.
+    """Run vLLM without kvoffload. Write its answers to a file, with how much they vary with the batch size.
 
     Args:
-        options: the options of the whole check.
+        options: the options of `kvoffload gpu-check`.
         model: the model's folder.
         target: the file for the answers.
         engine: vLLM's options.
@@ -152,18 +153,18 @@ def offloading(
     what: str,
     settings: Mapping[str, Any],
 ) -> Iterator[Line]:
-    """Compare the answers of a vLLM with kvoffload to the expected ones.
+    """Run vLLM with kvoffload, and compare its answers with those that vLLM gave without kvoffload.
 
     Args:
-        options: the options of the whole check.
+        options: the options of `kvoffload gpu-check`.
         model: the model's folder.
-        expected: the file with the answers of a vLLM without kvoffload.
+        expected: the file with the answers that vLLM gave without kvoffload.
         engine: vLLM's options.
         what: the prefix of each output line.
         settings: kvoffload's settings.
 
     Raises:
-        RuntimeError: vLLM refuses to reset its cache.
+        RuntimeError: vLLM did not reset its cache.
     """
     found = json.loads(expected.read_text())
     limit = max(_LEAST_LIMIT, _TIMES_NOISE * found["noise"])
@@ -188,7 +189,7 @@ def offloading(
 
 
 def write_weights(folder: Path) -> None:
-    """Write a small model with random weights, whose tokens depend on the whole context."""
+    """Write a small model. Its weights are random, so that each token depends on the whole context."""
     import torch
     import transformers
 
@@ -198,7 +199,7 @@ def write_weights(folder: Path) -> None:
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
-            if weight.dim() > 1:  # The norms keep their weights.
+            if weight.dim() > 1:  # weights of norms are not changed
                 weight.normal_(0, _WIDTH, generator=draw)
     model.save_pretrained(folder)
 
@@ -208,7 +209,7 @@ def _engine(model: Path, options: Mapping[str, Any], settings: Mapping[str, Any]
 
 
 def _answers(vllm: Engine, at_once: int = PROMPTS) -> list[Answer]:
-    """Return the answers to all prompts, running at most `at_once` at a time, and wait for open copies to end."""
+    """Serve all prompts, at most `at_once` of them at a time, and return the answers after all copies have ended."""
     prompts, outputs = _prompts(), list[Any]()
     for start in range(0, PROMPTS, at_once):
         outputs += vllm.serve(prompts[start : start + at_once], TOKENS, logprobs=VOCABULARY)[2]
@@ -244,7 +245,7 @@ def _reset(vllm: Engine) -> None:
 
 
 def _overwrite(vllm: Engine) -> None:
-    """Overwrite all blocks on the host with values near 1."""
+    """Overwrite the blocks on the host: every number becomes about 1."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     worker: Any = get_kv_transfer_group()
@@ -277,11 +278,11 @@ def _tokens(answer: Answer) -> list[int]:
 
 
 def _difference(mine: Answer, other: Answer) -> float:
-    """Return the largest difference between the log-probabilities of the chosen tokens.
+    """Return the largest difference between two answers in the log-probability of a chosen token.
 
-    The comparison ends at the first position where the tokens differ, because later tokens have another context. At
-    that position both tokens count: their log-probabilities differ little if two about equally likely tokens were
-    swapped, and much otherwise.
+    The comparison ends at the first position where the answers have different tokens, because later tokens have
+    different contexts. At that position, both tokens are compared. If the two tokens were about equally likely, their
+    log-probabilities differ little between the answers; otherwise they differ much.
     """
     found = 0.0
     for (token, values), (expected, others) in zip(mine, other, strict=True):

@@ -1,7 +1,7 @@
-"""Translates vLLM's KV cache groups to kvoffload's. Imports vLLM only for values that the caller does not pass.
+"""Translates vLLM's KV cache groups into kvoffload's groups. Imports vLLM only if the caller does not pass a value.
 
-kvoffload numbers the offloaded groups from 0. vLLM's numbers, which its block tables and keys use, differ from these if
-a group is left out.
+kvoffload numbers the groups that are offloaded, starting at 0. If a group is not offloaded, these numbers differ from
+vLLM's numbers, which vLLM's block tables and keys contain.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class VllmGroups:
-    """The groups that are offloaded.
+    """The KV cache groups that are offloaded.
 
     Args:
-        shape: the engine's shape, as the core uses it.
+        shape: the engine's shape in the core's terms.
         ids: vLLM's number for each group.
         hash_tokens: how many tokens each block hash of a request covers.
     """
@@ -45,12 +45,12 @@ class VllmGroups:
 
     @property
     def hash_ratios(self) -> tuple[int, ...]:
-        """Per group, how many block hashes one block has; the last hash identifies the block."""
+        """For each group, how many block hashes one block has. A block's last hash identifies the block."""
         return tuple(spec.block_tokens // self.hash_tokens for spec in self.shape.groups)
 
     @property
     def partly_hashed(self) -> dict[int, int]:
-        """Tokens per block, by vLLM's group number, for the groups in which a part of a block can have its own hash."""
+        """The groups in which a part of a block can have a hash: the tokens of a block, by vLLM's group number."""
         specs = zip(self.ids, self.shape.groups, strict=True)
         return {number: spec.block_tokens for number, spec in specs if spec.block_tokens > self.hash_tokens}
 
@@ -63,14 +63,14 @@ def vllm_groups(
     sizes: tuple[int, int] | None = None,
     recovers_loads: bool = True,
 ) -> VllmGroups:
-    """Translate vLLM's groups.
+    """Return the groups to offload, translated from vLLM's groups.
 
     Args:
         vllm_config: the engine's configuration.
-        kv_cache_config: the configuration of its KV cache.
-        features: vLLM's features for connectors; by default those of the installed vLLM.
-        sizes: how many tokens a scheduler block and a block hash cover; by default `find_block_sizes` determines them.
-        recovers_loads: True if vLLM recomputes the tokens of a failed load, False if it fails the request.
+        kv_cache_config: the configuration of the engine's KV cache.
+        features: what this vLLM offers to connectors; by default what the installed vLLM offers.
+        sizes: how many tokens a scheduler block and a block hash cover; by default the result of `find_block_sizes`.
+        recovers_loads: whether vLLM recomputes the tokens of a failed load. Otherwise vLLM fails the request.
 
     Raises:
         ConfigError: this configuration cannot be offloaded; the message lists every reason.
@@ -91,7 +91,8 @@ def vllm_groups(
     shape = EngineShape(
         groups=specs,
         ranks=vllm_config.parallel_config.world_size,
-        device_blocks=kv_cache_config.num_blocks - 1,  # The null block belongs to no request.
+        # The null block is not counted, because no request uses it.
+        device_blocks=kv_cache_config.num_blocks - 1,
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         match_tokens=match_tokens,
         promises=Promises(recovers_loads=recovers_loads, hands_off_states=features.hands_off_states),
@@ -100,9 +101,9 @@ def vllm_groups(
 
 
 def find_block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int, int]:
-    """Return how many tokens vLLM's scheduler block covers, and how many a block hash covers.
+    """Return how many tokens a block of vLLM's scheduler covers, and how many tokens a block hash covers.
 
-    The length of a hit is a multiple of the scheduler block's size.
+    A hit's length is a multiple of the size of the scheduler's block.
     """
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
@@ -111,18 +112,18 @@ def find_block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
 
 
 def _translate_group(place: GroupId, number: int, group: KVCacheGroupSpec, has_lookahead: bool) -> GroupSpec:
-    # All layers have the same values in the fields that are read here.
+    # Any layer's spec will do, because all layers have the same values in the fields that are read here.
     spec = layer_specs(group.kv_cache_spec)[0]
     key_number = None if number == place else number
     return GroupSpec(place, kind_of(spec), spec.block_size, reach_of(spec), has_lookahead, key_number)
 
 
 def _with_lookahead(vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec]) -> frozenset[int]:
-    """Return the groups whose last matched block vLLM drops, because a draft model needs a block of lookahead.
+    """Return the groups in which vLLM drops the last block of a hit, because a draft model needs a block of lookahead.
 
-    If vLLM drops blocks but marks no group, all groups count as marked. vLLM matches groups with equal specs together,
-    so they are marked together. Recurrent groups are excluded: with a draft model, vLLM instead keeps their state one
-    block earlier.
+    vLLM marks these groups. If vLLM drops blocks but has marked no group, all groups count as marked. A group also
+    counts if a marked group has an equal spec, because vLLM matches groups with equal specs together. Recurrent
+    groups never count: with a draft model, vLLM keeps their state one block earlier instead.
     """
     marked = [group for group in groups if getattr(group, "is_eagle_group", False)]
     if not marked and _drops_for_draft(vllm_config):
@@ -139,7 +140,7 @@ def _drops_for_draft(vllm_config: VllmConfig) -> bool:
     draft: Any = getattr(vllm_config, "speculative_config", None)
     if draft is None:
         return False
-    # vLLM has had `use_eagle_block_drop` since 0.30.
+    # vLLM before 0.30 does not have `use_eagle_block_drop`.
     ask = getattr(draft, "use_eagle_block_drop", None) or draft.use_eagle
     return bool(ask())
 

@@ -1,11 +1,11 @@
-"""Determines the KV identity: everything that vLLM's KV depends on, except the block keys.
+"""Determines the KV identity: everything that vLLM's KV depends on apart from the block keys.
 
     engine created ─▶ first step ─▶ identity known ─▶ disk: folder locked ─▶ sent to workers ─▶ files open ─▶ index read
                                                    └▶ remote tier: generation read ─▶ each job carries the namespace
 
-Only the scheduler's process has the seed of the block hashes, and only after its engine has been created. So the
-scheduler's side reads the weights, once for all tiers, on a thread of the first tier that asks, and sends the identity
-to the workers.
+Only the scheduler's process knows the seed of the block hashes, and only after vLLM has created the engine. So the
+scheduler's side determines the identity and sends it to the workers. The first tier that asks for the identity reads
+the weights, on a thread of its own; all other tiers get the same result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
 _SEEDED = ("sha256", "sha256_cbor")
-"""Hash algorithms for which newer versions of vLLM use the same seed in every process."""
+"""Hash algorithms that newer versions of vLLM seed alike in every process."""
 
 _FROM_FOLDER = (
     "auto",
@@ -62,18 +62,18 @@ _LENGTHLESS_ROPES = {
     "mllama4",
     "openpangu",
 }
-"""Kinds of RoPE that do not depend on `max_model_len`."""
+"""The kinds of RoPE that do not depend on `max_model_len`."""
 
 _NAMES = ("model", "model_weights", "tokenizer", "revision", "tokenizer_revision", "hf_config_path")
-"""Settings that only say where a model is stored."""
+"""vLLM's settings that only say where a model is stored."""
 
 
 class Identification:
     """Determines the KV identity on the scheduler's side.
 
     Args:
-        find: returns the identity of the engine's KV. `find` may read all weights, and works only after vLLM has seeded
-            its block hashes.
+        find: returns the identity of the engine's KV. It may read all weights. Call it only after vLLM has seeded its
+            block hashes.
     """
 
     def __init__(self, find: Callable[[], KVIdentity]) -> None:
@@ -85,9 +85,9 @@ class Identification:
         self._is_sent = False
 
     def identify(self) -> KVIdentity:
-        """Return the identity.
+        """Return the KV identity.
 
-        Call this method on a tier's thread: it waits for the first step and for the weights to be read.
+        Call this method on a tier's thread, because it waits for the first step and then for the weights to be read.
 
         Raises:
             CancelledError: the engine stopped before the identity was known.
@@ -102,9 +102,9 @@ class Identification:
             return self._found
 
     def step(self, offload: SchedulerSide) -> KVIdentity | None:
-        """Begin a step.
+        """Begin a step, and return the identity if it must be sent to the workers in this step, otherwise None.
 
-        Return the identity in the first step after its disk folder was locked, and None in every other step.
+        The identity is returned once, in the first step after the disk tier's folder was locked.
         """
         if self._is_sent:
             return None
@@ -114,13 +114,13 @@ class Identification:
         return identity
 
     def close(self) -> None:
-        """Wake all waiting threads. The engine is stopping, perhaps before its first step."""
+        """Wake all threads that wait in `identify`, because the engine is stopping, perhaps before its first step."""
         self._is_closed = True
         self._stepped.set()
 
 
 def find_problems(vllm_config: VllmConfig, *, has_identity: bool) -> list[str]:
-    """Return every reason why no other process could find this engine's blocks, on a disk or in a remote tier.
+    """Return every reason why other processes could not find this engine's blocks on a disk or in a remote tier.
 
     Args:
         vllm_config: the engine's configuration.
@@ -146,15 +146,15 @@ def find_identity(
     by_hand: str | None = None,
     key: TierKey | None = None,
 ) -> KVIdentity:
-    """Return the identity of this engine's KV. May read all weights. vLLM must have seeded its block hashes.
+    """Return the identity of this engine's KV. Call this after vLLM has seeded its block hashes. May read all weights.
 
     Args:
         vllm_config: the engine's configuration.
-        groups: the groups that are offloaded, as in `KVIdentity`.
-        hash_tokens: tokens of a block hash.
-        root: folder of the file that caches digests of weights.
-        by_hand: the setting `weights_id`, None if it is not set.
-        key: authenticates the KV and the cached digests; None if all writers are trusted.
+        groups: the groups that are offloaded, in the form that `KVIdentity` uses.
+        hash_tokens: how many tokens a block hash covers.
+        root: the folder with the file that caches digests of weights.
+        by_hand: the setting `weights_id`; None if it is not set.
+        key: authenticates the KV and the cached digests; None if every process that writes them is trusted.
 
     Raises:
         DiskError: the identity cannot be determined.
@@ -169,14 +169,14 @@ def find_identity(
             parallel={
                 "tensor": parallel.tensor_parallel_size,
                 "pipeline": parallel.pipeline_parallel_size,
-            },  # Each data-parallel engine holds the whole model, so all engines have the same identity.
+            },  # data-parallel engines each have the whole model, so they share one identity
             settings={**_settings(vllm_config), "hash_tokens": str(hash_tokens)},
             groups=groups,
         )
         return with_key(identity, key)
     except DiskError:
         raise
-    except Exception as error:  # vLLM or the hub may raise any exception here.
+    except Exception as error:  # vLLM or the Hugging Face library may raise any exception here
         raise DiskError(f"what this engine's KV depends on cannot be determined: {error!r}") from error
 
 
@@ -212,7 +212,7 @@ def _check_weights(model: ModelConfig, load: LoadConfig) -> Iterator[str]:
 
 
 def _models(vllm_config: VllmConfig) -> list[tuple[ModelConfig, LoadConfig]]:
-    """Return the model, and its draft model if there is one, each with its load configuration."""
+    """Return the model and, if there is one, the draft model, each with its load configuration."""
     load = vllm_config.load_config
     models = [(vllm_config.model_config, load)]
     draft: Any = vllm_config.speculative_config
@@ -231,7 +231,7 @@ def _weights(vllm_config: VllmConfig, root: Path, key: TierKey | None) -> str:
 
 
 def _folder(model: ModelConfig, load: LoadConfig) -> Path:
-    """Return the folder with a model's files: a local folder, or the model's snapshot in the Hugging Face cache."""
+    """Return the folder with the model's files: a local folder, or a snapshot in the Hugging Face cache."""
     if (folder := Path(model.model)).is_dir():
         return folder
     from huggingface_hub import snapshot_download
@@ -250,7 +250,7 @@ def _keys(vllm_config: VllmConfig) -> str:
 
 
 def _settings(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return the other settings that change the KV: common ones by name, the rest as part of vLLM's digests."""
+    """Return the settings that change the KV: the most common by name, and the rest as part of vLLM's own digests."""
     model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
     attention: Any = getattr(vllm_config, "attention_config", None)
     draft: Any = vllm_config.speculative_config
@@ -270,7 +270,7 @@ def _settings(vllm_config: VllmConfig) -> dict[str, str]:
 
 
 def _digest(model: ModelConfig) -> str:
-    """Return vLLM's digest of a model's settings and resolved configuration, ignoring where the model is stored."""
+    """Return vLLM's digest of a model's settings and configuration, leaving out where the model is stored."""
     nameless = copy.copy(model)
     for name in _NAMES:
         if hasattr(nameless, name):
@@ -281,17 +281,17 @@ def _digest(model: ModelConfig) -> str:
 
 
 def _depends_on_length(hf_config: Mapping[str, Any]) -> bool:
-    """Whether a model's KV may depend on `max_model_len`.
+    """Return whether a model's KV may depend on `max_model_len`.
 
-    vLLM uses this length to choose LongRoPE's factors and to switch on Llama 4's temperature tuning, and some models
-    pass it to dynamic NTK as the trained length. For other models the length only limits requests, so engines with
+    vLLM uses this length to choose LongRoPE's factors and to switch on Llama 4's temperature tuning. Some models pass
+    it to dynamic NTK as the trained length. For all other models, the length only limits requests, so engines with
     different lengths can share blocks.
     """
     return "llama4" in str(hf_config.get("model_type")) or not _rope_types(hf_config) <= _LENGTHLESS_ROPES
 
 
 def _rope_types(settings: Mapping[str, Any], *, in_rope: bool = False) -> set[str]:
-    """Return the kinds of RoPE in a model's configuration, including those of nested models and of single layers."""
+    """Return all kinds of RoPE in a model's configuration, also those of nested models and of single layers."""
     found = {str(settings[name]) for name in ("rope_type", "type") if in_rope and name in settings}
     for name, value in settings.items():
         if isinstance(value, Mapping):
@@ -301,9 +301,9 @@ def _rope_types(settings: Mapping[str, Any], *, in_rope: bool = False) -> set[st
 
 
 def _device() -> str:
-    """Return the GPU's name, or a digest of the CPU's instruction set.
+    """Return the GPU's name, or on a CPU a digest of its instruction set.
 
-    The layout inside a block depends on this hardware.
+    The layout of the bytes in a block may depend on either.
     """
     from vllm.platforms import current_platform
 
@@ -311,16 +311,16 @@ def _device() -> str:
 
 
 def persists(request: Request) -> bool:
-    """Whether a request's keys cover everything that its KV depends on.
+    """Return whether a request's keys cover everything that its KV depends on.
 
-    vLLM's hashes identify an adapter only by its name and path. The hashes identify an image, audio or video by a
-    digest of its content, unless the caller gave it a name.
+    vLLM's hashes cover an adapter's name and path but not its weights. They cover a digest of an image, audio or video,
+    unless the caller gave the item a name: then they cover only this name.
     """
     named = all(_is_digest(each.identifier) for each in request.mm_features or ())
     return request.lora_request is None and named
 
 
-_SHORTEST_DIGEST = 64  # hexadecimal digits of a blake3 or sha256 digest
+_SHORTEST_DIGEST = 64  # the number of hexadecimal digits in a blake3 or sha256 digest
 
 
 def _is_digest(name: str) -> bool:

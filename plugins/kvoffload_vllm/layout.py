@@ -1,17 +1,18 @@
-"""Finds the memory addresses of vLLM's KV blocks. Reads the actual placement of the tensors and assumes no layout.
+"""Finds the memory addresses of vLLM's KV blocks. Reads where the tensors actually are and assumes no layout.
 
-Since 0.29, vLLM describes the place of each layer's pages in a common allocation: layer `l`'s page of block `b` is at
-`offset + l * layer_stride + b * block_stride`. In memory, the page after it belongs either to the next block in the
-same layer, or to the next layer in the same block:
+Since 0.29, vLLM keeps all layers in one allocation and says where each page is: layer `l`'s page of block `b` is at
+`offset + l * layer_stride + b * block_stride`. In memory, a page is followed either by the next block's page of the
+same layer, or by the same block's page of the next layer:
 
     layer outermost    | A0 A1 A2 .. | B0 B1 B2 .. |       one region per layer, or per part of a layer, such as a head
     block outermost    | A0 B0 | A1 B1 | A2 B2 | ..        one region
 
-Before 0.29, each tensor has a separate allocation, or is part of a slab with the blocks outermost. The strides of a
-layer's view show which dimensions lie outside the blocks, for example if all keys are stored before all values.
+Before 0.29, each tensor has an allocation of its own, or is part of a slab in which the block is the outermost
+dimension. The strides of a layer's view show whether there is a dimension outside the blocks. This is so if, for
+example, all keys are stored before all values.
 
-Groups share memory: a block belongs to one group at a time, and every group uses the same bytes for it. So a region is
-identified by its address, and is counted once.
+Groups share memory: a block belongs to one group at a time, and all groups use the same bytes for a block with the same
+id. So a region is identified by its address and counted once.
 """
 
 from __future__ import annotations
@@ -33,29 +34,29 @@ if TYPE_CHECKING:
 
 
 BLOCKS_OUTERMOST = "BLHNC"
-"""vLLM's name for the layout in which all layers, heads and tokens of a block are adjacent."""
+"""vLLM's name for the layout in which all bytes of a block are adjacent."""
 
 
 def preferred_layout(vllm_config: VllmConfig) -> str | None:
-    """Return the layout to request from vLLM, None to let vLLM choose. The worker checks which layout it got.
+    """Return the layout to request from vLLM, or None to let vLLM choose. Workers check which layout they got.
 
-    vLLM calls this before the settings are validated, so it reads only the setting `layout`.
+    vLLM calls this before the settings are validated, so only the setting `layout` is read here.
     """
     settings = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
-    offers_layouts = importlib.util.find_spec("vllm.v1.kv_cache_layout") is not None  # since 0.29
+    offers_layouts = importlib.util.find_spec("vllm.v1.kv_cache_layout") is not None  # vLLM 0.29 and newer
     return BLOCKS_OUTERMOST if offers_layouts and settings.get("layout") == "blocks" else None
 
 
 def layout_of_caches(caches: Caches, kv_cache_config: KVCacheConfig) -> DeviceLayout:
-    """Return the layout of this rank's blocks.
+    """Return the layout of the blocks in this rank's KV memory.
 
     Args:
         caches: each layer's view of the KV cache, by layer name.
         kv_cache_config: the worker's KV cache configuration.
 
     Raises:
-        EngineContractError: the tensors cannot be described as pages of blocks, or the pages overlap or differ from the
-            tensors in total size.
+        EngineContractError: the tensors are not made of pages of blocks, or the pages overlap or do not fill the
+            tensors.
     """
     blocks = kv_cache_config.num_blocks
     tensors = kv_cache_config.kv_cache_tensors
@@ -75,15 +76,15 @@ def layout_of_caches(caches: Caches, kv_cache_config: KVCacheConfig) -> DeviceLa
 
 
 def meaning_of_caches(caches: Caches, kv_cache_config: KVCacheConfig, layers: Mapping[str, object]) -> str:
-    """Return a description of a block's bytes: each layer's attention backend and the form of its cache.
+    """Return what determines the meaning of a block's bytes: each layer's attention backend and the form of its cache.
 
-    vLLM chooses both when it loads the model, so only a worker knows them. The description does not depend on the
-    number of blocks.
+    vLLM chooses both while it loads the model, so only workers know them. The text does not depend on the number of
+    blocks.
 
     Args:
         caches: each layer's view of the KV cache, by layer name.
         kv_cache_config: the worker's KV cache configuration.
-        layers: vLLM's layers by name, its `static_forward_context`.
+        layers: vLLM's layers by name; vLLM calls this dictionary `static_forward_context`.
     """
     found = []
     for name, cache in sorted(caches.items()):
@@ -94,9 +95,9 @@ def meaning_of_caches(caches: Caches, kv_cache_config: KVCacheConfig, layers: Ma
 
 
 def _form(view: torch.Tensor, blocks: int) -> list[tuple[int, int, int | None]]:
-    """Return the index, size and stride of each dimension, the outermost first.
+    """Return the index, size and stride of each dimension of a view, the outermost dimension first.
 
-    Only dimensions inside a block have a stride: other strides may depend on the number of blocks.
+    The stride is None for dimensions outside a block, because it may depend on the number of blocks.
     """
     strides = view.stride()
     block_dim = next(iter(_dimensions_of_blocks(view, blocks)), 0)
@@ -111,7 +112,7 @@ def _placed_regions(tensor: KVCacheTensor, caches: Caches, blocks: int) -> Itera
     if known is None:
         return
     number, view = known[0], caches[known[1]]
-    # A view begins at block 0 of its layer. The allocation may begin anywhere in the view's storage.
+    # A view begins at its layer's block 0. The allocation itself may begin anywhere in the view's storage.
     start = view.data_ptr() - tensor.offset - number * tensor.layer_stride
     stride, span = tensor.block_stride, tensor.block_stride * blocks
     if tensor.layer_stride < span:
@@ -139,9 +140,10 @@ def _older_regions(tensor: KVCacheTensor, caches: Caches, blocks: int) -> Iterat
 
 
 def _regions_by_strides(name: str, view: torch.Tensor, blocks: int) -> Iterator[DeviceRegion]:
-    """Yield a region for each index of the dimensions outside the blocks, for example one each for keys and values."""
+    """Yield a region for each index of the dimensions outside the blocks, such as one for keys and one for values."""
     block_dim = _block_dimension(name, view, blocks)
-    kernel_blocks = view.shape[block_dim] // blocks  # A block may contain several kernel blocks.
+    # One of vLLM's blocks may consist of several blocks of the kernel.
+    kernel_blocks = view.shape[block_dim] // blocks
     item, strides = view.element_size(), view.stride()
     others = [d for d in range(view.dim()) if d != block_dim and view.shape[d] > 1]
     outer = [d for d in others if strides[d] > strides[block_dim]]
@@ -152,14 +154,14 @@ def _regions_by_strides(name: str, view: torch.Tensor, blocks: int) -> Iterator[
         raise EngineContractError(
             f"a block's bytes are scattered in {name}, of shape {tuple(view.shape)} and strides {strides}"
         )
-    page = strides[block_dim] * kernel_blocks * item  # This includes any padding after the page.
+    page = strides[block_dim] * kernel_blocks * item  # includes padding after the page
     for places in itertools.product(*(range(view.shape[d]) for d in outer)):
         offset = sum(place * strides[d] for place, d in zip(places, outer, strict=True))
         yield _region(view.data_ptr() + offset * item, page, page, blocks, view)
 
 
 def _block_dimension(name: str, view: torch.Tensor, blocks: int) -> int:
-    """Return the dimension that counts blocks: the first, or the second if the first has size 2 for keys and values."""
+    """Return the dimension that counts blocks. It is the first, or the second if the first is for keys and values."""
     fits = _dimensions_of_blocks(view, blocks)
     if not fits:
         raise EngineContractError(
@@ -169,13 +171,13 @@ def _block_dimension(name: str, view: torch.Tensor, blocks: int) -> int:
 
 
 def _dimensions_of_blocks(view: torch.Tensor, blocks: int) -> list[int]:
-    """Return the dimensions that may count blocks, the most likely first."""
+    """Return the dimensions that may count blocks, the most likely dimension first."""
     fits = [d for d in range(min(view.dim(), 2)) if view.shape[d] and view.shape[d] % blocks == 0]
     return fits[::-1] if view.shape[:1] == (2,) else fits
 
 
 def _is_dense(dimensions: Iterable[tuple[int, int]]) -> bool:
-    """Whether dimensions with these (stride, size) pairs fill one piece of memory without gaps."""
+    """Return whether dimensions with these (stride, size) pairs fill one piece of memory without gaps."""
     expected = 1
     for stride, size in sorted(dimensions):
         if stride != expected:
@@ -185,7 +187,7 @@ def _is_dense(dimensions: Iterable[tuple[int, int]]) -> bool:
 
 
 def _check_apart(layout: DeviceLayout) -> None:
-    """Raise an error if two regions overlap: the bytes that they share would be copied twice."""
+    """Raise an error if two regions overlap, because their common bytes would be copied twice."""
     ordered = sorted(layout.regions, key=lambda region: region.address)
     for region, following in itertools.pairwise(ordered):
         end = region.address + (region.blocks - 1) * region.block_stride + region.page_bytes
@@ -194,7 +196,8 @@ def _check_apart(layout: DeviceLayout) -> None:
 
 
 def _total_bytes(tensors: Sequence[KVCacheTensor]) -> int:
-    # Since 0.29, and for parts of a slab also before, `size` is the size of the whole common allocation.
+    # If tensors share an allocation, `size` is the size of the whole allocation. Since 0.29 all tensors share one;
+    # before that, the parts of a slab do.
     common = [tensor.size for tensor in tensors if _is_part(tensor)]
     alone = [tensor.size for tensor in tensors if not _is_part(tensor)]
     return int(max(common, default=0) + sum(alone))

@@ -1,4 +1,4 @@
-"""The messages that vLLM sends between the scheduler's process and the workers. These messages can be pickled."""
+"""The messages that vLLM sends between the scheduler's process and the workers. vLLM pickles them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class KVOffloadMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the type checker runs without vLLM
-    """A step's plan.
+    """The message to the workers in each step.
 
     Args:
-        plan: the copies of this step.
-        answers: loads that ended. The workers report the loads without a finished copy to vLLM.
-        disk: the KV identity, which names the folder on the disk; sent once, otherwise None.
+        plan: the copies to start in this step.
+        answers: loads that have ended. Workers report those without a finished copy to vLLM.
+        disk: the KV identity, which determines the disk tier's folder. It is sent in one step and None in all others.
     """
 
     plan: TransferPlan = NOTHING
@@ -34,16 +34,16 @@ NO_PLAN = KVOffloadMetadata()
 
 
 class KVOffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # the type checker runs without vLLM
-    """The workers' reports after a step.
+    """The message from the workers after a step.
 
     Args:
-        reports: one for each rank that has something to report.
+        reports: a report from each rank that has something to report.
     """
 
     def __init__(self, reports: tuple[TransferReport, ...]) -> None:
         self.reports = reports
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Return one message with both workers' reports. A duplicate report has no effect."""
+        """Return a message with the reports of both messages. Duplicate reports have no effect."""
         assert isinstance(other, KVOffloadWorkerMetadata), other
         return KVOffloadWorkerMetadata(self.reports + other.reports)

@@ -1,11 +1,11 @@
-"""Computes the sizes of vLLM's KV blocks from a model's `config.json`, without importing vLLM, which takes seconds.
+"""Computes the sizes of vLLM's KV blocks from a model's `config.json`. Importing vLLM for this would take seconds.
 
 A model type is supported only if a test compares its sizes with those of a stock vLLM, because a wrong size is worse
-than none. The supported types are models whose layers all have full attention and pages of one size, and DeepSeek's
-models with multi-head latent attention. A block has one page in each layer.
+than no size. In all supported models, every layer has full attention and all pages have the same size; DeepSeek's
+models with multi-head latent attention are among them. A block has one page in each layer.
 
-A `config.json` may come from anywhere, so each value that is read has a type and bounds. The file is in the model's
-folder, or in the Hugging Face cache, which is read without a network.
+Each value in a `config.json` is checked for its type and bounds, because the file may come from anywhere. The file is
+in the model's folder or in the Hugging Face cache; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _DTYPES = {"auto": 2, "half": 2, "float16": 2, "bfloat16": 2, "float": 4, "float
 
 _MLA = "deepseek_v2"
 MODEL_TYPES = {_MLA: "DeepseekV2ForCausalLM", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""The supported model types, each with vLLM's class.
+"""The supported model types, each with its class in vLLM.
 
-A test compares the sizes of each type with those of a stock vLLM.
+For each of them, a test compares the computed sizes with those of a stock vLLM.
 """
 
 _DEFAULTS: Mapping[str, Mapping[str, int]] = {"qwen3": {"head_dim": 128, "num_key_value_heads": 32}}
-"""Values that the model classes assume when a published `config.json` lacks them."""
+"""Values that vLLM's model classes use if a `config.json` does not contain them."""
 
 _FULL = "full_attention"
 _LARGEST_CONFIG = 1 << 20  # bytes
-_SHOWN = 40  # how many characters of a text in the file an error quotes
-_BLOCK_TOKENS = 16  # vLLM's usual block
-_LARGEST_HEAD = 192  # for larger heads vLLM may choose larger blocks
+_SHOWN = 40  # the number of characters that an error message quotes from the file
+_BLOCK_TOKENS = 16  # vLLM's default block size
+_LARGEST_HEAD = 192  # if a head is larger, vLLM may choose larger blocks
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 _Layers = Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -47,11 +47,11 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 
 
 class SizesNotKnown(KVOffloadError):
-    """Raised when the sizes of a model cannot be computed here."""
+    """Raised when the sizes of a model's KV blocks cannot be computed."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that are read from a `config.json`, under the names used in the file."""
+    """The fields that are read from a `config.json`. Their names are those in the file."""
 
     model_type: str
     num_hidden_layers: _Layers
@@ -74,7 +74,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """vLLM's options that the sizes depend on, under vLLM's names."""
+    """The options of vLLM that the sizes depend on. Their names are vLLM's."""
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -89,9 +89,9 @@ class ModelSizes:
 
     Args:
         page_bytes: bytes of one block in one layer.
-        pages: pages in one block, one for each layer of a rank.
-        tokens: tokens in one block.
-        about: describes the calculation, for people.
+        pages: the number of pages in a block, which is the number of layers on a rank.
+        tokens: the number of tokens in a block.
+        about: a description of the calculation, for people to read.
     """
 
     page_bytes: int
@@ -101,7 +101,7 @@ class ModelSizes:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all layers."""
+        """The size of a block in all layers together, in bytes."""
         return self.page_bytes * self.pages
 
 
@@ -109,12 +109,12 @@ def read_config(model: str, revision: str = "main") -> ModelConfig:
     """Read the `config.json` of a model.
 
     Args:
-        model: the model's folder, its `config.json`, or an id of which the Hugging Face cache has a snapshot.
-        revision: the snapshot's revision.
+        model: the model's folder, its `config.json`, or the id of a model in the Hugging Face cache.
+        revision: which revision of the model to read from the cache.
 
     Raises:
         ConfigError: the file does not exist, cannot be read or is invalid.
-        SizesNotKnown: this type of model is not supported, or the id is not in the cache.
+        SizesNotKnown: this type of model is not supported, or the cache does not have the model.
     """
     path = Path(model)
     try:
@@ -133,7 +133,7 @@ def read_config(model: str, revision: str = "main") -> ModelConfig:
 
 
 def _snapshot(model: str, revision: str) -> Path:
-    """Return the folder in the Hugging Face cache that holds a model's snapshot."""
+    """Return the folder with a model's snapshot in the Hugging Face cache."""
     if not _HUB_ID.fullmatch(model) or ".." in model:
         raise _wrong(f"{model} does not exist, and is not an id such as Qwen/Qwen3-8B")
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
@@ -148,7 +148,7 @@ def _snapshot(model: str, revision: str) -> Path:
 
 
 def _read_json(path: Path) -> dict[str, object]:
-    if not path.is_file():  # Reading a pipe or a device might never end.
+    if not path.is_file():  # reading a pipe or a device might never end
         raise _wrong(f"{path} is missing, or not a regular file")
     with path.open("rb") as file:
         return msgspec.json.decode(file.read(_LARGEST_CONFIG), type=dict[str, object])
@@ -187,7 +187,7 @@ def kv_sizes(model: ModelConfig, options: Options) -> ModelSizes:
 
 
 def _token(model: ModelConfig, item: int, options: Options) -> tuple[int, str]:
-    """Return how many bytes a token takes in one layer, and a description of how they were calculated."""
+    """Return how many bytes a token takes in one layer, and a description of the calculation."""
     if model.model_type == _MLA:
         width = _needed(model, "kv_lora_rank") + _needed(model, "qk_rope_head_dim")
         _check_block(options, is_usual=False)
@@ -205,7 +205,7 @@ def _token(model: ModelConfig, item: int, options: Options) -> tuple[int, str]:
 
 
 def _check_block(options: Options, *, is_usual: bool) -> None:
-    """Raise an error if the block size is not given and vLLM may choose another size than its usual one."""
+    """Raise an error if no block size is given and vLLM may choose a size other than its default."""
     if options.block_size is None and not is_usual:
         raise SizesNotKnown("vLLM chooses the block size by the GPU: give --block-size, which its start logs")
 
@@ -218,7 +218,7 @@ def _needed(model: ModelConfig, name: str) -> int:
 
 
 def _layers(model: ModelConfig, options: Options) -> int:
-    """Return the number of a rank's layers; raise an error unless all layers have full attention."""
+    """Return how many layers a rank has. Raise an error unless all of the model's layers have full attention."""
     layers, kind, stages = model.num_hidden_layers, model.model_type, options.pipeline_parallel_size
     if model.layer_types is not None and len(model.layer_types) != layers:
         raise _wrong(f"config.json has {layers} num_hidden_layers and {len(model.layer_types)} layer_types")
@@ -248,7 +248,7 @@ def _item_bytes(model: ModelConfig, options: Options) -> int:
 
 
 def _chooses_dtype(quantization: object) -> bool:
-    """Whether a quantization configuration has a value for the KV cache, at any depth."""
+    """Return whether a quantization configuration sets the KV cache's type, at any depth."""
     return isinstance(quantization, dict) and any(
         ("kv_cache" in name and value) or _chooses_dtype(value) for name, value in quantization.items()
     )

@@ -13,25 +13,25 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 GROUP_BYTES = 4
-"""A key, in vLLM and in kvoffload, is a block hash followed by vLLM's group number in this many bytes."""
+"""The length of the group number in a key. In vLLM and in kvoffload, a key is a block hash followed by this number."""
 
 
 class VllmDevice:
-    """vLLM's block pool. `bind` sets it once vLLM's scheduler has created it.
+    """vLLM's block pool behind the core's interface. Call `bind` once vLLM's scheduler has created the pool.
 
     Args:
-        partly_hashed: tokens per block, by vLLM's group number, for the groups in which a part of a block can have its
-            own hash.
+        partly_hashed: the groups in which a part of a block can have a hash: the tokens of a block, by vLLM's group
+            number.
     """
 
     _pool: BlockPool
-    """vLLM binds the pool before it schedules the first step."""
+    """Set by `bind`, which vLLM calls before it schedules the first step."""
 
     def __init__(self, partly_hashed: Mapping[int, int] | None = None) -> None:
         self._partly_hashed = dict(partly_hashed or {})
 
     def bind(self, pool: BlockPool) -> None:
-        """Use this pool from now on."""
+        """Set the pool to use."""
         self._pool = pool
 
     def lease(self, blocks: Sequence[DeviceBlockId]) -> None:
@@ -52,7 +52,7 @@ class VllmDevice:
     def keys_of(self, blocks: Sequence[DeviceBlockId]) -> list[BlockKey | None]:
         known = self._pool.blocks
         if not self._partly_hashed:
-            return [known[block].block_hash for block in blocks]  # vLLM and the core use the same keys.
+            return [known[block].block_hash for block in blocks]  # vLLM's keys are the core's keys
         return [self._whole_key(known[block]) for block in blocks]
 
     def block_of(self, key: BlockKey) -> DeviceBlockId | None:
@@ -61,7 +61,10 @@ class VllmDevice:
         return DeviceBlockId(found[0].block_id) if found else None
 
     def lease_problems(self, leases: Mapping[DeviceBlockId, int]) -> list[str]:
-        """Return a line for each block with fewer references than leases. vLLM's own references may add more."""
+        """Return a message for each block that has fewer references than leases.
+
+        A block may have more references than leases, because vLLM counts its own references too.
+        """
         counted = {block: self._pool.blocks[block].ref_cnt for block in leases}
         return [
             f"block {block} is leased {count} times, vLLM counts {counted[block]} references"
@@ -70,7 +73,7 @@ class VllmDevice:
         ]
 
     def _whole_key(self, block: KVCacheBlock) -> BlockKey | None:
-        """Return a block's key, or None if the key covers only a part of the block: no lookup asks for such a key."""
+        """Return a block's key. If the key covers only a part of the block, return None: no lookup uses such keys."""
         key: BlockKey | None = block.block_hash
         tokens = None if key is None else self._partly_hashed.get(split_key(key)[1])
         if tokens is not None and (block.block_hash_num_tokens or 0) % tokens:
@@ -79,10 +82,10 @@ class VllmDevice:
 
 
 def split_key(key: BlockKey) -> tuple[bytes, int]:
-    """Split a key into its block hash and vLLM's group number."""
+    """Split a key into the block hash and vLLM's group number."""
     return key[:-GROUP_BYTES], int.from_bytes(key[-GROUP_BYTES:], "big")
 
 
 def group_suffix(number: int) -> bytes:
-    """Return the bytes that follow the block hash in a group's keys."""
+    """Return the bytes that follow the block hash in every key of a group."""
     return number.to_bytes(GROUP_BYTES, "big")

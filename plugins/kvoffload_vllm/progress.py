@@ -1,9 +1,9 @@
-"""Tracks what was reported to the core about each of vLLM's requests, and decides when to report their progress.
+"""Records how much of each of vLLM's requests was reported to the core, and decides when to report more.
 
-Prefills are reported at once. A decoding batch completes only a few blocks in each step, and each report leads to a
-job. So the progress of decoding requests is reported every 16th step (with lazy stores, every step), and one job stores
-all their new blocks. Two things are reported without delay: newly allocated blocks (R7, R10), and all progress while
-the device is so full that running requests may be preempted.
+The progress of prefills is reported at once. Decoding requests complete only a few blocks in each step, and each
+report leads to a job. So their progress is reported only every 16th step, and one job then stores all their new
+blocks. With lazy stores, it is reported in every step. Newly allocated blocks are never delayed (R7, R10), and no
+progress is delayed while the device is so full that running requests may be preempted.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _Keys = tuple[tuple[BlockKey, ...], ...]
 _make_progress: Callable[[tuple[RequestId, int, _Table, _Keys]], facts.Progress] = partial(
     tuple.__new__, facts.Progress
 )
-"""Creates a `facts.Progress`. The named tuple's own constructor takes three times as long, and a step creates many."""
+"""Creates a `facts.Progress` three times faster than its own constructor, because a step creates many of them."""
 
 
 class KeyMaker:
-    """Turns a request's block hashes into keys per group.
+    """Turns a request's block hashes into the keys of each group.
 
     Args:
-        ratios: per group, how many block hashes one block has; the last hash identifies the block.
-        group_ids: per group, vLLM's group number, with which the keys of the group end.
+        ratios: for each group, how many block hashes one block has. A block's last hash identifies the block.
+        group_ids: for each group, vLLM's group number. All keys of the group end with this number.
     """
 
     def __init__(self, ratios: Sequence[int], group_ids: Sequence[int]) -> None:
@@ -50,8 +50,8 @@ class KeyMaker:
         self._has_one_hash_a_block = set(ratios) == {1}
 
     def keys(self, hashes: Sequence[bytes], first: int) -> tuple[tuple[BlockKey, ...], ...]:
-        """Return, per group, the keys of the blocks that end within `hashes[first:]`."""
-        # A decoding request mostly completes one block at a time.
+        """Return, for each group, the keys of the blocks whose last hash is in `hashes[first:]`."""
+        # A fast path, because a decoding request usually completes one block at a time.
         if self._has_one_hash_a_block and len(hashes) - first == 1:
             alone = [(hashes[first] + suffix,) for suffix in self._suffixes]
             return tuple(alone)  # type: ignore[arg-type]  # `BlockKey()` would cost one call per key
@@ -68,10 +68,10 @@ class Tracked(Struct, eq=False):
     Args:
         request: vLLM's request.
         hashes: the number of block hashes reported so far.
-        last_hash: the last reported hash. It covers all earlier hashes, so it changes if an earlier hash is rewritten.
-        noted: the number of block hashes noted for events since the request got its block table.
-        found_tokens: the number of tokens that the device held at the last lookup.
-        boundary: once this many tokens are confirmed, there is progress to report. `ProgressReports` sets it.
+        last_hash: the last reported hash. If vLLM rewrites any earlier hash, this hash changes as well.
+        noted: how many block hashes have notes for events, counted since the request got its block table.
+        found_tokens: how many of the request's tokens the device had at the last lookup.
+        boundary: the number of confirmed tokens at which there is progress to report. `ProgressReports` sets it.
     """
 
     request: Request
@@ -83,13 +83,16 @@ class Tracked(Struct, eq=False):
 
     @property
     def trace_parent(self) -> str | None:
-        """The caller's W3C `traceparent`. vLLM forwards it only when its own tracing is enabled."""
+        """The client's W3C `traceparent`, which vLLM passes on only if its own tracing is on; None without one."""
         headers = getattr(self.request, "trace_headers", None)
         return headers.get("traceparent") if headers else None
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether vLLM replaced reported hashes: a session's next input replaces tokens that are not computed yet."""
+        """Whether vLLM replaced hashes that were already reported.
+
+        This happens when a session's next input replaces tokens that were not computed yet.
+        """
         hashes, sent = self.request.block_hashes, self.hashes
         return sent > 0 and (len(hashes) < sent or hashes[sent - 1] != self.last_hash)
 
@@ -103,10 +106,10 @@ class Tracked(Struct, eq=False):
 
 
 class ProgressReports:
-    """Decides in each step which requests' progress is reported to the core.
+    """Decides in each step for which requests to report progress to the core.
 
-    A request that computed several tokens is checked in the next step that schedules it. All scheduled requests are
-    checked in every 16th step.
+    A request that computed several tokens in a step is checked in the next step that schedules this request. All
+    scheduled requests are checked in every 16th step.
 
     Args:
         shape: the engine's fixed facts.
@@ -114,10 +117,9 @@ class ProgressReports:
         keys: turns block hashes into keys.
         device: vLLM's block pool.
         tracked: the requests, by name.
-        every: a power of two; decoding requests are reported in each step whose number is a multiple of it. Requests
-            that compute a block in fewer steps are reported more often, so that each block is reported before it leaves
-            a sliding window.
-        tier_events: makes vLLM's KV cache events, None if vLLM does not publish any.
+        every: the number of steps between two reports of decoding requests, a power of two. Requests that fill a block
+            in fewer steps are reported more often, so that each block is reported before it leaves a sliding window.
+        tier_events: makes vLLM's KV cache events; None if vLLM publishes none.
     """
 
     def __init__(
@@ -141,35 +143,35 @@ class ProgressReports:
         self._every = self._reports_every(1)
         self.steps = 0
         self._soon: dict[str, int] = {}
-        """By request: the tokens of its latest step of several tokens, unless it was checked since that step."""
+        """Requests to check: those that computed several tokens in a step since their last check, with that number."""
         self._late: dict[str, _Table] = {}
-        """By request: newly allocated blocks that are not reported yet."""
+        """For each request, the newly allocated blocks that were not reported yet."""
 
     def allocated(self, tracked: Tracked, known: int) -> None:
-        """Record that a request got a block table with `known` computed tokens. The caller reports the table."""
+        """Record that a request got a block table with `known` computed tokens. The caller must report the table."""
         name = tracked.request.request_id
         self.forget(name)
         tracked.boundary = known + 1
         if tracked.hashes != len(tracked.request.block_hashes):
-            # A session's next input has new keys. The first step reports them, even if it confirms no tokens.
+            # A session's next input has new keys. The first step must report these keys, even if it confirms no tokens.
             tracked.boundary = known
             self._soon[name] = self._least_block
 
     def forget(self, name: str) -> _Table:
-        """Stop tracking the table of a request that lost or is about to lose it. Return its unreported blocks."""
+        """Forget the block table of a request that loses the table. Return the blocks that were not reported yet."""
         self._soon.pop(name, None)
         return self._late.pop(name, ())
 
     def step(
         self, output: SchedulerOutput, states: Sequence[facts.StateHandedOff]
     ) -> tuple[tuple[facts.Progress, ...], list[DeviceBlockId]]:
-        """Return the progress to report in this step, and newly allocated blocks that this progress may lack."""
+        """Return the progress to report in this step, and the newly allocated blocks that it may not contain."""
         scheduled, cached, late = output.num_scheduled_tokens, output.scheduled_cached_reqs, self._late
         resumed, groups, tables = cached.resumed_req_ids, self._groups, cached.new_block_ids
         self.steps += 1
         reallocated: list[DeviceBlockId] = []
-        # Most requests have no new block, and `compress` skips them fast. For a resumed request vLLM passes the whole
-        # block table, which was already reported when it was allocated.
+        # Most requests have no new block, and `compress` skips them quickly. For a resumed request, vLLM passes the
+        # whole block table. That table was already reported when vLLM allocated it.
         for name, blocks in compress(zip(cached.req_ids, tables, strict=True), tables):
             if name not in resumed and name in self._tracked:
                 table: _Table = tuple([tuple(blocks[group]) for group in groups])
@@ -187,7 +189,10 @@ class ProgressReports:
         return progress, reallocated
 
     def _take_soon(self, scheduled: Mapping[str, int]) -> list[str]:
-        """Return the requests to check. Unscheduled requests must wait, because vLLM reports preemptions later."""
+        """Return the requests to check in this step, and remove them from `_soon`.
+
+        Only scheduled requests are returned: any other may have been preempted, which vLLM reports only later.
+        """
         found = [
             name
             for name, tokens in self._soon.items()
@@ -223,7 +228,7 @@ class ProgressReports:
         return _make_progress((name, confirmed, self._late.pop(name, ()), new_keys))
 
     def _reports_every(self, tokens: int) -> int:
-        """Return how many steps lie between two reports of a request that computes this many tokens per step."""
+        """Return the number of steps between two reports of a request that computes this many tokens per step."""
         every = self._most
         while every > 1 and every * tokens > self._least_block:
             every //= 2

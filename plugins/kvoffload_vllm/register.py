@@ -1,4 +1,4 @@
-"""The plugin's entry point, which a stock vLLM calls in every process. Imports nothing heavy."""
+"""The plugin's entry point. A stock vLLM calls it in every process, so importing this module must be fast."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ MODULE = "kvoffload_vllm.connector"
 
 
 def register() -> None:
-    """Register the connector with vLLM's factory. Further calls change nothing."""
+    """Register the connector with vLLM's factory. Calling this more than once has no effect."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     try:
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)
     except ValueError:
-        # This process has called register() before, so the name exists.
+        # `register` was already called in this process
         return

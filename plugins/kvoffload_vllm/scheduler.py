@@ -1,4 +1,4 @@
-"""The scheduler's half of the connector: turns vLLM's hooks into facts, and the core's answers into vLLM's types."""
+"""The connector's hooks on the scheduler's side. They turn vLLM's calls into facts, and answers into vLLM's types."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class VllmScheduler:
         offload: the runtime's scheduler side.
         device: vLLM's block pool.
         groups: the groups that are offloaded.
-        changes: turns changes of the counters into messages for vLLM's own metrics.
-        closed: called last when vLLM stops.
-        report_every: how many steps lie between two reports of decoding requests' progress.
-        tier_events: makes vLLM's KV cache events, None if vLLM does not publish any.
-        identification: determines the KV identity, None without a tier below the host.
+        changes: collects changes of the counters for vLLM's own metrics.
+        closed: called at the end of `close`.
+        report_every: the number of steps between two reports of decoding requests' progress.
+        tier_events: makes vLLM's KV cache events; None if vLLM publishes none.
+        identification: determines the KV identity; None without a tier below the host.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class VllmScheduler:
             for number, group in zip(groups.ids, groups.shape.groups, strict=True)
             if group.kind is AttentionKind.RECURRENT
         }
-        """For each recurrent group, by vLLM's number: kvoffload's number, and the block size in tokens."""
+        """The recurrent groups by vLLM's number: kvoffload's number, and the number of tokens in a block."""
         self._tracked: dict[str, Tracked] = {}
         self._progress = ProgressReports(
             groups.shape, groups.ids, self._keys, device, self._tracked, report_every, tier_events
@@ -107,9 +107,9 @@ class VllmScheduler:
         if not self._state_tokens:
             found = self.offload.lookup(name, num_computed_tokens, request.num_tokens, new_keys)
             return found, bool(found)
-        # vLLM ends a prefill chunk at this boundary and keeps the recurrent state there. Before each lookup it sets the
-        # boundary to the end of the prefix that is on the device without a state. After the lookup it reads the
-        # boundary again.
+        # vLLM ends a prefill chunk at this boundary and keeps the recurrent state there. Before each lookup, vLLM
+        # sets the boundary to the end of the prefix whose blocks are on the device but whose state is not. The
+        # boundary may be moved here, because vLLM reads it again after the lookup.
         kept = getattr(request, "shared_prefix_boundary", None)
         found = self.offload.lookup(name, num_computed_tokens, request.num_tokens, new_keys, kept or 0)
         if kept is not None and found is not None:
@@ -122,7 +122,7 @@ class VllmScheduler:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.is_rewritten:
             tracked = self._start_anew(request, tracked)
-        # The blocks of the table after these tokens are newly allocated.
+        # All blocks after these tokens are newly allocated.
         known = max(tracked.found_tokens, request.num_computed_tokens)
         tracked.noted = 0
         self._progress.allocated(tracked, known)
@@ -143,14 +143,14 @@ class VllmScheduler:
         scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
         decoding = len(scheduled)
         if total > decoding:
-            decoding = list(scheduled.values()).count(1)  # Requests with draft tokens count as prefill.
+            decoding = list(scheduled.values()).count(1)  # requests with draft tokens count as prefill
         progress, late = self._progress.step(output, states)
         reallocated = (*copied, *late) if late and self.offload.watches_blocks else copied
         fact = facts.StepScheduled(
             self._progress.steps, progress, preempted, reallocated, total - decoding, decoding, states
         )
         plan = self.offload.step(fact)
-        # vLLM learns only from workers that a load has ended. So the workers must report these loads, too.
+        # The workers must report these loads to vLLM, because vLLM accepts the end of a load only from workers.
         copies, answers = self.offload.copies, NO_ANSWERS
         if copies.awaited or copies.answers is not NO_ANSWERS or self.offload.faults.cause is not None:
             answers = self.offload.take_answers()
@@ -168,12 +168,14 @@ class VllmScheduler:
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._request_ended(request, holds_blocks=any(block_ids))
-        return False, None  # Blocks that are being copied stay leased, so vLLM may free them at once.
+        # vLLM may free the blocks at once, because blocks that are being copied stay leased.
+        return False, None
 
     def _request_ended(self, request: Request, *, holds_blocks: bool) -> None:
-        """Report that a request finished or was aborted; vLLM frees its blocks afterwards.
+        """Report to the core that a request finished or was aborted. vLLM frees the request's blocks after this call.
 
-        If its hashes were rewritten, its remaining blocks are not stored: they may hold other tokens.
+        If the request's hashes were rewritten, its remaining blocks are not stored, because they may contain other
+        tokens.
         """
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
@@ -191,7 +193,7 @@ class VllmScheduler:
         self.offload.ended(facts.RequestEnded(request.request_id, confirmed, new_keys, holds_blocks, late))
 
     def get_kv_connector_stats(self) -> KVOffloadStats | None:
-        """Return the metric changes, None if there are none. A busy engine returns changes at most once a second."""
+        """Return what changed in the metrics; None if nothing did. While the engine is busy, at most once a second."""
         if self._changes.now() < self._changes.next_s and (self._tracked or self.has_pending_push_work()):
             return None
         changes = self._changes.take()
@@ -216,13 +218,16 @@ class VllmScheduler:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _start_anew(self, request: Request, tracked: Tracked | None) -> Tracked:
-        """Report a request as new, because vLLM did not announce it or has rewritten its hashes since."""
+        """Report a request to the core as new.
+
+        This is needed if vLLM never reported the request as new, or has rewritten its hashes since then.
+        """
         if tracked is not None:
             self._request_ended(request, holds_blocks=request.num_computed_tokens > 0)
         return self.on_new_request(request)
 
     def _states(self, output: SchedulerOutput) -> tuple[facts.StateHandedOff, ...]:
-        """Return the recurrent states that the step completes at a block boundary. No lookup asks for other states."""
+        """Return the recurrent states that this step completes at a block's end. Lookups never use other states."""
         offered = getattr(output, "kv_connector_block_state", None)
         if offered is None:
             return ()

@@ -2,8 +2,9 @@
 
     {"type": "KVOffloadTier", "module_path": "kvoffload_vllm.secondary_tier", "disk_path": ..., "disk_bytes": ...}
 
-vLLM calls the tier in the scheduler's process, one call at a time. No call waits, except `drain_jobs` and `shutdown`:
-jobs run on a few threads in `TierCache`, whose calls return in time. A chunk, with the bytes of all ranks, is a page.
+vLLM calls the tier in the scheduler's process, one call at a time. Only `drain_jobs` and `shutdown` wait. All other
+calls return at once, because a few threads run the jobs by calls of `TierCache`, which have time limits. What vLLM
+calls a chunk, with the bytes of all ranks, is a page for `TierCache`.
 """
 
 from __future__ import annotations
@@ -55,24 +56,24 @@ if TYPE_CHECKING:
 
 Copy = Callable[[Sequence[bytes], Sequence[Page]], list[bool]]
 
-_THREADS = 2  # for each direction; inside a call, more threads copy batches
+_THREADS = 2  # threads that load, and as many that store; more threads copy the batches of each call
 _CLOSING_S = 5.0
 
 log = get_logger("tiers")
 
 
 class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type checker runs without vLLM
-    """kvoffload's disk and remote tier as a tier of vLLM.
+    """Makes kvoffload's disk and remote tier a secondary tier of vLLM.
 
     Args:
         offloading_spec: vLLM's description of the offloaded KV cache.
-        primary_kv_view: vLLM's host memory, [chunks, bytes of a chunk].
+        primary_kv_view: vLLM's host memory, of the shape [chunks, bytes of a chunk].
         tier_type: the tier's name in vLLM's metrics.
         enable_kv_events: whether to publish which blocks arrive on the disk and leave it, if vLLM publishes events.
-        options: the settings of `tier_config`, and further arguments of the base class.
+        options: kvoffload's settings, as in `tier_config`, and further arguments of the base class.
 
     Raises:
-        ConfigError: the settings or this vLLM cannot be used; the message lists every problem.
+        ConfigError: the settings or this vLLM version cannot be used; the message lists every problem.
     """
 
     medium = Medium.STORAGE
@@ -109,7 +110,7 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type che
         self._loads = DaemonExecutor("kvoffload-tier-load", _THREADS)
         self._stores = DaemonExecutor("kvoffload-tier-store", _THREADS)
         self._open: dict[int, tuple[TransferJob, Future[tuple[list[bool], float]]]] = {}
-        # For each live request: the blocks whose load failed, which are not tried again.
+        # For each live request, the blocks whose load failed. A failed load is not tried again.
         self._failed: dict[str, set[OffloadKey]] = {}
         self._counted = Changes(self._cache)
         events = offloading_spec.kv_events_config
@@ -151,7 +152,7 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type che
         return [self._result(*self._open.pop(number)) for number in ended]
 
     def drain_jobs(self) -> None:
-        """Wait for every job. vLLM calls this only to reset its cache, so invalidate all blocks too (R10)."""
+        """Wait for every job, and invalidate all blocks (R10), because vLLM calls this only to reset its cache."""
         wait([future for _, future in self._open.values()])
         if not self._cache.reset():
             log.warning("reset_incomplete", note="a process that starts now may find blocks from before")
@@ -183,7 +184,10 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type che
             self._lookups.flush()
 
     def has_pending_work(self) -> bool:
-        """Whether an idle engine must step: at its start, for at most `disk_drain_s`, until the tiers are open."""
+        """Return whether an idle engine must keep stepping: after its start until the tiers are open.
+
+        The engine steps for this reason for at most `disk_drain_s` seconds.
+        """
         now = time.monotonic()
         if self._idles_until is None:
             self._idles_until = now + self._config.disk_drain_s
@@ -224,14 +228,14 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type che
     def shutdown(self) -> None:
         self._is_closed = True
         self._stepped.set()
-        self._cache.close()  # ends all calls
+        self._cache.close()  # ends all calls of the cache
         if self._lookups is not None:
             self._lookups.shutdown()
         wait([future for _, future in self._open.values()], _CLOSING_S)
         self._memory.release()
 
     def _identify(self, vllm_config: VllmConfig) -> KVIdentity:
-        """Return the KV's identity. Waits for the first step: before it, vLLM has not seeded its block hashes."""
+        """Return the KV's identity. Waits for the first step, because vLLM seeds its block hashes before that step."""
         from vllm import envs
 
         self._stepped.wait()
@@ -250,7 +254,7 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type che
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]  # as above
-    """Asks the remote tier on a thread."""
+    """Looks up blocks in the remote tier, on a thread of its own."""
 
     def __init__(self, tier_type: str, cache: TierCache) -> None:
         self._cache = cache
@@ -272,10 +276,12 @@ def _check(vllm_config: VllmConfig, config: OffloadConfig) -> None:
 
 
 def _config_of_caller() -> VllmConfig:
-    """Return the configuration of the engine that is being made: vLLM does not pass it to tiers, so look in its frames.
+    """Return the configuration of the engine that vLLM is creating.
+
+    vLLM does not pass its configuration to tiers, so this function looks for it in the callers' local variables.
 
     Raises:
-        ConfigError: no caller has a configuration.
+        ConfigError: no caller has a local variable with the configuration.
     """
     frame = inspect.currentframe()
     while frame is not None:

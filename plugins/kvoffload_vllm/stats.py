@@ -1,4 +1,4 @@
-"""Sends metrics from the scheduler's side to vLLM's front end, and exports them in the front end's own `/metrics`."""
+"""Sends metrics from the scheduler's side to vLLM's front end, which exports them in its own `/metrics`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ if TYPE_CHECKING:
 
 
 class KVOffloadStats(KVConnectorStats):  # type: ignore[misc]  # the type checker runs without vLLM
-    """One message: `data` holds the metric changes since the last message, in the format that `payload` describes."""
+    """A message to vLLM's front end. `data` contains what changed in the metrics since the last message.
+
+    `kvoffload.telemetry.payload` describes the format.
+    """
 
     def reset(self) -> None:
-        """Remove all changes. Create a new dictionary, because another object may still hold the old one."""
+        """Remove all changes. This sets a new dictionary, because another object may still use the old one."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVOffloadStats:
-        """Add a later message, or another rank's message, to this one."""
+        """Add the changes of a later message, or of another rank's message, to this message."""
         payload.merge(self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the values that vLLM's periodic log line shows."""
+        """Return the values for vLLM's periodic log line."""
         return payload.summarize(self.data)
 
     def is_empty(self) -> bool:
@@ -34,7 +37,7 @@ class KVOffloadStats(KVConnectorStats):  # type: ignore[misc]  # the type checke
 
 
 class KVOffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # the type checker runs without vLLM
-    """The catalogue's metrics in one of vLLM's front ends, for all engines it serves."""
+    """Exports kvoffload's metrics in one of vLLM's front ends, for all engines of this front end."""
 
     def __init__(self, vllm_config: VllmConfig, *metrics: Any) -> None:  # noqa: ANN401  # see `build_prom_metrics`
         super().__init__(vllm_config, *metrics)

@@ -1,10 +1,9 @@
-"""Decides whether a vLLM configuration can be offloaded.
+"""Decides whether kvoffload supports a vLLM configuration.
 
-Unsupported configurations are refused at start, so that no wrong block is served.
+An unsupported configuration is refused at the start, so that vLLM never uses a wrong block.
 
-A prefix hit needs the blocks of every group that vLLM looks up for it. A group may be left out only if a hit does not
-need it (`prefix_cacheable` is False: vLLM rebuilds its contents). If we cannot copy one of the needed groups, the whole
-model cannot be offloaded.
+For a prefix hit, vLLM needs blocks of every group except those that it can rebuild (`prefix_cacheable` is False). If
+kvoffload cannot copy one of the needed groups, the whole model cannot be offloaded.
 """
 
 from __future__ import annotations
@@ -28,34 +27,39 @@ KINDS = {
     "ChunkedLocalAttentionSpec": AttentionKind.CHUNKED_LOCAL,
     "MambaSpec": AttentionKind.RECURRENT,
 }
-"""Attention kinds by exact class name. A subclass that is not listed may recycle or share blocks in another way."""
+"""The attention kind of each supported spec class, by the class's exact name.
+
+Other classes are not supported, not even subclasses, because they may reuse or share blocks in a different way.
+"""
 
 VERSIONS = "vLLM 0.28 and newer; 0.28, 0.30, 0.32 and 0.33 were run"
-"""vLLM versions that the connector works with."""
+"""The vLLM versions with which the connector works."""
 
 NEWEST_RUN = (0, 33)
-"""The newest vLLM version that the connector was run with."""
+"""The newest vLLM version with which the connector was run."""
 
 NEEDED = (
     "bind_gpu_block_pool",
     "has_pending_push_work",
     "on_new_request",
     "requires_kv_delivery",
-    "supports_divergent_local_hybrid_hits",  # since 0.28; older versions used recurrent states that no hit had loaded
+    # Since 0.28; older versions used recurrent states that a hit had not loaded.
+    "supports_divergent_local_hybrid_hits",
 )
-"""Names that vLLM's base class of connectors must have."""
+"""The attributes that vLLM's base class for connectors must have."""
 
-_WRAPPER = "kv_cache_specs"  # the attribute in which a group's spec holds one spec for each layer
+_WRAPPER = "kv_cache_specs"  # the attribute of a group's spec that contains a spec for each layer
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """The features that this vLLM offers to connectors.
+    """What a vLLM version offers to connectors.
 
     Args:
-        reports_failed_loads: a failed load can be reported per request, so that models with several groups can recover.
-        hands_off_states: a step names the recurrent states that it completes, block by block.
-        lacks: names that the connector needs and this vLLM does not have.
+        reports_failed_loads: whether a connector can report which requests' loads failed. Models with several groups
+            recover only from loads reported this way.
+        hands_off_states: whether each step says which recurrent states it completes, and in which blocks.
+        lacks: attributes that the connector needs and this version does not have.
     """
 
     reports_failed_loads: bool = True
@@ -73,18 +77,18 @@ def find_features() -> Features:
 
 
 def layer_specs(spec: KVCacheSpec) -> tuple[KVCacheSpec, ...]:
-    """Return the specs of a group's layers: one spec for all layers, or one for each."""
+    """Return the specs of a group's layers: one spec for all layers, or one spec for each layer."""
     wrapped: dict[str, KVCacheSpec] | None = getattr(spec, _WRAPPER, None)
     return tuple(wrapped.values()) if wrapped else (spec,)
 
 
 def is_needed_for_hits(group: KVCacheGroupSpec) -> bool:
-    """Whether vLLM looks up this group's blocks for a prefix hit."""
+    """Return whether vLLM needs this group's blocks for a prefix hit."""
     return bool(getattr(group.kv_cache_spec, "prefix_cacheable", True))
 
 
 def find_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, features: Features) -> list[str]:
-    """Return every reason why this configuration cannot be offloaded, one sentence each."""
+    """Return all reasons why this configuration cannot be offloaded. Each reason is a sentence."""
     if features.lacks:
         return [f"this vLLM lacks {', '.join(features.lacks)}; the connector works with {VERSIONS}"]
     groups = kv_cache_config.kv_cache_groups
@@ -103,7 +107,7 @@ def find_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, featu
 
 
 def role_problems(role: object) -> Iterator[str]:
-    """Yield the problem with a `kv_role`, if there is one. The doctor calls this before vLLM starts."""
+    """Yield a problem if vLLM's `kv_role` is not supported. The doctor calls this function before vLLM starts."""
     if role != "kv_both":
         yield f"kv_role is {role!r:.40}; it must be 'kv_both', because blocks are both stored and loaded"
 
@@ -115,7 +119,13 @@ def _check_settings(vllm_config: VllmConfig) -> Iterator[str]:
 
 
 def option_problems(caches_prefixes: bool, model: object, parallel: object) -> Iterator[str]:
-    """Yield the problems with vLLM's options, given as in its configuration. The doctor calls this before vLLM starts."""
+    """Yield each problem with vLLM's options. The doctor calls this function before vLLM starts.
+
+    Args:
+        caches_prefixes: whether vLLM's prefix caching is on.
+        model: an object with the attributes of vLLM's model configuration.
+        parallel: an object with the attributes of vLLM's parallel configuration.
+    """
     if not caches_prefixes:
         yield "prefix caching is off, and blocks are found by their prefix; start with --enable-prefix-caching"
     if getattr(model, "enable_sleep_mode", False):
@@ -134,7 +144,7 @@ def _check_ranks(parallel_config: object) -> Iterator[str]:
     launcher = getattr(parallel_config, "distributed_executor_backend", None)
     ranks = getattr(parallel_config, "world_size", 1)
     if launcher == "external_launcher" and ranks > 1:
-        # Each scheduler gets only the reports of its own worker, and copies take a different time on each rank.
+        # Each scheduler gets the reports of only its own worker, and copies end at different times on different ranks.
         yield (
             f"distributed_executor_backend is {launcher!r} with {ranks} ranks: each has its own scheduler, and all "
             "must schedule alike, but their host memories differ; start with mp or ray"
@@ -142,7 +152,7 @@ def _check_ranks(parallel_config: object) -> Iterator[str]:
 
 
 def _check_tiers(kv_cache_config: KVCacheConfig) -> Iterator[str]:
-    # Only HiSparse has groups that live on the host, or that are rebuilt from another group after a load.
+    # Only HiSparse has groups whose KV is on the host, or is rebuilt from another group after a load.
     moved = any(
         getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True)
         for group in kv_cache_config.kv_cache_groups
@@ -163,9 +173,9 @@ def _check_group(number: int, specs: Sequence[KVCacheSpec], features: Features) 
 
 
 def _check_states(number: int, specs: Sequence[KVCacheSpec], features: Features) -> Iterator[str]:
-    """Yield the problem with a group's recurrent states, if there is one.
+    """Yield a problem if a group's recurrent states cannot be stored.
 
-    A state is complete only at the boundaries where vLLM hands it off.
+    They can be stored only where vLLM hands them to the connector, because they are complete only there.
     """
     if not features.hands_off_states:
         yield (
@@ -182,15 +192,15 @@ def _check_states(number: int, specs: Sequence[KVCacheSpec], features: Features)
 
 
 def kind_of(spec: KVCacheSpec) -> AttentionKind:
-    """Return a layer's attention kind. The class of its spec must be in `KINDS`."""
+    """Return a layer's attention kind. The spec's class must be in `KINDS`."""
     return KINDS[type(spec).__name__]
 
 
 def reach_of(spec: KVCacheSpec) -> int | None:
-    """Return the window or chunk in tokens, None for full attention and recurrent layers.
+    """Return the size of the window or chunk in tokens; None for full attention and for recurrent layers.
 
-    For drafts that recompute tokens, vLLM keeps more tokens than the attention window covers. On a hit it gives the
-    request the blocks of all these tokens and treats them as computed, so all of them must be loaded.
+    If a draft model recomputes tokens, vLLM keeps more tokens than the attention window covers. On a hit, vLLM treats
+    all of these tokens as computed, so their blocks must all be loaded, and the returned window includes them.
     """
     kind = kind_of(spec)
     if kind is AttentionKind.SLIDING_WINDOW:

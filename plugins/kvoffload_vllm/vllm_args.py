@@ -1,4 +1,4 @@
-"""`kvoffload vllm-args`: prints the arguments that make a stock vLLM use kvoffload."""
+"""`kvoffload vllm-args`: prints the command-line arguments with which a stock vLLM uses kvoffload."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def transfer_config(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return vLLM's `kv_transfer_config` for these settings of kvoffload."""
+    """Return the `kv_transfer_config` with which vLLM uses kvoffload with these settings."""
     return {
         "kv_connector": NAME,
         "kv_role": "kv_both",
@@ -77,7 +77,7 @@ def _yaml(config: Mapping[str, object]) -> str:
         if isinstance(value, dict):
             lines += [f"  {name}:", *(f"    {key}: {json.dumps(one)}" for key, one in value.items())]
         else:
-            lines.append(f"  {name}: {json.dumps(value)}")  # JSON is valid YAML.
+            lines.append(f"  {name}: {json.dumps(value)}")  # JSON is valid YAML
     return "\n".join(lines)
 
 
@@ -87,7 +87,7 @@ def _python(config: Mapping[str, object]) -> str:
 
 
 def _literal(value: object) -> str:
-    """Return a value as Python source, in the style of code formatters."""
+    """Return a value as Python source, formatted as a code formatter would."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(key)}: {_literal(one)}" for key, one in value.items()) + "}"
     return json.dumps(value) if isinstance(value, str) else repr(value)

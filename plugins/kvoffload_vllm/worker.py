@@ -1,4 +1,4 @@
-"""A worker's half of the connector: submits the plan's copies, and reports how they ended."""
+"""The connector's hooks on the worker's side: starts the plan's copies and reports how they ended."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Received:
-    """Loads that ended on this worker since the last step. Each started load is reported exactly once.
+    """The loads that ended on this worker since the last step. Every started load is reported exactly once.
 
     Args:
-        finished: requests whose load ended on this worker, including failed loads.
-        failed: requests whose load failed.
-        bad_blocks: device blocks of failed loads.
+        finished: the requests whose load ended on this worker, also if it failed.
+        failed: the requests whose load failed.
+        bad_blocks: the device blocks that failed loads should have filled.
     """
 
     finished: set[str] = field(default_factory=set)
@@ -45,10 +45,10 @@ class VllmWorker:
 
     Args:
         offload: the runtime's worker side.
-        closed: called last when the worker stops.
+        closed: called at the end of `close`.
         examine: runs the doctor's checks; called before any host memory is allocated.
-        identity: a future for the KV identity, which names the folder on the disk. The future gets its result when the
-            scheduler's side has sent the identity, and is cancelled when the worker stops.
+        identity: a future for the KV identity, which determines the disk tier's folder. The future gets its result from
+            the scheduler's side, and is cancelled when the worker stops.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class VllmWorker:
         self._report: TransferReport | None = None
 
     def register(self, layout: DeviceLayout) -> None:
-        """Check the layout of the worker's KV memory, and prepare host memory for it."""
+        """Run the doctor's checks on the layout of this worker's KV memory, and prepare host memory for it."""
         findings = self._examine(layout)
         self.offload.register(layout)
         log_warnings(findings)
@@ -77,12 +77,12 @@ class VllmWorker:
     # -- a step -------------------------------------------------------------------------------------------------
 
     def bind(self, metadata: KVOffloadMetadata) -> None:
-        """Begin a step with its plan.
+        """Begin a step and take its plan.
 
-        Loads that ended without a copy are recorded here, because vLLM gets ended loads only from workers.
+        Loads that ended without a copy are recorded here, because vLLM learns only from workers that a load has ended.
 
-        Both of vLLM's model runners call this after they have zeroed and copied blocks for the step, and before the
-        step's forward pass.
+        Both of vLLM's model runners call this before the step's forward pass. By then they have enqueued the kernels
+        that zero and copy blocks for this step.
         """
         self._metadata = metadata
         self._stores_started = False
@@ -94,7 +94,8 @@ class VllmWorker:
             self._loading[load.id] = (load.extra, load.targets)
         answers = metadata.answers
         for job in answers.abandoned:
-            # Copies on this worker were reported when they ended. A running copy keeps its blocks leased.
+            # If this worker's copy has already ended, the load was reported then. If the copy is still running, its
+            # blocks stay leased, so the load may be reported as failed now.
             if job in self._loading:
                 self._load_ended(job, failed=True)
         if answers.without_copy:
@@ -102,23 +103,26 @@ class VllmWorker:
             self._received.failed.update({*answers.without_copy} & {*answers.failed})
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
-        """Submit the step's loads. The loads wait for the kernels that this thread launched before `bind`."""
+        """Start the step's loads. Their copies wait for the kernels that this thread launched before `bind`."""
         if self._metadata is not None:
             self.offload.start_loads(self._metadata.plan)
 
     def wait_for_save(self) -> None:
-        """Queue the step's stores after its forward pass, once. Before 0.31, vLLM does not call this in empty steps."""
+        """Start the step's stores after the forward pass, unless they were started already.
+
+        vLLM before 0.31 does not call this in steps without a forward pass.
+        """
         if self._metadata is not None and not self._stores_started:
             self._stores_started = True
             self.offload.start_stores(self._metadata.plan)
 
     def clear(self) -> None:
-        """End the step; queue its stores if vLLM did not call `wait_for_save`."""
+        """End the step. Start its stores if vLLM did not call `wait_for_save`."""
         self.wait_for_save()
         self._metadata = None
 
     def take_received(self) -> Received:
-        """Return the loads that ended since the last call. Never waits."""
+        """Return the loads that ended since the last call, without waiting."""
         report = self.offload.take_report()
         if report is not None:
             self._keep(report)
@@ -129,12 +133,12 @@ class VllmWorker:
         return received
 
     def build_connector_worker_meta(self) -> KVOffloadWorkerMetadata | None:
-        """Return this rank's report for the scheduler's side, None if there is none."""
+        """Return this rank's report for the scheduler's side; None if there is nothing to report."""
         report, self._report = self._report, None
         return KVOffloadWorkerMetadata((report,)) if report is not None else None
 
     def close(self) -> None:
-        """Wait for the started copies to end, and free the host memory."""
+        """Wait for the started copies to end, then free the host memory."""
         self._identity.cancel()
         try:
             self.offload.close()
@@ -151,7 +155,7 @@ class VllmWorker:
             self._received.bad_blocks.update(blocks)
 
     def _keep(self, report: TransferReport) -> None:
-        """Add a report to the pending report, which vLLM has not fetched yet."""
+        """Keep a report until vLLM fetches it, together with earlier reports."""
         if self._report is None:
             self._report = report
         else:

@@ -1,9 +1,9 @@
-"""`kvoffload demo`: plays the same conversations without and with offloading, and compares them token by token.
+"""`kvoffload demo`: plays the same conversations without and with offloading, and compares every generated token.
 
 command   prepares the lower tier and runs a session
-options   the command's options
-session   one demo, from start to exit code
-engines   the two engines, and their audit
+options   defines the command's options
+session   runs one demo and returns its exit code
+engines   makes the two engines and audits them at the end
 play      plays conversations on one engine
-results   the numbers, the comparison and the table
+results   computes the numbers, compares the answers and prints the table
 """

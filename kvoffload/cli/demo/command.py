@@ -1,6 +1,6 @@
-"""`kvoffload demo`: prepares the disk's folder or the remote tier, and runs a session.
+"""`kvoffload demo`: prepares the disk tier's folder or the remote tier, and runs a session.
 
-Heavy imports are inside `run`, so that importing this module is cheap.
+Slow imports are inside `run`, so that importing this module is fast.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Screen:
     """Prints results to standard output and everything else to standard error. Progress is shown only on a terminal.
 
     Args:
-        quiet: whether to show no progress.
+        quiet: whether to hide progress even on a terminal.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._clear = _CLEAR_LINE if sys.stderr.isatty() and not quiet else ""
 
     def progress(self, text: str) -> None:
-        """Show the current activity, in place of the previous one."""
+        """Show what the demo is doing, in place of the previous text."""
         if self._clear:
             print_error(f"{self._clear}{text}", end="")
 
@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
     asked = DemoOptions(**json.loads(args.until_killed)) if begins else options.demo_options(args)
     screen = Screen(quiet=begins or args.json)
     screen.progress("importing torch")
-    # Set before torch is imported. OpenMP threads that spin while they wait for each other keep cores from all other
-    # work: on two busy cores the demo would take several times as long.
+    # This must be set before torch is imported. By default, OpenMP's threads spin while they wait for each other, which
+    # makes the demo several times slower on two busy cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from kvoffload.cli.demo import session
     from kvoffload.engine import ConfigError, EngineError, PluginError, RequestRefused
@@ -93,13 +93,13 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def local_store(kind: str, node_bytes: int = 2**28) -> Iterator[LocalMooncake | LocalBucket]:
-    """Run a server for a remote tier on this machine, and set the environment variables that its clients need.
+    """Run a remote tier's server on this machine, and set the environment variables that its clients need.
 
-    The server's files are temporary.
+    The server's files are removed when the `with` block ends.
 
     Args:
         kind: one of `LOCAL_STORES`.
-        node_bytes: the memory of Mooncake's node, in bytes.
+        node_bytes: how much memory Mooncake's node contributes, in bytes.
 
     Raises:
         RemoteError: the server is not installed, or does not start.
@@ -114,10 +114,12 @@ def local_store(kind: str, node_bytes: int = 2**28) -> Iterator[LocalMooncake | 
 
 @contextmanager
 def _lower_tier(args: argparse.Namespace) -> Iterator[Mapping[str, object]]:
-    """Prepare the disk's folder or the remote tier, if the demo uses one, and yield its setting.
+    """Prepare the disk tier's folder or the remote tier, and yield the setting that names it.
+
+    Without a lower tier, nothing is prepared and no setting is yielded.
 
     Raises:
-        CommandError: the folder cannot be made, or the remote tier cannot be reached.
+        CommandError: the folder cannot be created, or the remote tier cannot be reached.
     """
     with ExitStack() as opened:
         if args.disk is not None:

@@ -1,4 +1,4 @@
-"""The two engines, and their audit. The engines differ only in that one loads the plugin, by its entry point."""
+"""Makes the demo's two engines and audits them. The engines differ only in that one loads kvoffload's plugin."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
 PLUGIN = "kvoffload"
-_CACHE_SHARE = 4  # the default device cache is the size of all conversations, divided by this
-_LEAST_LENGTH = 4096  # tokens; `max_model_len` is at least this
-_SPARE_LENGTH = 16  # tokens; the warm-up's answer may be longer than the conversations' answers
+_CACHE_SHARE = 4  # by default, the device's cache holds 1/4 of all conversations
+_LEAST_LENGTH = 4096  # the minimum for `max_model_len`, in tokens
+_SPARE_LENGTH = 16  # extra tokens, because the warm-up's answer may be longer than the conversations' answers
 _TINY = ModelConfig(hidden_size=64, heads=4, kv_heads=2, head_dim=16, ffn_size=96)
 _WINDOW_TOKENS = {"small": 256, "tiny": 48}
 _AT_REST = {"empty", "ready", "quarantined"}
@@ -28,7 +28,7 @@ _AT_REST = {"empty", "ready", "quarantined"}
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """Both running engines, and the scheduler's side of offloading."""
+    """Both running engines, and the scheduler's side of the engine that offloads."""
 
     plain: Engine
     offloaded: Engine
@@ -36,16 +36,17 @@ class Engines:
 
 
 def engine_config(options: DemoOptions, offload: Mapping[str, object] | None = None) -> EngineConfig:
-    """Return the engine's settings, with `offload` as the settings of its plugin.
+    """Return an engine's settings. If `offload` is given, the engine loads the plugin with these settings.
 
     Raises:
         CommandError: the device's cache is too small for the conversations' last turns.
-        EngineError: the engine refuses its settings.
+        EngineError: the engine does not accept its settings.
     """
     tokens = options.conversation_tokens
     config = EngineConfig(
         model=_model(options),
-        num_blocks=options.device_blocks and options.device_blocks + 1,  # plus the null block
+        # The engine counts its null block too.
+        num_blocks=options.device_blocks and options.device_blocks + 1,
         max_model_len=max(tokens + _SPARE_LENGTH, _LEAST_LENGTH),
         device=options.device,
         plugin_config=offload or {},
@@ -65,12 +66,12 @@ def engine_config(options: DemoOptions, offload: Mapping[str, object] | None = N
 
 @asynccontextmanager
 async def open_engine(options: DemoOptions) -> AsyncIterator[tuple[Engine, SchedulerSide]]:
-    """Make an engine with offloading and run it; at the end, drain and stop it.
+    """Start an engine with offloading. When the `with` block ends, drain and stop the engine.
 
     Raises:
         CommandError: there is not enough memory for the engine.
-        KVOffloadError: the plugin refuses its settings.
-        EngineError: the engine refuses its settings.
+        KVOffloadError: the plugin does not accept its settings.
+        EngineError: the engine does not accept its settings.
     """
     plugin = load_plugin(PLUGIN)
     async with _make(engine_config(options, options.offload), plugin) as engine:
@@ -79,7 +80,7 @@ async def open_engine(options: DemoOptions) -> AsyncIterator[tuple[Engine, Sched
 
 @asynccontextmanager
 async def open_engines(options: DemoOptions) -> AsyncIterator[Engines]:
-    """Make both engines and run them. The engine with offloading is made first, because it is more likely to fail.
+    """Start both engines. The engine with offloading is started first, because it is more likely to fail.
 
     Raises:
         CommandError, KVOffloadError, EngineError: as for `open_engine`.
@@ -89,12 +90,12 @@ async def open_engines(options: DemoOptions) -> AsyncIterator[Engines]:
 
 
 def kv_blocks(options: DemoOptions, config: EngineConfig) -> int:
-    """Return how many blocks, in all groups together, are needed to continue every conversation from its end."""
+    """Return how many blocks of KV are needed to continue every conversation, in all groups together."""
     return options.conversations * _conversation_blocks(options, config)
 
 
 def audit(engines: Engines) -> list[str]:
-    """Return the invariants that the idle engines break, and the resources they still hold."""
+    """Return a message for each invariant that the idle engines break and each resource that they still hold."""
     return [
         *audit_engine(engines.plain, "engine without offloading"),
         *audit_engine(engines.offloaded, "engine with offloading"),
@@ -103,7 +104,7 @@ def audit(engines: Engines) -> list[str]:
 
 
 def audit_engine(engine: Engine, name: str) -> list[str]:
-    """Return the invariants that an idle engine breaks, and the resources it still holds."""
+    """Return a message for each invariant that an idle engine breaks and each resource that it still holds."""
     numbers = engine.statistics()
     held = {
         "waiting requests": numbers.waiting,
@@ -117,7 +118,7 @@ def audit_engine(engine: Engine, name: str) -> list[str]:
 
 
 def audit_offloading(offload: SchedulerSide) -> list[str]:
-    """Return the invariants that idle offloading breaks."""
+    """Return a message for each invariant that an idle scheduler's side breaks, and each slot or job left over."""
     return [f"offloading: {problem}" for problem in _problems(offload)]
 
 
@@ -131,21 +132,21 @@ def _problems(offload: SchedulerSide) -> Iterator[str]:
         if slots and state not in _AT_REST:
             yield f"{slots} slots of the {tier} are still {state}"
     for (tier, direction, state), jobs in gauges.get("kvoffload_open_jobs", {}).items():
-        if jobs and state != "abandoned":  # abandoned jobs are counted separately
+        if jobs and state != "abandoned":  # the metrics count abandoned jobs separately
             yield f"{jobs} {direction} jobs of the {tier} are still {state}"
 
 
 def _make(config: EngineConfig, plugin: EnginePlugin | None) -> Engine:
     try:
         return Engine(config, plugin)
-    except (MemoryError, RuntimeError) as error:  # torch raises either when memory runs out
+    except (MemoryError, RuntimeError) as error:  # torch raises either error when memory runs out
         reason = str(error).partition("\n")[0] or "out of memory"
         raise CommandError(f"an engine on --device {config.device} cannot be made: {reason}") from error
 
 
 def _device_blocks(options: DemoOptions, config: EngineConfig, capacity: Capacity) -> int:
-    # Count one request in the middle of its prompt, where windows and chunks need the most blocks, and all other
-    # requests after their prompts.
+    # One request at a time computes its prompt, when windows and chunks need the most blocks. All other requests are
+    # counted as having computed their prompts.
     others = min(options.concurrency, options.conversations) - 1
     least = capacity.request_blocks(options.conversation_tokens)
     least += others * _conversation_blocks(options, config)

@@ -1,4 +1,4 @@
-"""The demo's options."""
+"""Defines and parses the options of `kvoffload demo`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from kvoffload.engine.plugin import GroupKind
 
 LOCAL_STORES = {"mooncake": "Mooncake", "s3": "SeaweedFS (S3)"}
-"""The servers for a remote tier that the demo can start, with their display names."""
+"""Values of --remote for which the demo starts a local server, with the server's display name."""
 LAYERS: dict[str, GroupKind] = {"full": "full", "window": "sliding_window", "recurrent": "recurrent"}
-"""Values of --layers, and the engine's names for them."""
-# the minimum number of turns before the kill, because only blocks that were found again are spilled
+"""Values of --layers, with the engine's name for that kind of layer."""
+# The number of turns before the kill is at least 2, because only blocks that a later turn found again are spilled.
 _LEAST_BEFORE = 2
 _HOST_BYTES, _DISK_BYTES = "256MiB", "1GiB"
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """The conversations to play, and the engines to play them on.
+    """What one demo plays, and on what engines.
 
     Args:
         conversations: the number of conversations.
@@ -37,13 +37,13 @@ class DemoOptions:
         answer_tokens: tokens of each answer.
         concurrency: conversations served at the same time.
         model: "small" or "tiny".
-        layers: one of `LAYERS`; except for "full", every sixth layer has full attention.
+        layers: a key of `LAYERS`. With "window" and "recurrent", every sixth layer still has full attention.
         device: "cpu", "cuda" or "cuda:N".
-        device_blocks: blocks of the device's KV cache; None for about a quarter of the blocks that the conversations
+        device_blocks: the number of blocks in the device's KV cache. None: about a quarter of what the conversations
             need.
         seed: the seed of the model's weights and of the messages.
         offload: kvoffload's settings.
-        killed_in: the turn, numbered from 0, during which an engine that begins the conversations is killed; None if no
+        killed_in: the turn, counted from 0, in which the engine that begins the conversations is killed; None if no
             engine is killed.
     """
 
@@ -63,12 +63,12 @@ class DemoOptions:
 
     @property
     def conversation_tokens(self) -> int:
-        """The tokens of the longest request: a conversation's last prompt and its answer."""
+        """The length of the longest request: a conversation's last prompt and its answer, in tokens."""
         return self.first_tokens + (self.turns - 1) * self.turn_tokens + self.turns * self.answer_tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the demo's options. The help must fit a terminal of 24 lines."""
+    """Add the demo's options. The help must fit on a terminal with 24 lines."""
     parser.usage = "kvoffload demo [OPTION...]"
     add, default = parser.add_argument, DemoOptions()
     add("--model", choices=("small", "tiny"), default=default.model, help="tiny: for a quick look")
@@ -96,15 +96,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object, not the table")
     add("--serve-metrics", metavar="PORT", type=_address, help="serve Prometheus metrics at [HOST:]PORT")
     add("--serve-for", metavar="SECONDS", type=seconds, help="go on serving them after the run")
-    # For internal use: a demo passes its own options to the process that it starts and kills.
+    # For internal use: the demo starts itself with this option in the process that it will kill.
     add("--until-killed", help=argparse.SUPPRESS)
 
 
 def demo_options(args: argparse.Namespace) -> DemoOptions:
-    """Return the parsed options. If the demo starts the remote tier itself, the tier's URL is not set yet.
+    """Return the parsed options. If the demo will start the remote tier itself, `remote_url` is not set yet.
 
     Raises:
-        KVOffloadError: the options contradict each other, or a setting is wrong.
+        KVOffloadError: the options contradict each other, or a setting has an invalid value.
     """
     if args.serve_for and args.serve_metrics is None:
         raise CommandError("--serve-for needs --serve-metrics")
@@ -121,29 +121,29 @@ def demo_options(args: argparse.Namespace) -> DemoOptions:
     if is_continued:
         given["killed_in"] = max(args.turns // 2, _LEAST_BEFORE)
     if args.remote is not None:
-        given["concurrency"] = 1  # so that no time to first token includes another conversation's steps
+        given["concurrency"] = 1  # so that a time to first token excludes steps of other conversations
     return DemoOptions(**given, offload=_settings(args))
 
 
 def _settings(args: argparse.Namespace) -> dict[str, object]:
-    """Return kvoffload's settings.
+    """Return kvoffload's settings, taken from the options.
 
     Raises:
-        KVOffloadError: a setting is given twice, or is wrong.
+        KVOffloadError: a setting is given twice, or has an invalid value.
     """
     given = read_settings(
         args.config, "--config", host_bytes=args.host_bytes, disk_path=args.disk, remote_url=args.remote
     )
     disk = {"disk_bytes": _DISK_BYTES} if args.disk is not None else {}
     if args.remote in LOCAL_STORES:
-        del given["remote_url"]  # the server's URL is known only once it runs
+        del given["remote_url"]  # the URL is known only once the local server runs
     settings = {"host_bytes": _HOST_BYTES, **disk, **given}
     parse_config(settings)
     return settings
 
 
 def _store(text: str) -> str:
-    """Parse the name of a local server or a URL, for `type=`."""
+    """Parse the name of a local server, or a URL, for argparse's `type=`."""
     try:
         if text not in LOCAL_STORES:
             parse_store(text)
@@ -154,7 +154,7 @@ def _store(text: str) -> str:
 
 
 def _address(text: str) -> tuple[str, int]:
-    """Parse [HOST:]PORT, for `type=`. The default host is the loopback address."""
+    """Parse [HOST:]PORT for argparse's `type=`. The default host is the loopback address."""
     host, _, port = text.rpartition(":")
     is_bare_ipv6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
     if not port.isascii() or not port.isdigit() or int(port) > 65535 or is_bare_ipv6:

@@ -1,6 +1,6 @@
 """Plays conversations turn by turn on one engine, and records the cost of each turn.
 
-The prompt of a turn is all earlier messages and answers, followed by a new message. Each byte is a token.
+A turn's prompt consists of all earlier messages and answers and a new message. Each byte is a token.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _IDLE_POLL_S = 0.001
 _WARM_UP_ANSWER = 4
 
 Conversation = tuple[bytes, ...]
-"""The user's messages in one conversation."""
+"""The user's messages in one conversation, without the answers."""
 
 
 class TurnId(NamedTuple):
-    """One turn of one conversation; both are numbered from 0."""
+    """Names one turn of one conversation. Conversations and turns are numbered from 0."""
 
     conversation: int
     turn: int
@@ -36,10 +36,10 @@ Answers = Mapping[TurnId, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One served turn.
+    """A turn that an engine has answered.
 
     Args:
-        turn: the conversation, and the turn's number in it.
+        turn: the numbers of the conversation and of the turn.
         answer: the generated tokens.
         stats: the engine's statistics of the turn's request.
     """
@@ -56,7 +56,7 @@ class Turn:
 
 
 def make_conversations(options: DemoOptions) -> list[Conversation]:
-    """Return conversations of random messages, drawn from the seed, so that no two share a prefix."""
+    """Return conversations of random messages that the seed determines. No two conversations share a prefix."""
     draw = random.Random(options.seed)
     later = [options.turn_tokens] * (options.turns - 1)
     return [
@@ -79,9 +79,9 @@ class Player:
     Args:
         engine: a running engine.
         conversations: the conversations, all with the same number of turns.
-        options: the length of answers, and the number of turns served at the same time.
+        options: the length of the answers, and how many turns are served at the same time.
         on_turn: called after each turn.
-        script: answers to use in prompts instead of the engine's own, so that two players send the same prompts.
+        script: answers that prompts contain instead of the engine's own, so that two players send the same prompts.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Player:
         script: Answers | None = None,
     ) -> None:
         self.answers: dict[TurnId, Sequence[int]] = {}
-        """The generated tokens by turn."""
+        """The generated tokens of each turn."""
         self.turns: list[Turn] = []
         """The turns played so far, in order."""
         self.elapsed_s = 0.0
@@ -115,7 +115,7 @@ class Player:
                 for _ in range(self._concurrency):
                     group.create_task(self._serve(turns))
         except ExceptionGroup as failed:
-            # An engine that stops ends all its requests with the same error.
+            # If the engine stops, all its requests fail with the same error.
             raise failed.exceptions[0] from None
         await idle(self._engine)
         self.elapsed_s += clock() - begun
@@ -143,7 +143,7 @@ async def idle(engine: Engine) -> None:
 
 
 async def warm_up(engine: Engine, tokens: int, seed: int) -> None:
-    """Serve an unrelated prompt, because the first use of memory and kernels takes extra time."""
+    """Serve a prompt that no conversation contains, because the first request takes extra time."""
     prompt = random.Random(seed).choices(range(engine.config.model.vocab_size), k=tokens)
     async with engine.submit(prompt, SamplingParams(_WARM_UP_ANSWER)) as stream:
         async for _ in stream:

@@ -1,4 +1,4 @@
-"""The demo's result: the object that `--json` prints, and an 80-column table made from it, with the verdict first."""
+"""Computes the object that `--json` prints, and renders it as a table of 80 columns that begins with the verdict."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from kvoffload.model.wire import Tier
 from kvoffload.telemetry.counters import Snapshot
 
 _LOGPROB_LIMIT = 1e-3
-_SHOWN = 10  # how many mismatches are listed
+_SHOWN = 10  # the maximum number of mismatches in the table
 _LABEL, _NUMBER = 42, 19
-_TEXT_LABEL = 20  # width of the label in a row whose value is text
+_TEXT_LABEL = 20  # the label's width in a row that shows text
 _WIDTH = _LABEL + 2 * _NUMBER
 
 Numbers = dict[str, Any]
-"""Numbers, texts and objects by the names that `--json` prints."""
+"""A part of the object that `--json` prints."""
 
 
 def play_numbers(player: Player, options: DemoOptions, block_tokens: int) -> Numbers:
-    """Return the cost of the conversations on one engine. Times to first token are in seconds."""
+    """Return the token counts and times of the conversations on one engine. Times are in seconds."""
     turns = player.turns
     stats = [turn.stats for turn in turns]
     first_round = turns[0].turn.turn
     returning = [turn.stats for turn in turns if turn.turn.turn > 0]
-    # Earlier turns computed the whole prompt except for its new message and the last token of the last answer.
+    # Earlier turns computed all of this prompt except for the new message and the last token of the last answer.
     known = [each.prompt_tokens - options.turn_tokens - 1 for each in returning]
     reusable = sum(tokens // block_tokens * block_tokens for tokens in known)
     reused = sum(each.device_hit_tokens + each.external_tokens for each in returning)
@@ -49,7 +49,7 @@ def play_numbers(player: Player, options: DemoOptions, block_tokens: int) -> Num
 
 
 def quantiles(samples: Sequence[float]) -> Numbers | None:
-    """Return the median, and the 99th percentile by nearest rank; None without samples."""
+    """Return the median and the 99th percentile (by nearest rank), or None if there are no samples."""
     if not samples:
         return None
     ordered = sorted(samples)
@@ -57,7 +57,7 @@ def quantiles(samples: Sequence[float]) -> Numbers | None:
 
 
 def offload_numbers(counted: Snapshot) -> Numbers:
-    """Return the bytes copied between device and host, and block counts by outcome or cause."""
+    """Return the bytes copied between device and host, and counts of blocks by outcome or by cause."""
     host = Tier.HOST.value
     return {
         "stored_bytes": counted.count("kvoffload_transfer_bytes_total", host, "store"),
@@ -84,7 +84,7 @@ def tier_numbers(counted: Snapshot) -> Numbers:
 
 
 def compare(plain: Sequence[Turn], offloaded: Sequence[Turn]) -> Numbers:
-    """Compare every token and its log-probability. Both engines had the same prompts, in the same order."""
+    """Compare every token and its log-probability. Both engines served the same prompts in the same order."""
     pairs = list(zip(plain, offloaded, strict=True))
     answers = [zip(one.answer, other.answer, strict=False) for one, other in pairs]
     differences = [abs(a.logprob - b.logprob) for answer in answers for a, b in answer]
@@ -96,7 +96,7 @@ def compare(plain: Sequence[Turn], offloaded: Sequence[Turn]) -> Numbers:
 
 
 def _mismatches(one: Turn, other: Turn) -> Iterator[str]:
-    """Yield mismatches up to the first token that differs; after it, the engines continue different texts."""
+    """Yield mismatches up to the first token that differs. After that token, the engines continue different texts."""
     where = f"conversation {one.turn.conversation}, turn {one.turn.turn}"
     for place, (a, b) in enumerate(zip(one.answer, other.answer, strict=False)):
         # `not <=` counts a NaN as a mismatch.
@@ -170,7 +170,7 @@ def _offloading(result: Numbers) -> Iterator[str]:
     yield _list("stores, blocks", found["stored_blocks"], size_text(found["stored_bytes"]))
     yield _list("loads, blocks", found["loaded_blocks"], size_text(found["loaded_bytes"]))
     yield _list("evicted", found["evicted_blocks"], f"of {result['host_slots']:,} host blocks")
-    # A lookup ends at its first miss: the blocks after that have no cause of their own.
+    # A lookup ends at its first missing block. Blocks behind that block are counted without a cause of their own.
     causes = dict(found["missed_blocks"])
     behind = causes.pop(MissCause.BEHIND_MISS.value, 0)
     yield _list("missed, by cause", causes, f"and {behind:,} blocks behind those")

@@ -1,8 +1,8 @@
-"""One demo, from its start to its exit code.
+"""Runs one demo, and returns its exit code.
 
-plain run       the two engines take turns, round by round, so that other load on the machine affects both alike
-continued run   an engine in its own process begins the conversations and is killed (SIGKILL) in the middle of a round;
-                the two engines then play from that round on, with the answers of the rounds before it
+plain run       The two engines alternate after each round, so that other load on the machine affects both alike.
+continued run   An engine in a process of its own begins the conversations and is killed (SIGKILL) in the middle of a
+                round. The two engines then continue from that round, with the answers of the completed rounds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvoffload.engine import Engine
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
-_TIMEOUT_S = 30.0  # the longest wait for host memory, the disk's index and the remote tier
+_TIMEOUT_S = 30.0  # the time limit for host memory, the disk's index and the remote tier to become ready
 _POLL_S = 0.01
 
 
@@ -47,15 +47,15 @@ async def run_demo(options: DemoOptions, screen: Screen, args: argparse.Namespac
     Args:
         options: the conversations and engines.
         screen: prints progress and the result.
-        args: the parsed options for JSON output and metrics.
+        args: the parsed options; those for JSON output and metrics are used.
 
     Raises:
         KVOffloadError: the demo cannot run with these options; nothing has been run.
-        EngineError: an engine refuses its settings, or stopped.
+        EngineError: an engine does not accept its settings, or has stopped.
     """
-    engine_config(options)  # refuses bad sizes and devices before a process starts
+    engine_config(options)  # called to refuse bad sizes and devices before a process starts
     registry = CollectorRegistry()
-    # Open the port first, so that a bad one stops the demo at its start.
+    # Open the port first, so that a port that cannot be used ends the demo at once.
     with serve(registry, *args.serve_metrics) if args.serve_metrics else nullcontext() as url:
         answers, before = ({}, None) if options.killed_in is None else await _begun(options, screen)
         async with _engines(options, screen) as engines:
@@ -97,10 +97,10 @@ async def play_until_killed(options: DemoOptions) -> int:
 
 
 async def _begun(options: DemoOptions, screen: Screen) -> tuple[Answers, Numbers]:
-    """Start this command as a process that begins the conversations, and kill it in the middle of a round.
+    """Begin the conversations with an engine in another process, and kill that process in the middle of a round.
 
     Returns:
-        The process's answers in the rounds before that one, and its counts of stores and of lower-tier copies.
+        The process's answers in the completed rounds, and its counts of stored blocks and of copies to lower tiers.
 
     Raises:
         CommandError: the process ended by itself.
@@ -112,7 +112,7 @@ async def _begun(options: DemoOptions, screen: Screen) -> tuple[Answers, Numbers
         *(sys.executable, "-m", "kvoffload", "demo", "--until-killed", json.dumps(asdict(options))),
         stdin=DEVNULL,
         stdout=PIPE,
-        start_new_session=True,  # so that Ctrl-C in a terminal does not reach it
+        start_new_session=True,  # so that Ctrl-C in a terminal does not signal this process
     )
 
     assert child.stdout is not None
@@ -135,7 +135,7 @@ async def _begun(options: DemoOptions, screen: Screen) -> tuple[Answers, Numbers
 
 @asynccontextmanager
 async def _engines(options: DemoOptions, screen: Screen) -> AsyncIterator[Engines]:
-    """Open both engines. After a signal, report how the submitted copies ended."""
+    """Start both engines. If a signal ends the demo, print how the submitted copies ended."""
     running: Engines | None = None
     try:
         async with open_engines(options) as running:
@@ -153,7 +153,7 @@ async def _engines(options: DemoOptions, screen: Screen) -> AsyncIterator[Engine
 async def _become_ready(engine: Engine, offload: SchedulerSide, options: DemoOptions) -> None:
     """Serve warm-up prompts until host memory is ready and the lower tiers are open.
 
-    The prompts make the engine step, and ranks report only in steps.
+    Ranks report only during the engine's steps, and the engine steps only while it serves a prompt.
 
     Raises:
         CommandError: the lower tier of a continued demo does not open in time.
@@ -161,7 +161,7 @@ async def _become_ready(engine: Engine, offload: SchedulerSide, options: DemoOpt
     clock = asyncio.get_running_loop().time
     deadline = clock() + _TIMEOUT_S
     while True:
-        # Seed the prompt with the process id, so that no lower tier already has its blocks.
+        # The process id is the prompt's seed, so that a lower tier cannot have the prompt's blocks from an earlier run.
         await warm_up(engine, options.first_tokens, os.getpid())
         states = {tier_state(offload, tier) for tier in (Tier.DISK, Tier.REMOTE)}
         is_open = states <= {TierState.OPEN, None}
@@ -175,7 +175,7 @@ async def _become_ready(engine: Engine, offload: SchedulerSide, options: DemoOpt
 
 
 async def _play(options: DemoOptions, engines: Engines, answers: Answers, screen: Screen) -> Numbers:
-    """Play on both engines, alternating by round, and return the result."""
+    """Play the conversations on both engines, one round on each engine in turn, and return the result."""
     screen.progress("warming up")
     await warm_up(engines.plain, options.first_tokens, options.seed)
     await _become_ready(engines.offloaded, engines.offload, options)
