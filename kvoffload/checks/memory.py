@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 
 from kvoffload.checks.check import Check, Finding, Setup, fail, ok, unknown, warn
@@ -12,7 +11,6 @@ from kvoffload.transfer.host_memory import exceeded, memory_limits, read_file
 
 _SPARE = 10  # a tenth of the memory should stay free
 # The name since torch 2.9, and the older name.
-_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _LESS = "lower host_bytes, or free memory"
 _GOOD_PAGE = 64 * 2**10
 _WORTH = 1.5  # with fewer host blocks per device block, "eager" has less than 0.8 of the hits of "lazy"
@@ -72,17 +70,6 @@ def _swap(setup: Setup) -> Finding:
     )
 
 
-def _expandable_segments(_: Setup) -> Finding:
-    for name in _ALLOCATOR_SETTINGS:
-        if "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():
-            return warn(
-                f"{name} asks for expandable segments: a copy may then span several allocations of the driver, "
-                "which is not proven to work in batches",
-                f"leave expandable_segments out of {name}",
-            )
-    return ok("torch is not asked for expandable segments")
-
-
 def _host_pool(setup: Setup) -> Finding:
     block, device = setup.sizes.block_bytes, setup.sizes.device_blocks
     if not block or not device:
@@ -139,7 +126,6 @@ CHECKS = (
     Check("host memory", _host_memory),
     Check("locked memory", _locked_memory),
     Check("swap", _swap),
-    Check("expandable segments", _expandable_segments),
     Check("host pool", _host_pool),
 )
 COPY_SPEED = Check("copy speed", _copy_speed)

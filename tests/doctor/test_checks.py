@@ -170,23 +170,6 @@ def test_swap(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "verdict"),
-    [
-        ({}, "ok"),
-        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, "ok"),
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: True"}, "warning"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "warning"),
-    ],
-)
-def test_expandable_segments_are_found_under_both_of_torchs_names(
-    tmp_path: Path, environ: dict[str, str], verdict: str
-) -> None:
-    found = ask(memory.CHECKS, "expandable segments", setup(), machine(tmp_path, environ=environ))
-    assert found[0] == verdict
-    assert verdict == "ok" or next(iter(environ)) in found[1]
-
-
-@pytest.mark.parametrize(
     ("block", "device", "policy", "verdict", "text"),
     [
         (GIB, None, "eager", "unknown", "whether the host holds more"),

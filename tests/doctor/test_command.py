@@ -17,7 +17,7 @@ from kvoffload.cli import doctor as command
 from kvoffload.cli.doctor import as_text, worst
 from kvoffload.cli.main import main
 
-MACHINE = {"host memory", "locked memory", "swap", "expandable segments", "gpu"}
+MACHINE = {"host memory", "locked memory", "swap", "gpu"}
 VLLM = {"vllm version", "vllm plugin", "vllm connector", "load failures", "model sizes"}
 ENOUGH = ("--config", "host_bytes=1MiB")
 OTHERS = {"settings", "host pool", "disk space", "disk folder", "journal", "span collector", "remote tier"}

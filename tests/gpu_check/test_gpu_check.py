@@ -304,7 +304,7 @@ def test_without_a_profile_of_this_driver_the_default_constants_are_used(
     path.parent.mkdir(parents=True)
     path.write_text('{"programs": 7}')
     with capture_logs() as logs:
-        assert made_copier(emulator, monkeypatch).profile == GpuProfile(32, 16, stores=True)
+        assert made_copier(emulator, monkeypatch).profile == GpuProfile()
     assert not [entry for entry in logs if entry["event"] == "gpu_profile_ignored"]
 
 
