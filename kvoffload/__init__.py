@@ -18,5 +18,5 @@ def __getattr__(name: str) -> str:
 
     try:
         return version("kvoffload")
-    except PackageNotFoundError:  # a source tree that was never installed
+    except PackageNotFoundError:  # the source tree was never installed
         return "0"

@@ -499,7 +499,10 @@ class TierCache:
                 self.ask("put", lambda: self._spill(taken, slots, until, are_whole=are_whole), None)
 
     def _answer(self, keys: Sequence[BlockKey], answers: list[bool], epoch: int) -> list[bool]:
-        """Return the answers, all False after a reset. Mark blocks on the disk as used, the first block last (R15)."""
+        """Return the answers, which are all False after a reset.
+
+        Mark blocks on the disk as used, the first block last (R15).
+        """
         with self._changed:
             if self._is_off or self._state.epoch != epoch:
                 return [False] * len(keys)

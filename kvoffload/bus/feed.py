@@ -128,6 +128,7 @@ async def run_observer(
             while events := await feed.take():
                 await observer(events[0])
         finally:
-            feed.abandon()  # Also run if this task is cancelled, because nothing reads the feed any more.
+            # Abandon the feed even if this task is cancelled, because nothing reads the feed any more.
+            feed.abandon()
     except Exception as exc:
         call_guarded(on_removed, feed.name, exc)

@@ -37,8 +37,8 @@ def _totals(state: CoreState, stores: Stores) -> Iterator[tuple[str, int, int]]:
     yield "keys of slots that can hit", len(pool.index), sum(map(pool.count, _CAN_HIT))
     if state.requests.live or state.jobs.pending:
         return
-    # No job is pending here, so every open job has timed out. Such jobs keep leases, pins of spilled slots, and their
-    # requests' records.
+    # No job is pending here, so every open job has timed out. Such jobs keep their leases, their requests' records, and
+    # the pins of the slots that they spill.
     spilled = [slot for job in opened if isinstance(job, Spill) for slot in job.slots]
     ended = {record for job in opened if isinstance(job, DeviceJob) for record in job.concerns}
     in_use = [slot for slot in pool.pins if pool.state(slot) in _IN_USE]

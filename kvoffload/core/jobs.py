@@ -237,7 +237,7 @@ class Jobs:
     def __init__(self, ranks: int) -> None:
         self._ranks = frozenset(map(Rank, range(ranks)))
         self.last = JobId(-1)
-        """The id of the most recently planned job; -1 before the first."""
+        """The id of the most recently planned job; -1 before the first job is planned."""
         self.by_state = {
             (tier, direction): [0] * len(JobState) for tier in (Tier.HOST, *_LOWER) for direction in Direction
         }

@@ -223,7 +223,10 @@ class Loads:
             self._state.results.failed.append(request)
 
     def _load(self, record: RequestRecord, fact: BlocksAllocated, hit: PendingHit | None) -> None:
-        """Plan a load of the tokens that the engine accepted. If the host lacks any of them, the load fails at once."""
+        """Plan a load of the tokens that the engine accepted.
+
+        If the host lacks some of these tokens, the load fails at once.
+        """
         state = self._state
         length = fact.device_tokens + fact.external_tokens
         if hit is None or length > hit.tokens:
@@ -370,12 +373,15 @@ class Loads:
             tally.evicted(EvictionCause.LOAD_FAILED, sum(map(pool.invalidate, job.slots)))
 
     def _note_misses(self, slots: Sequence[SlotId], cause: MissCause) -> None:
-        """Remember why lookups of these slots' keys will miss. Call it before the slots are invalidated."""
+        """Remember why lookups of these slots' keys will miss. Call this method before the slots are invalidated."""
         pool = self._state.pool
         self._state.misses.note([key for slot in slots if (key := pool.indexed_key(slot)) is not None], cause)
 
     def _answer(self, record: RequestRecord, incarnation: int, *, loaded: bool) -> None:
-        """Answer the engine, exactly once per load. Change the request's state if it still waits for this load."""
+        """Answer the engine, exactly once per load.
+
+        If the request still waits for this load, change the request's state.
+        """
         state = self._state
         (state.results.loaded if loaded else state.results.failed).append(record.request)
         if record.state is not _LOADING or record.incarnation != incarnation:

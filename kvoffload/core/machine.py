@@ -38,7 +38,7 @@ class Machine(Generic[S, E]):
         self.only = {event: (bytes((before,)), int(after)) for (before, event), after in table.items()}
         """For each event that is legal in exactly one state: this state as one byte, and the next state.
 
-        Used to move many slots at once.
+        The pool uses these entries to move many slots at once.
         """
 
 
@@ -60,11 +60,11 @@ class _Steps(dict[int, S]):
 class SlotState(IntEnum):
     """The state of a slot in a pool."""
 
-    EMPTY = 0  # contains nothing and can be allocated
-    FILLING = 1  # a job is writing to it
-    READY = 2  # contains a whole block that can hit, and can be evicted
-    PINNED = 3  # contains a whole block that can hit; pinned by a lookup or by a job that reads it
-    DRAINING = 4  # invalid, but a copy or a pin still uses it
+    EMPTY = 0  # the slot contains nothing and can be allocated
+    FILLING = 1  # a job is writing to the slot
+    READY = 2  # the slot contains a whole block that can hit, and can be evicted
+    PINNED = 3  # like READY, but pinned by a lookup or by a job that reads the slot
+    DRAINING = 4  # the slot's block is invalid, but a copy or a pin still uses the slot
     # must not be allocated: its bytes are corrupt, a copy into it never ended, or the disk has no space for it
     QUARANTINED = 5
 
@@ -106,12 +106,12 @@ SLOT = Machine(
 class JobState(IntEnum):
     """The state of a transfer job, across all ranks."""
 
-    PLANNED = 0  # not sent to the workers yet, so it can be cancelled
-    SUBMITTED = 1  # sent to the workers; started copies cannot be stopped
+    PLANNED = 0  # the job was not sent to the workers yet, so it can be cancelled
+    SUBMITTED = 1  # the job was sent to the workers; started copies cannot be stopped
     DONE = 2
     FAILED = 3
     CANCELLED = 4
-    ABANDONED = 5  # timed out, but a copy may still run
+    ABANDONED = 5  # the job timed out, but one of its copies may still run
 
 
 class JobEvent(IntEnum):

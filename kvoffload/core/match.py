@@ -38,7 +38,8 @@ class Match(NamedTuple):
     slots: tuple[SlotId, ...]  # the slots of the blocks to load, heads first
     missing: BlockKey | None  # the first missing key, or None if the limit ended the match
     lacks_state: bool = False  # whether the missing block is a recurrent state
-    full_tokens: int = 0  # with recurrent groups: the length that the full-attention groups would allow
+    # with recurrent groups: the length of the hit if only the full-attention groups mattered
+    full_tokens: int = 0
 
 
 _match = from_fields(Match)
@@ -109,7 +110,7 @@ class _Search:
         self._start = start
         self._found: tuple[dict[int, SlotId], ...] = tuple({} for _ in shape.groups)
         self.full_length = start
-        """The length that the full-attention groups would allow."""
+        """The length of the hit if only the full-attention groups mattered."""
         self.lacks_state = False
         """Whether a missing recurrent state ruled out the next longer length."""
 

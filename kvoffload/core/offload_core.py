@@ -133,8 +133,7 @@ class OffloadCore:
             record.incarnation += 1
             record.may_store = not self.state.epoch or self._is_untainted(fact)
         elif was is _RUNNING and record.loading:
-            # The load into the previous table has ended. Or the request lost that table before the load's end was
-            # reported.
+            # Either the load into the previous table has ended, or the request lost that table before the load ended.
             self.state.requests.load_is_over(record)
         self._new[record] = None
         if self.state.tables.entries or self.state.tables.shared or self.state.epoch:
@@ -418,7 +417,7 @@ class OffloadCore:
         return bool(tables.entries or tables.shared or self.state.epoch)
 
     def boundary(self, request: RequestId) -> int:
-        """Return after how many tokens the engine should hand off a request's recurrent states; 0 if it should not."""
+        """Return after how many tokens the engine should hand off a request's recurrent states; 0 for never."""
         record = self.state.requests.live.get(request)
         return 0 if record is None else record.boundary
 

@@ -1,4 +1,4 @@
-"""Store planners: they decide when a computed block is offered to the host.
+"""Store planners, which decide when a computed block is offered to the host.
 
 `eager` offers a block as soon as its tokens are confirmed. `lazy` offers only blocks that the device is about to evict.
 The engine may reuse freed blocks at any time, so lazy also checks a request's blocks when the request ends. A new

@@ -18,7 +18,7 @@ _HAS_TABLE = (RequestState.LOADING, RequestState.RUNNING)
 _END, _LAST_JOB = RequestEvent.END, RequestEvent.LAST_JOB
 
 Position = tuple[GroupId, int]
-"""A group and a position in the block table."""
+"""A group, and a position in the block table of that group."""
 
 TupleT = TypeVar("TupleT", bound=NamedTuple)
 
@@ -71,7 +71,7 @@ class RequestRecord(Struct, eq=False):
         jobs: the number of open jobs that copy the request's blocks. `Requests` writes it.
         has_timed_out: True if one of the request's jobs timed out; the job may never end.
         load_failed: True after one of the request's loads has failed; from then on its lookups return 0.
-        may_store: False if any of its blocks was computed before the last reset.
+        may_store: False if any of the request's blocks was computed before the last reset.
         least_tokens: hits shorter than this are recomputed. The first lookup sets this value; it is 0 until then.
         boundary: after how many tokens the engine is asked for a recurrent state, because the last lookup could not use
             a longer prefix without this state; 0 for never. `PendingHits` writes it.
@@ -178,8 +178,8 @@ class Requests:
 
         Args:
             concerns: the requests whose blocks the store copies; changed in place.
-            tables: block tables, each given by a request and an incarnation. The request is None for an ownerless
-                offer.
+            tables: block tables, each given by a request and an incarnation. The request is None for an offer that no
+                request made.
         """
         for record, incarnation in dict.fromkeys(tables):
             if record is None or record in concerns:

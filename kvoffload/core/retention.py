@@ -2,8 +2,8 @@
 
 A request's slots are released together, the deepest first, when the request has no block table any more and its last
 job has ended. If each store released its own slots, a prefix's head would be evicted before its tail, which is useless
-without the head. For the same reason, blocks that the request used but another request stored are marked as used at the
-same moment.
+without the head. For the same reason, blocks that the request used but another request stored are marked as used when
+the slots are released.
 
 A recurrent state counts as used only when it is stored or loaded. A conversation's next turn reads the state of the
 last turn once, on the device, and leaves a deeper state. If that read counted, states that no turn reads again would

@@ -80,7 +80,7 @@ class LruOrder:
         self.count -= len(slots)
 
     def take(self, count: int) -> Sequence[SlotId]:
-        """Remove and return up to `count` slots, the next victim first."""
+        """Remove and return up to `count` slots, in the order of eviction."""
         after, taken = self._after, list[SlotId]()
         slot = after[-1]
         for _ in range(min(count, self.count)):
@@ -94,7 +94,7 @@ class LruOrder:
         return taken
 
     def __iter__(self) -> Iterator[SlotId]:
-        """Yield the slots, the next victim first. Changes nothing."""
+        """Yield the slots in the order of eviction. Changes nothing."""
         links = self._after
         slot = links[-1]
         for _ in range(self.count):  # The count bounds the loop, so that an audit can report a broken ring.
@@ -240,7 +240,7 @@ class SlotPool:
         missing = wanted - self._counts[_EMPTY]
         if missing > self.order.count:
             raise ValueError(f"{len(keys)} slots asked for, {self.room} to be had")
-        # Nothing below can raise.
+        # Nothing after this line can raise.
         evicted = self._evict(missing) if missing > 0 else ()
         # Use freed slots first, so that untouched host memory is used only when needed.
         slots, fresh = self._freed[-wanted:] if wanted else [], self._fresh
@@ -256,7 +256,7 @@ class SlotPool:
         return slots, evicted
 
     def fill(self, slots: Sequence[SlotId]) -> None:
-        """Make slots that every rank has written findable. The last slot is the most recently used."""
+        """Let lookups find these slots, which every rank has written. The last slot is the most recently used."""
         self._move_all(slots, SlotEvent.FILL)
         self.index.add(list(map(self._keys.__getitem__, slots)), slots)  # type: ignore[arg-type]  # each has a key
         if unheld := self._not_held(slots):
@@ -336,7 +336,7 @@ class SlotPool:
     def invalidate(self, slot: SlotId) -> bool:
         """Remove a slot from the index; return whether lookups could find it until now.
 
-        A READY slot becomes EMPTY. A FILLING or PINNED one is DRAINING until its last copy and pin have ended.
+        A READY slot becomes EMPTY. A FILLING or PINNED slot is DRAINING until its last copy and pin have ended.
         """
         # Remove the key now, because another slot may get the same key while this slot drains.
         could_hit = self._forget_key(slot)
@@ -425,7 +425,7 @@ class SlotPool:
         return evicted
 
     def _forget_key(self, slot: SlotId) -> bool:
-        """Remove a slot from the index if it can hit; return whether it could."""
+        """Remove a slot from the index if it can hit; return whether it could hit."""
         key = self.indexed_key(slot)
         if key is not None:
             self.index.remove((key,))

@@ -101,14 +101,14 @@ class Stores:
         self._decide(offers, last_chance=last_chance)
 
     def refuse(self, offers: Sequence[Offer], outcome: StoreOutcome) -> None:
-        """Count blocks that cannot be stored, as offers with this outcome."""
+        """Count blocks that cannot be stored. Each of these blocks counts as an offer with this outcome."""
         if offers:
             self._state.tally.offered(len(offers))
         for offer in offers:
             self._settle(offer.key, outcome)
 
     def offer_again(self, offers: Sequence[Offer]) -> None:
-        """Reconsider in the next step the offers that waited for a failed job."""
+        """In the next step, decide again on the offers that waited for a failed job."""
         self.again += offers
 
     def arrived_otherwise(self, offers: Sequence[Offer]) -> None:
@@ -293,7 +293,10 @@ class Stores:
             self._state.misses.note((offer.key,), MISS_CAUSES[outcome])
 
     def _accept(self, offers: Sequence[Offer]) -> None:
-        """Reserve slots for offers, lease their blocks, and add both to the step's job. There must be room for all."""
+        """Reserve slots for offers, lease their blocks, and add both to the step's job.
+
+        There must be room for all offers.
+        """
         state = self._state
         job = self.batch
         if job is None:
@@ -446,7 +449,10 @@ class Stores:
 
     @staticmethod
     def _offer_of(record: RequestRecord, group: GroupId, position: int) -> Offer:
-        """Return the offer of a position with the block in the table now: the null block if the position was zeroed."""
+        """Return an offer of the block that is now at this position of the table.
+
+        This is the null block if the position was zeroed.
+        """
         assert record.table is not None, record
         blocks = record.table[group]
         block = blocks[position] if position < len(blocks) else NULL_BLOCK

@@ -203,7 +203,7 @@ class Fetches(_Copies[Fetch]):
         self.warm.extend(keys)
 
     def leave_to(self, record: RequestRecord) -> None:
-        """Remove an arriving request's prefix from the warm start, because the request fetches it."""
+        """Remove an arriving request's prefix from the warm start, because the request fetches the prefix itself."""
         self._left.update(*record.keys)
 
     def stop(self) -> None:
@@ -408,7 +408,8 @@ class LowerTiers:
         self._in_flight = stores.in_flight
         self.spills: dict[LowerTier, Spills] = {tier: Spills(state, tier) for tier in state.tiers}
         self.fetches: dict[LowerTier, Fetches] = {tier: Fetches(state, tier, stores) for tier in state.tiers}
-        self._fetches = list(self.fetches.values())  # Hooks iterate often, and iterating over a list is fast.
+        # Hooks often iterate over the fetches, which is faster with a list.
+        self._fetches = list(self.fetches.values())
         self._spills = list(self.spills.values())
         self._owners: list[Fetches | Spills] = [*self._fetches, *self._spills]
         self.queues = [tier.candidates for tier in state.tiers] + [each.warm for each in self._fetches]
@@ -490,7 +491,7 @@ class LowerTiers:
         return record.awaits_fetch is not None
 
     def leaves(self, record: RequestRecord) -> None:
-        """Cancel the fetches that only this request waits for, because it ends before its allocation."""
+        """Cancel the fetches that only this request waits for, because the request ends before its allocation."""
         jobs = self._state.jobs
         for job in [job for job in jobs.open.values() if isinstance(job, Fetch) and record in job.wanted]:
             del job.wanted[record]
@@ -533,7 +534,7 @@ class LowerTiers:
     def _search(self, record: RequestRecord, index: LayeredIndex, device_tokens: int, tokens: int) -> _Found:
         """Return the blocks that lower tiers can add to a prefix, up to the limit for one request.
 
-        If there are more, the prefix is cut to a shorter usable length.
+        If there are more blocks, the prefix is cut to a shorter usable length.
 
         Args:
             record: the request.

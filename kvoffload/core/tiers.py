@@ -80,7 +80,7 @@ class LowerTier:
         self.least_tokens = 0
         self.in_flight = InFlight()
         self.candidates: deque[BlockKey] = deque()
-        self._waiting: set[BlockKey] = set()  # the keys in `candidates`
+        self._waiting: set[BlockKey] = set()  # the same keys as in `candidates`
         self._spills, self._fetches = [jobs.by_state[tier, way] for way in (Direction.STORE, Direction.LOAD)]
 
     @property
@@ -270,7 +270,8 @@ class DiskTier(LowerTier):
         for put in puts:
             has_block[put.slot] = 1
         for rank, of_rank in enumerate(self.sums):
-            # `zip(*...)` would create one object per block, which the garbage collector counts.
+            # Do not use `zip(*...)`: it would create one object per block, which the garbage collector would have to
+            # track.
             for put in puts:
                 of_rank[put.slot] = put.sums[rank]
 

@@ -50,7 +50,7 @@ class AttentionInput:
     spans: tuple[Span, ...]
 
 
-#: The input of one group for a step; for a recurrent group, a span per request.
+# The input of one group for a step. A recurrent group has one span per request.
 GroupInput = AttentionInput | tuple[StateSpan, ...]
 
 

@@ -91,8 +91,8 @@ class _Draw:
 
 def _draw_layer(config: ModelConfig, draw: _Draw) -> Layer:
     inputs, mixed = config.hidden_size, config.heads * config.head_dim
-    # A score is a sum of head_dim products, divided by sqrt(head_dim). Its standard deviation is therefore that of the
-    # query times that of the key.
+    # A score is a sum of head_dim products, divided by sqrt(head_dim). So its standard deviation is the product of the
+    # query's and the key's standard deviations.
     query_key_std = (_SCORE_STD / inputs) ** 0.5
     query_key = draw((config.heads + config.kv_heads) * config.head_dim, inputs, std=query_key_std)
     value = draw(config.kv_heads * config.head_dim, inputs, std=inputs**-0.5)

@@ -61,7 +61,7 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A request that computes in this step.
+    """The progress of a request that computes in this step.
 
     `new_blocks` has, per group, the (position, block id) pairs allocated to it in this step. Blocks that were passed to
     `allocated` in the same step are not repeated here.
@@ -170,7 +170,7 @@ class SchedulerPlugin:
         return False
 
     def reset(self) -> bool:
-        """Discard everything computed so far. Return False if some of it cannot be discarded yet."""
+        """Discard everything computed so far. Return False if some KV cannot be discarded yet."""
         return True
 
     def shutdown(self) -> None:

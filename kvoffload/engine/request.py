@@ -43,7 +43,8 @@ class RequestStats:
     arrived_s: float
     device_hit_tokens: int = 0  # found on the device at the last admission before the first token
     external_tokens: int = 0  # loaded by the plugin at the last admission before the first token
-    resumed_tokens: int = 0  # found or loaded at admissions after the first token, which follow preemptions
+    # found or loaded at admissions after the first token; each of these follows a preemption
+    resumed_tokens: int = 0
     computed_tokens: int = 0  # tokens computed again after a preemption are counted again
     generated_tokens: int = 0
     preemptions: int = 0
@@ -140,7 +141,7 @@ class Request:
         return self.chain.keys(group)
 
     def block_tables(self) -> BlockTables:
-        """Return the blocks held now, by group and position."""
+        """Return the blocks that the request holds now, by group and position."""
         return tuple(map(tuple, self.tables))
 
     def append(self, token_id: int) -> None:

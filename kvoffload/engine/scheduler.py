@@ -188,7 +188,7 @@ class Scheduler:
         return chunks
 
     def _grow(self, request: Request, end: int) -> NewBlocks | None:
-        """Allocate blocks up to `end`; while too few are free, preempt requests that were admitted later."""
+        """Allocate blocks up to `end`. While too few are free, preempt requests that were admitted after this one."""
         while (new_blocks := self._tables.grow(request, end)) is None:
             if self.running[-1] is request:
                 return None

@@ -64,7 +64,7 @@ class BlockTables:
         fresh = sum(block is None for table in tables for block in table)
         if fresh + sum(map(self._pool.is_free, hits)) + reserve > self._pool.free_blocks:
             return False
-        # Nothing after this line can fail. The hits are held first, or the allocation might evict them.
+        # Nothing after this line can fail. The hits are held first, because the allocation could otherwise evict them.
         self._pool.hold(hits)
         new = iter(self._pool.allocate(fresh))
         request.tables = [[next(new) if block is None else block for block in table] for table in tables]

@@ -17,7 +17,7 @@ class Cause(Enum):
 class MissCause(Cause):
     """Why a block of a lookup missed. Each missed block has exactly one cause."""
 
-    # Only a recurrent state is missing on the host: it was never offered, or not fetched in time.
+    # Only a recurrent state is missing on the host: the state was never offered, or was not fetched in time.
     NO_STATE = "no_state"
     NEVER_SEEN = "never_seen"  # no block with this key was offered, or the offer was forgotten
     EVICTED = "evicted"  # the block was on the host but was evicted for space
@@ -84,7 +84,8 @@ class TierOutcome(Cause):
 
     DONE = "done"
     FAILED = "failed"
-    CORRUPT = "corrupt"  # the bytes differ from the bytes written, in the tier or, with `verify`, on the host
+    # the bytes in the tier, or with `verify` those on the host, differ from the bytes written
+    CORRUPT = "corrupt"
     ABANDONED = "abandoned"
     # cancelled by a reset, by the end of the job's requests, or because offloading was switched off
     CANCELLED = "cancelled"
@@ -103,7 +104,7 @@ class RemoteFault(Cause):
 
     TIMEOUT = "timeout"
     UNREACHABLE = "unreachable"
-    DENIED = "denied"  # the credentials are refused, or may not write
+    DENIED = "denied"  # the credentials were refused, or do not allow writes
     FULL = "full"
     OTHER = "other"
 

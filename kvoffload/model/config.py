@@ -121,7 +121,7 @@ HttpUrl = Annotated[
 
 
 def _key(meaning: str, *, unset: str = "not set") -> Meta:
-    """Return the description of a key. `unset` is shown as the default of a key that has none."""
+    """Return the description of a key. `unset` is shown as the default of a key without a default."""
     return Meta(description=meaning, extra={"unset": unset})
 
 
@@ -191,7 +191,7 @@ def parse_config(raw: Mapping[str, object], ranks: int = 1, advice: str = ADVICE
     Args:
         raw: the settings as the operator wrote them.
         ranks: the engine's number of ranks; `cpu_bytes_to_use_per_rank` is multiplied by this number.
-        advice: what to set `host_bytes` to, for the error if it is missing.
+        advice: what to set `host_bytes` to, for the error if the setting is missing.
 
     Raises:
         ConfigError: `host_bytes` is missing, a key is unknown, or a value is not allowed. The message lists all unknown
@@ -201,7 +201,7 @@ def parse_config(raw: Mapping[str, object], ranks: int = 1, advice: str = ADVICE
         raise ConfigError([f"settings are {_shown(raw)}; they must be keys with values"])
     problems: list[str] = []
     values: dict[str, Any] = {}
-    typed: dict[str, str] = {}  # the operator's key, by the setting that it sets
+    typed: dict[str, str] = {}  # for each setting, the operator's key that sets it
     guessed: set[str] = set()  # the keys that unknown keys probably mean
     for name, value in raw.items():
         key = ALIASES.get(name, name)

@@ -75,6 +75,6 @@ class RemoteGone(RemoteError):
 def reason_of(error: Exception) -> str:
     """Return an error's text.
 
-    The text starts with the error's class, unless this is an `OSError` or a `KVOffloadError`.
+    The text starts with the error's class, unless the error is an `OSError` or a `KVOffloadError`.
     """
     return str(error) if isinstance(error, (OSError, KVOffloadError)) else f"{type(error).__name__}: {error}"

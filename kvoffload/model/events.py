@@ -113,7 +113,7 @@ class StatesCopied(Event, frozen=True):
 class LoadScheduled(Event, frozen=True):
     """A load was scheduled.
 
-    Its `slots` stay pinned and its device blocks stay leased until every rank has ended the copy.
+    The load's `slots` stay pinned and its device blocks stay leased until every rank has ended the copy.
     """
 
     job: JobId
@@ -157,7 +157,7 @@ class StoreEnded(Event, frozen=True):
 
 
 class RankReported(Event, frozen=True):
-    """One rank ended its part of a job, between device and host or between host and a lower tier."""
+    """One rank ended its part of a job. The job copies between device and host, or between host and a lower tier."""
 
     job: JobId
     rank: Rank
@@ -235,7 +235,10 @@ class CopiesResumed(Event, frozen=True):
 
 
 class BlocksEvicted(Event, frozen=True):
-    """Blocks left the host. `age_s`: seconds since the latest use of any of them; 0 unless evicted for space."""
+    """Blocks left the host.
+
+    `age_s` is the time in seconds since the latest use of any of these blocks; 0 unless they were evicted for space.
+    """
 
     tier: ClassVar[Tier] = Tier.HOST
     blocks: int
@@ -322,7 +325,7 @@ class OffloadingDegraded(Event, frozen=True):
 
 
 class FirstTokenReached(Event, frozen=True):
-    """A request's first token was found in the engine's next step.
+    """A request has its first token. This is noticed in the engine's next step.
 
     The four token counts add up to the length of the request's prompt.
 

@@ -63,7 +63,7 @@ class AdaptiveLimit:
 
         Args:
             size: how much was copied, in any unit.
-            seconds: how long it took; 0 if that is unknown.
+            seconds: how long the copy took; 0 if that is unknown.
             kind: only copies of the same kind are compared with each other.
             began: when the copy began, by any clock.
             now: when its end was noticed, by the same clock.

@@ -11,7 +11,7 @@ from kvoffload.model.message import Message
 
 
 class Direction(Enum):
-    """Which way a job copies."""
+    """The direction in which a job copies."""
 
     STORE = "store"  # away from the device
     LOAD = "load"  # towards the device
@@ -73,7 +73,7 @@ class TransferPlan(Message, frozen=True):
     Args:
         loads, stores: jobs between device and host.
         disk: jobs between host and disk.
-        cancelled: fetches of earlier plans, whose reads the workers skip if they have not begun.
+        cancelled: fetches of earlier plans. The workers skip those reads of these fetches that have not begun.
         remote: jobs between host and remote tier.
     """
 
@@ -100,15 +100,15 @@ class JobReport(Message, frozen=True):
         direction: the job's direction.
         outcome: how this rank's part of the job ended. After this report the rank touches none of the job's slots and
             blocks, except those in `stuck`.
-        copied_bytes: bytes that this rank copied; 0 if it failed.
+        copied_bytes: bytes that this rank copied; 0 if its part of the job failed.
         queue_s: seconds between submission and report in which nothing was copied, including the time for checksums and
             the delay until the end was noticed.
         copy_s: seconds spent copying.
         corrupt: positions in the job whose bytes were found corrupt.
         sums: after a successful spill, a checksum of this rank's shard of each block.
         stuck: positions that a hung disk call may still write: file slots for a spill, host slots for a fetch.
-        missing: positions for which the remote tier has no value after a fetch or a spill. The other positions of a
-            successful job are done.
+        missing: positions for which the remote tier has no value after a fetch or a spill. A successful job has copied
+            all other positions.
     """
 
     job: JobId

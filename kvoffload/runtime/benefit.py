@@ -31,7 +31,7 @@ from kvoffload.telemetry.counters import Histogram
 NEVER_TOKENS = 1_000_000
 """A length longer than any prompt, used when copying is slower than computing at every length."""
 
-# Recent loads to keep; the median of their fixed times ignores a burst of loads that wait for each other.
+# How many recent loads to keep. The median of their fixed times ignores a burst of loads that wait for each other.
 _LOADS = 31
 _STALE_S = 60.0
 
@@ -77,7 +77,7 @@ class BreakEven:
             seconds_per_token: prefill seconds per token; 0 if unknown.
             then: for fetches, the measurements of the loads that follow them.
         """
-        loads = sorted(self._loads)  # A copy, because another thread may add loads.
+        loads = sorted(self._loads)  # `sorted` makes a copy, because another thread may add loads.
         if not (loads and seconds_per_token):
             return
         self.fixed_s = fixed_s = loads[len(loads) // 2][0]

@@ -199,7 +199,7 @@ class OpenCopies:
         return jobs
 
     def answer(self, results: LoadResults) -> None:
-        """Add the ended loads that the engine was still waiting for to `answers`."""
+        """Add to `answers` the ended loads that the engine was still waiting for."""
         answers = LoadAnswers() if self.answers is NO_ANSWERS else self.answers
         for requests, ended in ((results.loaded, answers.loaded), (results.failed, answers.failed)):
             for request in requests:

@@ -194,7 +194,7 @@ class DiskCatalog:
     # -- on the catalog's thread --------------------------------------------------------------------------------
 
     def _do(self, work: Callable[[], object]) -> Future[object]:
-        """Run `work` on the thread. If it raises, the result is None and this process stops using the disk."""
+        """Run `work` on the thread. If `work` raises, the result is None and this process stops using the disk."""
 
         def careful() -> object:
             try:

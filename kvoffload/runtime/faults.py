@@ -54,7 +54,10 @@ class Faults:
         self.error: str | None = None
         """What the core was doing when it raised, and the exception; None if it has not raised."""
         self.pending_error: tuple[Exception, str] | None = None
-        """An exception that the core raised on another thread. The engine's thread handles it in its next step."""
+        """An exception that the core raised on another thread.
+
+        The engine's thread handles the exception in the next step.
+        """
         bus.handle(InvariantBroken, self._invariant_broken)
         bus.on_state_error = lambda error, fact: self.raised(error, type(fact).__name__)
 

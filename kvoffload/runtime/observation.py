@@ -124,7 +124,7 @@ class Observation:
 
     def _degraded(self, event: OffloadingDegraded) -> None:
         self.saw_degradation = True
-        # After the batch the journal contains the event's causes.
+        # Log after the batch, because only then does the journal contain the event's causes.
         self._bus.afterwards(partial(self._log_degradation, event))
 
     def _log_degradation(self, event: OffloadingDegraded) -> None:

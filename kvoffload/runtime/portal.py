@@ -205,7 +205,7 @@ class Portal:
         self._lock = threading.Lock()
         self._loop_thread = None
         self._executor = DaemonExecutor(f"{self.name}-copy", _COPY_THREADS)
-        # A loop references its tasks only weakly, so without this a sleeping task could be garbage-collected.
+        # A loop references its tasks only weakly, so without this set a sleeping task could be garbage-collected.
         self._running: set[Future[Any]] = set()
 
 

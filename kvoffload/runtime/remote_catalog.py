@@ -204,7 +204,8 @@ class RemoteCatalog:
         """Start writing a new generation to the tier, for engines that start later.
 
         Returns:
-            A future, True if the tier has stored it; None while the KV is not identified.
+            A future whose result is True if the tier has stored the new generation; None while the KV is not
+            identified.
         """
         if self._fingerprint is None:
             return None

@@ -20,8 +20,8 @@ from kvoffload.runtime.copies import HookTime
 
 _QUIET_WEIGHT = 1 / 16
 _SLOWDOWN_WEIGHT = 1 / 64
-# For each number of decoded tokens, the mean starts at the shortest of the first steps. Other early steps may include a
-# compilation.
+# For each number of decoded tokens, the mean starts at the shortest of this many first steps, because longer steps may
+# include a compilation.
 _FIRST = 8
 _OUTLIER = 4.0  # a step longer than this many times the usual length counts as exactly that long
 
@@ -193,7 +193,7 @@ class FirstTokens:
         self.waiting: dict[RequestId, tuple[float, HasToken]] = {}
         """The arrival of each request without a token, and a check for its first token. The caller adds requests."""
         self.admitted: dict[RequestId, LookupAnswered] = {}
-        """Admitted requests without a token, and the answer of each one's last lookup."""
+        """Admitted requests without a token, and the answer of each request's last lookup."""
         bus.count(LookupAnswered, self._settled)
 
     def look(self) -> list[FirstTokenReached]:
@@ -209,7 +209,7 @@ class FirstTokens:
         return []
 
     def load_failed(self, request: RequestId) -> None:
-        """Note that a request's tokens are computed, because their load failed."""
+        """Record that a request computes its tokens, because the load of these tokens failed."""
         if (found := self.admitted.get(request)) is not None:
             computed = found.miss_tokens + found.hit_tokens
             self.admitted[request] = replace(found, hit_tokens=0, fetched_tokens=0, miss_tokens=computed)

@@ -211,7 +211,7 @@ class WorkerSide:
             portal.close()
 
     async def _prepare(self, arena: Arena, began: float) -> None:
-        """Prepare host memory, and log when it is ready. If the allocation fails, the arena logs it."""
+        """Prepare host memory, and log when it is ready. If the allocation fails, the arena logs the failure."""
         await arena.prepare(with_pauses=arena.layout.is_cuda)
         if arena.refusal is None:
             log.info(

@@ -80,7 +80,7 @@ class Arena:
         self._clock = clock or Clocks()
         self._chunk_slots = max(1, chunk_bytes // layout.slot_bytes)
         self._chunks: list[HostChunk] = []
-        self._pages: list[list[Pages]] = []  # for each chunk, in the order of regions
+        self._pages: list[list[Pages]] = []  # the pages of each chunk, in the order of the regions
         self.geometry = geometry_of(layout, self._chunk_slots)
         self.ready_slots = 0
         self._closed = False

@@ -347,7 +347,8 @@ def cut(runs: CopyRuns, limit: int) -> Iterator[CopyRuns]:
         yield runs
         return
     runs = no_longer_than(runs, limit)
-    part = (np.cumsum(runs.size) - 1) // limit  # The part that contains a run's last byte.
+    # For each run, the number of the part that contains the run's last byte.
+    part = (np.cumsum(runs.size) - 1) // limit
     starts = np.flatnonzero(np.diff(part, prepend=-1)).tolist()
     for start, end in pairwise([*starts, len(runs)]):
         yield runs[start:end]

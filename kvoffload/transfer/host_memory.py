@@ -209,7 +209,10 @@ class PreferredNode:
                     os.sched_setaffinity(0, before)
 
     def _move_here(self) -> set[int] | None:
-        """Move the thread to the node's processors. Return its former processors, or None if the system refuses."""
+        """Move the thread to the node's processors.
+
+        Return the thread's former processors, or None if the system refuses.
+        """
         try:
             text = self.read(f"/sys/devices/system/node/node{self.node}/cpulist") or ""
             before = os.sched_getaffinity(0)

@@ -116,7 +116,7 @@ class DeviceLayout:
 
 
 def check_pieces(wanted: str, layout: DeviceLayout) -> None:
-    """Check that the engine's layout is the one that the operator's setting requires.
+    """Check that the engine's layout meets the operator's setting.
 
     Args:
         wanted: the setting `layout`.

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 log = get_logger("transfer")
 
 _CLOSING = "the pump is closing"
-_FIRST_PAUSE_S = 0.0002  # shorter than copying a few blocks
+_FIRST_PAUSE_S = 0.0002  # shorter than the time in which a few blocks are copied
 LONGEST_PAUSE_S = 0.005
 """Python's thread switch interval. Polling more often gains nothing while the engine's thread computes."""
 
@@ -278,7 +278,7 @@ class TransferPump:
     async def drain(self) -> int:
         """Accept no more jobs, fail jobs that were not started, and wait until started batches have ended.
 
-        Cancelling does not shorten the drain: it still waits for started batches, at most `timeout_s` for each.
+        Cancelling does not shorten the drain, which still waits for started batches, at most `timeout_s` for each.
 
         Returns:
             How many batches timed out and may still touch memory.

@@ -66,7 +66,7 @@ class Part:
 def find_corrupt(part: Part, checksums: Checksums | None, log: BoundLogger) -> None:
     """Record and log a part's host slots whose bytes have changed. Call this after the bytes were copied.
 
-    A slot that is intact now was also intact during the copy, unless it was reused in between, which `Call.check`
+    A slot that is intact now was also intact during the copy, unless the slot was reused in between, which `Call.check`
     detects.
     """
     if checksums is None:
@@ -150,7 +150,10 @@ class _OpenJob:
         self.sums.update(part.sums)
 
     def report(self, now: float, slot_bytes: int) -> JobReport:
-        """Return the job's report. A remote job succeeds if some blocks were copied, a disk job only if all were."""
+        """Return the job's report.
+
+        A remote job succeeds if some blocks were copied, a disk job only if all blocks were copied.
+        """
         job, is_remote = self.job, self.job.tier is Tier.REMOTE
         copy_s = max(self.ended - self.began, 0.0)
         is_useful = self.whole and not self.is_cancelled and (is_remote or not self.missing)

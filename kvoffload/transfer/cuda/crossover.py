@@ -4,9 +4,9 @@ The size differs by device and direction. The size is measured when the copier i
 few megabytes of scratch memory, for a few seconds at most. Ranks that start together measure at the same time. If the
 kernel is not available, copies a wrong byte, or is never faster, all copies go through the copy engine.
 
-A batch takes as long as the slower of its two halves: enqueueing, and the device's copies. They overlap in long
-batches. An H200 copied pieces of 8 KiB at 49 GB/s by its copy engine, but the driver needed 0.5 to 1 us to enqueue each
-piece, so that only 8 to 15 GB/s were reached.
+A batch takes as long as the slower of its two halves: enqueueing, and the device's copies. The two halves overlap in
+long batches. An H200 copied pieces of 8 KiB at 49 GB/s by its copy engine, but the driver needed 0.5 to 1 us to enqueue
+each piece, so that only 8 to 15 GB/s were reached.
 
 The device's own events time the copies. Large copies before the first event keep the device busy until the timed copies
 have been enqueued, so that the events do not measure the enqueueing.
@@ -48,7 +48,7 @@ _REPEATS = 5
 _WINS = 0.95
 _LONGEST_S = 5.0  # time limit for all measurements, not counting the kernel's compilation
 _PATIENCE_S = 10.0  # time limit for one batch
-_MARGIN = 1.5  # covering copies must last this many times as long as enqueuing the previous batch took
+_MARGIN = 1.5  # the large copies must last this many times as long as enqueuing the previous batch took
 _MOST_COVERS = 64
 
 
@@ -93,7 +93,8 @@ class Trial:
     stream: int
     scratch: CudaScratch
     deadline: float = math.inf
-    cover_s: float = math.inf  # seconds that one covering copy takes
+    # seconds that one large copy takes; large copies keep the device busy while others are enqueued
+    cover_s: float = math.inf
     # How long it took to enqueue the last batch for the kernel (True) and for the copy engine (False).
     enqueue_s: dict[bool, float] = field(default_factory=lambda: dict.fromkeys((True, False), 0.0))
 
@@ -112,7 +113,7 @@ class Trial:
         return {way: self.limit(way) if stores or way is Direction.LOAD else 0 for way in Direction}
 
     def begin(self) -> None:
-        """Start the time limit, and time one covering copy."""
+        """Start the time limit, and time one of the large copies that keep the device busy."""
         self.deadline = time.monotonic() + _LONGEST_S
         self.cover_s = self.seconds(Direction.LOAD, self._cover(), by_kernel=False)
 

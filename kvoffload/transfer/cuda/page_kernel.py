@@ -108,7 +108,8 @@ class PageKernel:
 
     def _free_buffer(self) -> _Buffer:
         """Remove and return the oldest buffer, whose launch must have ended; or raise `BufferError`."""
-        with suppress(IndexError):  # Other threads use all buffers, or failed launches have dropped them.
+        # If there is no buffer, other threads use all buffers, or failed launches have dropped them.
+        with suppress(IndexError):
             buffer = self._buffers.popleft()
             with suppress(CudaError):  # If the query is refused, a later call repeats it.
                 if self._driver.has_passed(buffer.end):
