@@ -52,13 +52,6 @@ def test_r1_many_requests_fill_the_host_between_a_lookup_and_its_allocation() ->
     assert violations(world) == []
 
 
-def test_r1_an_unpinned_hit_is_evicted_by_the_same_requests() -> None:
-    world = cached(host=4)
-    for number in range(6):
-        world.serve(f"r{number}", str(number) * 13)
-    assert world.on_host(TEXT) == "..."
-
-
 def test_r1_a_repeated_lookup_drops_the_earlier_ones_pins() -> None:
     world = cached()
     late = world.add("late", TEXT)
@@ -160,13 +153,6 @@ def test_r2_a_hit_that_the_engine_declines_is_a_miss_and_no_contract_violation()
     assert drops(world) == [(PinDropCause.NOT_ACCEPTED, 3)]
     assert world.count(SlotState.PINNED) == 0
     world.run(request)
-
-
-def test_r2_a_lookup_that_found_nothing_keeps_its_cause_where_nothing_is_accepted() -> None:
-    world = cached()
-    request = world.add("a", "another prompt")
-    assert world.admit(request) == 0
-    assert world.miss() is MissCause.NEVER_SEEN
 
 
 def test_r2_fewer_tokens_accepted_than_found() -> None:
@@ -333,8 +319,9 @@ def test_lookups_are_counted_once_an_admission_with_the_last_answer() -> None:
     ]
 
 
-def test_a_hit_shorter_than_the_least_is_declined() -> None:
+def test_a_hit_shorter_than_the_policys_least_is_declined() -> None:
     world = cached(least=16)
+    assert world.lookup(world.add("asks for less", TEXT), least=4) == 0
     assert world.admit(world.add("a", TEXT)) == 0
     assert world.miss() is MissCause.LOAD_DECLINED
     assert world.count(SlotState.PINNED) == 0
@@ -348,11 +335,6 @@ def test_a_requests_first_lookup_decides_how_short_a_hit_may_be(first: int, late
     assert world.lookup(request, least=later) == answer
     world.allocate(request, answer)
     assert (world.miss() is MissCause.LOAD_DECLINED) is (answer == 0)
-
-
-def test_a_hit_is_never_shorter_than_the_policy_says() -> None:
-    world = cached(least=16)
-    assert world.lookup(world.add("a", TEXT), least=4) == 0
 
 
 def test_a_request_that_opted_out_reads_nothing() -> None:
@@ -401,6 +383,12 @@ def test_r9_a_failed_load_is_recomputed_and_never_tried_again(outcome: object) -
     request = loading(world)
     world.finish(outcome=outcome)  # type: ignore[arg-type]
     assert world.results == [("a", False)]
+    assert world.on_host(TEXT) == "..."
+    is_corrupt = outcome is CORRUPT
+    assert world.loads() == {LoadOutcome.CORRUPT if is_corrupt else LoadOutcome.FAILED: 3}
+    world.admit(world.add("another", TEXT))
+    assert world.miss() is (MissCause.CORRUPT if is_corrupt else MissCause.LOAD_FAILED)
+    assert world.count(SlotState.EMPTY) == world.ready - 3 * is_corrupt
     world.serve("again", TEXT)  # The text is stored on the host again.
     world.device.forget_keys()
     assert world.admit(request) == 0
@@ -408,45 +396,21 @@ def test_r9_a_failed_load_is_recomputed_and_never_tried_again(outcome: object) -
     world.run(request)
 
 
-def test_r9_others_miss_blocks_that_failed_to_load() -> None:
+@pytest.mark.parametrize(("rotten", "left"), [([1], "x.x"), ([0, 1, 2], "...")])
+def test_r9_corrupt_blocks_are_quarantined_and_the_others_stay(rotten: list[int], left: str) -> None:
     world = cached()
-    loading(world)
-    world.finish(outcome=FAILED)
-    assert world.loads() == {LoadOutcome.FAILED: 3}
-    world.admit(world.add("b", TEXT))
-    assert world.miss() is MissCause.LOAD_FAILED
-    assert world.count(SlotState.EMPTY) == world.ready
-
-
-def test_r9_a_corrupt_block_is_quarantined_and_the_others_stay() -> None:
-    world = cached()
-    world.rot(0, sorted(world.core.state.pool.index.values())[1])
+    slots = sorted(world.core.state.pool.index.values())
+    for position in rotten:
+        world.rot(0, slots[position])
     loading(world)
     world.finish()
     assert world.results == [("a", False)]
-    assert world.loads() == {LoadOutcome.CORRUPT: 1, LoadOutcome.FAILED: 2}
-    assert world.on_host(TEXT) == "x.x"
-    assert world.count(SlotState.QUARANTINED) == 1
-    assert world.admit(world.add("b", TEXT)) == 4
+    assert world.loads()[LoadOutcome.CORRUPT] == len(rotten)
+    assert sum(world.loads().values()) == 3
+    assert world.on_host(TEXT) == left
+    assert world.count(SlotState.QUARANTINED) == len(rotten)
+    assert world.admit(world.add("b", TEXT)) == 4 * left.index(".")
     assert world.miss() is MissCause.CORRUPT
-
-
-def test_r9_a_corrupt_load_that_names_no_block_loses_all_of_them() -> None:
-    world = cached()
-    loading(world)
-    world.finish(outcome=CORRUPT)
-    assert world.on_host(TEXT) == "..."
-    assert world.loads() == {LoadOutcome.CORRUPT: 3}
-
-
-def test_r9_a_load_whose_blocks_are_all_named_corrupt() -> None:
-    world = cached()
-    for slot in world.core.state.pool.index.values():
-        world.rot(0, slot)
-    loading(world)
-    world.finish()
-    assert world.loads() == {LoadOutcome.CORRUPT: 3}
-    assert world.count(SlotState.QUARANTINED) == 3
 
 
 def test_r9_a_request_that_ends_takes_back_its_own_load_and_no_other() -> None:

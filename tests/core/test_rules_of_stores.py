@@ -168,17 +168,6 @@ def test_r3_another_block_that_no_longer_holds_the_key_is_not_stored_in_its_plac
     assert world.stores()[StoreOutcome.STALE] + world.stores().get(StoreOutcome.NOT_HASHED, 0) == 3
 
 
-def test_r3_two_requests_with_one_key_in_one_step() -> None:
-    world = World()
-    one, two = world.add("one", TEXT), world.add("two", TEXT)
-    world.admit(one)
-    world.admit(two)
-    for _ in range(3):
-        world.step()
-    world.finish()
-    assert world.stores() == {StoreOutcome.STORED: 3, StoreOutcome.IN_FLIGHT: 3}
-
-
 def test_r3_one_key_twice_in_one_offer() -> None:
     world = World()
     key = key_at("abcd", 4)

@@ -68,16 +68,6 @@ def test_groups_are_distinguished_by_all_that_their_blocks_depend_on() -> None:
     assert groups_of(shape) == (("full", 16, None, False), ("sliding_window", 16, 128, False))
 
 
-def test_a_link_below_the_path_is_refused(tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    folder = tmp_path / "disk" / IDENTITY.fingerprint / "replica0"
-    folder.parent.mkdir(parents=True)
-    folder.symlink_to(elsewhere)
-    with pytest.raises(DiskError, match="is not used"):
-        make_folder(tmp_path / "disk", IDENTITY, 0)
-
-
 def test_a_file_in_place_of_the_path_is_refused(tmp_path: Path) -> None:
     (tmp_path / "disk").write_text("")
     with pytest.raises(DiskError, match="disk_path: the folder"):
@@ -92,11 +82,3 @@ def test_a_folder_in_use_names_its_holder(tmp_path: Path) -> None:
         lock_folder(open_folder(tmp_path))
     held.close()
     lock_folder(open_folder(tmp_path)).close()
-
-
-def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "victim").write_text("precious")
-    (tmp_path / "lock").symlink_to(tmp_path / "victim")
-    with pytest.raises(DiskError, match="is not used"):
-        lock_folder(open_folder(tmp_path))
-    assert (tmp_path / "victim").read_text() == "precious"

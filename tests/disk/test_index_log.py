@@ -10,7 +10,6 @@ import pytest
 
 from kvoffload.disk.index import IndexHeader, IndexLog, NotAnIndex, load_index, new_generation, start_index
 from kvoffload.disk.open_folder import open_folder
-from kvoffload.model.errors import DiskError
 from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.model.wire import Invalidate, Put, Use
 
@@ -151,17 +150,3 @@ def test_an_index_larger_than_its_slots_can_make_it_is_not_read(tmp_path: Path, 
     os.truncate(tmp_path / "index", 2**40)  # the file system stores only one page of this sparse file
     with pytest.raises(NotAnIndex, match=rf"it has {2**40} bytes, and 1000 slots take at most \d+"):
         load_index(open_folder(tmp_path), HEADER.slots)
-
-
-def test_an_index_that_is_a_link_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "victim").write_text("precious")
-    for name in ("index", "index.new"):
-        (tmp_path / name).symlink_to(tmp_path / "victim")
-    with pytest.raises(DiskError, match="is not used"):
-        load_index(open_folder(tmp_path), HEADER.slots)
-    start_index(open_folder(tmp_path), HEADER).close()  # replaces the links by files
-    assert (tmp_path / "victim").read_text() == "precious"
-
-
-def test_its_files_are_readable_by_this_user_alone(tmp_path: Path, log: IndexLog) -> None:
-    assert (tmp_path / "index").stat().st_mode & 0o777 == 0o600

@@ -185,12 +185,6 @@ def test_r18_a_file_that_changed_since_it_was_loaded_has_no_identity(tmp_path: P
         weights_identity(model, memory, loaded_ns=changed - 1)
 
 
-def test_without_a_place_to_remember_digests_they_are_read_each_time(tmp_path: Path, model: Path) -> None:
-    (tmp_path / "file").touch()
-    nowhere = tmp_path / "file" / "memory"
-    assert weights_identity(model, nowhere) == weights_identity(model, tmp_path / "memory")
-
-
 @pytest.mark.parametrize("key", [None, TierKey(bytes(32))], ids=["no key", "key"])
 def test_r18_with_a_key_a_forged_memory_makes_no_weights_others(
     key: TierKey | None, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,27 +10,6 @@ from tests.explore.scene import Scene
 from tests.explore.worlds import WORLDS
 
 FOUND: dict[str, tuple[str, list[Action]]] = {
-    "R15 a store that arrives after a preemption made the tail younger than the head": (
-        "one request",
-        [
-            ("add", "a"),
-            ("lookup", "a", "patient"),
-            ("allocate", "a", "all"),
-            ("step", "a"),
-            ("step", "a"),
-            ("report", 0, 0, "done"),
-            ("grow",),
-            ("step", "a"),
-            ("step", "a"),
-            ("step", "a"),
-            ("preempt", "a"),
-            ("lookup", "a", "patient"),
-            ("allocate", "a", "all"),
-            ("step", "a"),
-            ("report", 0, 0, "done"),
-            ("step", "a"),
-        ],
-    ),
     "R15 an offer that had waited touched one block of a prefix, and not its head": (
         "two requests",
         [
@@ -50,38 +29,6 @@ FOUND: dict[str, tuple[str, list[Action]]] = {
             ("step", "b"),
             ("report", 0, 0, "done"),
             ("step", "b"),
-        ],
-    ),
-    "R14 an owner that was given blocks anew, and not run, kept another waiting": (
-        "violations",
-        [
-            ("add", "a"),
-            ("add", "b"),
-            ("lookup", "b", "patient"),
-            ("allocate", "b", "all"),
-            ("step",),
-            ("report", 0, 0, "done"),
-            ("step",),
-            ("forget",),
-            ("preempt", "b"),
-            ("violation", "b"),
-        ],
-    ),
-    "R15 a tail that was looked up and not taken was younger than the head that the device had": (
-        "three share a load",
-        [
-            ("add", "a"),
-            ("add", "c"),
-            ("lookup", "c", "patient"),
-            ("allocate", "c", "nothing"),
-            ("step", "c"),
-            ("lookup", "a", "patient"),
-            ("allocate", "a", "nothing"),
-            ("step", "c"),
-            ("step", "c"),
-            ("step", "c"),
-            ("step", "c"),
-            ("step", "c"),
         ],
     ),
     "R12 a fetch of a request that had ended was cancelled after offloading was switched off": (

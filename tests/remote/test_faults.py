@@ -10,7 +10,6 @@ import itertools
 import math
 import re
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -397,40 +396,3 @@ def test_r17_a_dead_store_is_only_probed(start: StartEngine, proxy: Proxy) -> No
     began = time.monotonic()
     engine.engine.close()
     assert time.monotonic() - began < PATIENCE_S
-
-
-def test_r17_a_dead_store_costs_a_lookup_at_most_five_calls(start: StartEngine, proxy: Proxy) -> None:
-    dead = start("s3://blocks/kvoffload", weights_id="dead", remote_timeout_s=TIMEOUT_S).opened()
-    without = start(None)
-    proxy.refuse = lambda _: 503
-    until(dead, TierState.FAILING)
-    assert calls_of_lookups(dead) <= calls_of_lookups(without) + 5
-
-
-def calls_of_lookups(engine: Served) -> int:
-    """Return the maximum number of Python calls that a lookup makes."""
-    most = 0
-
-    def counted(hook: Callable[P, T]) -> Callable[P, T]:
-        def call(*arguments: P.args, **named: P.kwargs) -> T:
-            nonlocal most
-            calls = 0
-
-            def seen(_frame: object, event: str, _argument: object) -> None:
-                nonlocal calls
-                calls += event == "call"
-
-            sys.setprofile(seen)
-            try:
-                return hook(*arguments, **named)
-            finally:
-                sys.setprofile(None)
-                most = max(most, calls)
-
-        return call
-
-    side = engine.offload
-    side.lookup = counted(side.lookup)  # type: ignore[method-assign]
-    for seed in range(3):
-        engine.run(text(200 + seed, 10 * BLOCK))
-    return most

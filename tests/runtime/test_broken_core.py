@@ -51,22 +51,9 @@ def test_a_question_that_raises_is_answered_with_nothing(
     assert f"doing={question}" in caplog.text
 
 
-def test_a_plan_that_raises_is_empty(
+def test_a_plan_that_raises_is_empty_and_leaves_nothing_to_wait_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    side = Side()
-    side.stored()
-    side.seen("a")
-    side.side.lookup(RequestId("a"), 0)
-    side.allocated("a", RELOAD)
-    monkeypatch.setattr(side.side.core, "plan", boom)
-    assert side.step() == NOTHING
-    assert side.side.take_answers().failed == ["a"]
-    assert side.side.degraded is DegradeCause.HANDLER_RAISED
-    assert "doing=plan" in caplog.text
-
-
-def test_a_plan_that_raises_leaves_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planning raises after the load was planned, so no worker will ever report the load."""
     side = Side()
     side.stored()
@@ -75,6 +62,8 @@ def test_a_plan_that_raises_leaves_nothing_to_wait_for(monkeypatch: pytest.Monke
     side.allocated("a", RELOAD)
     monkeypatch.setattr(side.side.core.state.jobs, "submit", boom)
     assert side.step() == NOTHING
+    assert side.side.degraded is DegradeCause.HANDLER_RAISED
+    assert "doing=plan" in caplog.text
     assert side.side.take_answers().failed == ["a"]
     assert side.side.take_answers() == LoadAnswers()
     assert not side.side.has_work

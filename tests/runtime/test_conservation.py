@@ -105,18 +105,6 @@ def test_the_engines_own_counts_are_compared(asked: bool, monkeypatch: pytest.Mo
 # -- the journal goes with it -------------------------------------------------------------------------------------------------
 
 
-def broken(side: Side) -> None:
-    side.stored()
-    side.side.core.state.pool._counts[SlotState.EMPTY] -= 1
-    assert side.side.audit()
-
-
-def test_the_log_has_the_journals_last_lines(caplog: pytest.LogCaptureFixture) -> None:
-    broken(Side())
-    (line,) = logged(caplog, "offloading_off")
-    assert "InvariantBroken" in str(line["journal"])
-
-
 # -- the oldest job -----------------------------------------------------------------------------------------
 
 

@@ -6,13 +6,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import AUTO
 from kvoffload.model.events import NetBenefitTurned
 from kvoffload.model.ids import BlockKey
 from kvoffload.model.wire import JobReport, TransferPlan
-from tests.conservation import conservation
 from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading
 from tests.settings import make_config
 
@@ -86,29 +84,6 @@ def test_a_failed_load_cost_its_wait_and_saved_nothing() -> None:
     side.done(plan, CopyOutcome.FAILED)
     assert (saved(side), waited(side)) == (0, 0.25)
     assert value(side.side, "break_even_tokens") == 0
-
-
-def test_a_declined_hit_does_not_count_and_saves_nothing() -> None:
-    """The hit of an earlier connector is used instead, and is counted for that connector."""
-    side = Side()
-    measure_prefill(side)
-    side.stored()
-    before = side.side.counters.snapshot()
-    request = side.seen("a")
-    assert side.side.lookup(request, 0) == RELOAD
-    side.clock.jump(0.5)
-    side.allocated("a")
-    assert not side.step(("a", RELOAD)).loads
-    gained = side.side.counters.snapshot().minus(before)
-    assert gained.count("kvoffload_lookup_blocks_total", "hit") == 0
-    assert gained.count("kvoffload_lookup_tokens_total", "hit") == 0
-    assert gained.count("kvoffload_miss_blocks_total", "not_accepted") == 1
-    assert (
-        gained.count("kvoffload_miss_blocks_total", "behind_miss") == 3
-    )  # two positions found, and the remaining ones
-    assert gained.total("kvoffload_contract_violations_total") == 0
-    assert (saved(side), waited(side)) == (0, 0)
-    assert conservation(side.side.counters.snapshot()) == []
 
 
 def test_a_request_that_ends_waits_no_longer() -> None:
@@ -311,16 +286,3 @@ def test_a_number_is_not_touched_by_what_is_measured() -> None:
     side.step(("a", RELOAD))
     assert value(side.side, "break_even_tokens") == 2500
     assert side.side.lookup(side.seen("b"), 0) == RELOAD
-
-
-def test_an_engine_that_reports_no_tokens_has_no_estimate() -> None:
-    side = Side()
-    arrived(side, loading(side))
-    side.side.step(facts.StepScheduled(99))
-    assert saved(side) == value(side.side, "prefill_tokens_per_second") == 0
-
-
-def test_tokens_that_pay_are_said_of_each_tier_that_is_read() -> None:
-    series = Side().side.gauges()
-    assert series["kvoffload_break_even_tokens"] == {(): 0}
-    assert series["kvoffload_fetch_break_even_tokens"] == {}

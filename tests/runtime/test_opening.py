@@ -88,19 +88,6 @@ def test_a_store_that_is_not_reached(logged: list[dict[str, Any]], monkeypatch: 
     check(Side(portal=True, remote=RemotePlace(NOWHERE, lambda: "print")), logged, "remote", "connection")
 
 
-def test_both_are_named(
-    tmp_path: Path, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = FakeStore()
-    store.fails = True
-    monkeypatch.setattr("kvoffload.runtime.remote_catalog.open_store", lambda *_: store)
-    place = RemotePlace(NOWHERE, lambda: "print")
-    side = Side(portal=held(), disk=tmp_path, remote=place)
-    steps(side, 200)
-    assert warnings(logged) == [("disk", "identity of the weights"), ("remote", "connection")]
-    side.close()
-
-
 def test_an_idle_engine_is_not_warned(tmp_path: Path, logged: list[dict[str, Any]]) -> None:
     """The engine steps once every ten minutes. A tier that opens within three of these steps is not slow."""
     side = Side(portal=held(), disk=tmp_path)

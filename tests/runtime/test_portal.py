@@ -92,24 +92,6 @@ def test_a_sleeping_coroutine_without_references_is_not_collected(portal: Portal
     assert ended.done()
 
 
-def test_close_waits_for_a_coroutine_that_cleans_up(portal: Portal) -> None:
-    begun, cleaned = Future[None](), Future[None]()
-
-    async def slow() -> None:
-        try:
-            begun.set_result(None)
-            await asyncio.Event().wait()
-        finally:
-            for _ in range(10):
-                await asyncio.sleep(0)
-            cleaned.set_result(None)
-
-    portal.spawn(slow)
-    begun.result(PATIENCE_S)
-    assert portal.close(PATIENCE_S)
-    assert cleaned.done()
-
-
 def test_close_has_a_time_limit(portal: Portal) -> None:
     gate = ThreadGate()
 

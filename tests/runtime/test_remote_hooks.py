@@ -1,4 +1,4 @@
-"""The calls that an idle store adds to a step. `tests/remote/test_faults.py` tests a dead store."""
+"""The calls that an idle store adds to a step. `tests/core/test_remote.py` tests a lost store."""
 
 from __future__ import annotations
 

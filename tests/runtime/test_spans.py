@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from kvoffload.model import events, facts
-from kvoffload.model.causes import CopyOutcome, EvictionCause
+from kvoffload.model import facts
+from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.model.wire import JobReport
@@ -198,16 +198,6 @@ def test_a_store_has_its_queue_and_its_copy_and_evictions_have_spans_of_their_ow
     assert attributes(second)["kvoffload.bytes"] == 64
 
 
-def test_a_miss_is_reported_with_its_cause(traced: Traced) -> None:
-    side, _ = traced
-    request = seen(side, "a", prefix="new")
-    side.side.lookup(request, 0)
-    side.allocated("a")
-    side.ended("a")
-    lookup = attributes(of_request(finished(traced), "a")["lookup"])
-    assert (lookup["kvoffload.result"], lookup["kvoffload.cause"]) == ("miss", "never_seen")
-
-
 @pytest.mark.parametrize("steps", [1, 0])
 def test_a_first_token_is_an_event_of_its_request_while_that_lives(traced: Traced, steps: int) -> None:
     side, _ = traced
@@ -249,26 +239,6 @@ def test_an_aborted_request_ends_its_wait_and_its_copy_is_still_its_child(traced
     assert times(reported["load"]) == (0, 2)
 
 
-def test_a_preempted_request_has_one_lookup_an_admission(traced: Traced) -> None:
-    side, exporter = traced
-    seen(side, "a")
-    for _ in range(2):
-        side.side.lookup(RequestId("a"), 0)
-        side.clock.jump(1)
-        side.allocated("a")
-        side.clock.jump(1)
-        side.step(preempted=["a"])
-    side.ended("a")
-    found = finished((side, exporter))
-    runs = [span for span in found if span.name == "kvoffload.run"]
-    lookups = [
-        span for span in found if span.name == "kvoffload.lookup" and "kvoffload.result" in attributes(span)
-    ]
-    assert [times(span) for span in runs] == [(1, 2), (3, 4)]
-    assert [times(span) for span in lookups] == [(0, 1), (2, 3)]
-    assert {attributes(span)["kvoffload.end"] for span in runs} == {"preempted"}
-
-
 def test_a_reset_is_a_span_without_length(traced: Traced) -> None:
     side, _ = traced
     side.stored()
@@ -277,13 +247,6 @@ def test_a_reset_is_a_span_without_length(traced: Traced) -> None:
     assert reset.parent is None
     assert times(reset) == (0, 0)
     assert attributes(reset)["kvoffload.dropped_blocks"] == 3
-
-
-def test_an_event_that_the_timeline_draws_is_a_span_too(traced: Traced) -> None:
-    side, _ = traced
-    side.side.bus.publish(events.DiskBlocksEvicted(3, EvictionCause.SPACE))
-    (evicted,) = [span for span in finished(traced) if span.name == "kvoffload.DiskBlocksEvicted"]
-    assert attributes(evicted)["kvoffload.blocks"] == 3
 
 
 def test_what_is_open_at_the_end_is_sent_as_unfinished(traced: Traced) -> None:
@@ -391,11 +354,6 @@ class Failing(InMemorySpanExporter):
         return SpanExportResult.FAILURE
 
 
-class Raising(InMemorySpanExporter):
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        raise ValueError("no such collector")
-
-
 def work(side: Side) -> list[object]:
     """Play some requests; return the facts that they publish."""
     side.stored()
@@ -421,16 +379,6 @@ def test_batches_that_are_not_taken_are_counted_and_said_once(
     side.close()
     assert side.side.counters.snapshot().total("kvoffload_span_export_errors_total") > 1
     assert caplog.text.count("spans_not_sent") == 1
-
-
-def test_an_exporter_that_raises_is_removed_and_changes_nothing(
-    make: Callable[..., Side], caplog: pytest.LogCaptureFixture
-) -> None:
-    side = make(Raising())
-    assert work(side) == work(Side())
-    side.close()
-    assert side.side.counters.snapshot().count("kvoffload_bus_removed_total", "spans") == 1
-    assert caplog.text.count("observer_removed name=spans") == 1
 
 
 def test_an_exporter_that_blocks_changes_nothing_and_what_does_not_fit_is_counted(
@@ -497,22 +445,20 @@ def test_a_protocol_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch
         spans.make_exporter(URL)
 
 
-def test_without_the_packages_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "kvoffload.telemetry.otel", raising=False)
-    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    monkeypatch.delattr("kvoffload.telemetry.otel", raising=False)
-    with pytest.raises(ConfigError, match=r"opentelemetry.*install kvoffload\[otel\]"):
-        Side(config=make_config(otlp_endpoint=URL))
-
-
-def test_a_worker_that_starts_first_reports_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_packages_a_collector_is_refused_if_the_settings_name_it_and_else_ignored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = make_config(otlp_endpoint=URL)
     spans.check_exporter(config)
     monkeypatch.delitem(sys.modules, "kvoffload.telemetry.otel", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(ConfigError, match=r"kvoffload\[otel\]"):
-        spans.check_exporter(config)
+    monkeypatch.delattr("kvoffload.telemetry.otel", raising=False)
+    for start in (lambda: Side(config=config), lambda: spans.check_exporter(config)):
+        with pytest.raises(ConfigError, match=r"opentelemetry.*install kvoffload\[otel\]"):
+            start()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", URL)
     spans.check_exporter(make_config())
+    assert Side(config=make_config()).side.observation.spans is None
 
 
 def test_the_environment_names_a_collector_where_the_settings_name_none(
@@ -531,15 +477,6 @@ def test_the_environment_names_a_collector_where_the_settings_name_none(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "")
     assert Side(config=make_config()).side.observation.spans is None
     assert asked == ["http://127.0.0.1:9/theirs", URL]
-
-
-def test_without_the_packages_a_collector_of_the_environment_is_not_for_us(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", URL)
-    monkeypatch.delitem(sys.modules, "kvoffload.telemetry.otel", raising=False)
-    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    assert Side(config=make_config()).side.observation.spans is None
 
 
 class Collector(BaseHTTPRequestHandler):

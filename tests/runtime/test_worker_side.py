@@ -244,22 +244,3 @@ def test_the_first_rank_of_a_machine_answers_for_its_others(
         assert side.register(DEVICE.layout) == 4 * 2**20 // SLOT_BYTES
     side.close()
     assert portal.close(PATIENCE_S)
-
-
-def test_on_a_thread_of_its_own() -> None:
-    """Store a block on a real portal, with a real copier and clock."""
-    portal = Portal("test")
-    device = FakeDevice(8, pages=[64, 32])
-    side = WorkerSide(Rank(0), 1, OffloadConfig(host_bytes=4 * SLOT_BYTES), portal)
-    assert side.register(device.layout) == 4
-    side._tasks[0].result(PATIENCE_S)
-    before = device.read(2)
-    job = device_job(0, Direction.STORE, (3,), (2,))
-    side.start_stores(TransferPlan(stores=(job,)))
-    pump = side.pump
-    side.close()  # queued copies may fail, but started ones end
-    report = pump.take_report()
-    assert report is not None
-    assert [each.job for each in report.jobs] == [0]
-    assert device.read(2) == before
-    assert portal.close(PATIENCE_S)

@@ -7,15 +7,11 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvoffload.disk.open_folder import open_folder
-from kvoffload.disk.slot_file import SlotShape, open_slot_file
-from kvoffload.disk.system import aligned_buffer
 from kvoffload.logs import get_logger
 from kvoffload.model.causes import RemoteFault
 from kvoffload.model.errors import RemoteError, RemoteGone
 from kvoffload.model.ids import BlockKey
 from kvoffload.remote.store import RemoteStore
-from kvoffload.remote.values import Shard
 from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.testing import FakeClock
 from kvoffload.transfer import blocking_calls
@@ -26,8 +22,6 @@ from tests.gates import ManualExecutor, ThreadGate
 from tests.remote.fake_store import FakeStore
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import pytest
 
 TIMEOUT_S = 2.0
@@ -142,16 +136,6 @@ def test_failures_between_successes_do_not_open_it() -> None:
         for rig.store.fails in (True, True, False):
             rig.call()
             rig.turn()
-    assert rig.calls.works
-
-
-def test_a_probe_that_works_closes_it() -> None:
-    rig = Rig()
-    rig.refuses = True
-    rig.turn()
-    assert not rig.calls.works
-    rig.refuses = False
-    rig.turn(1.0)
     assert rig.calls.works
 
 
@@ -508,72 +492,6 @@ def test_cancelled_reads_are_not_begun_and_count_for_nothing() -> None:
         (1, False, None),
         (2, True, None),
     ]
-
-
-def test_a_calls_result_after_its_end_is_not_used() -> None:
-    rig, gate, used = DiskRig(DaemonExecutor("calls", 2)).opened(), ThreadGate(), list[object]()
-    rig.call(gate.arrive, use=used.append)
-    gate.wait_for_arrivals(1)
-    rig.calls.close()
-    assert rig.closed == 0
-    gate.open()
-    while not rig.closed:
-        os.sched_yield()
-    assert used == []
-
-
-def call_and_wait(calls: BlockingCalls[Any], work: Callable[[Any], object]) -> Any:  # noqa: ANN401
-    """Return a call's result or raise its error, as in an engine whose hooks block."""
-    ended: list[Call] = []
-    calls.submit(lambda _, resource: work(resource), ended.append)
-    while not ended:
-        calls.poll()
-        os.sched_yield()
-    if ended[0].error is not None:
-        raise TimeoutError(ended[0].error)
-    return ended[0].result
-
-
-def test_pages_are_stored_and_read_by_blocking_calls_without_an_event_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_loop() -> None:
-        raise AssertionError("an event loop was made")
-
-    monkeypatch.setattr("asyncio.new_event_loop", no_loop)
-    page = memoryview(bytes(range(256)) * 16)
-    shape = SlotShape(0, 1, len(page), bytes(16))
-    clock, store, shard = FakeClock(), FakeStore(), Shard("print/one", 0, 1)
-    disk = BlockingCalls(
-        lambda: open_slot_file(open_folder(tmp_path), shape, 4),
-        DaemonExecutor("disk", 2),
-        clock.monotonic,
-        ErrorRow(get_logger("disk")),
-        TIMEOUT_S,
-    )
-    remote = remote_calls(lambda: store, DaemonExecutor("remote", 2), clock.monotonic, TIMEOUT_S)
-    while not (disk.works and remote.works):
-        disk.poll()
-        remote.poll()
-    written, read = aligned_buffer(shape.pitch), aligned_buffer(shape.pitch)
-    written[: len(page)] = page
-    call_and_wait(disk, lambda file: file.write(2, [written]))
-    call_and_wait(disk, lambda file: file.read(2, [read]))
-    assert read[: len(page)] == page
-    got = bytearray(len(page))
-    assert call_and_wait(remote, lambda store: store.put(shard, [KEY], [page])) == [True]
-    assert call_and_wait(remote, lambda store: store.get(shard, [KEY], [memoryview(got)])) == [len(page)]
-    assert got == page
-    gate = ThreadGate()
-    remote.submit(lambda _, __: gate.arrive(), lambda call: late.append(call.error))
-    late: list[str | None] = []
-    gate.wait_for_arrivals(1)
-    clock.jump(TIMEOUT_S)
-    remote.poll()
-    assert late == ["a call has not returned for 2 s"]
-    gate.open()
-    disk.close()
-    remote.close()
 
 
 def test_a_file_may_take_any_time_to_open() -> None:

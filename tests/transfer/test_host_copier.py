@@ -50,15 +50,6 @@ def test_a_copy_that_raises_fails_the_query() -> None:
         ticket.query()
 
 
-def test_an_executor_that_was_shut_down_starts_nothing() -> None:
-    executor = ManualExecutor()
-    executor.shutdown()
-    copier = HostCopier(executor, FakeClock())
-    with pytest.raises(RuntimeError, match="shut down"):
-        copier.submit(Direction.LOAD, runs_between(np.zeros(1), np.zeros(1)), ())
-    copier.close()
-
-
 def test_copies_are_quick_until_they_take_several_times_as_long_and_again_when_they_do_not() -> None:
     clock, ways = FakeClock(), list[str]()
     milliseconds = iter([1, 1.5, 9, 9, 9, 1.2, 1, 9, 1])

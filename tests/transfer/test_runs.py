@@ -41,32 +41,29 @@ def slot_bytes(arena: Arena, slot: int) -> bytes:
     return b"".join(arena.pages(slot))
 
 
-def sizes(device: FakeDevice, slots: np.ndarray, blocks: np.ndarray, chunk_slots: int = 1024) -> list[int]:
-    arena = make_arena(device, 16, chunk_slots)
-    runs = merge_runs(arena.geometry, Direction.STORE, slots, blocks)
+@pytest.mark.parametrize(
+    ("pages", "padding", "slots", "blocks", "sizes"),
+    [
+        ([64, 32], [0, 0], (1, 2, 3), (4, 5, 6), [192, 96]),
+        ([64], [0], (3, 1, 2), (6, 4, 5), [192]),  # in another order
+        ([64], [0], (1, 2), (4, 6), [64, 64]),  # neighbours on one side
+        ([64], [0], (1, 3), (4, 5), [64, 64]),
+        ([64], [0], (2, 1), (4, 5), [64, 64]),
+        ([64], [0], (2, 3, 4, 5), (2, 3, 4, 5), [128, 128]),  # the end of a chunk lies between
+        ([64, 32], [0, 8], (1, 2), (4, 5), [128, 32, 32]),  # padded pages
+    ],
+)
+def test_neighbours_on_both_sides_become_one_copy_a_region(
+    pages: list[int],
+    padding: list[int],
+    slots: tuple[int, ...],
+    blocks: tuple[int, ...],
+    sizes: list[int],
+) -> None:
+    arena = make_arena(FakeDevice(8, pages, padding), 16, chunk_slots=4)
+    runs = merge_runs(arena.geometry, Direction.STORE, array(*slots), array(*blocks))
+    assert sorted(runs.size.tolist(), reverse=True) == sizes
     arena.close()
-    return runs.size.tolist()
-
-
-def test_neighbours_on_both_sides_become_one_copy_a_region() -> None:
-    assert sizes(FakeDevice(8, [64, 32]), array(1, 2, 3), array(4, 5, 6)) == [192, 96]
-
-
-def test_order_in_the_job_does_not_matter() -> None:
-    assert sizes(FakeDevice(8, [64]), array(3, 1, 2), array(6, 4, 5)) == [192]
-
-
-@pytest.mark.parametrize(("slots", "blocks"), [((1, 2), (4, 6)), ((1, 3), (4, 5)), ((2, 1), (4, 5))])
-def test_neighbours_on_one_side_alone_stay_apart(slots: tuple[int, ...], blocks: tuple[int, ...]) -> None:
-    assert sizes(FakeDevice(8, [64]), array(*slots), array(*blocks)) == [64, 64]
-
-
-def test_a_copy_does_not_cross_a_chunk() -> None:
-    assert sizes(FakeDevice(8, [64]), array(2, 3, 4, 5), array(2, 3, 4, 5), chunk_slots=4) == [128, 128]
-
-
-def test_padded_pages_are_copied_one_by_one_and_others_are_not() -> None:
-    assert sorted(sizes(FakeDevice(8, [64, 32], [0, 8]), array(1, 2), array(4, 5))) == [32, 32, 128]
 
 
 def test_the_direction_decides_what_is_source_and_what_target() -> None:
@@ -182,10 +179,3 @@ def test_odd_lengths_are_not_cut_into_crumbs() -> None:
     end = len(starts) * 1001
     assert (target[:end].reshape(-1, 1001)[:, :1000] == source[:end].reshape(-1, 1001)[:, :1000]).all()
     assert not target[:end].reshape(-1, 1001)[:, 1000].any()
-
-
-def test_long_pieces() -> None:
-    source = np.random.default_rng(0).integers(0, 256, 3 << 20, np.uint8)
-    target = np.zeros_like(source)
-    choose_copy()(pieces_of(source, target, array(0, 1 << 20), array(1 << 20, 2 << 20)))
-    assert (target == source).all()
