@@ -1,4 +1,4 @@
-"""Controls a process that serves from engines in other processes, and holds the engines' copies."""
+"""Controls a process that serves from engines in other processes, and holds the copies of these engines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 class Front(engines.Server):
-    """The process that receives requests. Its engines' processes are its children."""
+    """Controls the process that receives requests. Its engines' processes are its children."""
 
     def __init__(self, process: subprocess.Popen[bytes], line: socket.socket, log: Path) -> None:
         super().__init__(process, 0, log)
@@ -31,7 +31,7 @@ class Front(engines.Server):
         self._words.flush()
 
     def hear(self) -> dict[str, Any]:
-        """Wait for the answer to the oldest unanswered command."""
+        """Wait for the answer to the oldest command that was not answered yet."""
         answer = dict(json.loads(self._words.readline()))
         assert "error" not in answer, (answer, self.log.read_text()[-8000:])
         return answer
@@ -43,7 +43,10 @@ class Front(engines.Server):
 
 @contextmanager
 def fronting(checkpoint: Path, folder: Path) -> Iterator[tuple[Front, CopyGate]]:
-    """Yield a front without an engine, and the gate of all its engines' copies. Both keep their files in `folder`."""
+    """Start the process that receives requests, without an engine, and the gate for its engines' copies.
+
+    Both keep their files in `folder`.
+    """
     gate = CopyGate(folder / "gate")
     ours, theirs = socket.socketpair()
     ours.settimeout(_PATIENCE_S)

@@ -1,4 +1,5 @@
-"""Mixed traffic on a stock vLLM that needs far more than the host's blocks, with aborts, resets and restarts.
+"""Runs mixed traffic on a stock vLLM that needs far more blocks than the host has, with aborts, resets and
+restarts.
 
 The requests need at least 4 times the host's blocks and 20 times the device's blocks. Every answer must equal
 that of an engine without a connector and without prefix caching. When an engine ends, its audit must find no
@@ -27,18 +28,20 @@ from tests.vllm.stock import checkpoints, engines
 from tests.vllm.test_disk import KINDS, Life, living
 
 DEVICE_BLOCKS: Mapping[checkpoints.Kind, int] = {"qwen3": 16, "gemma3": 32, "lfm2": 32}
-"""The device has room for the longest request and a few others."""
+"""Enough for the longest request and a few others."""
 HOST_TIMES, DEVICE_TIMES = 4, 20
-"""The requests need this many times the blocks of the host, and of the device."""
+"""The requests need at least this many times the blocks of the host, and of the device."""
 LONGEST = 320
 AT_ONCE = 5
 STORIES = 120
 _NAMES = 0
-Turn = tuple[int, int]  # The numbers are a conversation and its turn.
+Turn = tuple[int, int]  # a conversation's number, and the turn's number in it
 
 
 def conversations(seed: int, count: int = STORIES) -> dict[Turn, Asked]:
-    """Return conversations of three turns. A quarter of the conversations begin with the same blocks."""
+    """Return the turns of `count` conversations, three turns each. A quarter of the conversations have a
+    common beginning.
+    """
     draw = random.Random(seed)
     stem = draw.choices(range(256), k=3 * engines.BLOCK)
     turns = {}
@@ -63,7 +66,7 @@ class Traffic:
     error: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
     seen: set[bytes] = field(default_factory=set)
-    """the keys of all blocks that were on the host"""
+    """The keys of all blocks that were on the host."""
 
     def __post_init__(self) -> None:
         self.turns = conversations(self.seed)
@@ -82,7 +85,9 @@ class Traffic:
 
     @contextmanager
     def life(self) -> Iterator[Life]:
-        """Run an engine with this folder's disk, and check the engine's state at the end."""
+        """Run an engine on this folder's disk during the `with` block, and check the engine's state
+        afterwards.
+        """
         options: dict[str, Any] = {
             "num_gpu_blocks_override": self.device_blocks,
             "max_model_len": LONGEST,
@@ -105,7 +110,7 @@ class Traffic:
             self.counts["on disk"] = life.on_disk()
 
     def play(self, life: Life, turns: Sequence[Turn], *, reset_at: int | None = None) -> None:
-        """Run these turns, up to `AT_ONCE` concurrently. Abort some of them, and compare the other answers."""
+        """Run these turns, up to `AT_ONCE` concurrently. Abort some, and compare all other answers."""
         rig, waiting, running = life.rig, deque(turns), dict[str, Turn]()
         while waiting or running:
             while waiting and len(running) < AT_ONCE and self.draw.random() < 0.7:
@@ -134,7 +139,10 @@ class Traffic:
         self.counts["found"] += answer.cached
 
     def first_turns(self) -> list[Turn]:
-        """Return two turns of each conversation close together, so that the second finds the first; repeat some."""
+        """Return the first two turns of each conversation, and repeat some.
+
+        A conversation's two turns are close together, so that the second turn finds the first turn's blocks.
+        """
         order = []
         for number in range(STORIES):
             order += [(number, 0), (max(number - 1, 0), 1)]
@@ -148,7 +156,9 @@ class Traffic:
 
 
 def run(traffic: Traffic) -> None:
-    """Run five engines on one folder. The third serves nothing, and the fourth is reset in the middle."""
+    """Run five engines, one after the other, on one folder. The third serves nothing, and the fourth is reset
+    in the middle.
+    """
     with traffic.life() as life:
         assert life.restored == 0
         traffic.play(life, traffic.first_turns())
@@ -167,7 +177,7 @@ def run(traffic: Traffic) -> None:
         assert life.fetched() > 0
         traffic.play(life, traffic.first_turns()[: STORIES // 2])
     with traffic.life() as life:
-        assert life.restored == 0  # Blocks computed after a reset are only for this process.
+        assert life.restored == 0  # no engine finds the blocks of an engine that was reset
         traffic.play(life, traffic.first_turns()[: STORIES // 4])
 
 
@@ -187,7 +197,7 @@ def main() -> int:
         return 0
     failed = 0
     for kind, ranks, seed in runs:
-        # Each model runs in a separate process, so that none of its engines' memory is left.
+        # Run each model in a separate process, so that its memory is freed.
         command = [sys.executable, "-m", __spec__.name, kind, "--ranks", str(ranks), "--seeds", str(seed)]
         failed += subprocess.run(command, check=False).returncode != 0
     return int(failed > 0)

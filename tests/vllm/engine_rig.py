@@ -1,4 +1,6 @@
-"""A stock vLLM with the connector in this process, with access to the engine, both sides and all copies."""
+"""Runs a stock vLLM with the connector in this process, so that tests can use the engine, both sides and all
+copies.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ from tests.conservation import conservation
 from tests.core.audit import audit_side
 from tests.vllm.stock import checkpoints, engines
 
-_SLOWER = 5 if engines.IS_V2_RUNNER else 1  # The V2 runner's kernels are interpreted.
+_SLOWER = 5 if engines.IS_V2_RUNNER else 1  # with the V2 runner, kernels are interpreted
 MARKS = [
     pytest.mark.vllm,
     pytest.mark.slow,
@@ -39,8 +41,8 @@ MARKS = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-SLOT_BYTES = 32768  # A block of either checkpoint has this size.
-DEVICE_BLOCKS = {  # This is too few for all requests together, but enough for any single request.
+SLOT_BYTES = 32768  # the size of a block in both attention models
+DEVICE_BLOCKS = {  # Enough blocks for any single request, but too few for all requests together.
     "qwen3": 40,
     "gemma3": 72,
     "lfm2": 90,
@@ -68,13 +70,15 @@ class Reported:
 
 
 def prompt(seed: int, length: int = 264) -> tuple[int, ...]:
-    """Draw a prompt, by default of eight whole blocks and some more tokens."""
+    """Return a random prompt, by default with eight whole blocks and some more tokens."""
     draw = random.Random(seed)
     return tuple(draw.randrange(256) for _ in range(length))
 
 
 def truth(rig: Rig, one: Asked, salt: str = "truth") -> Reported:
-    """Return the answer of a request that reads no cache. Its salt keeps other requests from finding its blocks."""
+    """Return the answer of a request that reads no cache. Its salt makes sure that no other request uses its
+    blocks.
+    """
     asked = Asked(one.prompt, one.count, salt=salt, prompt_logprobs=True)
     return rig.run({"truth": asked})["truth"]
 
@@ -91,7 +95,7 @@ def transfer_config(host_blocks: int, **extra: Any) -> dict[str, Any]:
 
 @dataclass
 class Rig:
-    """An engine in this process that a test steps. Requests have names."""
+    """An engine in this process. The test runs its steps, and gives each request a name."""
 
     llm: Any
     reported: dict[str, Reported] = field(default_factory=dict)
@@ -108,7 +112,7 @@ class Rig:
 
     @property
     def connector(self) -> Any:
-        """Return our connector on the scheduler's side, also if vLLM runs several connectors."""
+        """Our connector on the scheduler's side. vLLM may run several connectors."""
         return _ours(self.scheduler.connector)
 
     @property
@@ -175,14 +179,16 @@ class Rig:
     def run(
         self, asked: Mapping[str, Asked], then: Callable[[int], None] | None = None
     ) -> dict[str, Reported]:
-        """Submit all requests, and step until they end. Call `then` with the step's number before each step."""
+        """Submit all requests, and step until they end. Return the answers. Before each step, call `then`
+        with the step's number.
+        """
         for name, one in asked.items():
             self.ask(name, one)
         self.finish(then)
         return {name: self.reported[name] for name in asked if name in self.reported}
 
     def finish(self, then: Callable[[int], None] | None = None) -> None:
-        """Step until the engine has no work left, including copies."""
+        """Step until the engine has no requests and no open copies."""
         deadline, number = time.monotonic() + _PATIENCE_S, 0
         while self.scheduler.has_requests():
             assert time.monotonic() < deadline, f"the engine still has {list(self.scheduler.requests)}"
@@ -192,22 +198,26 @@ class Rig:
             number += 1
 
     def put_on_host_only(self, *prompts: Sequence[int]) -> None:
-        """Compute prompts, wait for their stores, and reset the device's cache."""
+        """Compute prompts, wait for their stores, and empty the device's cache."""
         self.run({f"w{number}": Asked(tuple(prompt), 1) for number, prompt in enumerate(prompts)})
         assert self.scheduler.reset_prefix_cache()
 
     def forget(self) -> None:
-        """Reset device and host. No request may be running."""
+        """Empty the caches of device and host. No request may be running."""
         assert self.scheduler.reset_prefix_cache(reset_connector=True)
 
     def check_clean(self, *, degraded: bool = False) -> None:
-        """Check that all device blocks are free, no record is left, all invariants hold, and bytes agree."""
+        """Check that no block is in use, no request is recorded, all invariants hold, and device and host
+        have equal bytes.
+        """
         self.check_scheduler_clean(degraded=degraded)
         assert not self.worker_connector._loading
         self.check_bytes()
 
     def check_scheduler_clean(self, *, degraded: bool = False) -> None:
-        """Run the checks of `check_clean` except those of the worker, which may be in another process."""
+        """Make the checks of `check_clean`, except for the worker's, because the worker may be in another
+        process.
+        """
         self.finish()
         assert engines.held_blocks(self.llm) == 0
         assert audit_side(self.side) == []
@@ -223,7 +233,7 @@ class Rig:
         assert not self.scheduler.requests
 
     def check_bytes(self) -> None:
-        """Check that device and host have the same bytes for every block that is on both."""
+        """Check that device and host have equal bytes for every block that both have."""
         pool, device, arena = self.side.core.state.pool, self.side.core.state.device, self.pump._arena
         state_bytes = self._state_bytes()
         for key, slot in pool.index.items():
@@ -238,7 +248,8 @@ class Rig:
                 assert np.allclose(ours, theirs, atol=1e-4, rtol=1e-3), (slot, block)
 
     def _state_bytes(self) -> dict[bytes, int]:
-        """Return the bytes of a layer's state for each recurrent group, by the end of the group's keys.
+        """Return how many bytes a layer's state has, for each recurrent group. Keys of a group's blocks end
+        in the group's number.
 
         The rest of a page is padding.
         """
@@ -254,7 +265,7 @@ class Rig:
 
 
 class Reports:
-    """The names of requests whose loads were reported to vLLM as received or failed."""
+    """Collects the names of requests whose loads were reported to vLLM, as received or as failed."""
 
     def __init__(self, rig: Rig) -> None:
         self.received: list[str] = []
@@ -278,7 +289,7 @@ class Reports:
 
 @dataclass
 class Held:
-    """The parts of an engine that the test controls."""
+    """The copier and the clock of an engine, which the test controls."""
 
     copier: GatedCopier = field(default_factory=lambda: GatedCopier(held=False))
     clock: FakeClock = field(default_factory=FakeClock)
@@ -296,7 +307,7 @@ Hands = tuple[Rig, Held]
 
 
 def start_loading(hands: Hands, asked: Asked) -> Any:
-    """Store a prompt only on the host, and let request "a" begin to load it; return the held load."""
+    """Put a prompt only on the host, and start request "a", which loads it. Return the load, which is held."""
     rig, held = hands
     rig.put_on_host_only(asked.prompt)
     held.copier.hold()
@@ -318,10 +329,10 @@ def offloading(
     checkpoint: Path | None = None,
     **options: Any,
 ) -> Iterator[Rig]:
-    """Yield an engine with the connector. With `held`, the test controls the copies and the scheduler's clock.
+    """Run an engine with the connector during the `with` block.
 
-    With `two_steps`, scheduling is asynchronous. With `checkpoint`, the engine runs this model instead of
-    `kind`.
+    With `held`, the test controls the copies and the scheduler's clock. With `two_steps`, scheduling is
+    asynchronous. With `checkpoint`, the engine runs this model instead of `kind`.
     """
     options = {
         "num_gpu_blocks_override": DEVICE_BLOCKS[kind],
@@ -358,17 +369,17 @@ def plain(kind: checkpoints.Kind, folder: Path, **options: Any) -> Iterator[Rig]
 
 
 def corrupt_host(rig: Rig, position: int = 0) -> None:
-    """Overwrite the block at `position` among the pool's blocks that can hit."""
+    """Overwrite one of the host's blocks that can be found: the one at `position`, in the order of slots."""
     pool, arena = rig.side.core.state.pool, rig.pump._arena
     ready = [slot for slot in range(pool.capacity) if pool.state(SlotId(slot)) == SlotState.READY]
     for region in range(len(arena.layout.regions)):
         page = arena.pages(ready[position])[region]
-        # These are numbers near 1, while the values of KV are around 0.
+        # these bytes are numbers near 1, and values of KV are near 0
         page[:] = bytes([0x40, 0x41, 0x42, 0x3F]) * (len(page) // 4)
 
 
 def same(reported: Reported, expected: Reported) -> bool:
-    """Return whether two answers have equal tokens and close log-probabilities."""
+    """Return whether two answers have equal tokens and nearly equal log-probabilities."""
     close = partial(pytest.approx, abs=1e-3)
     return (
         reported.tokens == expected.tokens
@@ -383,7 +394,9 @@ def check_same(reported: Mapping[str, Reported], expected: Mapping[str, Reported
 
 
 def _wait_for_host_memory() -> None:
-    """Wait until the worker in this process has its host memory or was refused. Before that, stores have no slots."""
+    """Wait until the worker in this process has its host memory, or was refused. Only then can blocks be
+    stored.
+    """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     group = get_kv_transfer_group() if has_kv_transfer_group() else None

@@ -1,8 +1,8 @@
-"""A program that torchrun runs: one rank of a stock vLLM with the connector.
+"""Runs one rank of a stock vLLM with the connector. torchrun starts this program once per rank.
 
     torchrun --nproc-per-node 2 -m tests.vllm.externally_launched CHECKPOINT FOLDER
 
-Each rank writes to `FOLDER/RANK` whether its engine started, and the reason if the engine did not.
+Each rank writes to `FOLDER/RANK` that its engine started, or why it did not.
 """
 
 from __future__ import annotations

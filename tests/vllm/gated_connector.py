@@ -1,4 +1,6 @@
-"""The connector with copies that wait at a gate before they begin. The engines' processes import this module."""
+"""The connector, with copies that wait at a gate before they begin. The engines' processes import this
+module.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _close = TransferPump.close
 
 
 class KVOffloadConnector(connector.KVOffloadConnector):
-    """Reports to the gate when vLLM has closed a worker, and whether one of the worker's copies was still running."""
+    """Tells the gate when vLLM has closed a worker, and whether a copy of this worker was still running."""
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -34,12 +36,12 @@ def copy(runs: CopyRuns) -> None:
         gate.recv(1)
         host_copier.copy_by_memmove(runs)
         _running.remove(id(runs))
-        with suppress(BrokenPipeError):  # An open gate does not wait for the end.
+        with suppress(BrokenPipeError):  # a gate that is open does not wait for the copy
             gate.sendall(DONE)
 
 
 async def close(pump: TransferPump) -> None:
-    """Report to the gate that a worker waits for its copies, then close the pump."""
+    """Tell the gate that a worker waits for its copies, then close the pump."""
     knock(CLOSING).close()
     await _close(pump)
 

@@ -1,9 +1,9 @@
-"""A program that serves from one vLLM after another, each in separate processes, and survives an engine's death.
+"""Serves from one vLLM after another, each in separate processes, and survives an engine's death.
 
     python -m tests.vllm.mortal_engine DESCRIPTOR CHECKPOINT FOLDER
 
-The engines write their journal and their blocks into the folder. The program reads JSON objects from a
-socket, one per line, and answers each object with another. `deaths_rig.py` runs this program.
+The engines write their journal and their blocks to the folder. The program reads JSON objects from a socket,
+one per line, and answers each with a JSON object. `deaths_rig.py` runs this program.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 from tests.vllm.engine_rig import DEVICE_BLOCKS, transfer_config
 from tests.vllm.stock import engines
 
-_LONG_S = 300  # No copy that a test holds is abandoned in this time.
+_LONG_S = 300  # longer than a test holds a copy, so that no copy times out
 
 
 class Front:
-    """The front end through which requests reach an engine."""
+    """Passes requests to an engine in other processes."""
 
     def __init__(self, checkpoint: Path, folder: Path) -> None:
         self._checkpoint = checkpoint
@@ -34,7 +34,7 @@ class Front:
         self._asked = itertools.count()
 
     async def start(self, workers: int, **extra: Any) -> dict[str, Any]:
-        """Start an engine. `extra` adds settings of the connector."""
+        """Start an engine. `extra` are further settings of the connector."""
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -58,13 +58,13 @@ class Front:
             **options,
         )
         config = asked.create_engine_config()
-        # The CPU platform prescribes "spawn", which takes 16 s longer per engine.
+        # vLLM's CPU platform sets "spawn", with which an engine starts 16 s later
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         self._engine = AsyncLLM.from_vllm_config(config)
         return {}
 
     async def ask(self, prompts: list[list[int]], salt: str | None = None) -> dict[str, Any]:
-        """Serve all prompts concurrently; return each answer, or the name of its error."""
+        """Serve all prompts concurrently. Return each answer, or the name of the error."""
         done = await asyncio.gather(*(self._ask(one, salt) for one in prompts), return_exceptions=True)
         return {"answers": [one if isinstance(one, dict) else {"error": type(one).__name__} for one in done]}
 
@@ -84,13 +84,13 @@ class Front:
         }
 
     async def forget(self) -> dict[str, Any]:
-        """Reset the device's cache. The reset fails while a copy uses the cache's blocks."""
+        """Reset the device's cache. Try until no copy uses its blocks."""
         while not await self._engine.reset_prefix_cache():
             pass
         return {}
 
     async def stop(self) -> dict[str, Any]:
-        """Shut the engine down. An engine that has died leaves nothing that could affect the next engine."""
+        """Shut the engine down, whether or not it has died."""
         self._engine.shutdown()
         self._engine = None
         return {}
@@ -102,7 +102,7 @@ async def serve(descriptor: int, front: Front) -> None:
         words = json.loads(line)
         try:
             answer = await getattr(front, words.pop("do"))(**words)
-        except Exception as error:  # The test checks this error.
+        except Exception as error:  # the test checks the error
             traceback.print_exc()
             answer = {"error": type(error).__name__}
         writer.write(json.dumps(answer).encode() + b"\n")

@@ -1,7 +1,9 @@
-"""Runs models with recurrent layers in every setting that affects states, and writes a table.
+"""Runs models with recurrent layers with every setting that affects states, and writes a table of the
+results.
 
-Each row is one engine. All scenes of `recurrent_rig` are compared with an engine without prefix caching and
-without a connector. As a control, loaded states are zeroed, which must change the answers.
+One engine runs per model and setting. It runs all scenes of `recurrent_rig`, and its answers are compared
+with those of an engine without prefix caching and without a connector. As a control, loaded states are
+zeroed, which must change the answers.
 
     python -m tests.vllm.recurrent_matrix [MODEL...]
 """
@@ -40,7 +42,9 @@ HEAD = (
 
 
 def settings(kind: checkpoints.Kind) -> Iterator[tuple[str, int, dict[str, Any], dict[str, Any]]]:
-    """Yield each setting's name, number of host blocks, connector settings and engine options."""
+    """Yield each setting's name, the number of host blocks, the connector's settings and the engine's
+    options.
+    """
     block = BLOCK_TOKENS[kind]
     yield "eager", HOST, {}, {}
     yield "lazy", HOST, {"store_policy": "lazy"}, {}
@@ -49,7 +53,7 @@ def settings(kind: checkpoints.Kind) -> Iterator[tuple[str, int, dict[str, Any],
     yield "no boundaries", HOST, {"recurrent_prefix_boundaries": False}, {}
     yield "states every 2 blocks", HOST, {}, {"prefix_cache_retention_interval": 2 * block}
     yield "all states", HOST, {}, {"prefix_cache_retention_interval": None}
-    if kind != "lfm2":  # There LFM2's answers differ even without a connector, on vLLM 0.32.
+    if kind != "lfm2":  # with this option, LFM2's answers on vLLM 0.32 differ even without a connector
         yield "hashes of half blocks", HOST, {}, {"prefix_match_unit": block // 2}
     yield "two steps in flight", HOST, {}, {"two_steps": True}
 
@@ -87,7 +91,7 @@ def _errors(reported: Mapping[str, Reported], expected: Mapping[str, Reported]) 
 
 
 def render(table: list[list[str]]) -> str:
-    """Return the table and its date in Markdown, with one row per model."""
+    """Return a Markdown table with one row per model, and the date."""
     lines = [
         HEAD,
         ["---"] * len(HEAD),
@@ -99,7 +103,7 @@ def render(table: list[list[str]]) -> str:
 
 
 def _summed(model: str, table: list[list[str]]) -> list[str]:
-    """Return one row with the sums over a model's settings, and the largest error."""
+    """Return a row with the sums over a model's settings, and the largest error."""
     _, settings, answers, different, errors, found, loaded, zeroed = zip(
         *(row for row in table if row[0] == model), strict=True
     )
@@ -124,7 +128,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvoffload-recurrent-") as scratch:
         for kind in asked.models or checkpoints.RECURRENT:
             path = Path(scratch) / f"{kind}.jsonl"
-            # Each model runs in a separate process, so that none of its engines' memory is left.
+            # Run each model in a separate process, so that its memory is freed.
             command = [sys.executable, "-m", __spec__.name, kind, "--rows", str(path)]
             subprocess.run(command, cwd=ROOT, check=True)
             table += map(json.loads, path.read_text().splitlines())

@@ -1,7 +1,6 @@
-"""A stock vLLM with recurrent layers, its traffic, and scenes in which states are stored and loaded.
+"""A stock vLLM with recurrent layers, and scenes in which states are stored and loaded.
 
-One engine runs every scene. The expected answers are those of the same engine without reading its prefix
-cache.
+One engine runs every scene. The answers are compared with those of the same engine without a prefix cache.
 """
 
 from __future__ import annotations
@@ -28,13 +27,15 @@ from tests.vllm.engine_rig import DEVICE_BLOCKS, Asked, Held, Reported, Rig, off
 from tests.vllm.stock import checkpoints
 
 CLOSE = 2e-3
-"""Log-probabilities may differ this much, because other chunks change the order of summation."""
+"""Log-probabilities may differ by this much, because the order of summation depends on how prompts are
+chunked.
+"""
 
 BLOCK_TOKENS: Mapping[checkpoints.Kind, int] = {"lfm2": 32, "granite4": 64, "qwen3_next": 64}
 
 
 class StateCopier(GatedCopier):
-    """Copies immediately. On the test's request, loads fail, or leave zeros in place of recurrent states."""
+    """Copies immediately. If the test asks for it, loads fail, or write zeros instead of recurrent states."""
 
     def __init__(self) -> None:
         super().__init__(held=False)
@@ -76,7 +77,7 @@ def _suffixes(rig: Rig, kind: AttentionKind) -> set[bytes]:
 
 @dataclass
 class Stage:
-    """An engine whose copies a test controls, and the engine's answers without a cache."""
+    """An engine whose copies a test controls, and the engine's answers without a prefix cache."""
 
     kind: checkpoints.Kind
     rig: Rig
@@ -86,10 +87,10 @@ class Stage:
     draw: random.Random = field(default_factory=lambda: random.Random(0))
 
     def forget_on_device(self) -> None:
-        """Empty the device's cache but not the host's, after all requests have ended.
+        """Finish all requests, then empty the device's cache, but not the host's.
 
-        The lazy policy stores a block only when another block displaces the block. So other prompts first
-        displace all blocks.
+        With the lazy policy, blocks are stored only when other blocks displace them, so other prompts first
+        fill the device.
         """
         self.rig.finish()
         if isinstance(self.rig.side.core._planner, LazyPlanner):
@@ -100,13 +101,13 @@ class Stage:
         assert self.rig.scheduler.reset_prefix_cache()
 
     def put_on_host(self) -> None:
-        """Store all blocks of the stage's requests on the host, and remove them from the device."""
+        """Store the blocks of all requests on the host, and remove them from the device."""
         self.rig.forget()
         self.rig.run(self.requests)
         self.forget_on_device()
 
     def different(self, answers: Mapping[str, Reported]) -> list[str]:
-        """Return the requests whose tokens or log-probabilities differ from the answers without a cache."""
+        """Return the names of requests whose answers differ from those without a prefix cache."""
         return [name for name, answer in answers.items() if not same(answer, self.expected[name])]
 
     def counted(self, metric: str, *labels: str) -> int:
@@ -118,7 +119,7 @@ def same(answer: Reported, expected: Reported) -> bool:
 
 
 def requests(block_tokens: int, seed: int = 5, count: int = 14) -> dict[str, Asked]:
-    """Return prompts with common beginnings of whole blocks. Some prompts continue others."""
+    """Return prompts. Some begin with the same whole blocks, and some continue another prompt."""
     draw = random.Random(seed)
     stems = [[draw.randrange(256) for _ in range(6 * block_tokens)] for _ in range(2)]
     asked: dict[str, Asked] = {}
@@ -126,14 +127,14 @@ def requests(block_tokens: int, seed: int = 5, count: int = 14) -> dict[str, Ask
         kept = draw.choice((1, 2, 3, 4, 5, 6)) * block_tokens
         tail = [draw.randrange(256) for _ in range(draw.randrange(1, 2 * block_tokens))]
         asked[f"r{number}"] = Asked(tuple(stems[number % 2][:kept] + tail), draw.randrange(4, 24))
-        if number % 4 == 3:  # This is the next turn of a conversation.
+        if number % 4 == 3:  # the next turn of a conversation
             before = asked[f"r{number - 1}"].prompt
             asked[f"r{number}"] = Asked(before + tuple(tail), 8)
     return asked
 
 
 def without_cache(rig: Rig, asked: Mapping[str, Asked]) -> dict[str, Reported]:
-    """Return the engine's answers without any cache."""
+    """Return the engine's answers without reading a prefix cache."""
     for name, one in asked.items():
         rig.ask(f"c{name}", one, skip_reading_prefix_cache=True)
     rig.finish()
@@ -152,14 +153,14 @@ def stage(
     expected: Mapping[str, Reported] | None = None,
     **options: Any,
 ) -> Iterator[Stage]:
-    """Yield an engine for a model with recurrent layers.
+    """Run an engine with recurrent layers during the `with` block.
 
     Without `expected`, this engine also computes the expected answers.
     """
     copier = StateCopier()
     with offloading(kind, folder, host_blocks, held=Held(copier=copier), extra=extra, **options) as rig:
         copier.rig = rig
-        # The replacement ops of gated delta nets are the slowest.
+        # fewer requests, because our ops for gated delta nets are slow
         asked = asked or requests(BLOCK_TOKENS[kind], count=10 if kind == "qwen3_next" else 14)
         expected = expected or without_cache(rig, asked)
         rig.forget()
@@ -175,7 +176,7 @@ def reloaded(on: Stage) -> dict[str, Reported]:
 
 
 def mixed(on: Stage) -> dict[str, Reported]:
-    """Requests arrive while others run, in three waves, and use all of the device's blocks."""
+    """Send requests in three waves, some while others run. They need all of the device's blocks."""
     on.rig.forget()
     answers: dict[str, Reported] = {}
     names = list(on.requests)
@@ -192,7 +193,7 @@ def mixed(on: Stage) -> dict[str, Reported]:
 
 
 def preempted(on: Stage) -> dict[str, Reported]:
-    """The device has room for only a few requests, so vLLM preempts running requests."""
+    """Run so many requests that vLLM preempts some of them."""
     on.put_on_host()
     scheduler = on.rig.scheduler
     longer = {name: Asked(one.prompt, 2 * BLOCK_TOKENS[on.kind]) for name, one in on.requests.items()}
@@ -207,7 +208,7 @@ def preempted(on: Stage) -> dict[str, Reported]:
 
 
 def aborted(on: Stage) -> dict[str, Reported]:
-    """Some requests are aborted during their loads, others while they run."""
+    """Abort some requests during their loads and others while they run. Return all other answers."""
     on.put_on_host()
     names = list(on.requests)
     on.rig.reported.clear()
@@ -224,7 +225,7 @@ def aborted(on: Stage) -> dict[str, Reported]:
 
 
 def reset(on: Stage) -> dict[str, Reported]:
-    """Blocks from before the reset are not found. Later blocks are."""
+    """Reset, and check that no earlier block is found. Return answers with blocks that were stored later."""
     on.put_on_host()
     assert on.rig.connector.reset_cache()
     before = on.counted("kvoffload_load_blocks_total", "loaded")
@@ -236,7 +237,7 @@ def reset(on: Stage) -> dict[str, Reported]:
 
 
 def failed(on: Stage) -> dict[str, Reported]:
-    """Every load fails, and the engine computes the tokens again."""
+    """Let every load fail, so that the engine computes the tokens again."""
     on.put_on_host()
     on.copier.fails = True
     answers = on.rig.run(on.requests)
@@ -262,7 +263,7 @@ def boundaries(on: Stage, *, are_on: bool) -> Iterator[None]:
 
 @contextmanager
 def lazily(on: Stage) -> Iterator[None]:
-    """Run with `store_policy` "lazy". No request may be running."""
+    """Use `store_policy` "lazy" during the `with` block. No request may be running before it."""
     core = on.rig.side.core
     before, core._planner = core._planner, LazyPlanner(core.state, core.stores)
     yield
@@ -280,7 +281,9 @@ def shared_prefix(on: Stage, count: int, seed: int) -> list[Asked]:
 
 
 def found_one_by_one(on: Stage, asked: Sequence[Asked]) -> list[int]:
-    """Serve the requests one by one with an empty device cache; return how many tokens each finds."""
+    """Serve the requests one by one, each with an empty device cache. Return how many tokens each request
+    finds.
+    """
     found = []
     for number, one in enumerate(asked):
         on.forget_on_device()
@@ -289,7 +292,7 @@ def found_one_by_one(on: Stage, asked: Sequence[Asked]) -> list[int]:
 
 
 def chunks(on: Stage, asked: Asked) -> int:
-    """Return the number of steps in which the engine computes a request's prompt."""
+    """Return in how many steps the engine computes a request's prompt."""
     sizes: list[int] = []
     schedule = on.rig.scheduler.schedule
 

@@ -1,4 +1,4 @@
-"""The adapter's scheduler side with vLLM's block pool and without an engine. Tests call the hooks."""
+"""The adapter's scheduler side with vLLM's block pool, but without an engine. Tests call the hooks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,15 @@ def adapter(
     now: Callable[[], float] = time.monotonic,
     **settings: Any,
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield the scheduler's side and the pool, for one full-attention group.
+    """Yield the scheduler's side and the block pool, for one full-attention group.
 
-    `now` determines the time between metric messages.
+    Args:
+        block_tokens: the tokens of a block.
+        hash_tokens: the tokens of a hash, by default as many as a block has.
+        step_tokens: the maximum number of tokens in a step.
+        report_every: the number of steps from one progress report to the next.
+        now: the clock for the time between metric messages.
+        settings: the connector's settings.
     """
     from vllm.v1.core.block_pool import BlockPool
 

@@ -1,6 +1,6 @@
-"""Stock vLLMs with two tensor-parallel ranks share a real store, one after the other.
+"""Tests stock vLLMs with two tensor-parallel ranks that share a real store, one after the other.
 
-`make sharing-ranks` runs this for some minutes.
+`make sharing-ranks` runs this file. It takes some minutes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = MARKS
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["mooncake", "bucket"])
-def test_r18_two_ranks_share_with_two_ranks_and_not_with_one(
+def test_r18_two_ranks_share_blocks_with_two_ranks_and_not_with_one(
     request: pytest.FixtureRequest, kind: str, tmp_path: Path
 ) -> None:
     url = request.getfixturevalue(kind).url
@@ -40,7 +40,8 @@ def test_r18_two_ranks_share_with_two_ranks_and_not_with_one(
         shared = first.do("start", model, tmp_path, url, 2)
         share(first, OF_FIRST, expected)
         check_same(check_not_found(first, OF_SECOND), expected)
-        # Ranks spin while they wait. Four spinning ranks would leave no time for other work on two cores.
+        # Stop the first engine: its ranks spin while they wait, and four spinning ranks would leave two cores
+        # no time for other work.
         stop([first])
         assert second.do("start", model, tmp_path, url, 2) == shared
         check_found(second, OF_FIRST, expected)

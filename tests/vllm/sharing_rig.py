@@ -1,4 +1,4 @@
-"""Engines that share a real store: one in this process, or several that run concurrently in separate processes."""
+"""Engines that share a real store: one engine in this process, or several engines in separate processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.vllm.stock import checkpoints
 HOST_BLOCKS = 80
 _PATIENCE_S = 600.0
 _DONE = TierOutcome.DONE
-# Outcomes without an error. An abort cancels copies.
+# Outcomes without an error. An abort cancels its copies.
 _IN_ORDER = (Tier.REMOTE, _DONE), (Tier.REMOTE, TierOutcome.CANCELLED)
 
 
@@ -51,7 +51,9 @@ class Sharing:
         return self.rig.side.core.state.remote
 
     def wait_until_usable(self) -> None:
-        """Step until each rank has connected to the store and has host memory. Before that, nothing is fetched."""
+        """Step until each rank is connected to the store and has host memory. Before that, nothing can be
+        fetched.
+        """
         while not (self.remote.is_usable and self.rig.side.gauges()["kvoffload_capacity_slots"]["host",]):
             self.rig.run({"first": Asked((1, 2, 3), 1)})
 
@@ -60,8 +62,11 @@ class Sharing:
 def sharing(
     model: Path, folder: Path, url: str, workers: int = 1, kind: checkpoints.Kind = "qwen3", **options: Any
 ) -> Iterator[Sharing]:
-    """Run an engine with this kind of model, without a disk. The model's weights count as loaded now."""
-    # Ranks spin while they wait for each other. With four ranks on two cores, a call took 16 s.
+    """Run an engine with a store and without a disk during the `with` block.
+
+    The engine's process counts as started now, because weights that are newer than the process are refused.
+    """
+    # Ranks spin while they wait for each other. With four ranks on two cores, one call took 16 s.
     extra = {
         "remote_url": url,
         "remote_min_hits": 1,
@@ -82,7 +87,7 @@ def sharing(
 
 
 class _Host:
-    """Runs the commands of `Apart` in the separate process, for one engine after another."""
+    """The commands of `Apart`. They run in the separate process, which runs one engine after another."""
 
     def __init__(self) -> None:
         self._running = ExitStack()
@@ -92,7 +97,7 @@ class _Host:
     def start(
         self, model: Path, folder: Path, url: str | None, workers: int = 1, kind: checkpoints.Kind = "qwen3"
     ) -> str:
-        """Start an engine, without a connector if there is no URL; return the engine's namespace in the store."""
+        """Start an engine, without a connector if `url` is None. Return the engine's namespace in the store."""
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if workers == 2 else "0"
         if url is None:
             self._rig = self._running.enter_context(plain(kind, folder))
@@ -102,7 +107,7 @@ class _Host:
         return str(self._sharing.remote.namespace)
 
     def ask(self, asked: Mapping[str, Asked], abort_after: int | None = None) -> dict[str, Reported]:
-        """Serve prompts that are not on the device, all concurrently.
+        """Empty the device's cache, and serve all prompts concurrently. Return the answers.
 
         If `abort_after` is given, abort all requests after this many steps.
         """
@@ -127,7 +132,7 @@ class _Host:
         return str(self._sharing.remote.namespace)
 
     def check(self) -> None:
-        """Check that nothing is held and that all invariants hold, also for workers in this process."""
+        """Check that no block is in use and that all invariants hold, also on a worker in this process."""
         assert self._sharing is not None
         rig = self._sharing.rig
         rig.finish()
@@ -145,12 +150,12 @@ def _serve(line: Connection) -> None:
         name, arguments = line.recv()
         try:
             line.send((getattr(host, name)(*arguments), None))
-        except Exception as error:  # The test checks this error.
+        except Exception as error:  # the test checks the error
             line.send((None, "".join(traceback.format_exception(error))))
 
 
 class Apart:
-    """An engine in a separate process. Commands to several engines can run concurrently."""
+    """An engine in a separate process. Several engines can run commands at the same time."""
 
     def __init__(self) -> None:
         self._spawn()
@@ -162,11 +167,11 @@ class Apart:
         self._process.start()
 
     def begin(self, name: str, *arguments: object) -> None:
-        """Call a method of `_Host` in the process, without waiting for the result."""
+        """Call a method of `_Host` in the engine's process. Do not wait for the result."""
         self._line.send((name, arguments))
 
     def end(self) -> Any:
-        """Wait for the oldest call; return its result."""
+        """Wait for the oldest call, and return its result."""
         assert self._line.poll(_PATIENCE_S), "the engine does not answer"
         answer, error = self._line.recv()
         assert error is None, error
@@ -181,7 +186,7 @@ class Apart:
         self._process.join()
 
     def replace(self) -> None:
-        """Kill the process, also during a call, and start a new one."""
+        """Kill the process, even during a call, and start a new one."""
         self.kill()
         self._spawn()
 

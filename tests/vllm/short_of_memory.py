@@ -1,10 +1,10 @@
-"""A program: a stock vLLM in a process whose address space is limited while the host arena grows.
+"""Runs a stock vLLM in a process whose address space is limited while the host arena grows.
 
     python -m tests.vllm.short_of_memory FOLDER
 
-The limit (`RLIMIT_AS`) is set when the arena begins to grow and kept until the engine has ended, so that the
-kernel refuses a chunk. The program writes the result of each engine to `FOLDER/told.json`, and its log to
-standard error.
+The limit (`RLIMIT_AS`) is set when the arena begins to grow, so that the kernel refuses a chunk. It is
+removed when the engine has ended. The program writes the engines' results to `FOLDER/told.json`, and its log
+to standard error.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ from kvoffload.core.machine import SlotState
 from kvoffload.transfer.arena import Arena
 from tests.vllm.engine_rig import SLOT_BYTES, Asked, Reported, Rig, offloading
 
-# Larger than the arena's default, so that vLLM's other allocations need less than one chunk.
+# A chunk is larger than by default, so that vLLM's own allocations are smaller than a chunk.
 CHUNK_BYTES = 256 * 2**20
-PIECES = 4  # The arena requests this many chunks.
+PIECES = 4  # the number of chunks that the arena requests
 PIECE_SLOTS = CHUNK_BYTES // SLOT_BYTES
-GRANTED = (0, 1)  # The limit permits this many chunks to each engine.
-_ROOM_BYTES = CHUNK_BYTES // 2  # vLLM's other allocations need this margin.
+GRANTED = (0, 1)  # for each engine, the number of chunks that the limit allows
+_ROOM_BYTES = CHUNK_BYTES // 2  # how much address space the limit leaves for vLLM's own allocations
 
 
 @contextmanager
 def limited(granted: int) -> Iterator[None]:
-    """Set the limit when the arena begins to grow, so that it permits this many chunks."""
+    """During the `with` block, limit the address space when the arena begins to grow, so that it gets this
+    many chunks.
+    """
     prepare, before = Arena.prepare, resource.getrlimit(resource.RLIMIT_AS)
 
     async def prepare_within(arena: Arena, **settings: bool) -> None:
@@ -66,7 +68,7 @@ def prompts() -> dict[str, Asked]:
 
 
 def serve(rig: Rig) -> dict[str, Any]:
-    """Serve prompts, serve them again with an empty device cache, and return the result."""
+    """Serve prompts, then serve them again with an empty device cache. Return the answers and counts."""
     asked = prompts()
     truth = rig.run({f"t{name}": dataclasses.replace(one, salt="truth") for name, one in asked.items()})
     first = rig.run(asked)

@@ -1,4 +1,4 @@
-"""Mixed traffic on two stock vLLMs that share a store, with aborts, a reset, a restart and a kill.
+"""Runs mixed traffic on two stock vLLMs that share a store, with aborts, a reset, a restart and a kill.
 
 Every answer must equal that of an engine without a connector. At the end, the audit must find no problem.
 
@@ -41,7 +41,9 @@ class Traffic:
     def serve(
         self, engines: list[Apart], *, resets: Apart | None = None, killed: Apart | None = None
     ) -> None:
-        """Serve requests on these engines concurrently, and abort some. Meanwhile, reset or kill another engine."""
+        """Serve requests on these engines concurrently, and abort some. Meanwhile, reset one engine or kill
+        another.
+        """
         drawn = [self._deal() for _ in engines]
         for engine, (asked, abort_after) in zip(engines, drawn, strict=True):
             engine.begin("ask", asked, abort_after)

@@ -1,6 +1,6 @@
-"""Imports the dashboards' checks from the checkout, because the wheel does not contain them.
+"""Makes the dashboards' checks importable from the checkout, because the wheel does not include them.
 
-The checkout comes after the wheel's packages on the path.
+The wheel's packages come first on the path.
 """
 
 from __future__ import annotations

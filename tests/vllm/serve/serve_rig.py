@@ -1,4 +1,6 @@
-"""Runs a `vllm serve` with the connector, sends requests, and checks its log and the resources left after its end."""
+"""Runs a `vllm serve` with the connector, sends requests, and checks the server's log and what it leaves
+behind.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ from tests.vllm.stock.client import Metrics, Reply
 MARKS = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
 BLOCK = engines.BLOCK
-SLOT_BYTES = 32768  # A block of either checkpoint has this size on all ranks together.
-START_S = 400  # On an idle machine a start takes 15 s.
+SLOT_BYTES = 32768  # the size of a block, over all ranks together
+START_S = 400  # a start takes 15 s on an idle machine
 _PATIENCE_S = 120.0
-# A burst has this many requests, and after this many bursts a copy must be open.
+# Send this many requests in a burst, and at most this many bursts.
 _BURST, _BURSTS = 16, 20
 
 Prompt = tuple[int, ...]
@@ -33,7 +35,7 @@ _OUR_WORDS = ("core_raised", "offloading_off", "worker_not_closed", "coroutine_l
 
 
 def connector(host_blocks: int = 512) -> dict[str, Any]:
-    """Return the connector's settings as operators write them, with the entry point's name."""
+    """Return the connector's settings as operators write them. vLLM finds the connector by its entry point."""
     return {
         "kv_connector": "KVOffloadConnector",
         "kv_role": "kv_both",
@@ -43,13 +45,13 @@ def connector(host_blocks: int = 512) -> dict[str, Any]:
 
 
 def draw(seed: int, count: int, length: int) -> list[Prompt]:
-    """Draw prompts without common prefixes."""
+    """Return random prompts without common prefixes."""
     random_ = random.Random(seed)
     return [tuple(random_.randrange(256) for _ in range(length)) for _ in range(count)]
 
 
 def draw_families(seed: int) -> list[Prompt]:
-    """Draw prompts of several lengths whose common prefixes may end in the middle of a block."""
+    """Return random prompts of several lengths. Their common prefixes may end in the middle of a block."""
     stems = draw(seed, 3, 420)
     tails = draw(seed + 1, 12, 90)
     kept = (420, 256, 100, 64)
@@ -64,7 +66,10 @@ def ask(
     at_once: int = 4,
     salted: bool = False,
 ) -> list[Reply]:
-    """Continue up to `at_once` prompts concurrently. With `salted`, each has a different salt and finds no block."""
+    """Send the prompts, up to `at_once` concurrently; return the replies.
+
+    With `salted`, each prompt has a different salt, so that it finds no block.
+    """
 
     def one(at: int) -> Reply:
         return client.stream(server, prompts[at], count, salt=f"of prompt {at}" if salted else None)
@@ -87,7 +92,7 @@ def until(condition: Callable[[], bool], seconds: float = _PATIENCE_S) -> None:
 
 
 def settled(server: engines.Server) -> Metrics:
-    """Wait until no request runs and no copy is open; return the metrics."""
+    """Wait until no request runs and no copy is open. Return the metrics."""
     seen: list[Metrics] = []
 
     def at_rest() -> bool:
@@ -104,9 +109,9 @@ def settled(server: engines.Server) -> Metrics:
 
 @contextmanager
 def burst(server: engines.Server) -> Iterator[list[Future[Reply]]]:
-    """Send prompts. Yield when the engine has received all of them and copies are open.
+    """Send prompts, and yield their replies when the engine has received all prompts and a copy is open.
 
-    No prompt is sent later, because vLLM never answers requests that arrive during its shutdown.
+    No prompt is sent afterwards, because vLLM does not answer requests that arrive during its shutdown.
     """
     with ThreadPoolExecutor(_BURST) as pool:
         for attempt in range(_BURSTS):
@@ -121,7 +126,7 @@ def burst(server: engines.Server) -> Iterator[list[Future[Reply]]]:
 
 
 def processes(server: engines.Server) -> dict[int, str]:
-    """Return the running processes of the server's session, by id."""
+    """Return the running processes of the server's session: their command lines, by process id."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (name := _member(entry, server.process.pid)):
@@ -139,13 +144,13 @@ def shared_memory(server: engines.Server) -> set[Path]:
 
 
 def check_nothing_is_left(server: engines.Server, shared: set[Path]) -> None:
-    """Check that no process of the ended server's session runs, and that none of its shared memory is left."""
+    """Check that no process of the server's session is running, and that the server's shared memory is gone."""
     until(lambda: not processes(server), 30)
     until(lambda: not any(path.exists() for path in shared), 30)
 
 
 def check_log(server: engines.Server) -> None:
-    """Check that the log has no error of kvoffload, and no traceback through kvoffload's code."""
+    """Check that the log has no error of kvoffload and no traceback through kvoffload's code."""
     log = server.log.read_text()
     assert not _OUR_FRAME.search(log), log[-8000:]
     assert not [word for word in _OUR_WORDS if word in log], log[-8000:]
@@ -153,7 +158,7 @@ def check_log(server: engines.Server) -> None:
 
 def _member(entry: Path, session: int) -> str | None:
     try:
-        # The line has the form: pid (name) state parent group session. The name may contain any characters.
+        # A line has the form "pid (name) state parent group session". The name may contain any characters.
         name, _, rest = entry.joinpath("stat").read_text().partition(" (")[2].rpartition(") ")
         state, _, _, leader = rest.split()[:4]
         title = entry.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode().strip()

@@ -1,4 +1,4 @@
-"""`vllm serve` with sliding windows, one worker and the connector, also scraped by a real Prometheus."""
+"""Tests `vllm serve` with sliding windows, one worker and the connector, while a real Prometheus scrapes it."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ DEVICE_BLOCKS = 72
 HOST_BLOCKS = 512
 PROMPTS = [*draw_families(5), *draw(6, 4, 500)]
 COUNT = 8
-ENGINES_OWN = [  # These series of vLLM must show the traffic.
+ENGINES_OWN = [  # The traffic must be visible in these series of vLLM.
     "vllm:external_prefix_cache_hits_total",
     "vllm:kv_cache_usage_perc",
     "vllm:prefix_cache_queries_total",
     "vllm:time_to_first_token_seconds_bucket",
 ]
-LEAST_S, MOST_S = 12, 240  # Rates between Prometheus's scrapes must show the traffic.
+# Send prompts for at least 12 s, so that rates between two of Prometheus's scrapes show them.
+LEAST_S, MOST_S = 12, 240
 
 
 @dataclass(frozen=True)
 class Served:
-    """This module's server, its shared memory, and the answers of an engine without the connector."""
+    """The server of this module, its shared memory, and the answers of an engine without the connector."""
 
     server: Server
     shared: set[Path]
@@ -53,7 +54,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Start the server. The module's last test shuts it down."""
+    """Start the server. The last test of the module shuts it down."""
     folder = tmp_path_factory.mktemp("hybrid")
     checkpoint = checkpoints.make("gemma3", folder / "gemma3")
     with engines.in_process(checkpoint) as plain:
@@ -70,7 +71,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield Served(server, shared_memory(server), expected)
 
 
-def test_answers_are_those_of_an_engine_without_it(served: Served) -> None:
+def test_answers_equal_those_of_an_engine_without_the_connector(served: Served) -> None:
     server = served.server
     rounds = [ask(server, PROMPTS) for _ in range(3)]
     for replies in rounds:
@@ -86,7 +87,7 @@ def test_answers_are_those_of_an_engine_without_it(served: Served) -> None:
 
 
 @pytest.mark.tools("prometheus")
-def test_every_query_of_the_dashboards_is_answered_by_a_prometheus_that_scrapes_it(served: Served) -> None:
+def test_every_query_of_the_dashboards_returns_a_valid_result(served: Served) -> None:
     address = served.server.root.removeprefix("http://")
     with run_prometheus([address]) as prometheus:
         start = time.time()
@@ -94,7 +95,7 @@ def test_every_query_of_the_dashboards_is_answered_by_a_prometheus_that_scrapes_
         evict_and_return(served.server)
         wait_for_scrape(prometheus, [address])
         panels = list(check_panels(prometheus, start, time.time()))
-        # This server has no lower tier.
+        # this server has no lower tier
         missing = [one for one in panels if one.problem and not one.where.startswith("tiers: ")]
         assert [
             one for one in missing if 'tier="disk"' not in one.expr and 'tier="remote"' not in one.expr
@@ -112,7 +113,7 @@ def test_every_query_of_the_dashboards_is_answered_by_a_prometheus_that_scrapes_
 
 
 def evict_and_return(server: Server) -> None:
-    """Send prompts twice, until the host has evicted blocks and `LEAST_S` have passed."""
+    """Send prompts, each twice, until the host has evicted blocks and at least `LEAST_S` seconds have passed."""
     begun, seed = time.monotonic(), 100
     evicted = server.metric("kvoffload_evicted_blocks_total")
     while time.monotonic() < begun + LEAST_S or server.metric("kvoffload_evicted_blocks_total") == evicted:
@@ -120,11 +121,12 @@ def evict_and_return(server: Server) -> None:
         prompts = draw(seed, 6, 500)
         for _ in range(2):
             ask(server, prompts, COUNT)
-        ask(server, prompts[-1:] * 2, COUNT, at_once=1)  # The device has the prompt when it is sent again.
+        # The device still has this prompt when it is sent again.
+        ask(server, prompts[-1:] * 2, COUNT, at_once=1)
         seed += 1
 
 
-def test_it_ends_without_leaving_anything(served: Served) -> None:
+def test_a_stopped_server_leaves_nothing_behind(served: Served) -> None:
     assert served.server.stop() == 0
     check_nothing_is_left(served.server, served.shared)
     check_log(served.server)

@@ -1,4 +1,6 @@
-"""`vllm serve` with two data-parallel engines and two API servers, only through HTTP, before and after a restart."""
+"""Tests `vllm serve` with two data-parallel engines and two API servers, over HTTP, before and after a
+restart.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ SLOTS = 512
 
 
 def by_engine(server: Server, name: str, *labels: str) -> list[int]:
-    """Return a metric of each engine."""
+    """Return a metric's values, one for each engine."""
     samples = [line.rpartition(" ") for line in server.get("/metrics").splitlines()]
     return [
         int(float(value))
@@ -45,7 +47,9 @@ def by_engine(server: Server, name: str, *labels: str) -> list[int]:
 
 @contextmanager
 def serving(folder: Path, life: int) -> Iterator[Server]:
-    """Run two engines that each use a part of the folder's disk, and shut them down normally."""
+    """Run two engines during the `with` block, and shut them down. Each engine uses its own part of the
+    folder's disk.
+    """
     config = connector(SLOTS)
     config["kv_connector_extra_config"] |= {
         "journal_path": str(folder / f"journal{life}"),
@@ -70,28 +74,28 @@ def serving(folder: Path, life: int) -> Iterator[Server]:
 
 
 def ask_again_and_again(server: Server, expected: Sequence[Reply]) -> int:
-    """Send the prompts three times with an empty device cache; return the number of tokens found."""
+    """Send the prompts three times, each time with an empty device cache. Return how many tokens were found."""
     found = 0
     for _ in range(3):
         replies = ask(server, PROMPTS)
         check_same(replies, expected)
         found += sum(reply.cached_tokens for reply in replies)
         settled(server)
-        # The reset succeeds only when no block of the device is held.
+        # the reset succeeds only if no block of the device is in use
         assert server.post("/reset_prefix_cache") == {"success": True}
     return found
 
 
 def test_two_engines_behind_two_api_servers_and_a_restart(tmp_path: Path) -> None:
     with serving(tmp_path, 1) as server:
-        # With separate salts, no prompt finds any block.
+        # with different salts, no prompt finds a block
         expected = ask(server, PROMPTS, salted=True)
         assert not any(reply.cached_tokens for reply in expected)
         found = ask_again_and_again(server, expected)
         loaded = by_engine(server, "kvoffload_load_blocks_total", "loaded")
         assert len(loaded) == 2
         assert all(loaded)
-        # Whichever API server answers a scrape, it reports the counts of both engines.
+        # any of the two API servers may answer, and reports the counts of both engines
         for _ in range(4):
             metrics = client.scrape(server)
             assert metrics("kvoffload_load_blocks_total", "loaded") == sum(loaded)
@@ -119,7 +123,10 @@ def test_two_engines_behind_two_api_servers_and_a_restart(tmp_path: Path) -> Non
 
 
 def ask_until_its_disk_is_read(server: Server, expected: Sequence[Reply]) -> None:
-    """Idle engines report nothing, so each attempt sends prompts that no engine can find."""
+    """Wait until both engines have read their part of the disk.
+
+    An idle engine reports nothing, so each attempt sends prompts that find no block.
+    """
 
     def is_read() -> bool:
         check_same(ask(server, PROMPTS[:4], salted=True), expected[:4])

@@ -1,4 +1,4 @@
-"""`vllm serve` with two workers and the connector, only through HTTP: answers, metrics, resets and shutdown."""
+"""Tests `vllm serve` with two workers and the connector over HTTP: answers, metrics, resets and shutdown."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.vllm.stock.engines import Answer, Server
 
 pytestmark = MARKS
 
-DEVICE_BLOCKS = 40  # These have room for 1,248 tokens, while the prompts need thousands.
+DEVICE_BLOCKS = 40  # room for 1,248 tokens, while the prompts need thousands
 OPTIONS = {
     **engines.TWO_WORKERS,
     "seconds": START_S,
@@ -75,14 +75,16 @@ def expected(checkpoint: Path) -> Expected:
 def server(
     checkpoint: Path, expected: Expected, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """Start the server of all tests except the last. The last but one shuts the server down."""
+    """Start the server for all tests but the last, which starts its own. The last but one shuts this server
+    down.
+    """
     log = tmp_path_factory.mktemp("offloading") / "log"
-    options = {**OPTIONS, "shutdown_timeout": 60}  # Without a timeout vLLM kills its workers at once.
+    options = {**OPTIONS, "shutdown_timeout": 60}  # without a timeout, vLLM kills its workers at once
     with engines.serving(checkpoint, log, kv_transfer_config=connector(), **options) as running:
         yield running
 
 
-def test_answers_are_those_of_one_worker_without_it(server: Server, expected: Expected) -> None:
+def test_answers_equal_those_of_one_worker_without_the_connector(server: Server, expected: Expected) -> None:
     before = settled(server)
     assert server.complete("some text", 4)["choices"][0]["text"]
     for _ in range(3):
@@ -90,7 +92,7 @@ def test_answers_are_those_of_one_worker_without_it(server: Server, expected: Ex
     assert settled(server)(EXTERNAL_HITS) > before(EXTERNAL_HITS)
 
 
-def test_metrics_agree_with_what_was_sent(server: Server, expected: Expected) -> None:
+def test_metrics_agree_with_the_requests(server: Server, expected: Expected) -> None:
     before = settled(server)
     replies = ask(server, LONE * 2, at_once=1)
     check_same(replies, expected.lone * 2)
@@ -103,7 +105,7 @@ def test_metrics_agree_with_what_was_sent(server: Server, expected: Expected) ->
     found = sum(reply.cached_tokens for reply in replies)
     on_device = grown("vllm:prefix_cache_hits_total")
     assert sent == sum(map(len, LONE)) * 2
-    # The second round must find all blocks.
+    # when the prompts are sent again, all their whole blocks must be found
     assert found >= sum(len(prompt) // BLOCK * BLOCK for prompt in LONE)
     assert grown(EXTERNAL_HITS) == found - on_device > 0
     assert grown("kvoffload_lookup_tokens_total", "hit") == found - on_device
@@ -115,7 +117,8 @@ def test_metrics_agree_with_what_was_sent(server: Server, expected: Expected) ->
     assert grown("kvoffload_store_blocks_total", "stored") >= sum(len(prompt) // BLOCK for prompt in LONE)
     assert after("kvoffload_slots") == after("kvoffload_capacity_slots") == 512
     assert after("kvoffload_degraded") == after("kvoffload_contract_violations_total") == 0
-    assert grown("kvoffload_transfer_seconds_count", "load") == 2 * len(LONE)  # Each rank makes one copy.
+    # Each of the two ranks makes one copy per prompt.
+    assert grown("kvoffload_transfer_seconds_count", "load") == 2 * len(LONE)
     assert grown("kvoffload_first_token_seconds_count") == len(replies)
     assert grown("kvoffload_first_token_seconds_count", "host") == len(LONE)
     assert grown("kvoffload_prompt_tokens_total") == grown("vllm:prompt_tokens_total") > 0
@@ -125,7 +128,9 @@ def test_metrics_agree_with_what_was_sent(server: Server, expected: Expected) ->
 
 
 def check_benefit(before: Metrics, after: Metrics, loaded_tokens: int) -> None:
-    """Check the estimated benefit. vLLM may have measured the prefill time per token again during the requests."""
+    """Check that the estimated benefit is plausible. vLLM may have measured its prefill speed again in the
+    meantime.
+    """
 
     def grown(name: str, *labels: str) -> float:
         return after.exact(name, *labels) - before.exact(name, *labels)
@@ -139,7 +144,9 @@ def check_benefit(before: Metrics, after: Metrics, loaded_tokens: int) -> None:
     assert 0 <= after.exact("kvoffload_interference_seconds_total") < 60
 
 
-def test_after_a_reset_at_rest_nothing_old_is_found(server: Server, expected: Expected) -> None:
+def test_after_a_reset_of_an_idle_server_no_earlier_block_is_found(
+    server: Server, expected: Expected
+) -> None:
     ask(server, LONE)
     settled(server)
     assert server.post("/reset_prefix_cache?reset_external=true") == {"success": True}
@@ -151,11 +158,11 @@ def test_after_a_reset_at_rest_nothing_old_is_found(server: Server, expected: Ex
     assert after("kvoffload_resets_total") == 1
 
 
-def test_after_a_reset_in_full_run_nothing_old_is_found(server: Server, expected: Expected) -> None:
+def test_after_a_reset_during_requests_no_earlier_block_is_found(server: Server, expected: Expected) -> None:
     ask(server, LONE)
     control = settled(server)
     ask(server, LONE)
-    assert settled(server)(EXTERNAL_HITS) > control(EXTERNAL_HITS)  # Without a reset, the prompts are found.
+    assert settled(server)(EXTERNAL_HITS) > control(EXTERNAL_HITS)  # without a reset, the prompts are found
 
     with ThreadPoolExecutor(len(LONG)) as pool:
         begun = threading.Semaphore(0)
@@ -164,37 +171,38 @@ def test_after_a_reset_in_full_run_nothing_old_is_found(server: Server, expected
         answer = server.post("/reset_prefix_cache?reset_external=true")
         assert not any(one.done() for one in running)
         check_same([one.result() for one in running], expected.long)
-    assert answer == {"success": False}  # Running requests hold blocks of the device's own cache.
+    assert answer == {"success": False}  # running requests use blocks of the device's cache
 
     before = settled(server)
     check_same(ask(server, LONE), expected.lone)
     check_same(ask(server, LONG, LONG_ANSWER), expected.long)
     assert settled(server)(EXTERNAL_HITS) == before(EXTERNAL_HITS)
     check_same(ask(server, LONE), expected.lone)
-    # Blocks computed since the reset are found.
+    # blocks that were computed after the reset are found
     assert settled(server)(EXTERNAL_HITS) > before(EXTERNAL_HITS)
 
 
-def test_ended_amid_transfers_it_ends_in_order(server: Server) -> None:
+def test_a_server_stopped_during_copies_completes_its_requests_and_exits_cleanly(server: Server) -> None:
     assert any("Worker_TP1" in name for name in processes(server).values())
     shared = shared_memory(server)
     with burst(server) as replies:
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(180) == 0
-    assert all(len(reply.result().tokens) == 4 for reply in replies)  # Running requests are completed.
+    # vLLM completes running requests before it ends.
+    assert all(len(reply.result().tokens) == 4 for reply in replies)
     check_nothing_is_left(server, shared)
     check_log(server)
     assert "Traceback" not in server.log.read_text()
 
 
-def test_a_killed_worker_takes_only_its_server_along(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_killed_worker_ends_only_its_own_server(checkpoint: Path, tmp_path: Path) -> None:
     with engines.serving(checkpoint, tmp_path / "log", kv_transfer_config=connector(), **OPTIONS) as killed:
         shared = shared_memory(killed)
         (worker,) = (process for process, name in processes(killed).items() if "Worker_TP1" in name)
         with burst(killed) as replies:
             os.kill(worker, signal.SIGKILL)
             killed.process.wait(180)
-        # The server ended during these requests.
+        # some requests failed, because the server ended
         assert any(isinstance(reply.exception(), OSError) for reply in replies)
         check_nothing_is_left(killed, shared)
         check_log(killed)

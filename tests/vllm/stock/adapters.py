@@ -1,4 +1,4 @@
-"""Small LoRA adapters with random weights for the checkpoints, in PEFT's format."""
+"""Makes small LoRA adapters with random weights for the checkpoints, in PEFT's format."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 RANK = 4
-_WIDTH = 0.2  # This standard deviation is large enough to change every token's KV.
+_WIDTH = 0.2  # With this standard deviation, an adapter changes the KV of every token.
 _QUERIES = SHAPE["num_attention_heads"] * SHAPE["head_dim"]
 _KEYS = SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
 _SIZES = {"q_proj": _QUERIES, "k_proj": _KEYS, "v_proj": _KEYS}
 
 
 def make(folder: Path, *, layers: int, seed: int) -> Path:
-    """Write a LoRA adapter of the attention's projections into `folder`; return `folder`."""
+    """Write a LoRA adapter of the attention's projections to `folder`; return `folder`."""
     import torch
     from safetensors.torch import save_file
 

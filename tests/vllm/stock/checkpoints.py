@@ -1,7 +1,8 @@
-"""Small checkpoints with random weights, the same bytes on every machine: full attention, sliding window, recurrent.
+"""Makes small checkpoints with random weights, which are the same on every machine.
 
-The weights have a wide spread, so that every token depends on the whole context, and a block of wrong KV
-changes the tokens. The tokenizer has one token per byte, so that servers also accept text.
+There are models with full attention, with sliding windows and with recurrent layers. The weights have a wide
+spread, so that every token depends on the whole context, and a block of wrong KV changes the tokens. The
+tokenizer has one token per byte, so that servers also accept text.
 
     python checkpoints.py qwen3 FOLDER
 """
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
 Kind = Literal["qwen3", "gemma3", "lfm2", "granite4", "qwen3_next"]
 KINDS: tuple[Kind, ...] = ("qwen3", "gemma3")
 RECURRENT: tuple[Kind, ...] = ("lfm2", "granite4", "qwen3_next")
-"""hybrids with recurrent layers, which have separate tests"""
+"""Models with recurrent layers have separate tests."""
 
-VOCABULARY = 320  # These are 256 bytes, the end of a text, and some unused tokens.
+VOCABULARY = 320  # 256 bytes, the end of a text, and unused tokens
 END = 256
-WINDOW = 80  # This is not a multiple of the block size, so that windows begin inside a block.
-WIDTH = 0.15  # This is the standard deviation of the weights.
+WINDOW = 80  # not a multiple of the block size, so that windows begin inside a block
+WIDTH = 0.15  # the standard deviation of the weights
 CONTEXT = 4096
 
 SHAPE: dict[str, Any] = {
@@ -48,7 +49,9 @@ CHAT_TEMPLATE = (
 
 
 def make(kind: Kind, folder: Path, *, seed: int = 0, **shape: int) -> Path:
-    """Write the checkpoint into `folder`, unless it exists; return `folder`. `shape` overrides `SHAPE`."""
+    """Write the checkpoint to `folder`, unless it is there already; return `folder`. `shape` overrides
+    `SHAPE`.
+    """
     done = folder / "made.json"
     recipe = json.dumps({"kind": kind, "seed": seed, "width": WIDTH, "window": WINDOW, **SHAPE, **shape})
     if done.exists() and done.read_text() == recipe:
@@ -88,12 +91,12 @@ def draw(model: PreTrainedModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters()):
-            if weight.dim() > 1:  # Norms keep their initial weights.
+            if weight.dim() > 1:  # norms keep their initial weights
                 weight.normal_(0.0, WIDTH, generator=generator)
 
 
 def make_adapter(folder: Path, seed: int) -> None:
-    """Write a LoRA adapter for `qwen3`, replacing an existing adapter."""
+    """Write a LoRA adapter for `qwen3` to `folder`, replacing an existing adapter."""
     import torch
     from safetensors.torch import save_file
 

@@ -1,4 +1,4 @@
-"""A client for a server: streams completions, measures the time to first token, and reads metrics."""
+"""A client for a server. It streams completions, measures the time to first token, and reads metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.vllm.stock.engines import Answer, Server
 
 _DATA, _END = b"data: ", b"[DONE]"
-_THEIRS = frozenset({"engine", "model_name"})  # Every series of a server has these labels.
+_THEIRS = frozenset({"engine", "model_name"})  # every series of a server has these labels
 _TIMEOUT_S = 180
 
 
@@ -26,8 +26,8 @@ class Reply:
 
     Args:
         tokens, logprobs: the answer's tokens and their log-probabilities.
-        prompt_tokens: tokens of the prompt.
-        cached_tokens: prompt tokens that were not computed, as reported by vLLM.
+        prompt_tokens: how many tokens the prompt has.
+        cached_tokens: how many prompt tokens were not computed, as vLLM reports it.
         first_token_s: seconds from sending the prompt to the first token.
     """
 
@@ -51,9 +51,9 @@ def stream(
     began: Callable[[], object] = lambda: None,
     salt: str | None = None,
 ) -> Reply:
-    """Continue a prompt greedily by `count` tokens, and read them as a stream. Call `began` at the first token.
+    """Stream a greedy completion of `count` tokens; return it. Call `began` at the first token.
 
-    A prompt with a salt finds only blocks computed with the same salt.
+    A prompt with a salt finds only blocks that were computed with the same salt.
 
     Raises:
         OSError: the server does not answer, or stops before the end of its answer.
@@ -79,11 +79,11 @@ def stream(
 
 
 class Metrics:
-    """One answer of `/metrics`, without the labels that every series has."""
+    """The metrics of one scrape, without the labels that every series has."""
 
     def __init__(self, text: str) -> None:
         self.series: dict[tuple[str, tuple[str, ...]], float] = {}
-        # A series is kept as written in `/metrics`.
+        # Each series as `/metrics` writes it.
         self.written: dict[tuple[str, tuple[str, ...]], str] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
@@ -94,15 +94,15 @@ class Metrics:
                 self.written[key] = f"{sample.name}{{{reported}}}" if reported else sample.name
 
     def __call__(self, name: str, *labels: str) -> int:
-        """Return the sum over the series of this name with these label values, which must be a whole number."""
+        """Return the sum of the series with this name and these label values, as a whole number."""
         return int(self.exact(name, *labels))
 
     def exact(self, name: str, *labels: str) -> float:
-        """Return the sum over the series of this name with these label values."""
+        """Return the sum of the series with this name and these label values."""
         return sum(value for at, value in self.labelled(name) if set(labels) <= set(at))
 
     def labelled(self, name: str) -> Iterator[tuple[tuple[str, ...], float]]:
-        """Yield the series of this name, each with its label values."""
+        """Yield the label values and the value of each series with this name."""
         return ((labels, value) for (at, labels), value in self.series.items() if at == name)
 
 

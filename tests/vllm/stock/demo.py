@@ -1,10 +1,10 @@
-"""The same conversations with a stock `vllm serve`, without and with kvoffload, through the OpenAI API.
+"""Runs the same conversations on a stock `vllm serve` without and with kvoffload, through the OpenAI API.
 
     python tests/vllm/stock/demo.py [--model gemma3] [--conversations 8] [--turns 4] [--show-log]
 
 Run this demo in an environment with vLLM and kvoffload (`make vllm-demo` creates one in `.venv/vllm`). The
-model is small with random weights, so its answers are meaningless, but they depend on every block of the KV
-cache. If the environment's torch has a GPU, the server uses the GPU.
+model is small and has random weights, so its answers are meaningless, but they depend on every block of the
+KV cache. If the environment's torch has a GPU, the server uses the GPU.
 
 Exit status: 0; 1 if an answer differs or nothing was found on the host; 130 after Ctrl-C or SIGTERM.
 """
@@ -27,7 +27,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 if torch.cuda.is_available():
-    os.environ.setdefault("VLLM_TARGET_DEVICE", "cuda")  # The next import would set "cpu".
+    os.environ.setdefault("VLLM_TARGET_DEVICE", "cuda")  # otherwise the import of `engines` sets "cpu"
 
 from kvoffload.cli.demo.command import Screen
 from kvoffload.cli.demo.options import DemoOptions
@@ -37,7 +37,7 @@ from tests.vllm.stock import checkpoints, client, demo_report, engines
 from tests.vllm.stock.demo_report import Play
 
 CONNECTOR: dict[str, Any] = {
-    "kv_connector": "KVOffloadConnector",  # vLLM finds this name through the wheel's entry point.
+    "kv_connector": "KVOffloadConnector",  # vLLM finds this name through the wheel's entry point
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"host_bytes": "64MiB"},
@@ -46,9 +46,9 @@ FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 640, 64, 16
 MOST_TURNS = 1 + (engines.OPTIONS["max_model_len"] - FIRST_TOKENS - ANSWER_TOKENS) // (
     TURN_TOKENS + ANSWER_TOKENS
 )
-AT_ONCE = 2  # This many conversations run concurrently.
-START_S = 400  # On an idle machine a start takes 15 s.
-DEVICE_BLOCKS = {"qwen3": 64, "gemma3": 112}  # Eight conversations need at least three times as many blocks.
+AT_ONCE = 2  # how many conversations run concurrently
+START_S = 400  # a start takes 15 s on an idle machine
+DEVICE_BLOCKS = {"qwen3": 64, "gemma3": 112}  # eight conversations need at least three times as many blocks
 SETTLE_S = 30
 
 
@@ -76,8 +76,8 @@ def make_scene(asked: argparse.Namespace, folder: Path) -> Scene:
 def play(scene: Scene, name: str, screen: Screen, script: Play | None, **options: Any) -> Play:
     """Start a server, run every turn of every conversation, and stop the server.
 
-    `script` is an earlier run. The prompts contain the earlier answers, so that both runs have the same
-    prompts.
+    Prompts contain earlier answers. If `script` is given, the answers of that run are used, so that both runs
+    have the same prompts.
     """
     screen.say(f"starting `vllm serve` {name} kvoffload")
     begun = time.monotonic()
@@ -90,7 +90,7 @@ def play(scene: Scene, name: str, screen: Screen, script: Play | None, **options
         **options,
     ) as server:
         screen.say(f"ready after {time.monotonic() - begun:.0f} s; the conversations begin")
-        client.stream(server, range(FIRST_TOKENS // 2), ANSWER_TOKENS)  # This is a warm-up.
+        client.stream(server, range(FIRST_TOKENS // 2), ANSWER_TOKENS)  # a warm-up
         before = settled(server)
         replies = _take_turns(server, scene.conversations, screen, script)
         return Play(replies, before, settled(server))
@@ -120,7 +120,7 @@ def _take_turns(
 
 
 def settled(server: engines.Server) -> client.Metrics:
-    """Wait for a limited time until no copy is open; return the metrics."""
+    """Wait until no copy is open, but at most `SETTLE_S` seconds. Return the metrics."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         seen = client.scrape(server)
@@ -131,7 +131,7 @@ def settled(server: engines.Server) -> client.Metrics:
 
 
 def run(asked: argparse.Namespace, screen: Screen) -> int:
-    """Run the conversations twice, and print the report; return the exit status."""
+    """Run the conversations without and with kvoffload, and print the report. Return the exit status."""
     with tempfile.TemporaryDirectory(prefix="kvoffload-demo-") as scratch:
         scene = make_scene(asked, Path(scratch))
         try:

@@ -1,5 +1,3 @@
-"""The report of the demo on a stock vLLM."""
-
 from __future__ import annotations
 
 import statistics
@@ -22,7 +20,7 @@ _SHOWN_MISMATCHES = 5
 
 @dataclass(frozen=True)
 class Play:
-    """All turns on one server, and the server's metrics before and after the turns."""
+    """All turns on one server, and the server's metrics before and after them."""
 
     replies: Mapping[TurnId, Reply]
     before: Metrics
@@ -41,16 +39,16 @@ class Play:
 
     @property
     def host_tokens(self) -> int:
-        """Return the prompt tokens that came from the host, as reported by vLLM."""
+        """How many prompt tokens came from the host, as vLLM reports it."""
         return self.grown("vllm:external_prefix_cache_hits_total")
 
     def first_tokens_s(self, *, returning: bool) -> list[float]:
-        """Return the times to first token of each conversation's first turn, or of its later turns."""
+        """Return the times to first token of returning turns, or of the conversations' first turns."""
         return [reply.first_token_s for turn, reply in self.replies.items() if (turn.turn > 0) == returning]
 
 
 def holds(without: Play, with_it: Play) -> bool:
-    """Return whether all answers are equal, and some blocks came from the host."""
+    """Return whether all answers are equal and some tokens came from the host."""
     return not _mismatches(without, with_it) and with_it.host_tokens > 0
 
 

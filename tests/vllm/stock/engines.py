@@ -1,6 +1,6 @@
-"""Starts a stock vLLM on a machine without a GPU, in this process or as a server, with options that make it small.
+"""Starts a small stock vLLM on a machine without a GPU, in this process or as a server.
 
-Import this module before vLLM: it sets the environment that vLLM reads at its import.
+Import this module before vLLM: it sets environment variables that vLLM reads when it is imported.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
     from vllm import LLM
 
-Foreign = Any  # vLLM is not installed where types are checked.
+Foreign = Any  # vLLM is not installed where types are checked
 
-BLOCK = 32  # vLLM's CPU platform requires a multiple of 32 tokens.
+BLOCK = 32  # vLLM's CPU platform requires a multiple of 32 tokens
 
 ENVIRONMENT: Mapping[str, str] = {
-    "VLLM_TARGET_DEVICE": "cpu",  # The wheel is for CUDA. This selects the CPU platform.
-    "TORCHDYNAMO_DISABLE": "1",  # Compiling the sampler's log-probabilities would take 20 s.
-    "OMP_NUM_THREADS": "1",  # The tensors are tiny, so more threads would be slower.
+    "VLLM_TARGET_DEVICE": "cpu",  # the wheel is built for CUDA, and this selects the CPU platform
+    "TORCHDYNAMO_DISABLE": "1",  # compiling the sampler's log-probabilities would take 20 s
+    "OMP_NUM_THREADS": "1",  # the tensors are so small that more threads are slower
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_SERVER_DEV_MODE": "1",  # This enables the route that resets the prefix cache.
+    "VLLM_SERVER_DEV_MODE": "1",  # enables the route that resets the prefix cache
     "HF_HUB_OFFLINE": "1",
 }
 
@@ -50,46 +50,47 @@ OPTIONS: Mapping[str, Any] = {
     "block_size": BLOCK,
     "compilation_config": {"custom_ops": ["none"]},
     "num_gpu_blocks_override": 128,
-    # Without this, the worker requires nearly all of the machine's memory to be free.
+    # Without this option, the worker requires nearly all of the machine's memory to be free.
     "kv_cache_memory_bytes": 1 << 26,
     "max_model_len": 1024,
-    "max_num_batched_tokens": 128,  # Longer prompts are computed in chunks.
+    "max_num_batched_tokens": 128,  # longer prompts are computed in chunks
     "max_num_seqs": 16,
 }
 
-# These options of `serving` run tensor parallelism on a machine with one memory node and two cores.
+# Options of `serving` for tensor parallelism on a machine with one memory node and two cores.
 TWO_WORKERS: Mapping[str, Any] = {
     "tensor_parallel_size": 2,
     "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
 }
 # tests/vllm/versions/matrix.py sets this variable.
 IS_V2_RUNNER = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
-# The environment for a KV cache that may have its blocks outermost.
+# Environment variables that allow a KV cache with blocks outermost.
 BLOCK_LAYOUTS: Mapping[str, str] = {"VLLM_CPU_OPS_BLOCK_LAYOUTS": "1"}
-# The environment for asynchronous scheduling.
+# Environment variables that enable asynchronous scheduling.
 TWO_STEPS: Mapping[str, str] = {"VLLM_CPU_OPS_ASYNC_SCHEDULING": "1"}
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]  # log-probabilities of the chosen tokens
-    cached: int  # the number of prompt tokens that were not computed
+    logprobs: tuple[float, ...]  # the log-probabilities of the generated tokens
+    cached: int  # how many prompt tokens were not computed
 
 
 @contextmanager
 def in_process(checkpoint: Path, **options: object) -> Iterator[LLM]:
-    """Yield an engine in this process, so that a test can access its scheduler, block pool and connector.
+    """Run an engine in this process during the `with` block, so that a test can use its scheduler and
+    connector.
 
-    Only one engine may exist at the same time, because vLLM keeps the worker's connector in a global variable.
+    Only one engine may exist at a time, because vLLM keeps the worker's connector in a global variable.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
     from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
-    # vLLM collects garbage seven times while an engine starts and ends. With the imported objects frozen this
-    # takes 0.1 s instead of 2 s. vLLM itself would freeze the engine too, and unfreeze all objects at the
-    # engine's end.
+    # vLLM collects garbage seven times while an engine starts and ends. With all imported objects frozen,
+    # this takes 0.1 s instead of 2 s. vLLM's own calls are replaced, because they would freeze the engine too
+    # and later unfreeze everything.
     if not gc.get_freeze_count():
         gc.collect()
         gc.freeze()
@@ -97,7 +98,8 @@ def in_process(checkpoint: Path, **options: object) -> Iterator[LLM]:
         try:
             llm = LLM(str(checkpoint), **{**OPTIONS, "skip_tokenizer_init": True, **options})
         except Exception:
-            ensure_kv_transfer_shutdown()  # Otherwise the next engine would use the refused engine's connector.
+            # Otherwise the next engine would use the connector of the engine that failed to start.
+            ensure_kv_transfer_shutdown()
             raise
         try:
             yield llm
@@ -106,12 +108,14 @@ def in_process(checkpoint: Path, **options: object) -> Iterator[LLM]:
 
 
 def scheduler_of(llm: LLM) -> Foreign:
-    """Return the scheduler of an engine in this process. The scheduler's connector is `.connector`."""
+    """Return the scheduler of an engine in this process. Its attribute `connector` is the connector's
+    scheduler side.
+    """
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
 def generate(llm: LLM, prompts: Sequence[Sequence[int]], count: int, **sampling: object) -> list[Answer]:
-    """Continue each prompt greedily by `count` tokens, all prompts concurrently."""
+    """Generate `count` tokens greedily after each prompt, for all prompts concurrently."""
     from vllm import SamplingParams
 
     wanted = SamplingParams(
@@ -123,7 +127,7 @@ def generate(llm: LLM, prompts: Sequence[Sequence[int]], count: int, **sampling:
 
 
 def drain(llm: LLM, steps: int = 10_000) -> None:
-    """Step until the engine has no work left. `generate` returns while a connector still copies."""
+    """Step until the engine has no work left. After `generate`, copies may still be open."""
     scheduler = scheduler_of(llm)
     for _ in range(steps):
         if not scheduler.has_requests():
@@ -133,7 +137,7 @@ def drain(llm: LLM, steps: int = 10_000) -> None:
 
 
 def held_blocks(llm: LLM) -> int:
-    """Return the number of device blocks that are not free, without the null block."""
+    """Return how many device blocks are in use, not counting the null block."""
     pool = scheduler_of(llm).kv_cache_manager.block_pool
     return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
@@ -156,7 +160,7 @@ class Server:
             return str(answer.read().decode())
 
     def post(self, path: str, body: Mapping[str, object] | None = None) -> dict[str, Any]:
-        """Send `body` as JSON; return the decoded answer, or an empty dict for an empty answer."""
+        """Send `body` as JSON. Return the decoded answer, or an empty dict if the answer is empty."""
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.root + path, json.dumps(body or {}).encode(), headers)
         with urllib.request.urlopen(request, timeout=120) as answer:
@@ -164,17 +168,22 @@ class Server:
         return dict(json.loads(text)) if text else {}
 
     def complete(self, prompt: Sequence[int] | str, count: int, **fields: object) -> dict[str, Any]:
-        """Continue a prompt greedily through the OpenAI API; return the whole answer."""
+        """Generate `count` tokens greedily through the OpenAI API; return the whole answer."""
         body = {"model": "small", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True}
         return self.post("/v1/completions", {**body, "return_token_ids": True, **fields})
 
     def metric(self, name: str) -> float:
-        """Return the sum over a metric's samples in `/metrics`, for all labels."""
+        """Return the sum of the metric's samples over all labels."""
         lines = [line.partition("#")[0].split() for line in self.get("/metrics").splitlines()]
         return sum(float(line[-1]) for line in lines if line and line[0].partition("{")[0] == name)
 
     def wait_until_ready(self, seconds: float) -> None:
-        """Wait until the server answers. On a timeout, raise an error with the end of the server's log."""
+        """Wait until the server answers.
+
+        Raises:
+            TimeoutError: the server does not answer in time, or has ended. The error has the end of the
+                server's log.
+        """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
@@ -186,7 +195,7 @@ class Server:
         raise TimeoutError(f"the server is not ready; its last words:\n{self.log.read_text()[-4000:]}")
 
     def stop(self, seconds: float = 60) -> int:
-        """Ask the server to end, and return its exit status."""
+        """Ask the server to end, or kill it after `seconds`. Return its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -205,9 +214,9 @@ def serving(
     environment: Mapping[str, str] | None = None,
     **options: object,
 ) -> Iterator[Server]:
-    """Start a `vllm serve` on a free port, yield it when it is ready, and end it afterwards.
+    """Run a `vllm serve` on a free port during the `with` block, and wait until it is ready.
 
-    Underscores in options become dashes.
+    Underscores in the names of options become dashes.
     """
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]

@@ -1,8 +1,8 @@
 """Runs vLLM's own `OffloadingConnector` with its `fs` tier on a machine without a GPU, for comparisons.
 
-The connector, the scheduler's side, the CPU tier, the `fs` tier and the worker are vLLM's. Only the parts
-that use the device are replaced: streams and events by fakes, and copies between device and host by copies
-within host memory, on one thread per direction. `kv_transfer` selects this connector.
+The connector, the scheduler's side, the CPU tier, the `fs` tier and the worker are vLLM's. Only what needs a
+device is replaced: streams and events are fakes, and copies between device and host are copies within host
+memory, on one thread per direction. `kv_transfer` selects this connector.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 def kv_transfer(host_bytes: int, folder: Path, tier: Mapping[str, object] | None = None) -> dict[str, Any]:
-    """Return the engine's option `kv_transfer_config` for the peer, with its defaults.
+    """Return the engine's option `kv_transfer_config` for this connector.
 
     Args:
-        host_bytes: host memory of all ranks together, in bytes.
-        folder: folder of the `fs` tier's files.
-        tier: the configuration of another tier, which replaces the `fs` tier.
+        host_bytes: the host memory of all ranks together, in bytes.
+        folder: the folder for the `fs` tier's files.
+        tier: the configuration of another tier, used instead of the `fs` tier.
     """
     return {
         "kv_connector": "OffloadingConnector",
@@ -47,12 +47,12 @@ def kv_transfer(host_bytes: int, folder: Path, tier: Mapping[str, object] | None
 
 
 class TieringOnHost(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not where types are checked
-    """vLLM's tiers, with a worker that copies from host to host."""
+    """vLLM's tiers, with a worker that copies within host memory."""
 
     _worker: Any
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> Any:
-        """Return vLLM's worker, without requiring a GPU."""
+        """Return vLLM's worker. It does not need a GPU."""
         if self._worker is None:
             device = Device()
             gpu_worker.current_platform = gpu_worker.ops = device
@@ -64,13 +64,13 @@ class TieringOnHost(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not
 
 
 class _OnDevice(torch.Tensor):
-    """A tensor that claims to be on a GPU, because the worker requires this."""
+    """A tensor that claims to be on a GPU, as the worker requires."""
 
     is_cuda = True
 
 
 class _Stream:
-    """Runs copies in order of submission. `last` is the most recent copy."""
+    """Replaces a CUDA stream. Copies run in the order in which they were submitted; `last` is the latest."""
 
     def __init__(self) -> None:
         self.last: Future[float] | None = None
@@ -83,7 +83,7 @@ class _Stream:
 
 
 class _Event:
-    """Replaces a CUDA event. The event has passed when all copies submitted before it have ended."""
+    """Replaces a CUDA event. It has passed when all copies submitted before it have ended."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self._after: Future[float] | None = None
@@ -100,13 +100,13 @@ class _Event:
             self._after.result()
 
     def elapsed_time(self, end: _Event) -> float:
-        """Return the milliseconds until `end`."""
+        """Return the milliseconds from this event to `end`."""
         ended_s = end._recorded_s if end._after is None else end._after.result()
         return 1e3 * (ended_s - self._recorded_s)
 
 
 class Device:
-    """Replaces the platform and the kernels in the worker."""
+    """Replaces vLLM's platform and its kernels in the worker's module."""
 
     Stream = _Stream
 
@@ -131,7 +131,10 @@ class Device:
     def swap_blocks_batch(
         self, src: torch.Tensor, dst: torch.Tensor, sizes: torch.Tensor, *, is_src_access_order_any: bool
     ) -> None:
-        """Copy between addresses on the direction's thread. Only loads set `is_src_access_order_any`."""
+        """Copy between addresses, on the thread for loads or the thread for stores.
+
+        Only loads set `is_src_access_order_any`.
+        """
         orders = zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True)
         self._current.last = self._threads[is_src_access_order_any].submit(_copy, list(orders))
 
@@ -143,7 +146,7 @@ def _copy(orders: list[tuple[int, int, int]]) -> float:
 
 
 class _TorchWithoutDevice:
-    """Replaces torch in the worker's module. Every name except `Event` is torch's."""
+    """Replaces torch in the worker's module. Every name except `Event` is torch's own."""
 
     Event = _Event
 

@@ -1,6 +1,7 @@
-"""Models with recurrent layers and one attention layer: short convolutions, Mamba2, gated delta nets.
+"""Models with recurrent layers and attention: short convolutions, Mamba2 or gated delta nets.
 
-Each model has the shape of a published family. Groups have several layers, so that a block has several pages.
+Each model has the shape of a published model family. Groups have several layers, so that a block has several
+pages.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def qwen3_next(shape: Mapping[str, Any]) -> PreTrainedModel:
 
 
 def complete_config(folder: Path) -> None:
-    """Add the fields of an LFM2's config that vLLM reads and transformers omits."""
+    """Add the fields that vLLM reads in an LFM2's config and that transformers does not write."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     if config["model_type"] == "lfm2":

@@ -1,9 +1,9 @@
 """Sets up a stock vLLM on a machine without a GPU, in `.venv/vllm`, from the versions in `.ci/vllm.lock`.
 
-It creates one environment with torch's CPU build, the lock's vLLM and this project. For each further version,
-a folder `.venv/vllm-overlays/<version>` contains only that version's Python files, for `PYTHONPATH`. pip
-ignores the packages' requirements, so that it downloads no CUDA packages; the lock contains every needed
-package. A second run changes nothing. This script needs only Python's standard library.
+The environment has torch's CPU build, the lock's vLLM and this project. For each further version, a folder
+`.venv/vllm-overlays/<version>` has only that version's Python files, for `PYTHONPATH`. pip ignores the
+packages' requirements, so that it downloads no CUDA packages; the lock lists every needed package. A second
+run changes nothing. This script needs only Python's standard library.
 
     python3 tests/vllm/stock/install.py [--versions 0.28.0 0.33.0] [--torch-index URL]
 """
@@ -44,12 +44,12 @@ def pins() -> list[str]:
 
 
 def overlay_versions() -> list[str]:
-    """Return the lock's versions of vLLM except the installed version."""
+    """Return the versions of vLLM in the lock, without the version that is installed completely."""
     return re.findall(r"^# overlay (\S+)$", LOCK.read_text(), flags=re.MULTILINE)
 
 
 def set_up_environment(torch_index: str | None) -> None:
-    """Make `.venv/vllm` match the lock, unless it already does."""
+    """Make `.venv/vllm` match the lock. If it already does, do nothing."""
     fingerprint = _digest(LOCK.read_text())
     done = ENVIRONMENT / "locked"
     if done.exists() and done.read_text() == fingerprint:
@@ -79,7 +79,7 @@ def set_up_project() -> None:
 
 
 def set_up_overlay(version: str) -> None:
-    """Unpack the Python files of another vLLM version into its folder, unless the folder exists."""
+    """Unpack the Python files of another vLLM version to a folder. If the folder exists, keep it."""
     target = OVERLAYS / version
     if not target.exists():
         OVERLAYS.mkdir(parents=True, exist_ok=True)
@@ -101,10 +101,10 @@ def _unpack(wheel: Path, target: Path) -> None:
 
 
 def _describe(target: Path, version: str) -> None:
-    """Write the version that vLLM reads.
+    """Write the metadata from which vLLM reads its version.
 
-    Up to 0.27, vLLM chooses its CPU platform only if its version contains "cpu". Later versions with "cpu"
-    accept only a Triton for CPUs.
+    Up to 0.27, vLLM only chooses its CPU platform if its version contains "cpu". Later versions with "cpu" in
+    their name accept only a Triton for CPUs.
     """
     build = "+cpu" if tuple(map(int, version.split(".")[:2])) <= (0, 27) else ""
     about = target / f"vllm-{version}.dist-info"
@@ -118,7 +118,7 @@ def _split(lines: list[str]) -> tuple[str, list[str]]:
 
 
 def _pip(*arguments: str) -> None:
-    # Only pip's errors matter here. Its messages about missing requirements do not.
+    # Show pip's errors, but not its messages about missing requirements.
     command: list[str] = [
         str(PYTHON),
         "-m",

@@ -1,8 +1,8 @@
-"""Runs vLLM's own `SimpleCPUOffloadConnector` on a machine without a GPU, for comparisons on one engine.
+"""Runs vLLM's own `SimpleCPUOffloadConnector` on a machine without a GPU, for comparisons.
 
-The connector's decisions, hooks and bookkeeping are vLLM's. Only the parts that use the device are replaced:
-streams and events by fakes, and copies between device and host by copies within host memory, on a thread or
-inline. `kv_transfer` selects this connector.
+The connector's decisions, hooks and bookkeeping are vLLM's. Only what needs a device is replaced: streams and
+events are fakes, and copies between device and host are copies within host memory, on a thread or inside the
+hook. `kv_transfer` selects this connector.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-Caches = dict[str, torch.Tensor]  # Each region's name has a tensor `[blocks, bytes of a block]`.
+Caches = dict[str, torch.Tensor]  # for each region's name, a tensor `[blocks, bytes of a block]`
 
 
 def kv_transfer(host_bytes: int, *, lazy: bool = False, inline: bool = False) -> dict[str, Any]:
-    """Return the engine's option `kv_transfer_config` for the peer.
+    """Return the engine's option `kv_transfer_config` for this connector.
 
     Args:
-        host_bytes: host memory of all ranks together, in bytes.
-        lazy: store blocks that are about to be evicted, not blocks just computed.
-        inline: copy within the hook instead of on a thread, which makes runs reproducible.
+        host_bytes: the host memory of all ranks together, in bytes.
+        lazy: store blocks that are about to be evicted, instead of blocks that were just computed.
+        inline: copy inside the hook instead of on a thread, so that runs are reproducible.
     """
     return {
         "kv_connector": "PeerOnHost",
@@ -49,7 +49,7 @@ def kv_transfer(host_bytes: int, *, lazy: bool = False, inline: bool = False) ->
 
 
 class PeerOnHost(SimpleCPUOffloadConnector):  # type: ignore[misc]  # vLLM is not where types are checked
-    """vLLM's connector, with a worker side that copies from host to host."""
+    """vLLM's connector, with a worker side that copies within host memory."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -61,7 +61,7 @@ class PeerOnHost(SimpleCPUOffloadConnector):  # type: ignore[misc]  # vLLM is no
         super().__init__(vllm_config, role, kv_cache_config)
 
     def shutdown(self) -> None:
-        """End the copying thread, which vLLM's own class leaves running."""
+        """Also end the thread that copies, which vLLM's own class leaves running."""
         super().shutdown()
         backend = getattr(self.worker_handler, "_backend", None)
         if backend is not None:
@@ -69,7 +69,7 @@ class PeerOnHost(SimpleCPUOffloadConnector):  # type: ignore[misc]  # vLLM is no
 
 
 class HostCopies:
-    """Copies blocks from host to host in order, on a thread or immediately."""
+    """Copies blocks within host memory in order, on a thread or at once."""
 
     def __init__(self, inline: bool) -> None:
         self._inline = inline
@@ -79,7 +79,7 @@ class HostCopies:
         self._host: Caches = {}
 
     def init(self, gpu_caches: Caches, cpu_caches: Caches, *_: object) -> None:
-        """Set the caches of all later copies."""
+        """Set the caches for all later copies."""
         self._device, self._host = gpu_caches, cpu_caches
         if not self._inline:
             self._thread.start()
@@ -91,9 +91,9 @@ class HostCopies:
         is_store: bool,
         event_idx: int,
         events_list: list[tuple[int, _Done]],
-        wait_event: object = None,  # The forward pass has already ended on a CPU.
+        wait_event: object = None,  # not needed: on a CPU, the forward pass has already ended
     ) -> None:
-        """Submit a copy. When the copy has ended, its number is appended to `events_list`."""
+        """Submit a copy. When it has ended, append its number to `events_list`."""
         sides = (self._device, self._host) if is_store else (self._host, self._device)
         order = partial(_copy, *sides, src_blocks, dst_blocks, event_idx, events_list)
         if self._inline:
@@ -102,7 +102,7 @@ class HostCopies:
             self._orders.put(order)
 
     def shutdown(self) -> None:
-        """End the thread after all submitted copies."""
+        """End the thread when all submitted copies have ended."""
         if self._thread.is_alive():
             self._orders.put(None)
             self._thread.join()
@@ -127,7 +127,7 @@ def _copy(
 
 
 class _Done:
-    """Replaces a CUDA event. This event has always passed."""
+    """Replaces a CUDA event that has passed."""
 
     def record(self, stream: object = None) -> None:
         pass
@@ -157,7 +157,7 @@ class _Cuda:
 
 
 class _TorchWithoutDevice:
-    """Replaces torch in the worker's module. Every name except the device's is torch's."""
+    """Replaces torch in the worker's module. Every name except `cuda` and `Event` is torch's own."""
 
     cuda = _Cuda
     Event = _Done

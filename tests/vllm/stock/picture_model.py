@@ -1,4 +1,4 @@
-"""A small model with random weights that reads pictures: BLIP-2, which vLLM imports without torchvision."""
+"""A small model with random weights that reads pictures: BLIP-2, which needs no torchvision in vLLM."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
     from transformers import Blip2Processor
 
-PICTURE_TOKENS = 40  # A picture's tokens precede the prompt.
+PICTURE_TOKENS = 40  # a picture's tokens come before the prompt
 EDGE = 56
 _PICTURE = checkpoints.VOCABULARY - 1
 
 
 def make(folder: Path) -> Path:
-    """Write the checkpoint with its processor into `folder`; return `folder`."""
+    """Write the checkpoint and its processor to `folder`; return `folder`."""
     import transformers
 
     folder.mkdir(parents=True, exist_ok=True)

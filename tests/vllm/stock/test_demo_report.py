@@ -22,7 +22,7 @@ def play(metrics: Metrics, second: Reply = REPLY) -> Play:
     return Play({TurnId(0, 0): REPLY, TurnId(0, 1): second}, NOTHING, metrics)
 
 
-def test_the_same_answers_pass() -> None:
+def test_equal_answers_pass() -> None:
     without, with_it = play(NOTHING), play(FOUND)
     assert demo_report.holds(without, with_it)
     reported = demo_report.render("demo", 64, without, with_it)
@@ -32,7 +32,7 @@ def test_the_same_answers_pass() -> None:
 
 
 @pytest.mark.parametrize("change", [{"tokens": (1, 3)}, {"logprobs": (-0.5, -1.6)}])
-def test_another_answer_fails_and_is_named(change: dict[str, tuple[float, ...]]) -> None:
+def test_a_different_answer_fails_and_is_named(change: dict[str, tuple[float, ...]]) -> None:
     without, with_it = play(NOTHING), play(FOUND, dataclasses.replace(REPLY, **change))  # type: ignore[arg-type]
     assert not demo_report.holds(without, with_it)
     reported = demo_report.render("demo", 64, without, with_it)
@@ -40,12 +40,12 @@ def test_another_answer_fails_and_is_named(change: dict[str, tuple[float, ...]])
     assert "conversation 0, turn 1" in reported
 
 
-def test_without_a_hit_it_fails() -> None:
+def test_a_run_without_hits_fails() -> None:
     without, with_it = play(NOTHING), play(NOTHING)
     assert not demo_report.holds(without, with_it)
     assert "NONE" in demo_report.render("demo", 64, without, with_it)
 
 
-def test_a_nan_agrees_with_nothing() -> None:
+def test_a_nan_never_agrees_with_a_number() -> None:
     assert not REPLY.agrees_with(dataclasses.replace(REPLY, logprobs=(-0.5, float("nan"))))
     assert not REPLY.agrees_with(dataclasses.replace(REPLY, logprobs=(-0.5,)))

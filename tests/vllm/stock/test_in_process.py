@@ -1,5 +1,3 @@
-"""A stock vLLM on this machine gives the model's tokens, with prefix caching and chunked prefill."""
-
 from __future__ import annotations
 
 import random
@@ -21,7 +19,9 @@ COUNT = 16
 
 
 def prompts() -> list[list[int]]:
-    """Return prompts, some with a common prefix, longer than a step's token budget, or longer than the window."""
+    """Return prompts. Some have a common prefix, some are longer than a step's token budget, some longer than
+    the window.
+    """
     draw = random.Random(7)
     shared = [draw.randrange(256) for _ in range(160)]
     own = [[draw.randrange(256) for _ in range(length)] for length in (5, 100, 300, 33)]
@@ -35,7 +35,7 @@ def computed(checkpoint: Path) -> list[engines.Answer]:
 
 
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
-def test_same_tokens_with_and_without_prefix_caching(kind: checkpoints.Kind, folder: Path) -> None:
+def test_prefix_caching_changes_no_token(kind: checkpoints.Kind, folder: Path) -> None:
     checkpoint, asked = checkpoints.make(kind, folder / kind), prompts()
     expected = computed(checkpoint)
     with engines.in_process(checkpoint, enable_prefix_caching=True) as caching:
@@ -52,7 +52,7 @@ def test_same_tokens_with_and_without_prefix_caching(kind: checkpoints.Kind, fol
 
 
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
-def test_tokens_are_those_of_the_model_itself(kind: checkpoints.Kind, folder: Path) -> None:
+def test_tokens_equal_those_of_transformers(kind: checkpoints.Kind, folder: Path) -> None:
     checkpoint = checkpoints.make(kind, folder / kind)
     assert list(computed(checkpoint)[2].tokens) == by_transformers(checkpoint, prompts()[2])
 
@@ -71,7 +71,7 @@ def test_two_steps_in_flight_change_no_token(folder: Path, monkeypatch: pytest.M
 
 
 def by_transformers(checkpoint: Path, prompt: list[int]) -> list[int]:
-    """Return the continuation that transformers computes without a cache."""
+    """Return the tokens that transformers generates without a cache."""
     import torch
     from transformers import AutoModelForCausalLM
 

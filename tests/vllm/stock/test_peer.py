@@ -1,5 +1,3 @@
-"""The peer connector runs on this machine, has hits, and does not change the output."""
-
 from __future__ import annotations
 
 import random
@@ -22,25 +20,27 @@ pytestmark = [
 ]
 
 COUNT = 8
-SMALL: dict[str, dict[str, int]] = {  # The device has room for one prompt, but not for three.
+SMALL: dict[str, dict[str, int]] = {  # The device has room for one prompt, but not for all three.
     "qwen3": {"num_gpu_blocks_override": 24, "max_model_len": 640},
     "gemma3": {"num_gpu_blocks_override": 40, "max_model_len": 640},
 }
 
 
 def prompts() -> list[list[int]]:
-    """Return prompts that displace each other on the device when served one after the other."""
+    """Return prompts that evict each other from the device when they are served one after the other."""
     draw = random.Random(11)
     return [[draw.randrange(256) for _ in range(600)] for _ in range(3)]
 
 
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
-def test_hits_on_the_host_and_the_same_tokens(kind: checkpoints.Kind, tmp_path: Path) -> None:
+def test_the_peer_finds_blocks_on_the_host_and_changes_no_token(
+    kind: checkpoints.Kind, tmp_path: Path
+) -> None:
     checkpoint = checkpoints.make(kind, tmp_path / kind)
     with engines.in_process(checkpoint, **SMALL[kind]) as plain:
         expected = ask_twice(plain)
-    assert [answer.cached for answer in expected] == [0] * 6  # Without a connector, no prompt is found.
-    for inline in (False, True):  # The peer copies on its thread, or within the hook.
+    assert [answer.cached for answer in expected] == [0] * 6  # without a connector, no prompt is found again
+    for inline in (False, True):  # the peer copies on its thread, then inside the hook
         check_hits(kind, checkpoint, inline, expected)
 
 

@@ -1,9 +1,10 @@
-"""Adds missing ops to a stock vLLM's CPU platform, in plain torch. Only for development, tests and the demo.
+"""Adds to a stock vLLM, in plain torch, the ops that its CPU platform lacks. Only for development, tests and
+the demo.
 
-vLLM's published wheel has no CPU extension. With `VLLM_TARGET_DEVICE=cpu` its Python side runs, but lacks the
-few compiled ops that the CPU worker calls. vLLM loads this package in every process of the engine through the
-entry point group `vllm.general_plugins`, and the package defines these ops, correct but slow. The package is
-not in the kvoffload wheel, and does nothing if vLLM runs on a GPU.
+vLLM's published wheel has no CPU extension. With `VLLM_TARGET_DEVICE=cpu` its Python code runs, but the
+few compiled ops that the CPU worker calls are missing. vLLM loads this package in every process of the
+engine, through the entry point group `vllm.general_plugins`. The package then defines these ops, which are
+correct but slow. The package is not in the kvoffload wheel, and does nothing if vLLM runs on a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ HYBRID_MODELS = ("GraniteMoeHybridForCausalLM", "Qwen3NextForCausalLM")
 
 
 def register() -> None:
-    """Define the missing ops in this process. vLLM calls this once."""
+    """Define the missing ops in this process. vLLM calls this function once per process."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

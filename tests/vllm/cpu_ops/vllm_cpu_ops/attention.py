@@ -1,7 +1,7 @@
-"""Attention over a paged cache in plain torch: grouped queries, causal, with a sliding window and a soft cap.
+"""Attention over a paged cache in plain torch: causal, with grouped queries, a sliding window and a soft cap.
 
 The caches have the shape `[blocks, kv heads, tokens of a block, head size]`, and may be views with gaps
-between blocks. Requests that decode one token each are computed together, all other requests one by one.
+between blocks. Requests that decode one token are computed together, and all other requests one by one.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ NEVER = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """A layer's paged cache, and the parameters of its scores."""
+    """A layer's paged cache, and the parameters of its attention."""
 
     keys: torch.Tensor
     values: torch.Tensor
     scale: float
-    window: int  # the number of tokens that a query sees, including its own; all tokens if below one
+    window: int  # How many tokens a query sees, including its own. 0 or less means all tokens.
     softcap: float
     causal: bool
 
@@ -29,7 +29,9 @@ class Pages:
         return self.keys.shape[2]
 
     def gather(self, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of `[requests, n]` blocks, as `[requests, kv heads, n * block tokens, head size]`."""
+        """Return the keys and values of `[requests, n]` blocks. Both have the shape `[requests, kv heads, n *
+        block tokens, head size]`.
+        """
         return _laid_out(self.keys[block_ids]), _laid_out(self.values[block_ids])
 
     def sees(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -45,7 +47,7 @@ def store(
     values: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """Write the tokens' keys and values into the cache's slots. Slots below zero are padding."""
+    """Write the tokens' keys and values to their cache slots. Negative slots are padding."""
     live = (slots >= 0).nonzero().flatten()
     block, offset = slots[live] // keys.shape[2], slots[live] % keys.shape[2]
     keys[block, :, offset] = key[live].to(keys.dtype)
@@ -60,13 +62,14 @@ def attend(
     table: torch.Tensor,
     pages: Pages,
 ) -> None:
-    """Write each token's attention into `out`.
+    """Write each token's attention to `out`.
 
     Args:
-        query: `[tokens, heads, head size]`, of all requests, one after the other.
-        out: as `query`, filled in place.
-        starts: where each request's tokens begin in `query`, and where the last request's tokens end.
-        lengths: tokens of each request, including those of this step.
+        query: `[tokens, heads, head size]`; the requests' tokens follow one another.
+        out: the result, in the shape of `query`.
+        starts: for each request, the index of its first token in `query`; at the end, the number of
+            tokens.
+        lengths: each request's number of tokens, including those of this step.
         table: each request's block ids.
         pages: the cache.
     """
@@ -89,7 +92,7 @@ def _decode(query: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, pag
     places = first[:, None] * pages.block_size + torch.arange(keys.shape[2])
     last = (lengths - 1)[:, None]
     seen = pages.sees(last, places) & (places <= last)
-    values = values.masked_fill(~seen[:, None, :, None], 0)  # Unwritten bytes may be NaN.
+    values = values.masked_fill(~seen[:, None, :, None], 0)  # unwritten bytes may be NaN
     return _weighted(query[:, None], keys, values, seen[:, None, None, None], pages)[:, 0]
 
 
@@ -107,7 +110,9 @@ def _chunk(query: torch.Tensor, length: int, table: torch.Tensor, pages: Pages) 
 def _weighted(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, pages: Pages
 ) -> torch.Tensor:
-    """Return the weighted values. `query` and the result are `[requests, tokens, heads, size]`."""
+    """Return the values, weighted by attention. `query` and the result have the shape `[requests, tokens,
+    heads, size]`.
+    """
     requests, tokens, heads, size = query.shape
     grouped = query.view(requests, tokens, keys.shape[1], -1, size).permute(0, 2, 3, 1, 4).float()
     scores = grouped @ keys.unsqueeze(2).transpose(-1, -2) * pages.scale

@@ -1,4 +1,5 @@
-"""vLLM's models with Mamba2 layers and gated delta nets. Plain torch replaces the ops that a CPU lacks.
+"""vLLM's models with Mamba2 layers and gated delta nets, with plain torch in place of the ops that a CPU
+lacks.
 
 vLLM's registry imports this module only when an engine loads such a model.
 """
@@ -22,7 +23,8 @@ def _gdn_attention_core(
     layer_name: LayerNameType,
 ) -> None:
     context = get_forward_context()
-    if context.attn_metadata is not None:  # It is None while vLLM measures a step's memory.
+    # The metadata is None while vLLM measures how much memory a step needs.
+    if context.attn_metadata is not None:
         layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
         metadata = context.attn_metadata[layer.prefix]
         recurrent.gated_delta_net(layer, metadata, mixed_qkv, b, a, core_attn_out)
@@ -38,7 +40,7 @@ class GraniteMoeHybridForCausalLM(granitemoehybrid.GraniteMoeHybridForCausalLM):
 
 
 class Qwen3NextForCausalLM(qwen3_next.Qwen3NextForCausalLM):  # type: ignore[misc]  # as above
-    """Qwen3-Next without experts, because experts need compiled ops."""
+    """Qwen3-Next without experts. Experts would need compiled ops."""
 
     def set_moe_parameters(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Adapts Triton's interpreter, which runs the V2 runner's kernels on a CPU, to the behaviour of compiled kernels."""
+"""Makes Triton's interpreter, which runs the V2 runner's kernels on a CPU, behave like compiled kernels."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 
 
 def match_the_compiler() -> None:
-    """Drop the interpreter's checks that compiled kernels lack, and accept the masks that compiled kernels accept.
+    """Switch off checks that compiled kernels do not make, and accept all masks that they accept.
 
-    Do nothing if Triton does not interpret.
+    Without the interpreter, do nothing.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     from triton.runtime.interpreter import InterpreterBuilder, interpreter_builder  # type: ignore[import-not-found]
 
-    # Compiled kernels check integer overflow only in debug mode. The interpreter's checks take 40 % of an
-    # engine's step.
+    # Compiled kernels check integer overflow only in debug mode. In the interpreter, the checks take 40 % of
+    # an engine's step.
     options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
     interpreter_builder.options = options
 
     store = InterpreterBuilder.create_masked_store
 
     def store_where_true(self: InterpreterBuilder, pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
-        # The kernel that applies a grammar uses a mask of integers.
+        # the kernel that applies a grammar has a mask of integers
         mask.data = mask.data.astype(bool)
         return store(self, pointers, value, mask, *more)
 

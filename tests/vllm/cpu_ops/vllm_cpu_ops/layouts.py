@@ -1,7 +1,7 @@
-"""Enables a KV cache with blocks outermost on a CPU, by an environment variable.
+"""Lets an environment variable enable a KV cache with blocks outermost on a CPU.
 
-vLLM's CPU attention supports only one layout. Our attention uses strides, so an engine can also run with the
-other layout, as on a GPU.
+vLLM's CPU attention supports only one layout. The attention in this package uses strides, so an engine can
+also run with the other layout, as on a GPU.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
-SWITCH = "VLLM_CPU_OPS_BLOCK_LAYOUTS"  # "1" offers this layout too; read whenever an engine is configured
+# With "1", this layout is offered too. The variable is read whenever an engine is configured.
+SWITCH = "VLLM_CPU_OPS_BLOCK_LAYOUTS"
 
 
 def follow_the_switch() -> None:
     try:
         from vllm.v1.kv_cache_layout import KVCacheLayout
-    except ImportError:  # vLLM before 0.29 lacks this module.
+    except ImportError:  # vLLM before 0.29 does not have this module
         return
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 

@@ -1,4 +1,4 @@
-"""The ops that vLLM's CPU worker calls, by name and schema, each implemented in plain torch."""
+"""Plain torch implementations of the ops that vLLM's CPU worker calls, by name and schema."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from vllm_cpu_ops.slot_mapping import fill_slots
 
 FLOAT8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
-_library = torch.library.Library("_C", "FRAGMENT")  # The ops exist as long as this object.
+_library = torch.library.Library("_C", "FRAGMENT")  # The ops exist as long as this object exists.
 
 
 def define_missing() -> None:
-    """Define every op of the table that does not exist in this process yet."""
+    """Define every op of the table that this process does not have yet."""
     for schema, body in {**OPS, **recurrent.OPS}.items():
         name = schema.partition("(")[0]
         if not hasattr(torch.ops._C, name):
@@ -79,7 +79,7 @@ def _attention_with_kv_cache(
 
 
 def _typed(cache: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:
-    """Return the cache with the type of its contents, because vLLM passes 8-bit floats as bytes."""
+    """Return the cache as a tensor of its real type. vLLM passes 8-bit floats as bytes."""
     if kv_cache_dtype in FLOAT8:
         return cache.view(FLOAT8[kv_cache_dtype])
     if kv_cache_dtype != "auto" and not kv_cache_dtype.startswith(("float", "bfloat")):
@@ -92,7 +92,7 @@ def _greedy_argmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _fused_gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
-    """Return one token per row, sampled from the softmax of the row's logits. The same seed gives the same token."""
+    """Sample one token per row from the softmax of its logits. The same seed gives the same token."""
     noise = torch.empty_like(logits)
     for row, seed in zip(noise, seeds.tolist(), strict=True):
         row.exponential_(generator=torch.Generator().manual_seed(seed))
@@ -120,8 +120,8 @@ def _fused_add_rms_norm(
     _rms_norm(states, residual, weight, epsilon)
 
 
-# The implementation of each op by its schema, with the argument types that vLLM passes. vLLM calls the last
-# five ops only up to 0.30.
+# The schema of each op, with the argument types that vLLM passes, and the op's implementation. Versions after
+# 0.30 do not call the last five ops.
 OPS: dict[str, Callable[..., object]] = {
     "init_cpu_memory_env(int[] nodes) -> ()": _init_cpu_memory_env,
     "get_scheduler_metadata(int num_reqs, int num_heads, int num_kv_heads, int head_dim, Tensor seq_lens,"

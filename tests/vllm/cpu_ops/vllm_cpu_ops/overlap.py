@@ -1,6 +1,6 @@
-"""Enables asynchronous scheduling on a CPU, by an environment variable.
+"""Lets an environment variable enable asynchronous scheduling on a CPU.
 
-vLLM's CPU platform always switches asynchronous scheduling off, because it gains nothing on a CPU. Tests of
+vLLM's CPU platform always switches asynchronous scheduling off, because a CPU gains nothing from it. Tests of
 plugins with two steps in flight need it. The scheduler, the batch queue and the runner are the same code as
 on a GPU.
 """
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 SWITCH = (
-    "VLLM_CPU_OPS_ASYNC_SCHEDULING"  # "1" allows two steps in flight; read whenever an engine is configured
+    # With "1", two steps may be in flight. The variable is read whenever an engine is configured.
+    "VLLM_CPU_OPS_ASYNC_SCHEDULING"
 )
 
 

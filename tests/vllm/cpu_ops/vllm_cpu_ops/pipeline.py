@@ -1,7 +1,7 @@
-"""Makes pipeline parallelism work on a CPU without a warm-up.
+"""Lets the V1 runner use pipeline parallelism on a CPU without a warm-up.
 
-Each stage after the first copies its input into a buffer that vLLM makes in its warm-up. The CPU worker skips
-the warm-up if graphs are off and the cache's size is given, so the V1 runner would fail at the first step.
+Each stage after the first copies its input to a buffer that vLLM allocates in its warm-up. If graphs are off
+and the cache's size is given, the CPU worker skips the warm-up, and the runner would fail in its first step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def make_buffers() -> None:
-    """Make every V1 runner allocate the buffer when the runner first needs it."""
+    """Make every V1 runner allocate its buffer in its first step."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     gather = GPUModelRunner.sync_and_gather_intermediate_tensors

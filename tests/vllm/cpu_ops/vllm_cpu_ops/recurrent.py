@@ -1,8 +1,9 @@
-"""Recurrent layers in plain torch, token by token in float32, so that the division into chunks changes nothing.
+"""Recurrent layers in plain torch. They compute token by token in float32, so chunk sizes do not change the
+result.
 
-A layer reads each request's state from the slot in the request's row, and writes the state back to this slot.
-vLLM's own Python code for CPUs calls the two ops at the end of this file. The other functions replace
-functions of vLLM (`hybrid_models`).
+A layer reads each request's state from the slot in the request's row, and writes the new state to this slot.
+vLLM's own Python code for CPUs calls the ops in the table at the end of this file. The other functions
+replace functions of vLLM (`hybrid_models`).
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ def chunk_scan(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     state_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Fill `out` and return the states at the ends of all chunks, or of each request's last chunk.
+    """Fill `out`. Return the states at the ends of all chunks, or only those of each request's last chunk.
 
     vLLM's own function for CPUs returns only the last states, but models with checkpoints inside a chunk need
-    all states.
+    all of them.
     """
     assert z is None
     assert seq_idx is not None
@@ -73,7 +74,7 @@ def store_prefill_checkpoint(
     *,
     state_len: int,
 ) -> None:
-    """Write each request's state at its checkpoint offset into the block reserved for the checkpoint.
+    """Write each request's state at its checkpoint offset to the block reserved for the checkpoint.
 
     A request with offset 0 has no checkpoint.
     """
@@ -82,7 +83,7 @@ def store_prefill_checkpoint(
         checkpoint.state_indices.tolist(),
         chunk_idx.tolist(),
         query_start_loc.tolist(),
-        strict=False,  # The last start is the end of the last request.
+        strict=False,  # `query_start_loc` has one item more: the end of the last request
     )
     for offset, block, chunk, start in rows:
         if offset:
@@ -107,8 +108,8 @@ def _mamba2_token(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the state `[heads, size, states]` after a token, and the token's output `[heads, size]`.
 
-    `dt` and `A` are `[heads, size or 1]`. `B` and `C` are `[groups, states]`, and several heads share a
-    group.
+    `dt` and `A` have the shape `[heads, size or 1]`. `B` and `C` have the shape `[groups, states]`; several
+    heads share a group.
     """
     repeats, wide = state.shape[0] // B.shape[0], x.float()
     b, c = (each.float().repeat_interleave(repeats, dim=0) for each in (B, C))
@@ -164,7 +165,10 @@ def gated_delta_net(
     a: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Compute a layer for all requests of a step, into `out`. vLLM's own function supports only bfloat16."""
+    """Compute a layer for all requests of a step, and write the result to `out`.
+
+    vLLM's own function for CPUs supports only bfloat16.
+    """
     starts, slots = metadata.non_spec_query_start_loc, metadata.non_spec_state_indices_tensor
     conv_states, states = layer.kv_cache[0].transpose(-1, -2), layer.kv_cache[1]
     decay = -layer.A_log.float().exp() * functional.softplus(a.float() + layer.dt_bias.float())
@@ -198,7 +202,9 @@ def _delta_rule(
     rate: torch.Tensor,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Fill `out` and return the state `[heads, size of a value, size of a key]` after the last token."""
+    """Fill `out`. Return the state after the last token, in the shape `[heads, size of a value, size of a
+    key]`.
+    """
     repeats = value.shape[1] // key.shape[1]
     query, key = (_unit(each).repeat_interleave(repeats, dim=1) for each in (query, key))
     query = query * key.shape[-1] ** -0.5
@@ -228,7 +234,7 @@ def _conv1d_update(
     query_start_loc: torch.Tensor | None,
     pad_slot_id: int,
 ) -> torch.Tensor:
-    """Process one token of each request, `[requests, channels]`."""
+    """Process one token per request. `x` and the result have the shape `[requests, channels]`."""
     if conv_state_indices is None or x.dim() != 2 or x.shape[0] != conv_state_indices.numel():
         raise NotImplementedError("one token a request, with a paged state, and no speculative drafts here")
     slots = conv_state_indices.flatten().long()
@@ -242,7 +248,7 @@ def _conv1d_update(
 
 
 def _conv1d_weight_pack(weight: torch.Tensor) -> torch.Tensor:
-    """Leave the weights unchanged. On a CPU with bfloat16, vLLM 0.30 packs weights of any type."""
+    """Do not pack the weights, which vLLM 0.30 requests on a CPU with bfloat16."""
     return weight.unsqueeze(1).clone()
 
 

@@ -1,5 +1,3 @@
-"""Computes the cache slot for each token of a step."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -9,7 +7,7 @@ import torch
 if TYPE_CHECKING:
     from vllm.v1.worker.block_table import BlockTable
 
-PADDING = -1  # Slots below zero are not written.
+PADDING = -1  # Nothing is written to slots below zero.
 
 
 def fill_slots(
@@ -19,10 +17,10 @@ def fill_slots(
     slots: torch.Tensor,
     block_size: int,
 ) -> None:
-    """Write each token's slot into `slots`, and padding after the last token.
+    """Write each token's slot to `slots`, and padding after the last token.
 
     Args:
-        query_start_loc: where each request's tokens begin, and where the last request's tokens end.
+        query_start_loc: for each request, the index of its first token; at the end, the number of tokens.
         positions: each token's position in its request.
         block_table: one row of block ids per request.
         slots: filled in place.
@@ -38,10 +36,10 @@ def fill_slots(
 
 
 def replace_kernel() -> None:
-    """Replace the Triton kernel of vLLM's block table by `fill_slots`.
+    """Make vLLM's block tables use `fill_slots` instead of a Triton kernel.
 
-    Without Triton, vLLM calls a replacement of the kernel, and 0.32 passes the arguments to this replacement
-    in a wrong order. A plain method works with every version.
+    Without Triton, vLLM has its own replacement of the kernel, but 0.32 passes the arguments in the wrong
+    order. This works with every version.
     """
     from vllm.v1.worker.block_table import BlockTable
 
@@ -52,7 +50,7 @@ def _compute_slot_mapping(
     self: BlockTable, num_reqs: int, query_start_loc: torch.Tensor, positions: torch.Tensor
 ) -> None:
     mode = getattr(self, "slot_mapping_mode", None)
-    if mode is not None and mode.name == "NONE":  # A recurrent group has states instead of slots.
+    if mode is not None and mode.name == "NONE":  # a recurrent group has states instead of slots
         return
     starts = query_start_loc[: num_reqs + 1]
     fill_slots(starts, positions, self.block_table.gpu, self.slot_mapping.gpu, self.block_size)
