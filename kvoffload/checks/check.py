@@ -95,11 +95,13 @@ class Given:
         settings: kvoffload's settings in the engine's configuration; None if it contains none.
         sizes: the engine's sizes.
         checks: the adapter's checks.
+        parse: for an engine that keeps its own host tier: parses the settings of the lower tiers, or raises `ConfigError`.
     """
 
     settings: Mapping[str, object] | None
     sizes: Sizes
     checks: tuple[Check, ...]
+    parse: Callable[[Mapping[str, object]], OffloadConfig] | None = None
 
 
 def run_checks(checks: Iterable[Check], setup: Setup) -> list[Finding]:

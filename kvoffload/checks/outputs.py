@@ -190,10 +190,9 @@ def _no_bucket(address: BucketAddress) -> Finding | None:
     return None
 
 
-CHECKS = (
+TIERS = (
     Check("disk space", _disk_space),
     Check("disk folder", _disk_folder),
-    Check("journal", _journal),
-    Check("span collector", _collector),
     Check("remote tier", _remote),
 )
+CHECKS = (*TIERS, Check("journal", _journal), Check("span collector", _collector))

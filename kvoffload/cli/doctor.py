@@ -36,8 +36,9 @@ from kvoffload.model.errors import ConfigError
 HELP = "check a machine and settings before an engine starts: ok, warning or error, with the remedy"
 
 ENTRY_POINT_GROUP = "kvoffload.doctors"
-"""The adapters' entry points. Each names a module that implements `Doctor`; this package must not name an engine."""
+"""The adapters' entry points. Each names a module that implements `Doctor`; this package must not import one."""
 
+_DEFAULT = "vllm"
 _WORST_FIRST = tuple(reversed(Verdict))
 _COLOURS = {Verdict.ERROR: "31", Verdict.WARNING: "33", Verdict.UNKNOWN: "2"}  # red, yellow, dim
 
@@ -58,13 +59,13 @@ class Doctor(Protocol):
         """
 
 
-def find_doctors() -> tuple[list[Doctor], list[Check]]:
-    """Return the installed adapters' modules, and a failing check for each module that cannot be imported."""
-    doctors: list[Doctor] = []
+def find_doctors() -> tuple[dict[str, Doctor], list[Check]]:
+    """Return the installed adapters' modules by name, and a failing check for each module that cannot be imported."""
+    doctors: dict[str, Doctor] = {}
     lost: list[Check] = []
     for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda one: one.name):
         try:
-            doctors.append(cast("Doctor", point.load()))
+            doctors[point.name] = cast("Doctor", point.load())
         except (ImportError, AttributeError) as error:
             finding = fail(f"the adapter's checks cannot be imported: {error}", "install kvoffload again")
             lost.append(Check(point.name, lambda *_, finding=finding: finding))
@@ -75,10 +76,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options and those of the installed adapters."""
     words = "kvoffload's settings: a JSON object, a file that holds one, or KEY=VALUE; may be repeated"
     parser.add_argument("--config", metavar="SETTINGS", action="append", default=[], help=words)
+    doctors = find_doctors()[0]
+    parser.add_argument("--engine", choices=[*doctors], default=_DEFAULT, help="whose checks to run")
+    words = "the engine's own command line, after --: kvoffload doctor -- vllm serve MODEL ...; options override it"
+    parser.add_argument("command_line", metavar="COMMAND", nargs="*", help=words)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--strict", action="store_true", help="exit with 1 also if something is not known")
     parser.add_argument("--verbose", action="store_true", help="print every check, also those that passed")
-    for doctor in find_doctors()[0]:
+    for doctor in doctors.values():
         doctor.add_arguments(parser.add_argument_group(doctor.HELP))
 
 
@@ -101,31 +106,29 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
     from kvoffload.transfer.host_memory import advise_host_bytes
 
     doctors, lost = find_doctors()
-    given = [doctor.read_arguments(args) for doctor in doctors]
+    given = doctors[args.engine].read_arguments(args) if args.engine in doctors else Given(None, Sizes(), ())
     settings = [read_settings(args.config, "--config")] if args.config else []
-    settings += [dict(one.settings) for one in given if one.settings is not None]
+    settings += [dict(given.settings)] if given.settings is not None else []
     if len(settings) > 1:
         raise CommandError("settings are given twice: in --config and in the engine's own configuration")
-    sizes = next((one.sizes for one in given), Sizes())
-    theirs = [*(check for one in given for check in one.checks), *lost]
+    sizes, theirs = given.sizes, [*given.checks, *lost]
+    raw = settings[0] if settings else {}
+    ours: tuple[Check, ...] = outputs.TIERS
     try:
-        device_bytes = sizes.ranks * (sizes.block_bytes or 0) * (sizes.device_blocks or 0)
-        advice = advise_host_bytes(sizes.ranks, device_bytes or None)
-        config = parse_config(settings[0] if settings else {}, sizes.ranks, advice)
+        if given.parse is not None:
+            config = given.parse(raw)
+        else:
+            device_bytes = sizes.ranks * (sizes.block_bytes or 0) * (sizes.device_blocks or 0)
+            config = parse_config(raw, sizes.ranks, advise_host_bytes(sizes.ranks, device_bytes or None))
+            speed = [memory.COPY_SPEED] if sizes.page_bytes else []
+            ours = (*memory.CHECKS, *speed, memory.GPU, *outputs.CHECKS)
         read_tier_key(config.tier_key_file)
     except ConfigError as error:
         # The other checks depend on the settings, so run only the adapters' checks.
         unusable = replace(fail(str(error), "correct it; see `kvoffload settings`"), check="settings")
         return [unusable, *run_checks(theirs, Setup(OffloadConfig(host_bytes=1), sizes))]
-    used = ok(", ".join(f"{name} {value}" for name, value in settings[0].items()))
-    checks = (
-        Check("settings", lambda *_: used),
-        *memory.CHECKS,
-        *([memory.COPY_SPEED] if sizes.page_bytes else []),
-        memory.GPU,
-        *outputs.CHECKS,
-        *theirs,
-    )
+    used = ok(", ".join(f"{name} {value}" for name, value in raw.items()))
+    checks = (Check("settings", lambda *_: used), *ours, *theirs)
     return run_checks(checks, Setup(config, sizes, pins=bool(find_gpus().names)))
 
 

@@ -34,9 +34,7 @@ _BY_HAND = "--block-bytes and --device-blocks"
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add an argument for vLLM's command line, some of vLLM's own options, and options for sizes that vLLM logs."""
-    words = "vLLM's own command line, after --: kvoffload doctor -- vllm serve MODEL ...; the options below override it"
-    group.add_argument("command_line", metavar="COMMAND", nargs="*", help=words)
+    """Add some of vLLM's own options, and options for sizes that vLLM logs."""
     _add_options(group.add_argument)
     group.add_argument("--block-bytes", metavar="BYTES", type=size, help="a block's bytes on one rank")
 

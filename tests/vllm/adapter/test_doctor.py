@@ -87,6 +87,7 @@ anything = st.recursive(
 @given(st.dictionaries(st.sampled_from([*GOOD, "connectors"]), anything, max_size=5), st.booleans())
 def test_property_any_configuration_gets_its_findings(changes: dict[str, Any], is_ours: bool) -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("command_line", nargs="*")
     doctor.add_arguments(parser.add_argument_group())
     transfer = {**GOOD, **changes} if is_ours else changes
     found = doctor.read_arguments(parser.parse_args(["--kv-transfer-config", json.dumps(transfer)]))
@@ -137,6 +138,7 @@ def test_our_connector_is_found_among_several(capsys: pytest.CaptureFixture[str]
 
 def ask_vllms(name: str, where: Machine) -> tuple[str, str]:
     parser = argparse.ArgumentParser()
+    parser.add_argument("command_line", nargs="*")
     doctor.add_arguments(parser.add_argument_group())
     return ask(doctor.read_arguments(parser.parse_args([])).checks, name, setup(), where)
 
