@@ -1,10 +1,10 @@
 """Measures what offloading costs and gains in the reference engine.
 
 * Throughput on prompts that never repeat, compared with an engine without offloading. Both engines serve the
-same prompts, one engine after the other, in alternating order. An engine's time includes its copies.
+  same prompts, one engine after the other, in alternating order. An engine's time includes its copies.
 * Time to first token when a conversation returns after the device has evicted its KV: the conversations need
-four times the device's cache. Both engines play every round with the same prompts, one engine after the
-other.
+  four times the device's cache. Both engines play every round with the same prompts, one engine after the
+  other.
 """
 
 from __future__ import annotations

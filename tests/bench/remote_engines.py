@@ -2,12 +2,12 @@
 hangs.
 
 * A second engine serves prompts whose blocks another engine has written to the store. It alternates with an
-engine that computes the same prompts.
+  engine that computes the same prompts.
 * Four engines alternate. They play conversations that do not fit in host memory: without a store, with a
-store that is never used, with a working store, and with a dead store.
+  store that is never used, with a working store, and with a dead store.
 * An engine serves a ring of prompts that fits neither on the device nor on the host, so that each prompt is
-fetched from the store. The process with the values is then stopped. The bench counts tokens per second
-before, during and after the stop.
+  fetched from the store. The process with the values is then stopped. The bench counts tokens per second
+  before, during and after the stop.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ Three engines run in one process: without a connector, with our connector, and w
 with the same prompts, so that other load on the machine affects all of them.
 
 * Prompts that never repeat: the throughput, relative to the engine without a connector. An engine's time
-includes its copies.
+  includes its copies.
 * Returning turns: the conversations need four times the device's cache, so the device has evicted each
-conversation before its next turn. The time to first token is compared with recomputing and with the peer.
+  conversation before its next turn. The time to first token is compared with recomputing and with the peer.
 """
 
 from __future__ import annotations

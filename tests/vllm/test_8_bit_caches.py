@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 pytestmark = MARKS
 
-BLOCKS = 8  # A prompt has this many whole blocks.
+BLOCKS = 8  # the number of whole blocks in a prompt
 
 
 def draw(count: int) -> dict[str, Asked]:
@@ -32,17 +32,16 @@ def draw(count: int) -> dict[str, Asked]:
     }
 
 
-def test_8_bit_caches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_8_bit_caches_are_stored_and_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = draw(4)
-    # vLLM's CPU platform accepts fp8 caches if it finds AVX-512. The torch conversions in place of its
-    # kernels do not need AVX-512.
+    # vLLM's CPU platform only accepts fp8 caches if it finds AVX-512. Our torch ops do not need AVX-512.
     monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: True)
     with offloading("qwen3", folder, kv_cache_dtype="fp8") as rig:
 
         def one_by_one(**fields: Any) -> dict[str, Reported]:
-            """Serve one request after the other, so that all runs round numbers in the same way.
+            """Serve one request after the other, so that rounding is the same in every run.
 
-            Other rounding changes a log-probability by 0.001.
+            Concurrent requests round differently, which changes a log-probability by 0.001.
             """
             reported: dict[str, Reported] = {}
             for name, one in asked.items():

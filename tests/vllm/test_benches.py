@@ -1,5 +1,3 @@
-"""Runs each bench on a stock vLLM with its smallest settings."""
-
 from __future__ import annotations
 
 import json
@@ -31,7 +29,7 @@ SMALL = Size(8, SLOT_BYTES, {})
         ),
     ],
 )
-def test_a_bench_measures_and_keeps_its_lines(
+def test_a_bench_measures_and_saves_its_lines(
     name: str,
     options: Sequence[str],
     smaller: Mapping[str, object],
@@ -49,14 +47,14 @@ def test_a_bench_measures_and_keeps_its_lines(
     assert [line["median"] > 0 for line in kept["lines"]] == [True] * lines
 
 
-def test_all_disks_serve_after_restarts_and_change_no_token(tmp_path: Path) -> None:
+def test_engines_with_each_disk_serve_equal_tokens_after_restarts(tmp_path: Path) -> None:
     none, ours, fs, tier = play(tmp_path, SMALL, turns=2, count=4)
     assert len(none.answers) == 6
     assert differing(none, ours) == differing(none, fs) == differing(none, tier) == 0
 
     blocks = [file for file in files_in(fs.folder) if file.suffix == ".bin"]
-    assert len(blocks) == 2 * 4 * SMALL.blocks  # These include the prompts that never return.
-    for file in blocks:  # Wrong bytes must change the answers.
+    assert len(blocks) == 2 * 4 * SMALL.blocks  # with the blocks of prompts that do not return
+    for file in blocks:  # with wrong bytes, the answers must differ
         file.write_bytes(bytes(SLOT_BYTES))
     fs.answers.clear()
     fs.return_to(draw_prompts(SMALL, 4))

@@ -1,8 +1,8 @@
-"""The setting `layout` on vLLM's backends, and the copied bytes in every layout of vLLM.
+"""Tests the setting `layout` with vLLM's backends, and the copied bytes in every layout of vLLM.
 
-A backend that does not support the setting refuses it. vLLM 0.29 and newer have six orders of layers, blocks,
-heads and tokens. vLLM's CPU attention supports one of these layouts. Our replacement supports two, and the
-engines here run with both. Bytes are compared in all six layouts.
+vLLM 0.29 and newer have six orders of layers, blocks, heads and tokens. vLLM's CPU attention supports one of
+them, and our replacement supports two; the engines here run with both. A backend that does not support the
+setting must refuse it. Bytes are compared in all six orders.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ pytestmark = [
 ]
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-BLOCKS = 64  # vLLM requires enough blocks for one request of the greatest length.
+BLOCKS = 64  # vLLM requires enough blocks for one request of the maximum length
 STORED, LOADED = (3, 1, 8), (5, 6, 2)
 PATIENCE_S = 60.0
 
@@ -55,7 +55,9 @@ def prompts() -> dict[str, Asked]:
 
 
 @pytest.mark.parametrize(("kind", "pieces"), [("qwen3", 2), ("gemma3", 2)])
-def test_a_backend_that_cannot_is_refused(kind: checkpoints.Kind, pieces: int, folder: Path) -> None:
+def test_a_backend_that_does_not_support_the_layout_is_refused(
+    kind: checkpoints.Kind, pieces: int, folder: Path
+) -> None:
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     with (
@@ -63,12 +65,12 @@ def test_a_backend_that_cannot_is_refused(kind: checkpoints.Kind, pieces: int, f
         offloading(kind, folder, extra={"layout": "blocks"}),
     ):
         pass
-    ensure_kv_transfer_shutdown()  # The next engine would otherwise use the refused worker's connector.
+    ensure_kv_transfer_shutdown()  # otherwise the next engine would use the connector of the refused worker
     check_threads_gone()
 
 
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
-def test_an_engine_whose_backend_can(
+def test_an_engine_runs_with_each_layout_that_its_backend_supports(
     kind: checkpoints.Kind, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with plain(kind, folder, num_gpu_blocks_override=512) as rig:
@@ -90,7 +92,7 @@ def test_an_engine_whose_backend_can(
 
 @pytest.fixture(scope="module", params=checkpoints.KINDS)
 def model(request: pytest.FixtureRequest, folder: Path) -> tuple[Any, Any]:
-    """Return vLLM's configuration of an engine with the connector, and the engine's layers."""
+    """Return vLLM's configuration of an engine with the connector, and the cache specs of its layers."""
     with offloading(request.param, folder) as rig:
         runner = rig.core.model_executor.driver_worker.worker.model_runner
         return rig.llm.llm_engine.vllm_config, runner.get_kv_cache_spec()
@@ -100,7 +102,9 @@ def model(request: pytest.FixtureRequest, folder: Path) -> tuple[Any, Any]:
 def caches(
     request: pytest.FixtureRequest, model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """Make a KV cache in one of vLLM's layouts; return both configurations, and each layer's view."""
+    """Allocate a KV cache in one of vLLM's layouts. Return both configurations, and each layer's view of the
+    cache.
+    """
     import torch
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
     from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -117,7 +121,7 @@ def caches(
 
 @pytest.fixture
 def worker(caches: tuple[Any, Any, dict[str, Any]]) -> Iterator[Any]:
-    """Yield a worker's connector with this cache registered."""
+    """Yield the connector's worker side, with this cache registered."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
@@ -138,7 +142,9 @@ def worker(caches: tuple[Any, Any, dict[str, Any]]) -> Iterator[Any]:
 
 
 def copy(connector: Any, direction: Direction, blocks: tuple[int, ...]) -> None:
-    """Copy between the first host slots and these blocks in a step of the worker, and check that the copy succeeds."""
+    """Let a step of the worker copy between the first host slots and these blocks. Check that the copy
+    succeeds.
+    """
     from kvoffload_vllm.metadata import KVOffloadMetadata
 
     job = device_job(len(direction.value), direction, range(len(blocks)), blocks, RequestId("r"))
@@ -153,7 +159,7 @@ def copy(connector: Any, direction: Direction, blocks: tuple[int, ...]) -> None:
 
 
 def until_reported(connector: Any, condition: Callable[[TransferReport], object]) -> TransferReport:
-    """Step without a plan until the worker's report meets a condition; return the report."""
+    """Poll the worker until a report meets the condition; return this report."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         assert time.monotonic() < deadline, "it is not reported"
@@ -164,16 +170,18 @@ def until_reported(connector: Any, condition: Callable[[TransferReport], object]
                 return report
 
 
-def test_every_layer_gets_its_bytes_back(worker: Any, caches: tuple[Any, Any, dict[str, Any]]) -> None:
-    """Blocks are copied to the host, and from there into other blocks.
+def test_every_layer_finds_its_bytes_after_a_load(
+    worker: Any, caches: tuple[Any, Any, dict[str, Any]]
+) -> None:
+    """Store blocks, load them into other blocks, and check every layer's bytes in these blocks.
 
-    Each layer must find its own bytes in these blocks, and no other byte changes.
+    No byte of any other block may change.
     """
     import torch
 
     _, config, views = caches
     generator = torch.Generator().manual_seed(0)
-    for view in views.values():  # Groups overlap in memory, so the bytes written last remain.
+    for view in views.values():  # groups share memory, so later values overwrite earlier ones
         view.copy_(torch.randn(view.shape, generator=generator))
     before = {name: view.clone() for name, view in views.items()}
     copy(worker, Direction.STORE, STORED)
@@ -187,8 +195,10 @@ def test_every_layer_gets_its_bytes_back(worker: Any, caches: tuple[Any, Any, di
         assert bool((view[list(STORED)] == -1.0).all()), name
 
 
-def test_pieces_of_a_block(worker: Any, caches: tuple[Any, Any, dict[str, Any]]) -> None:
-    """Blocks that are outermost have one piece. Other blocks have one piece per layer of a group, or one per head."""
+def test_the_number_of_pieces_of_a_block(worker: Any, caches: tuple[Any, Any, dict[str, Any]]) -> None:
+    """If blocks are outermost, a block has one piece. Otherwise it has one piece per layer of a group, or per
+    layer and head.
+    """
     _, config, views = caches
     layers = max(len(group.layer_names) for group in config.kv_cache_groups)
     heads = next(iter(views.values())).shape[1]

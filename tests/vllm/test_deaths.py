@@ -1,8 +1,8 @@
-"""SIGTERM and SIGKILL of a stock vLLM's engine or of one of its two workers, during loads.
+"""Sends SIGTERM or SIGKILL to a stock vLLM's engine or to one of its two workers, during loads.
 
-One front end serves from one engine after another. Each test ends an engine and starts the next, which finds
-the previous engine's blocks on the disk. vLLM forks the processes here. Spawning them, the default on a CPU,
-would take a minute longer and not change how the processes end.
+The process that receives requests serves from one engine after another. Each test ends an engine and starts
+the next one, which finds the earlier engine's blocks on the disk. vLLM forks its processes here. Spawning
+them, the default on a CPU, would take a minute longer and not change how they end.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from tests.vllm.stock import checkpoints
 pytestmark = [*MARKS, pytest.mark.full]
 
 PROMPTS = draw(1, 3, 200)
-FOUND = 192  # A lookup finds the tokens in a prompt's whole blocks.
+FOUND = 192  # the tokens in a prompt's whole blocks
 RANKS = 2
-VLLMS_OWN = re.compile(r"[0-9a-f-]{36}")  # vLLM always leaves sockets with such names behind.
+VLLMS_OWN = re.compile(r"[0-9a-f-]{36}")  # vLLM always leaves sockets with such names
 DEAD = {"error": "EngineDeadError"}
 KILLS = int(os.environ.get("KVOFFLOAD_VLLM_KILLS", "1"))
 
 
 @dataclass
 class Life:
-    """An engine that has served, and resources that must be gone after the engine's end."""
+    """An engine that has served prompts, and what must be gone when the engine has ended."""
 
     front: Front
     gate: CopyGate
@@ -56,7 +56,7 @@ class Life:
         return process
 
     def begin(self) -> None:
-        """Start an engine, and serve the common prompts from the device and from the host."""
+        """Start an engine, and serve the prompts until all their blocks are on the host and on the disk."""
         self.gate.forget()
         opened = self._times_opened()
         self.front.do("start", workers=RANKS)
@@ -74,10 +74,10 @@ class Life:
         self.front.do("forget")
         self.processes = processes(self.front)
         self.shared = shared_memory(self.front)
-        assert self.shared  # These are the queues between an engine and its workers.
+        assert self.shared  # queues between the engine and its workers
 
     def on_disk(self) -> int:
-        """Return the number of blocks that a new engine would find on the disk."""
+        """Return how many blocks a new engine would find on the disk."""
         (folder,) = self.folder.glob("disk/*/replica0")
         with open_folder(folder) as opened:
             index = load_index(opened, 2**20)
@@ -87,7 +87,7 @@ class Life:
         return self.front.log.read_text().count("disk_opened")
 
     def start_loads(self) -> list[HeldCopy]:
-        """Send a prompt that is only on the host; return each worker's load, which waits at the gate."""
+        """Send a prompt that is only on the host. Return each worker's load, which is held."""
         self.gate.hold()
         self.front.say("ask", prompts=PROMPTS[:1])
         held = [self.gate.next_held() for _ in range(RANKS)]
@@ -100,11 +100,13 @@ class Life:
         assert all(one.came_to_its_end() for one in held)
 
     def check_closing(self, *held: HeldCopy) -> None:
-        """Check that these workers are closing their connectors."""
+        """Check that the workers of these copies are closing their connectors."""
         assert {self.gate.next_closing() for _ in held} == {(CLOSING, one.process) for one in held}
 
     def check_closed(self, *held: HeldCopy) -> None:
-        """Check that these workers have closed their connectors, and only after the last copy."""
+        """Check that the workers of these copies have closed their connectors, and that no copy was running
+        then.
+        """
         seen = {one.process: b"" for one in held}
         while CLOSING in seen.values() or b"" in seen.values():
             reason, process = self.gate.next_closing()
@@ -112,7 +114,9 @@ class Life:
         assert set(seen.values()) == {CLOSED}
 
     def check_over(self) -> None:
-        """Check that only vLLM's own files are left, that requests get an error, and that a new engine serves."""
+        """Check that the engine left only vLLM's own files, that requests get an error, and that a new engine
+        serves prompts.
+        """
         until(lambda: set(processes(self.front)) == {self.front.process.pid}, 60)
         assert not [path for path in self.shared if path.exists()]
         sockets = {one.name for one in self.folder.iterdir() if one.is_socket()}
@@ -120,12 +124,12 @@ class Life:
         assert self._ask() == [DEAD] * len(PROMPTS)
         self.front.do("stop")
         check_log(self.front)
-        JournalFile(self.folder / "journal").close()  # This fails if a process still holds the journal.
+        JournalFile(self.folder / "journal").close()  # opening the journal fails if a process still uses it
         self.gate.open()
         self.begin()
 
     def check_served(self, prompts: Sequence[Prompt]) -> None:
-        """Check that answers equal the answers without any cache."""
+        """Check that the answers equal those that are computed without a cache."""
         right = self.front.do("ask", prompts=prompts, salt="truth")["answers"]
         for _ in range(2):
             answers = self.front.do("ask", prompts=prompts)["answers"]
@@ -145,7 +149,7 @@ class Life:
 def life(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
     folder = tmp_path_factory.mktemp("life")
     with fronting(folder / "qwen3", folder) as (front, gate):
-        checkpoints.make("qwen3", folder / "qwen3")  # Meanwhile, the front end imports vLLM.
+        checkpoints.make("qwen3", folder / "qwen3")  # meanwhile, the other process imports vLLM
         made = Life(front, gate, folder)
         made.begin()
         yield made
@@ -156,7 +160,9 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
 
 
 def test_an_engine_that_gets_sigterm_waits_for_its_copies(life: Life) -> None:
-    """Without `--shutdown-timeout` vLLM aborts the requests at once. Open copies still use the requests' blocks."""
+    """Without `--shutdown-timeout`, vLLM aborts the requests at once, but open copies still use the requests'
+    blocks.
+    """
     held = life.start_loads()
     os.kill(life.engine, signal.SIGTERM)
     (answer,) = life.front.hear()["answers"]
@@ -166,7 +172,7 @@ def test_an_engine_that_gets_sigterm_waits_for_its_copies(life: Life) -> None:
     life.check_over()
 
 
-def test_workers_whose_engine_was_killed_see_their_copies_to_their_end(life: Life) -> None:
+def test_workers_of_a_killed_engine_wait_for_their_copies(life: Life) -> None:
     held = life.start_loads()
     os.kill(life.engine, signal.SIGKILL)
     life.check_closing(*held)
@@ -177,7 +183,7 @@ def test_workers_whose_engine_was_killed_see_their_copies_to_their_end(life: Lif
     life.check_over()
 
 
-def test_a_killed_worker_takes_its_engine_along(life: Life) -> None:
+def test_a_killed_worker_ends_its_engine(life: Life) -> None:
     killed, other = life.start_loads()
     os.kill(killed.process, signal.SIGKILL)
     assert not killed.came_to_its_end()
@@ -197,7 +203,7 @@ def test_a_worker_that_gets_sigterm_waits_for_its_copies(life: Life) -> None:
     life.check_closing(reported)
     life.release(reported)
     life.check_closed(reported)
-    life.check_closing(other)  # The engine of the other worker has noticed the end.
+    life.check_closing(other)  # the engine ends the other worker too
     life.release(other)
     life.check_closed(other)
     assert life.front.hear()["answers"] == [DEAD]
@@ -209,7 +215,7 @@ def test_a_worker_that_gets_sigterm_waits_for_its_copies(life: Life) -> None:
 def test_after_a_kill_at_any_moment_the_next_engine_finds_all_put_blocks(
     life: Life, seed: int, how: signal.Signals
 ) -> None:
-    """KVOFFLOAD_VLLM_KILLS=3 runs more kills. The test's name contains the seed."""
+    """KVOFFLOAD_VLLM_KILLS sets the number of seeds."""
     chance = random.Random(seed)
     turns = [
         (*prompt[: chance.randrange(64, 200)], *tail)
@@ -227,7 +233,7 @@ def test_after_a_kill_at_any_moment_the_next_engine_finds_all_put_blocks(
 
 
 def test_an_engine_ends_while_a_call_to_a_store_hangs(life: Life, mooncake: Mooncake) -> None:
-    """The hanging call itself would return only after 30 s."""
+    """The hanging call itself returns only after 30 s."""
     life.front.do("stop")
     life.front.do("start", workers=RANKS, remote_url=mooncake.url, remote_timeout_s=1.0)
     log = life.front.log

@@ -1,5 +1,3 @@
-"""The disk tier on a stock vLLM: the tokens stay the same, and a restarted engine finds written blocks."""
-
 from __future__ import annotations
 
 import logging
@@ -30,7 +28,7 @@ pytestmark = MARKS
 
 KINDS: tuple[checkpoints.Kind, ...] = ("qwen3", "gemma3", "lfm2")
 HOST_BLOCKS = {"qwen3": 80, "gemma3": 160, "lfm2": 120}
-"""Fetches may fill a quarter of these slots. This quarter has room for the blocks of any prompt."""
+"""Fetches may fill a quarter of these slots, and any prompt's blocks must fit in that quarter."""
 
 
 def draw(seed: int, count: int, blocks: int, tokens: int) -> dict[str, Asked]:
@@ -45,7 +43,7 @@ PROMPTS, OTHERS = draw(1, 3, 6, 8), draw(2, 16, 10, 1)
 
 @dataclass
 class Life:
-    """An engine whose disk is open, or could not be opened."""
+    """An engine with a disk, which is open or could not be opened."""
 
     rig: Rig
     copies: list[TierCopyEnded]
@@ -66,9 +64,9 @@ class Life:
         return self.rig.side.core.state.disk
 
     def wait_for_disk(self) -> None:
-        """Step until the disk is open or has failed.
+        """Step until the disk is open or could not be opened.
 
-        An idle engine stops stepping after `disk_drain_s`, so requests are served after this time.
+        An idle engine stops stepping after `disk_drain_s`, so this function also serves requests.
         """
         rig, asked = self.rig, {"opens": Asked((1, 2, 3), 1)}
 
@@ -78,7 +76,7 @@ class Life:
         rig.until(lambda: self.disk.is_open or self.disk.is_closed or serve())
 
     def push_out(self) -> None:
-        """Displace blocks from device and host. Blocks that were found again remain on the disk."""
+        """Evict all prompts from device and host. Blocks that were found again are still on the disk."""
         self.rig.run(OTHERS)
         assert self.rig.scheduler.reset_prefix_cache()
 
@@ -94,7 +92,10 @@ def living(
     host_blocks: int | None = None,
     **options: Any,
 ) -> Iterator[Life]:
-    """Start an engine with its disk in `folder`. The model's weights count as loaded now."""
+    """Run an engine whose disk is in `folder` during the `with` block.
+
+    The engine's process counts as started now, because weights that are newer than the process are refused.
+    """
     extra = {"disk_path": str(folder / "disk"), "disk_bytes": "32MiB", **options.pop("extra", {})}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("kvoffload_vllm.kv_identity.process_began_ns", time.time_ns)
@@ -110,7 +111,7 @@ def living(
 
 @dataclass(frozen=True)
 class Before:
-    """The contents of the first engine's disk, and the engine's answers."""
+    """The folder that the first engine has left, and the first engine's answers."""
 
     folder: Path
     answers: dict[str, Reported]
@@ -130,7 +131,7 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Callable[[checkpoints.Ki
             answers = life.ask()
             assert not any(answer.cached for answer in answers.values())
             life.push_out()
-            assert not life.on_disk()  # Only blocks that were found again are written.
+            assert not life.on_disk()  # only blocks that were found again are written
             life.ask()
             while grows(life):
                 pass
@@ -149,9 +150,9 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Callable[[checkpoints.Ki
 
 
 def grows(life: Life) -> bool:
-    """Return whether serving the prompts again writes more blocks to the disk.
+    """Serve the prompts again; return whether more blocks were then on the disk.
 
-    A block whose store was open is spilled one round later.
+    A block that is still being stored is only spilled in a later round.
     """
     had = life.on_disk()
     life.ask()
@@ -173,7 +174,7 @@ def test_r18_the_next_engine_finds_all_put_blocks(
         life.rig.check_clean()
 
 
-def test_r18_nothing_from_before_a_reset_is_found_now_or_after_a_restart(
+def test_r18_no_block_from_before_a_reset_is_found_even_after_a_restart(
     before: Callable[[checkpoints.Kind], Before], tmp_path: Path
 ) -> None:
     was = before("qwen3")
@@ -201,7 +202,7 @@ def test_r18_other_weights_of_the_same_shapes_find_nothing(
     assert len(list(folder.glob("disk/*/replica0"))) == 2
 
 
-def test_r18_with_a_key_only_blocks_put_with_it_are_found(
+def test_r18_with_a_key_only_blocks_written_with_this_key_are_found(
     before: Callable[[checkpoints.Kind], Before], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     was, path, uses, mac = before("qwen3"), tmp_path / "key", set[bytes](), TierKey.mac
@@ -227,7 +228,7 @@ def test_r18_with_a_key_only_blocks_put_with_it_are_found(
     assert {b"slot", b"index", b"batch", b"weights"} <= uses
 
 
-def test_a_second_engine_is_refused_by_the_holders_name_and_serves_without_a_disk(
+def test_a_second_engine_on_a_disk_logs_the_first_and_serves_without_the_disk(
     before: Callable[[checkpoints.Kind], Before], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     was = before("qwen3")
@@ -262,12 +263,12 @@ def test_r18_an_adapter_with_other_bytes_at_the_same_path_finds_nothing(tmp_path
                 life.rig.finish()
             first, *later = [life.rig.reported[f"{name}a{number}"] for number in range(3)]
             assert first.cached == 0
-            assert all(one.cached for one in later)  # The device has the blocks of the same adapter.
+            assert all(one.cached for one in later)  # the device still has the blocks of the same adapter
             assert life.on_disk() == life.restored == (6 if seed else 0)
             base = [life.rig.run({f"{name}b{number}": asked})[f"{name}b{number}"] for number in range(3)]
             assert base[0].cached == (6 * engines.BLOCK if seed else 0)
             life.rig.finish()
-            assert life.on_disk() == 6  # These are the blocks of the base model.
+            assert life.on_disk() == 6  # the blocks that were computed without the adapter
             life.rig.check_clean()
         answers.append(first.tokens)
     assert answers[0] != answers[1]

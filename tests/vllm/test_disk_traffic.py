@@ -1,4 +1,4 @@
-"""Mixed traffic of one model with a disk. `make disk-traffic` runs all models, also on two ranks."""
+"""Runs mixed traffic with a disk, for one model. `make disk-traffic` runs all models, also with two ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.vllm.engine_rig import MARKS
 pytestmark = MARKS
 
 
-def test_answers_are_right_through_aborts_restarts_and_a_reset_on_a_host_that_is_far_too_small(
+def test_answers_are_right_with_aborts_restarts_and_a_reset_on_a_far_too_small_host(
     tmp_path: Path,
 ) -> None:
     traffic = Traffic("qwen3", tmp_path, ranks=1, seed=1)

@@ -1,4 +1,4 @@
-"""Tokens and log-probabilities equal those of an engine without a connector, whatever happens to requests."""
+"""Checks that tokens and log-probabilities equal those of an engine without a connector."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.vllm.stock import checkpoints
 
 pytestmark = MARKS
 
-LONG = 260  # This is longer than several steps' token budgets and several windows.
+LONG = 260  # longer than several steps' token budgets, and longer than several windows
 ON_LARGE_HOSTS: list[tuple[checkpoints.Kind, str, int, bool]] = [
     ("qwen3", "eager", 512, False),
     ("gemma3", "eager", 512, True),
 ]
-SCENES = [  # A scene has model, policy, host blocks, and whether two steps are in flight.
+SCENES = [  # model, store policy, number of host blocks, and whether two steps are in flight
     *ON_LARGE_HOSTS,
     ("qwen3", "eager", 9, False),
     ("qwen3", "lazy", 512, False),
@@ -42,7 +42,7 @@ SCENES = [  # A scene has model, policy, host blocks, and whether two steps are 
 
 
 def draw(seed: int) -> dict[str, Asked]:
-    """Draw families of prompts. The prompts of a family share prefixes of several lengths."""
+    """Return random prompts in families. Prompts of one family have common prefixes of several lengths."""
     random_ = random.Random(seed)
     asked: dict[str, Asked] = {}
     for family in range(6):
@@ -84,8 +84,10 @@ def scene(
         yield rig, expected[kind], host
 
 
-def test_many_at_once(scene: tuple[Rig, dict[str, Reported], int]) -> None:
-    """The requests outgrow the device: prompts are chunked, requests are preempted, and both caches have hits."""
+def test_many_concurrent_requests(scene: tuple[Rig, dict[str, Reported], int]) -> None:
+    """The requests do not fit on the device, so vLLM chunks prompts and preempts requests. Both caches have
+    hits.
+    """
     rig, expected, host = scene
     rig.forget()
     before = rig.counts
@@ -135,7 +137,7 @@ def test_resets_at_random_steps(scene: tuple[Rig, dict[str, Reported], int]) -> 
     def reset(_: int) -> None:
         if random_.random() < 0.1:
             running = random_.random() < 0.5
-            # While a block is copied or two steps are in flight, vLLM refuses to reset running requests.
+            # vLLM refuses to reset running requests while a block is copied or two steps are in flight.
             with suppress(RuntimeError):
                 rig.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=True)
                 done[running] += 1
@@ -146,11 +148,14 @@ def test_resets_at_random_steps(scene: tuple[Rig, dict[str, Reported], int]) -> 
     rig.check_clean()
 
 
-def test_a_reset_of_running_requests_with_no_copy_open(scene: tuple[Rig, dict[str, Reported], int]) -> None:
-    """With two steps in flight vLLM frees a running request's blocks too late for its own reset, and raises.
+def test_a_reset_of_running_requests_while_no_copy_is_open(
+    scene: tuple[Rig, dict[str, Reported], int],
+) -> None:
+    """With two steps in flight, vLLM frees a running request's blocks too late for its own reset, and raises
+    an error.
 
-    This happens with any connector that loads (plugins/kvoffload_vllm/README.md). The error must not affect
-    the request. The request never fills a block, so there is no copy.
+    This happens with any connector that loads (plugins/kvoffload_vllm/README.md). The error must not
+    affect the request. The request is too short to fill a block, so no copy is open.
     """
     rig, _, _ = scene
     rig.forget()
@@ -169,8 +174,8 @@ def test_a_reset_of_running_requests_with_no_copy_open(scene: tuple[Rig, dict[st
     rig.check_clean()
 
 
-def test_prompt_logprobs(scene: tuple[Rig, dict[str, Reported], int]) -> None:
-    """A request with prompt log-probabilities reads no cache. Its blocks are stored."""
+def test_requests_with_prompt_logprobs_read_no_cache(scene: tuple[Rig, dict[str, Reported], int]) -> None:
+    """A request with prompt log-probabilities reads no cache, but its blocks are stored."""
     rig, expected, _ = scene
     mixed = {**SCORED, **dict(list(REQUESTS.items())[:10])}
     reported = rig.run(mixed)
@@ -180,7 +185,7 @@ def test_prompt_logprobs(scene: tuple[Rig, dict[str, Reported], int]) -> None:
     rig.check_clean()
 
 
-def test_salts_keep_apart(scene: tuple[Rig, dict[str, Reported], int]) -> None:
+def test_prompts_with_different_salts_share_no_blocks(scene: tuple[Rig, dict[str, Reported], int]) -> None:
     rig, expected, host = scene
     rig.forget()
     one = {name: REQUESTS[name] for name in list(REQUESTS)[:3]}
@@ -196,8 +201,8 @@ def test_salts_keep_apart(scene: tuple[Rig, dict[str, Reported], int]) -> None:
     hits: list[int] = []
     for salt in ("a", "b", "a"):
         salted(salt)
-    # Prompts of a family share blocks on the device, and these are no hits on the host. Different salts share
-    # nothing.
+    # Prompts with different salts share no blocks. Prompts of one family share blocks on the device, not on
+    # the host.
     assert hits[:2] == [0, 0]
     if host > 100 and not _is_lazy(rig):
         assert hits[2] > 0
@@ -206,7 +211,7 @@ def test_salts_keep_apart(scene: tuple[Rig, dict[str, Reported], int]) -> None:
 
 @pytest.mark.parametrize("scene", ON_LARGE_HOSTS, ids=_name, indirect=True)
 def test_one_corrupted_block_is_noticed(scene: tuple[Rig, dict[str, Reported], int]) -> None:
-    """A control: the comparisons above detect a wrong block."""
+    """Check that the comparisons of this file detect a wrong block."""
     rig, expected, _ = scene
     rig.forget()
     name = "f0m0"

@@ -1,4 +1,4 @@
-"""Two ranks of a stock vLLM launched by torchrun, each with its own scheduler, are both refused."""
+"""Starts two ranks of a stock vLLM with torchrun. Both are refused, because each has its own scheduler."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 pytestmark = MARKS
 
 
-def test_each_rank_refuses_with_one_error(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    # Regression: the engine once started and allocated each rank's host memory, but never used it, because a
-    # rank's scheduler receives only the reports of its own worker.
+def test_each_rank_is_refused_with_one_error(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    # Regression: such an engine started and allocated host memory but never used it, because a rank's
+    # scheduler received reports only from its own worker.
     checkpoint = checkpoints.make("qwen3", tmp_path_factory.getbasetemp() / "checkpoints" / "qwen3")
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])]))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

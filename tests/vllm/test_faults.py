@@ -1,6 +1,7 @@
-"""Faults on a stock vLLM that other tests do not cover: late errors, clocks, threads, new weights, and counts.
+"""Faults on a stock vLLM that other files do not test: late errors, forks, new weights, and wrong reference
+counts.
 
-`test_refused_memory.py` covers refused host memory, and `test_deaths.py` covers ended processes.
+`test_refused_memory.py` tests refused host memory, and `test_deaths.py` tests processes that end.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hands]:
         yield rig, held
 
 
-def test_an_error_that_comes_after_its_load_was_abandoned(hands: Hands) -> None:
+def test_an_error_after_a_load_was_abandoned_only_releases_its_device_blocks(hands: Hands) -> None:
     rig, held = hands
     asked = Asked(prompt(1), 6)
     expected = truth(rig, asked)
@@ -62,7 +63,7 @@ def test_an_error_that_comes_after_its_load_was_abandoned(hands: Hands) -> None:
     assert same(rig.reported["a"], expected)
 
 
-def test_vllms_own_reference_counts_are_compared(hands: Hands) -> None:
+def test_leases_are_compared_with_vllms_reference_counts(hands: Hands) -> None:
     rig, held = hands
     held.copier.hold()
     rig.ask("a", Asked(prompt(20), 2))
@@ -73,21 +74,23 @@ def test_vllms_own_reference_counts_are_compared(hands: Hands) -> None:
     assert leases
     assert device.lease_problems(leases) == []
     block = device._pool.blocks[next(iter(leases))]
-    block.ref_cnt -= 1  # This simulates that vLLM has freed a block that we lease.
+    block.ref_cnt -= 1  # as if vLLM had freed a block that we lease
     assert len(device.lease_problems(leases)) == 1
     block.ref_cnt += 1
     assert audit_side(rig.side) == []
 
 
 def retrain(model: Any, factor: float) -> None:
-    """Multiply half of each matrix of weights in place. The reciprocal factor undoes this."""
+    """Multiply half of each weight matrix in place. Calling this again with the reciprocal restores the
+    weights.
+    """
     for parameter in model.parameters():
         if parameter.dim() == 2:
             parameter.data[: parameter.shape[0] // 2] *= factor
 
 
 @pytest.mark.parametrize("in_flight", ["nothing", "a store", "a load"])
-def test_after_a_reset_new_weights_are_served_from(hands: Hands, in_flight: str) -> None:
+def test_after_a_reset_answers_are_those_of_the_new_weights(hands: Hands, in_flight: str) -> None:
     rig, held = hands
     asked = Asked(prompt(30), 8)
     rig.put_on_host_only(asked.prompt)
@@ -104,7 +107,7 @@ def test_after_a_reset_new_weights_are_served_from(hands: Hands, in_flight: str)
     rig.llm.apply_model(partial(retrain, factor=2.0))
     try:
         answer = rig.scheduler.reset_prefix_cache(reset_connector=True)
-        assert answer is (in_flight == "nothing")  # Leased blocks keep vLLM from resetting its own cache.
+        assert answer is (in_flight == "nothing")  # vLLM cannot reset its own cache while blocks are leased
         assert not rig.side.core.state.pool.index
         held.copier.release()
         rig.finish()
@@ -123,10 +126,10 @@ def test_after_a_reset_new_weights_are_served_from(hands: Hands, in_flight: str)
         rig.forget()
 
 
-def test_loaded_again_imported_twice_and_forked_amid_a_load(
+def test_the_connector_can_be_imported_twice_and_forked_during_a_load(
     hands: Hands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A forked child of the engine's process has none of the worker's threads, and starts new ones."""
+    """A forked process has none of the worker's threads, and must start new ones."""
     rig, held = hands
     asked = Asked(prompt(44), 6)
     expected = truth(rig, asked)
@@ -154,8 +157,10 @@ def test_loaded_again_imported_twice_and_forked_amid_a_load(
     assert rig.reported["a"].cached > 0
 
 
-def test_last_of_all_the_workers_loop_dies(hands: Hands) -> None:
-    """Loads still work, because the hooks start them. Stores fail. This must be the last test of the file."""
+def test_if_the_workers_event_loop_dies_loads_still_work(hands: Hands) -> None:
+    """Loads still work, because the hooks start them, but stores fail. This test must be the last of the
+    file.
+    """
     rig, _ = hands
     asked, other = Asked(prompt(41), 6), Asked(prompt(42), 6)
     expected = truth(rig, asked)

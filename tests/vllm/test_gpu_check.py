@@ -1,5 +1,3 @@
-"""vLLM's part of `kvoffload gpu-check`, with a tiny model on a CPU."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -17,7 +15,7 @@ pytestmark = MARKS
 ON_CPU = {"enforce_eager": True, "dtype": "float32", "compilation_config": {"custom_ops": ["none"]}}
 
 
-def test_both_engines_decode_and_what_was_stored_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_engines_decode_and_stored_blocks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvoffload_vllm import gpu_check
 
     for name, value in {**gpu_check.ENVIRONMENT, "OMP_NUM_THREADS": "1", "VLLM_TARGET_DEVICE": "cpu"}.items():
@@ -35,7 +33,7 @@ def test_both_engines_decode_and_what_was_stored_is_found(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("host_bytes", "reason"), [(1 << 30, "torch sees no GPU"), (1 << 50, "TiB and more, and the machine has")]
 )
-def test_where_it_cannot_run_it_says_why(host_bytes: int, reason: str) -> None:
+def test_a_part_that_cannot_run_gives_the_reason(host_bytes: int, reason: str) -> None:
     from kvoffload_vllm import gpu_check
 
     with pytest.raises(NotHere, match=reason):

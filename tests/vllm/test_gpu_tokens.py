@@ -1,4 +1,6 @@
-"""The comparison of tokens in `gpu-check`, on a CPU: each engine runs in a separate process, without graphs."""
+"""Tests the comparison of tokens in `gpu-check` on a CPU. Each engine runs in a separate process, without
+graphs.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ ROUNDS = "while blocks are stored", "from the host"
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_tokens, "_ENGINE_S", 3600)  # The test's own timeout is the limit.
+    monkeypatch.setattr(gpu_tokens, "_ENGINE_S", 3600)  # the test has its own timeout
     own = {"OMP_NUM_THREADS": "1", "VLLM_TARGET_DEVICE": "cpu", **engines.BLOCK_LAYOUTS}
     for name, value in {**gpu_check.ENVIRONMENT, **own}.items():
         monkeypatch.setenv(name, value)
@@ -55,14 +57,14 @@ def test_tokens_from_the_host_are_equal_and_the_control_differs() -> None:
     assert {line.verdict for line in lines.values()} == {"", "pass"}
 
 
-def test_without_a_gpu_it_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_comparison_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_check, "available_bytes", lambda _: None)
     with pytest.raises(NotHere, match="torch sees no GPU"):
         list(gpu_tokens.lines(OPTIONS))
 
 
 @pytest.mark.full
-def test_each_engine_that_fails_is_a_line_and_the_others_go_on() -> None:
+def test_an_engine_that_fails_is_reported_in_a_line_and_the_others_run() -> None:
     modes = [
         Mode("broken", {**EAGER, "dtype": "float31"}, {"": HOST}),
         Mode(

@@ -1,14 +1,13 @@
-"""Compares hits with those of vLLM's own connector, for the same requests and the same host memory.
+"""Compares our hits with those of vLLM's own connector, for the same requests and the same host memory.
 
-Both connectors copy on one thread, within the hook that starts the copy, so that the counts are reproducible.
-Hits are compared for several host sizes. `FEWER` has the sizes at which our connector has fewer hits, for
-these reasons:
+Both connectors copy inside the hook that starts the copy, so that the counts are reproducible. There are
+several host sizes. With the sizes in `FEWER` our connector may have fewer hits than the peer:
 
-* A host smaller than the device cache helps only with blocks that the device has evicted. We evict in LRU
-  order (R15), hits on the device count as uses, and evicted blocks of running requests are stored again (R8),
-  so our host keeps the same blocks as the device. On a larger host this order finds more. The peer evicts in
-  the order of storing, so its host shares fewer blocks with the device.
-* With plenty of memory, both connectors save every token that can be saved. The more of these tokens the
+* A host smaller than the device's cache helps only with blocks that the device has evicted. Our host evicts
+  in the order of use (R15), hits on the device count as uses, and evicted blocks of running requests are
+  stored again (R8), so it has the same blocks as the device. The peer evicts in the order of storing, so its
+  host has fewer blocks in common with the device. On a larger host, our order finds more blocks.
+* If memory is large enough, both connectors save every token that can be saved. The more of these tokens the
   device finds itself, the fewer hits are left for the host.
 """
 
@@ -39,14 +38,18 @@ HOST_BLOCKS: Mapping[checkpoints.Kind, Sequence[int]] = {
     "gemma3": (32, 64, 96, 128, 512),
 }
 FEWER = {("qwen3", 32): 0.95, ("gemma3", 512): 1.0}
-"""The least share of the peer's saved tokens that our connector must save, where it has fewer hits."""
+"""For these sizes our connector may have fewer hits, but must save this share of the tokens that the peer
+saves.
+"""
 CONVERSATIONS = 10
 WAVES = 8
 AT_ONCE = 5
 
 
 class Saved(NamedTuple):
-    """Prompt tokens that were not computed. `hits` came from the host, `tokens` from host and device together."""
+    """How many prompt tokens were not computed: `hits` came from the host, `tokens` from host and device
+    together.
+    """
 
     hits: int
     tokens: int
@@ -54,7 +57,7 @@ class Saved(NamedTuple):
 
 @dataclass
 class Counted:
-    """An engine that counts its connector's hits where the scheduler takes them."""
+    """An engine that counts the tokens its connector loads."""
 
     llm: Any
     hits: int = 0
@@ -70,8 +73,8 @@ class Counted:
         connector.update_state_after_alloc = counting
 
     def saved(self, seeds: Sequence[int]) -> Saved:
-        """Return the tokens saved in the seeds' workloads, each of which begins with empty caches."""
-        self._run([[1] * engines.BLOCK])  # After this request, the host's memory is ready.
+        """Return the tokens saved in the workloads of these seeds. Each workload begins with empty caches."""
+        self._run([[1] * engines.BLOCK])  # when this request has ended, the host's memory is ready
         self._forget()
         self.hits = tokens = 0
         for seed in seeds:
@@ -89,7 +92,9 @@ class Counted:
 
 
 def waves(seed: int) -> Iterator[list[list[int]]]:
-    """Yield waves of prompts from conversations that grow from turn to turn. Half of them have a common beginning."""
+    """Yield waves of prompts of conversations that become longer. Half of the conversations have a common
+    beginning.
+    """
     draw = random.Random(seed)
     shared = [draw.randrange(256) for _ in range(96)]
     stories = [list(shared) if number % 2 else [] for number in range(CONVERSATIONS)]
@@ -101,7 +106,7 @@ def waves(seed: int) -> Iterator[list[list[int]]]:
 
 
 class OneThread(TransferPump):
-    """Runs the coroutine's turns in the hooks, and never wakes the coroutine."""
+    """Starts stores in the hooks instead of in the coroutine."""
 
     def submit_stores(self, jobs: Sequence[DeviceJob]) -> None:
         self._wakeup.set = lambda: None  # type: ignore[method-assign]
@@ -138,7 +143,7 @@ def peers(kind: checkpoints.Kind, folder: Path, host_blocks: int, policy: str) -
 
 @cache
 def saved(whose: Connector, kind: checkpoints.Kind, folder: Path, size: int, policy: str) -> Saved:
-    """Return the tokens saved by an engine with this connector. Cached, because two tests use the smallest hosts."""
+    """Return the tokens saved by an engine with this connector."""
     with whose(kind, folder, size, policy) as counted:
         return counted.saved(SEEDS)
 
@@ -153,7 +158,7 @@ def side_by_side(
 
 
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
-def test_eager_hits_are_at_least_the_peers(kind: checkpoints.Kind, folder: Path) -> None:
+def test_our_eager_hits_are_at_least_the_peers(kind: checkpoints.Kind, folder: Path) -> None:
     table = side_by_side(kind, folder, "eager", HOST_BLOCKS[kind])
     fewer = {size for size, (mine, other) in table.items() if mine.hits < other.hits}
     assert fewer <= {size for named, size in FEWER if named == kind}, table
@@ -175,10 +180,10 @@ def test_eager_hits_are_at_least_the_peers(kind: checkpoints.Kind, folder: Path)
         ("qwen3_next", "eager", 96),
     ],
 )
-def test_hits_of_a_model_with_recurrent_layers_are_at_least_the_peers(
+def test_our_hits_with_recurrent_layers_are_at_least_the_peers(
     kind: checkpoints.Kind, policy: str, size: int, folder: Path
 ) -> None:
-    """A state takes one block in every group, and there is no hit without a state."""
+    """Each state needs one block in every group, and a hit needs a state."""
     mine, other = side_by_side(kind, folder, policy, (size,))[size]
     assert other.hits > 0
     assert mine.hits >= other.hits, (mine, other)
@@ -186,14 +191,14 @@ def test_hits_of_a_model_with_recurrent_layers_are_at_least_the_peers(
 
 
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
-def test_lazy_hits_are_at_least_the_peers_lazy_ones(kind: checkpoints.Kind, folder: Path) -> None:
+def test_our_lazy_hits_are_at_least_the_peers(kind: checkpoints.Kind, folder: Path) -> None:
     table = side_by_side(kind, folder, "lazy", (64, 128, 512))
     assert all(mine.hits >= other.hits for mine, other in table.values()), table
     assert all(mine.hits > 0 for mine, _ in table.values()), table
 
 
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
-def test_on_a_host_smaller_than_the_device_lazy_saves_more_than_any_eager(
+def test_on_a_host_smaller_than_the_device_our_lazy_policy_saves_more_than_any_eager_one(
     kind: checkpoints.Kind, folder: Path
 ) -> None:
     size = {"qwen3": 32, "gemma3": 64}[kind]

@@ -1,7 +1,8 @@
-"""The calls that a request causes in the connector's hooks on vLLM's scheduler, with all observers.
+"""Counts the Python calls that a request causes in the connector's hooks on vLLM's scheduler, with all
+observers.
 
-Only Python calls within kvoffload and its plugin count, without comprehensions, C functions and vLLM. The
-counts do not depend on the machine, so tests can limit them. `make bench-hooks` measures times.
+Only calls within kvoffload and its plugin are counted, without comprehensions and C functions. The counts do
+not depend on the machine, so tests can limit them. `make bench-hooks` measures times.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ pytestmark = MARKS
 
 BLOCK = 32
 WHOLE = 8
-"""The number of whole blocks in each prompt. A part of a block follows these blocks."""
+"""How many whole blocks a prompt has. It ends with a part of another block."""
 PROMPT = WHOLE * BLOCK + 8
 LIVES = 64
-"""The journal handles many messages together, so its calls are averaged over this many requests."""
+"""The journal writes many messages together, so calls are averaged over this many requests."""
 
 MOST_CALLS = {
     "a fresh request's life": 162,
@@ -66,14 +67,14 @@ _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 
 
 class Life:
-    """A request's life in vLLM's scheduler, with a connector and a block pool of vLLM."""
+    """Serves requests as vLLM's scheduler would, with a connector and vLLM's block pool."""
 
     def __init__(self, connector: Any, pool: Any, calls: Calls) -> None:
         self.connector, self.pool, self.calls = connector, pool, calls
         self.numbers = count()
 
     def live(self, seed: int) -> None:
-        """Serve one request: look it up, load the hit, compute, store and end the request."""
+        """Serve one request: look it up, load the hit, compute the rest, store blocks, and end the request."""
         connector, calls, name = self.connector, self.calls, f"r{next(self.numbers)}"
         request = make_request(name, seed)
         calls.of("seen", connector.on_new_request, request)
@@ -96,7 +97,7 @@ class Life:
         self.pool.free_blocks(reversed(blocks))
 
     def step(self, request: Any = None, tokens: int = 0, *, is_new: bool = False) -> Any:
-        """Schedule one request, or nothing; return the plan."""
+        """Run a step with this request, or with no request; return the plan."""
         output = step_output(request, tokens, is_new=is_new)
         plan = self.calls.of("step", self.connector.build_connector_meta, output).plan
         self.calls.of("after step", self.connector.get_kv_connector_stats)
@@ -151,9 +152,9 @@ def found() -> Iterator[dict[str, float]]:
         connector.__dict__.update(vars(scheduler), _role=KVConnectorRole.SCHEDULER)
         scheduler.offload.reported([TransferReport(Rank(0), (), BLOCKS)])
         warm, fresh, back, idle = (Life(connector, pool, Calls()) for _ in range(4))
-        keep = make_request("keep", 0)  # This request keeps the engine from being idle.
+        keep = make_request("keep", 0)  # with this open request, the engine is never idle
         connector.on_new_request(keep)
-        for seed in (*range(1, 20), 19):  # The last prompt repeats the previous prompt.
+        for seed in (*range(1, 20), 19):  # the last prompt is the same as the one before
             warm.live(seed)
         for seed in range(LIVES):
             fresh.live(100 + seed)
@@ -174,5 +175,5 @@ def found() -> Iterator[dict[str, float]]:
 
 
 @pytest.mark.parametrize("what", MOST_CALLS)
-def test_calls_on_vllms_scheduler(what: str, found: dict[str, float]) -> None:
+def test_hooks_make_no_more_calls_than_allowed(what: str, found: dict[str, float]) -> None:
     assert found[what] <= MOST_CALLS[what], found

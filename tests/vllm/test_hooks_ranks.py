@@ -1,4 +1,6 @@
-"""Several workers: vLLM's handling of the ranks' reports, in any order, merged by vLLM's own aggregation."""
+"""Several workers: how vLLM handles reports that ranks send in any order and that vLLM's own aggregation
+merges.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ REQUEST = RequestId("request")
 
 
 class Copies:
-    """One rank's copies, which the test ends."""
+    """Stands in for a rank's worker side. The test ends its copies."""
 
     def __init__(self, rank: int) -> None:
         self._rank = Rank(rank)
@@ -65,7 +67,7 @@ class Workers:
         self._join = KVOutputAggregator(expected_finished_count=2)
 
     def step(self, **reported: Any) -> Any:
-        """Run a step of all workers with this metadata; return the scheduler's output of vLLM's aggregation."""
+        """Run a step with this metadata on all workers; return the output that vLLM's aggregation makes."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         from kvoffload_vllm.metadata import KVOffloadMetadata
@@ -98,7 +100,7 @@ def ranks_reported(output: Any) -> list[int]:
 
 @pytest.mark.parametrize("outcomes", list(itertools.product(CopyOutcome, repeat=2)), ids=str)
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_request_goes_on_when_the_last_rank_has_ended(
+def test_a_request_resumes_when_the_last_rank_has_ended_its_copy(
     outcomes: Sequence[CopyOutcome], order: Sequence[int]
 ) -> None:
     workers = Workers()
@@ -119,7 +121,7 @@ def test_a_request_goes_on_when_the_last_rank_has_ended(
     assert ranks_reported(after) == []
 
 
-def test_a_report_that_was_not_fetched_grows_and_has_the_present_state() -> None:
+def test_reports_that_were_not_taken_are_merged_with_later_ones() -> None:
     from kvoffload_vllm.worker import VllmWorker
 
     reported = [
@@ -143,8 +145,10 @@ def test_a_report_that_was_not_fetched_grows_and_has_the_present_state() -> None
     assert worker.build_connector_worker_meta() is None
 
 
-def test_r13_a_step_begins_when_it_is_bound() -> None:
-    """Runner V2 starts loads after the forward pass and later work. The loads' fence must not include this work."""
+def test_r13_a_step_begins_when_its_plan_is_bound() -> None:
+    """Runner V2 starts loads only after it has enqueued the forward pass and later work. The loads must not
+    wait for that work.
+    """
     from kvoffload_vllm.metadata import KVOffloadMetadata
     from kvoffload_vllm.worker import VllmWorker
 
@@ -159,7 +163,7 @@ def test_r13_a_step_begins_when_it_is_bound() -> None:
     assert called == ["begin_step", "start_loads", "start_stores"]
 
 
-def test_a_worker_waits_for_the_identity_that_names_the_disks_folder(tmp_path: Path) -> None:
+def test_a_worker_waits_for_the_identity_before_it_opens_the_disks_folder(tmp_path: Path) -> None:
     from kvoffload_vllm.metadata import KVOffloadMetadata
 
     worker, place = worker_with_disk(tmp_path)
@@ -171,7 +175,7 @@ def test_a_worker_waits_for_the_identity_that_names_the_disks_folder(tmp_path: P
         assert folder.result().path == tmp_path / IDENTITY.fingerprint / "replica0"
 
 
-def test_a_worker_that_stops_waits_for_no_identity(tmp_path: Path) -> None:
+def test_a_worker_that_closes_does_not_wait_for_the_identity(tmp_path: Path) -> None:
     from kvoffload_vllm.metadata import KVOffloadMetadata
 
     worker, place = worker_with_disk(tmp_path)
@@ -191,7 +195,7 @@ def worker_with_disk(root: Path) -> tuple[VllmWorker, DiskPlace]:
     return worker, DiskPlace(root, identity.result)
 
 
-def test_ranks_that_end_in_one_step_are_both_noted() -> None:
+def test_ranks_that_end_in_the_same_step_are_both_reported() -> None:
     workers = Workers()
     workers.step(**load())
     for one in workers.copies:
@@ -203,7 +207,7 @@ def test_ranks_that_end_in_one_step_are_both_noted() -> None:
 
 @pytest.mark.parametrize("ended", [(), (0,), (1,)])
 def test_an_abandoned_load_is_reported_once_by_each_rank(ended: Sequence[int]) -> None:
-    """A rank that has already reported the end reports nothing again."""
+    """A rank that has already reported the end of its copy reports nothing again."""
     workers = Workers()
     workers.step(**load())
     for rank in ended:
@@ -229,7 +233,7 @@ def test_a_load_without_a_copy_is_reported_by_every_rank() -> None:
     assert (end.finished_recving, end.failed_recving) == ({REQUEST}, {REQUEST})
 
 
-def test_what_crosses_processes_can_be_pickled() -> None:
+def test_metadata_can_be_pickled() -> None:
     import pickle
 
     from kvoffload_vllm.metadata import KVOffloadMetadata, KVOffloadWorkerMetadata

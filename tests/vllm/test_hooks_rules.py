@@ -1,6 +1,6 @@
-"""The hooks of a stock vLLM with both roles in this process, and copies that the test ends.
+"""Tests the hooks on a stock vLLM, with both roles in this process and with copies that the test ends.
 
-The core's tests cover all cases of each rule.
+Tests of the core cover all cases of each rule.
 """
 
 from __future__ import annotations
@@ -63,33 +63,33 @@ def test_r9_a_failed_load_is_recomputed(hands: Hands) -> None:
     assert gained.count("kvoffload_miss_blocks_total", "load_failed") > 0
 
 
-def test_r9_a_load_that_takes_too_long_is_recomputed_elsewhere(hands: Hands) -> None:
-    """The load's blocks stay leased until the copy ends, because the copy may still write to them."""
+def test_r9_a_load_that_times_out_is_recomputed_in_other_blocks(hands: Hands) -> None:
+    """The load's blocks must stay leased until its copy ends, because the copy may still write to them."""
     rig, held = hands
     asked = Asked(prompt(3), 12)
     expected = truth(rig, asked)
     load = start_loading(hands, asked)
-    held.copier._held = False  # Only later copies are not held.
+    held.copier._held = False  # hold no later copies
     held.clock.jump(31)
     with Reports(rig) as reports:
         rig.until(partial(rig.is_done, "a"))
     assert same(rig.reported["a"], expected)
     assert (reports.received, reports.failed) == (["a"], ["a"])
     assert load.is_open
-    rig.finish()  # The engine does not wait for an abandoned copy.
+    rig.finish()  # the engine does not wait for an abandoned copy
     leased = engines.held_blocks(rig.llm)
     assert leased > 0
     assert rig.slots(SlotState.QUARANTINED) >= leased
 
     other = Asked(prompt(4, 200), 6)
     right = truth(rig, other)
-    load.finish()  # The copy's target blocks were not allocated again.
+    load.finish()  # the blocks to which the copy writes were not allocated again
     assert same(rig.run({"b": other})["b"], right)
     assert engines.held_blocks(rig.llm) == 0
     assert reports.received == ["a"]
 
 
-def test_abort_while_loading_is_reported_once(hands: Hands) -> None:
+def test_a_request_aborted_while_loading_is_reported_once(hands: Hands) -> None:
     rig, held = hands
     load = start_loading(hands, Asked(prompt(5)))
     with Reports(rig) as reports:
@@ -110,7 +110,7 @@ def test_abort_while_loading_is_reported_once(hands: Hands) -> None:
 
 
 def answer(rig: Rig, change: Callable[[int | None], int | None]) -> Any:
-    """Change the number of tokens that the connector returns to vLLM."""
+    """Return a patch that changes the number of tokens the connector returns to vLLM."""
     connector = rig.scheduler.connector
     ask = connector.get_num_new_matched_tokens
 
@@ -121,7 +121,7 @@ def answer(rig: Rig, change: Callable[[int | None], int | None]) -> Any:
     return patch.object(connector, "get_num_new_matched_tokens", side_effect=changed)
 
 
-def test_r2_no_tokens_accepted_with_real_blocks(hands: Hands) -> None:
+def test_r2_if_vllm_accepts_no_tokens_nothing_is_loaded(hands: Hands) -> None:
     rig, _ = hands
     asked = Asked(prompt(10))
     expected = truth(rig, asked)
@@ -137,7 +137,7 @@ def test_r2_no_tokens_accepted_with_real_blocks(hands: Hands) -> None:
     assert gained.total("kvoffload_load_scheduled_blocks_total") == 0
 
 
-def test_r2_fewer_tokens_accepted(hands: Hands) -> None:
+def test_r2_if_vllm_accepts_fewer_tokens_fewer_blocks_are_loaded(hands: Hands) -> None:
     rig, _ = hands
     asked = Asked(prompt(11))
     expected = truth(rig, asked)
@@ -151,13 +151,13 @@ def test_r2_fewer_tokens_accepted(hands: Hands) -> None:
     if len(rig.side.shape.groups) == 1:
         assert reported.cached == 256 - 64
         assert gained.count("kvoffload_load_blocks_total", "loaded") == 6
-    else:  # An earlier end needs other window blocks, which vLLM has not kept.
+    else:  # a shorter prefix needs other window blocks, which vLLM has not kept
         assert reported.cached == 0
         assert gained.count("kvoffload_contract_violations_total", "tokens_without_pin") == 0
 
 
 def test_r1_a_lookup_without_an_allocation_keeps_nothing(hands: Hands) -> None:
-    """The scheduler looks the request up repeatedly while the device is full, and the test then aborts it."""
+    """vLLM looks the request up repeatedly while the device is full. Then the request is aborted."""
     rig, _held = hands
     wanted = Asked(prompt(13))
     rig.put_on_host_only(wanted.prompt)
@@ -200,7 +200,7 @@ def test_r4_a_failed_store_cannot_hit(hands: Hands) -> None:
 
 
 def test_r5_no_block_under_a_copy_is_allocated(hands: Hands) -> None:
-    """With all stores held, the engine computes more blocks than the device has, and continues."""
+    """With all stores held, the requests need more blocks than the device has."""
     rig, held = hands
     asked = {f"r{number}": Asked(prompt(30 + number, 230), 8) for number in range(8)}
     expected = {name: truth(rig, one) for name, one in asked.items()}
@@ -217,7 +217,7 @@ def test_r5_no_block_under_a_copy_is_allocated(hands: Hands) -> None:
     check_same({name: rig.reported[name] for name in asked}, expected)
 
 
-@pytest.mark.parametrize("engine", ["gemma3"], indirect=True)  # This model has windows.
+@pytest.mark.parametrize("engine", ["gemma3"], indirect=True)  # this model has sliding windows
 def test_r7_window_blocks_are_reallocated(hands: Hands) -> None:
     rig, _held = hands
     asked = {f"r{number}": Asked(prompt(40 + number, 400), 80) for number in range(3)}
@@ -231,7 +231,7 @@ def test_r7_window_blocks_are_reallocated(hands: Hands) -> None:
     check_same(rig.run(asked), expected)
 
 
-def test_has_work_while_copies_run_and_steps_without_tokens(hands: Hands) -> None:
+def test_vllm_steps_without_tokens_while_copies_are_open(hands: Hands) -> None:
     rig, held = hands
     connector = rig.scheduler.connector
     assert not connector.has_pending_push_work()
@@ -253,7 +253,7 @@ def test_has_work_while_copies_run_and_steps_without_tokens(hands: Hands) -> Non
 # -- resets -------------------------------------------------------------------------------------------------------------
 
 
-def test_r10_a_reset_under_a_store(hands: Hands) -> None:
+def test_r10_a_reset_during_a_store_fails_until_the_store_ends(hands: Hands) -> None:
     rig, held = hands
     held.copier.hold()
     rig.ask("a", Asked(prompt(60), 2))
@@ -268,7 +268,7 @@ def test_r10_a_reset_under_a_store(hands: Hands) -> None:
     assert rig.run({"b": Asked(prompt(60), 2)})["b"].cached == 0
 
 
-def test_r10_a_reset_of_running_requests(hands: Hands) -> None:
+def test_r10_after_a_reset_of_running_requests_no_earlier_block_is_found(hands: Hands) -> None:
     rig, _held = hands
     asked = {name: Asked(prompt(62 + number), 20) for number, name in enumerate("ab")}
     expected = {name: truth(rig, one) for name, one in asked.items()}
@@ -291,7 +291,8 @@ def test_r14_many_requests_with_one_prefix_load_it_once(hands: Hands) -> None:
     rig, held = hands
     shared = prompt(70, 256)
     one = {"one": Asked((*shared, 1), 1)}
-    rig.put_on_host_only((*shared, 99))  # vLLM keeps a window only where a hit may end.
+    # With the extra token, the shared prefix ends where vLLM keeps a window.
+    rig.put_on_host_only((*shared, 99))
     before = rig.counts
     rig.run(one)
     once = rig.counts.minus(before).count("kvoffload_transfer_bytes_total", "host", "load")
@@ -333,7 +334,7 @@ HOOKS = (
 
 
 def listen_to_hooks(rig: Rig, calls: list[str], *more: tuple[object, str]) -> Any:
-    """Return patches that record the worker's hooks, its submissions and the calls of `more`, in order."""
+    """Return patches that record, in order, calls of the worker's hooks, of its submissions, and of `more`."""
     worker, pump = rig.worker_connector, rig.pump
     patches = []
     submitted = ((pump._queue, "add"), (pump, "_start_loads"))
@@ -341,7 +342,7 @@ def listen_to_hooks(rig: Rig, calls: list[str], *more: tuple[object, str]) -> An
         original = getattr(owner, name)
 
         def noting(*args: Any, _name: str = name, _original: Any = original, **fields: Any) -> Any:
-            if not calls or calls[-1] != _name:  # All layers together have one entry.
+            if not calls or calls[-1] != _name:  # record the calls for all layers once
                 calls.append(_name)
             return _original(*args, **fields)
 
@@ -349,7 +350,7 @@ def listen_to_hooks(rig: Rig, calls: list[str], *more: tuple[object, str]) -> An
     return patches
 
 
-def test_r13_loads_and_stores_start_on_the_hooks_thread_behind_the_forward_pass(hands: Hands) -> None:
+def test_r13_loads_and_stores_start_in_hooks_after_a_fence(hands: Hands) -> None:
     rig, held = hands
     asked = Asked(prompt(80), 40)
     rig.put_on_host_only(asked.prompt)
@@ -376,8 +377,8 @@ def test_r13_loads_and_stores_start_on_the_hooks_thread_behind_the_forward_pass(
 
 
 @pytest.mark.skipif(engines.IS_V2_RUNNER, reason="the order of the V1 runner's hooks")
-def test_deferred_finalisation(hands: Hands) -> None:
-    """With a draft model, vLLM asks for results before it lets stores start, and clears the step's plan afterwards."""
+def test_answers_are_right_if_vllm_clears_the_plan_late(hands: Hands) -> None:
+    """With a draft model, vLLM asks for results before it lets stores start, and then clears the step's plan."""
     rig, _ = hands
     runner = rig.core.model_executor.driver_worker.worker.model_runner
     enter, sample = runner.maybe_get_kv_connector_output, runner.sample_tokens
@@ -405,7 +406,7 @@ def test_deferred_finalisation(hands: Hands) -> None:
     assert rig.counts.minus(before).count("kvoffload_load_blocks_total", "loaded") > 0
 
 
-def test_a_request_that_reads_no_cache(hands: Hands) -> None:
+def test_a_request_that_reads_no_cache_loads_nothing(hands: Hands) -> None:
     rig, _ = hands
     asked = Asked(prompt(100))
     rig.put_on_host_only(asked.prompt)

@@ -1,5 +1,3 @@
-"""What the core receives at once about requests whose progress is reported later."""
-
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -16,7 +14,7 @@ pytestmark = MARKS
 
 
 @pytest.mark.parametrize("was_reset", [False, True])
-def test_r10_after_a_reset_blocks_are_reported_in_the_step_that_hands_them_out(was_reset: bool) -> None:
+def test_r10_after_a_reset_new_blocks_are_reported_in_the_step_that_allocates_them(was_reset: bool) -> None:
     with adapter(BLOCK, report_every=16) as (scheduler, pool):
         steps: list[StepScheduled] = []
         step = scheduler.offload.step

@@ -1,4 +1,4 @@
-"""The blocks of a running engine are where the layout says: their pages contain what the engine computed."""
+"""Checks on a running engine that blocks are where the layout says, and contain what the engine computed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
-def test_blocks_lie_where_the_layout_says(kind: checkpoints.Kind, tmp_path: Path) -> None:
+def test_blocks_are_where_the_layout_says(kind: checkpoints.Kind, tmp_path: Path) -> None:
     from kvoffload_vllm.groups import vllm_groups
     from kvoffload_vllm.layout import layout_of_caches
     from kvoffload_vllm.support import Features
@@ -52,7 +52,7 @@ def test_blocks_lie_where_the_layout_says(kind: checkpoints.Kind, tmp_path: Path
         groups = {"qwen3": 1, "gemma3": 3}[kind]
         assert len(cached) == 3 * groups
         assert cached <= written
-        # Besides the cached blocks, only the answer's block was written.
+        # One more block per group was written, with the answer's tokens.
         assert len(written - {0}) <= 4 * groups
         for block in cached:
             assert all(any(part) for part in parts(layout, block))
@@ -69,7 +69,7 @@ def test_blocks_lie_where_the_layout_says(kind: checkpoints.Kind, tmp_path: Path
 
 
 def registered(vllm_config: Any, kv_cache_config: Any, caches: dict[str, Any]) -> DeviceLayout:
-    """Return the layout that the connector passes to its worker for these caches."""
+    """Return the layout that the connector registers for these caches."""
     from kvoffload_vllm.connector import KVOffloadConnector
 
     connector = object.__new__(KVOffloadConnector)

@@ -1,4 +1,4 @@
-"""The metrics and events of offloading in a stock vLLM, and the settings that vLLM refuses at its start."""
+"""Tests the metrics and events of offloading in a stock vLLM, and settings with which vLLM must not start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ pytestmark = MARKS
 
 
 def truth(rig: Rig, asked: Mapping[str, Asked]) -> dict[str, Reported]:
-    """Return the answers of requests that read no cache. Their salt keeps other requests from finding their blocks."""
+    """Return the answers of requests that read no cache. Their salt makes sure that no other request uses
+    their blocks.
+    """
     alone = {name: Asked(one.prompt, one.count, "truth", prompt_logprobs=True) for name, one in asked.items()}
     reported = rig.run(alone)
     rig.reported.clear()
@@ -41,7 +43,7 @@ def truth(rig: Rig, asked: Mapping[str, Asked]) -> dict[str, Reported]:
 
 
 def sample(name: str, **labels: str) -> float:
-    """Return the sum of a metric's samples with these labels."""
+    """Return the sum of the metric's samples that have these labels."""
     from prometheus_client import REGISTRY
 
     return sum(
@@ -52,7 +54,7 @@ def sample(name: str, **labels: str) -> float:
     )
 
 
-def test_metrics_and_events_of_vllm(folder: Path) -> None:
+def test_vllm_publishes_our_metrics_and_events(folder: Path) -> None:
     from vllm.config import KVEventsConfig
     from vllm.distributed.kv_events import BlockRemoved, BlockStored
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -86,7 +88,7 @@ def test_metrics_and_events_of_vllm(folder: Path) -> None:
             assert sample("vllm:external_prefix_cache_hits_total") == 256
             assert sample("vllm:external_prefix_cache_queries_total") > 256
 
-            # The engine computes the blocks of a failed load.
+            # After a failed load, the engine computes the blocks.
             assert rig.scheduler.reset_prefix_cache()
             held.copier.hold()
             rig.ask("f", asked)
@@ -104,7 +106,7 @@ def test_metrics_and_events_of_vllm(folder: Path) -> None:
             assert any(on_host)
             assert not all(on_host)
 
-        # If this fails, vLLM has removed its limit. Then remove the workaround from
+        # If this check fails, vLLM has removed its limit: remove the workaround from
         # plugins/kvoffload_vllm/README.md.
         names = {one.name for one in rig.llm.get_metrics()}
         assert "vllm:external_prefix_cache_hits" in names
@@ -134,7 +136,7 @@ def test_metrics_and_events_of_vllm(folder: Path) -> None:
 
 
 def refused(folder: Path, **options: Any) -> str:
-    """Start an engine that must not start; return its error."""
+    """Try to start an engine that must be refused; return the error."""
     before = set(threading.enumerate())
     with pytest.raises(ConfigError) as error, engines.in_process(folder / "qwen3", **options):
         pass
@@ -147,7 +149,7 @@ def refused(folder: Path, **options: Any) -> str:
     return str(error.value)
 
 
-def test_everything_wrong_is_listed_at_once(folder: Path) -> None:
+def test_all_problems_of_the_settings_are_listed_together(folder: Path) -> None:
     checkpoints.make("qwen3", folder / "qwen3")
     wrong = transfer_config(64, store_polcy="lazy", min_load_tokens=-1)
     text = refused(
@@ -164,7 +166,7 @@ def test_a_host_below_one_block_is_refused(folder: Path) -> None:
     assert "host_bytes" in refused(folder, kv_transfer_config=config)
 
 
-def test_checksums_are_refused_where_vllm_fails_requests(folder: Path) -> None:
+def test_checksums_are_refused_if_vllm_fails_requests_after_failed_loads(folder: Path) -> None:
     checkpoints.make("qwen3", folder / "qwen3")
     config = {**transfer_config(64, verify="sample"), "kv_load_failure_policy": "fail"}
     text = refused(folder, kv_transfer_config=config)

@@ -1,1 +1,1 @@
-"""A stock vLLM on a machine without a GPU: its installer, small checkpoints, engines, and the peer connector."""
+"""Runs a stock vLLM on a machine without a GPU."""
