@@ -206,6 +206,17 @@ def test_a_hooks_query_does_not_wait_for_what_the_coroutine_has_enqueued(emulato
     assert emulator.waits == 0
 
 
+def test_a_query_beside_the_hooks_leaves_the_other_direction_its_turn_after_two_slices(
+    emulator: Emulator,
+) -> None:
+    bench = Bench(emulator, 10_000)
+    ticket = CudaCopier(bench.driver).submit(Direction.LOAD, bench.load, ())
+    emulator.set_depth(10**6)
+    submitted = emulator.calls("cuMemcpyBatchAsync")
+    elsewhere(ticket.query)
+    assert emulator.calls("cuMemcpyBatchAsync") - submitted == 2
+
+
 def test_behind_a_full_stream_of_the_engine_a_fence_waits_without_the_lock(emulator: Emulator) -> None:
     bench = Bench(emulator)
     emulator.set_depth(4)
