@@ -7,7 +7,7 @@ import pytest
 from kvoffload.core.planners import EagerPlanner, LazyPlanner
 from kvoffload.model.causes import MissCause, StoreOutcome
 from kvoffload.model.groups import GroupSpec
-from tests.core.world import Req, World, full, keys_of, window
+from tests.core.world import Req, World, full, keys_of
 
 TEXT = "abcdefghijklm"
 
@@ -165,14 +165,6 @@ def test_lazy_stores_nothing_after_a_broken_invariant() -> None:
     for _ in range(3):
         world.idle_step()
     assert set(world.stores()) == {StoreOutcome.DEGRADED}
-
-
-def test_windows_too() -> None:
-    world = lazy(full(), window(5, group=1), device=48)
-    for number in range(12):
-        world.serve(f"r{number}", f"{number}bcdefghijklmnopq")
-    world.device.forget_keys()
-    assert any(world.lookup(world.add(f"s{number}", f"{number}bcdefghijklmnopq")) for number in range(10))
 
 
 def test_another_block_with_a_key_that_is_being_stored_is_not_offered() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.core.machine import RequestState, SlotState
+from kvoffload.core.machine import SlotState
 from kvoffload.model import facts
 from kvoffload.model.causes import LoadOutcome, MissCause, PinDropCause, RejectionCause
 from kvoffload.model.engine import Promises
@@ -61,15 +61,6 @@ def test_r1_a_repeated_lookup_drops_the_earlier_ones_pins() -> None:
     assert drops(world) == [(PinDropCause.LOOKED_UP_AGAIN, 3)] * 2
 
 
-def test_r1_the_end_of_the_request_drops_the_pins() -> None:
-    world = cached()
-    late = world.add("late", TEXT)
-    world.lookup(late)
-    world.end(late)
-    assert drops(world) == [(PinDropCause.REQUEST_ENDED, 3)]
-    assert world.count(SlotState.READY) == 3
-
-
 def test_r1_a_reset_drops_the_pins_and_the_allocation_survives_it() -> None:
     world = cached()
     late = world.add("late", TEXT)
@@ -89,7 +80,8 @@ def test_r1_two_lookups_pin_a_slot_twice() -> None:
     world.end(one)
     assert world.count(SlotState.PINNED) == 3
     world.end(two)
-    assert world.count(SlotState.PINNED) == 0
+    assert drops(world) == [(PinDropCause.REQUEST_ENDED, 3)] * 2
+    assert world.count(SlotState.READY) == 3
 
 
 def test_r1_a_pinned_slot_that_was_invalidated_is_not_loaded() -> None:
@@ -601,18 +593,6 @@ def test_r14_one_that_would_not_wait_is_waited_for_when_the_first_owner_is_gone(
     assert world.reported(LookupDeferred)[-1].owner == second.name
     world.end(second)
     assert world.admit(waits) == 12
-
-
-def test_a_request_that_ends_while_it_loads_is_reported_exactly_once() -> None:
-    world = cached()
-    request = loading(world)
-    world.end(request)
-    record = world.core.state.requests.live.get(request.name)
-    assert record is None
-    assert [each.state for each in world.core.state.requests.finishing] == [RequestState.FINISHING]
-    world.finish()
-    assert world.results == [("a", True)]
-    assert not world.core.state.requests.finishing
 
 
 def test_r14_a_request_that_shares_only_a_loads_tail_waits_too() -> None:

@@ -9,7 +9,7 @@ import pytest
 from kvoffload.core.jobs import Leases, Offer
 from kvoffload.core.machine import SlotState
 from kvoffload.model import facts
-from kvoffload.model.causes import MissCause, StoreOutcome
+from kvoffload.model.causes import CopyOutcome, MissCause, StoreOutcome
 from kvoffload.model.events import BlocksZeroed
 from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId
 from kvoffload.model.wire import Direction, TransferReport
@@ -407,10 +407,28 @@ def test_r5_a_filling_slot_is_not_evicted() -> None:
     assert world.on_host(TEXT) == "xxx"
 
 
+def leave(world: World, request: Req, how: str, outcome: CopyOutcome) -> None:
+    """Let a request with copies end, lose its blocks, wait too long, or be reset; then end its copies."""
+    if how == "ended":
+        world.end(request)
+    elif how == "preempted":
+        world.preempt(request)
+    elif how == "reset":
+        world.reset()
+    else:
+        for job in world.open_jobs():
+            world.overdue(job)
+    world.idle_step()
+    for job in list(world.copies):
+        world.finish(job, outcome=outcome)
+
+
 @pytest.mark.parametrize("outcome", [DONE, FAILED])
 @pytest.mark.parametrize("leaves", ["ended", "preempted", "abandoned", "reset"])
 @pytest.mark.parametrize("stage", ["planned", "submitted", "one rank"])
-def test_r5_leases_of_a_store_are_given_back_exactly_once(stage: str, leaves: str, outcome: object) -> None:
+def test_r5_leases_of_a_store_are_given_back_exactly_once(
+    stage: str, leaves: str, outcome: CopyOutcome
+) -> None:
     world = World(ranks=2)
     request = world.add("a", TEXT[:9])
     world.admit(request)
@@ -424,18 +442,7 @@ def test_r5_leases_of_a_store_are_given_back_exactly_once(stage: str, leaves: st
         world.step()
     if stage == "one rank":
         world.report(0, world.open_jobs()[0])
-    if leaves == "ended":
-        world.end(request)
-    elif leaves == "preempted":
-        world.preempt(request)
-    elif leaves == "reset":
-        world.reset()
-    else:
-        for job in world.open_jobs():
-            world.overdue(job)
-    world.idle_step()
-    for job in list(world.copies):
-        world.finish(job, outcome=outcome)  # type: ignore[arg-type]
+    leave(world, request, leaves, outcome)
     assert world.device.leased.total() == 0
 
 
@@ -443,7 +450,7 @@ def test_r5_leases_of_a_store_are_given_back_exactly_once(stage: str, leaves: st
 @pytest.mark.parametrize("leaves", ["ended", "abandoned", "reset"])
 @pytest.mark.parametrize("stage", ["planned", "submitted", "one rank"])
 def test_r5_pins_and_leases_of_a_load_are_given_back_exactly_once(
-    stage: str, leaves: str, outcome: object
+    stage: str, leaves: str, outcome: CopyOutcome
 ) -> None:
     world = World(ranks=2)
     world.serve("first", TEXT)
@@ -454,16 +461,7 @@ def test_r5_pins_and_leases_of_a_load_are_given_back_exactly_once(
         world.step()
     if stage == "one rank":
         world.report(0, world.open_jobs()[0])
-    if leaves == "ended":
-        world.end(request)
-    elif leaves == "reset":
-        world.reset()
-    else:
-        for job in world.open_jobs():
-            world.overdue(job)
-    world.idle_step()
-    for job in list(world.copies):
-        world.finish(job, outcome=outcome)  # type: ignore[arg-type]
+    leave(world, request, leaves, outcome)
     world.drain()
     assert [name for name, _ in world.results] == ["a"]
     assert world.device.leased.total() == 0
@@ -603,14 +601,6 @@ def test_r7_a_block_whose_hash_is_unknown_is_not_stored() -> None:
     world.device.is_hashed = False
     computed(world)
     assert world.stores() == {StoreOutcome.NOT_HASHED: 3}
-
-
-def test_r7_striking_costs_the_ids_and_not_the_tables() -> None:
-    world = World(window(5), device=64, host=0)
-    requests = [computed(world, f"r{number}", f"{number}bcdefghijklm") for number in range(5)]
-    tables = world.core.state.tables
-    assert tables.reallocated([two_block(world, requests[3])]) == 1
-    assert tables.reallocated([DeviceBlockId(63)]) == 0
 
 
 # -- R8: evictions are reported ---------------------------------------------------------------------------------------

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Callable
 
 import pytest
 
 from kvoffload.core.jobs import Leases
-from tests.explore.programs import Action, act, actions, replay
+from tests.explore.programs import Action, act, actions
 from tests.explore.report import as_test
 from tests.explore.scene import Scene
 from tests.explore.search import explore
@@ -97,22 +96,3 @@ def _ends_differently(program: list[Action]) -> None:
 
 
 # -- that states which look the same are the same ---------------------------------------------------------------
-
-
-def test_a_pickled_scene_goes_on_like_the_first() -> None:
-    scene = Scene.first(WORLDS["sharing a load"])
-    for _ in range(12):
-        duplicate: Scene = pickle.loads(pickle.dumps(scene))
-        assert duplicate.digest() == scene.digest()
-        choices = list(actions(scene))
-        assert list(actions(duplicate)) == choices
-        act(scene, choices[-1])
-        act(duplicate, choices[-1])
-
-
-def test_the_order_of_what_does_not_matter_does_not_show() -> None:
-    kind = WORLDS["two requests"]
-    one = replay(Scene.first(kind), [("add", "a"), ("lookup", "a", "patient"), ("end", "a")])
-    other = replay(Scene.first(kind), [("add", "a"), ("end", "a")])
-    assert one.digest() == other.digest()
-    assert Scene.first(kind).digest() != one.digest()

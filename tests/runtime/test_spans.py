@@ -226,19 +226,6 @@ def test_a_failed_load_is_an_error(traced: Traced) -> None:
         assert reported[name].status.description == "failed"
 
 
-def test_an_aborted_request_ends_its_wait_and_its_copy_is_still_its_child(traced: Traced) -> None:
-    side, _ = traced
-    plan = loading(side)
-    side.clock.jump(1)
-    side.ended("a")
-    side.clock.jump(1)
-    report(side, plan)
-    reported = of_request(finished(traced), "a")
-    assert times(reported["request"]) == times(reported["load_wait"]) == (0, 1)
-    assert attributes(reported["load_wait"])["kvoffload.outcome"] == "ended"
-    assert times(reported["load"]) == (0, 2)
-
-
 def test_a_reset_is_a_span_without_length(traced: Traced) -> None:
     side, _ = traced
     side.stored()

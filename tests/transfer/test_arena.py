@@ -8,7 +8,6 @@ import faulthandler
 import mmap
 import os
 import re
-import resource
 from pathlib import Path
 
 import pytest
@@ -265,40 +264,6 @@ async def test_memory_stays_out_of_forked_children_and_core_dumps() -> None:
     _, status = await asyncio.to_thread(os.waitpid, child, 0)
     assert os.WIFSIGNALED(status)
     arena.close()
-
-
-@pytest.mark.full
-async def test_two_gibibytes_are_locked_and_given_back() -> None:
-    """Check that every page is present and locked, as after pinning. The system limits the size of locked memory."""
-    library = ctypes.CDLL(None, use_errno=True)
-    executor = ManualExecutor(held=False)
-
-    class Locked(CountingPin):
-        def register(self, address: int, size: int) -> None:
-            if library.mlock(ctypes.c_void_p(address), ctypes.c_size_t(size)) != 0:
-                raise HostMemoryError(os.strerror(ctypes.get_errno()))
-            super().register(address, size)
-
-        def unregister(self, address: int) -> bool:
-            library.munlock(ctypes.c_void_p(address), ctypes.c_size_t(self.pinned[address]))
-            return super().unregister(address)
-
-    size = min(2 << 30, _lockable() * 3 // 4)
-    layout = FakeDevice(4, [4096]).layout
-    pin = Locked()
-    arena = Arena(layout, size // 4096, MmapAllocator(executor, pin))
-    await arena.prepare_for(3600)
-    assert (arena.ready_slots, arena.refusal) == (size // 4096, None)
-    assert sum(pin.pinned.values()) >= size - 4096
-    arena.close()
-    assert pin.pinned == {}
-
-
-def _lockable() -> int:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    status = Path("/proc/self/status").read_text()
-    capable = int(re.search(r"^CapEff:\s*(\w+)", status, re.M)[1], 16) >> 14 & 1  # type: ignore[index]  # CAP_IPC_LOCK
-    return 4 << 30 if capable or soft == resource.RLIM_INFINITY else soft
 
 
 async def test_a_slots_pages_are_read_and_written_in_the_order_of_the_regions() -> None:

@@ -520,17 +520,6 @@ def test_every_job_ends_however_threads_come_to_rest(threaded: Rig) -> None:
     rig.copies.close()
 
 
-def test_closing_waits_for_no_call_and_the_last_one_closes_the_file(threaded: Rig, gate: ThreadGate) -> None:
-    rig = threaded
-    rig.spill([0], [0])
-    gate.wait_for_arrivals(1)
-    rig.copies.close()
-    with pytest.raises(DiskError, match="in use"):
-        open_slot_file(open_folder(rig.path.parent), rig.shape, 8)
-    gate.open()
-    wait_until_closed(rig)
-
-
 def test_what_was_written_is_synced_once_a_second(rig: Rig) -> None:
     syncs: list[None] = []
     rig.file.sync = lambda: syncs.append(None)  # type: ignore[method-assign]

@@ -15,16 +15,6 @@ from tests.transfer.rig import DONE, FAILED, TIMEOUT_S, Rig, load, running, stor
 pytestmark = pytest.mark.asyncio
 
 
-async def test_cancelled_while_asleep() -> None:
-    rig = Rig()
-    async with running(rig) as task:
-        task.cancel()
-        await asyncio.wait([task])
-        assert task.cancelled()
-        rig.assert_nothing_held()
-        assert rig.pump._gone
-
-
 async def test_cancelled_with_copies_pending_it_waits_for_them() -> None:
     rig = Rig()
     async with running(rig) as task:
@@ -42,22 +32,6 @@ async def test_cancelled_with_copies_pending_it_waits_for_them() -> None:
         assert len(rig.copier.tickets) == 3
         assert rig.outcomes() == {1: FAILED, 2: FAILED, 3: DONE}
         rig.assert_nothing_held()
-
-
-@pytest.mark.parametrize("cancels", [1, 2, 5])
-async def test_cancelled_again_and_again_it_stays(cancels: int) -> None:
-    rig = Rig()
-    async with running(rig) as task:
-        rig.pump.submit_loads([load(1, [1], [1])])
-        await wait_all_blocked()
-        for _ in range(cancels):
-            task.cancel()
-            await rig.clock.advance(0.01)
-        assert not task.done()
-        rig.copier.release()
-        await rig.clock.advance(0.1)
-        assert task.cancelled()
-        assert rig.outcomes() == {1: DONE}
 
 
 async def test_cancelled_by_a_scope_that_cancels_at_every_await_it_does_not_spin() -> None:
