@@ -1,1 +1,4 @@
-"""Blocks on a local disk: one slot file per rank, and a log of the block in each slot. Starts no thread."""
+"""The disk tier's files: a slot file for each rank, and an index that says which block is in each slot.
+
+This package starts no threads.
+"""

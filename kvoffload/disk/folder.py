@@ -1,7 +1,7 @@
-"""The folders of the disk tier: one for each fingerprint, and in it one for each replica.
+"""The disk tier's folders: a folder for each fingerprint, which contains a folder for each replica.
 
 disk_path/                       weights.json: digests of weight files
-    <fingerprint>/               identity.json: the parts of the fingerprint, human-readable
+    <fingerprint>/               identity.json: the parts of the fingerprint, for people to read
         replica0/                lock, index, slots0, slots1, ...
 """
 
@@ -25,13 +25,13 @@ _LONGEST_HOLDER = 200  # the maximum number of characters that an error quotes f
 
 @dataclass(frozen=True, slots=True)
 class DiskPlace:
-    """Root, identity and replica, which determine the folder of an engine's files.
+    """What determines the folder of an engine's files.
 
     Args:
         root: the setting `disk_path`.
-        identify: returns the identity of the engine's KV. This may read all weights, so `identify` is called on a
-            separate thread.
-        replica: index of this engine among the data-parallel engines.
+        identify: returns the identity of the engine's KV. It may read all weights, so it is called on a thread of the
+            disk tier.
+        replica: the index of this engine among the data-parallel engines.
     """
 
     root: Path
@@ -39,23 +39,23 @@ class DiskPlace:
     replica: int = 0
 
     def make_folder(self) -> OpenFolder:
-        """Return the open folder; create it if it is missing.
+        """Open the folder of the engine's files, and create the folder if it is missing.
 
         Raises:
-            DiskError: the folder cannot be made, or the weights cannot be read.
+            DiskError: the folder cannot be created, or the weights cannot be read.
         """
         return make_folder(self.root, self.identify(), self.replica)
 
 
 class FolderInUse(DiskError):
-    """Another process has the folder locked."""
+    """Raised when another process has locked the folder."""
 
 
 def make_folder(root: Path, identity: KVIdentity, replica: int) -> OpenFolder:
-    """Return the open folder of one engine's files; if it is missing, create it for this user only.
+    """Open the folder of one engine's files. If the folder is missing, create it for this user only.
 
     Raises:
-        DiskError: the folder cannot be made, or a folder below `root` does not belong to this user.
+        DiskError: the folder cannot be created, or a folder below `root` does not belong to this user.
     """
     path = root / identity.fingerprint / f"replica{replica}"
     try:
@@ -67,7 +67,7 @@ def make_folder(root: Path, identity: KVIdentity, replica: int) -> OpenFolder:
 
 
 def caution(root: Path) -> str:
-    """Return a warning if other users could replace `disk_path` or this user's folders in it; else ""."""
+    """Return a warning if other users could replace `disk_path` or this user's folders in it; otherwise ""."""
     path = root.absolute()
     for each in (path, *path.parents):
         try:
@@ -83,10 +83,12 @@ def caution(root: Path) -> str:
 
 
 def lock_folder(folder: OpenFolder) -> OpenFolder:
-    """Lock a folder for this process until the folder is closed, and return it. On failure, close the folder.
+    """Lock a folder for this process, and return the folder. It stays locked until it is closed.
+
+    If the folder cannot be locked, it is closed.
 
     Raises:
-        FolderInUse: another process, named in the message, has locked the folder.
+        FolderInUse: another process has locked the folder. The message names this process.
         DiskError: the lock file does not belong to this user, or the disk fails.
     """
     try:

@@ -1,21 +1,22 @@
-"""The index of the slot files: the block in each slot.
+"""The index of the disk tier: says which block is in each slot of the slot files.
 
     header                             batch                                    record
     "KVOINDEX" version                 magic, bytes, number, checksum           slot, kind, key, checksum per rank
     generation, ids of files    record, record, ...
     checksum
 
-The index is a log of three events: a slot was filled with a block (put), invalidated, or read (use). The checksum of a
-batch covers its number and the log's generation, so that a batch from an older log or at another position is rejected.
-With a key, the checksums of the header, the batches and the ranks' shards are MACs, so that an index from a writer
-without the key is rejected. Reading stops at the first incomplete batch. Lost records cost hits, never correctness: a
-slot whose invalidation is lost is still indexed under its old block, but its bytes do not match that block's checksums.
+The index is a log of three kinds of records: a slot was filled with a block (put), invalidated, or read (use). A
+batch's checksum also covers the number of the batch and the generation of the index. So a batch is rejected if it
+comes from an older index or is in the wrong place. With a tier key, the checksums of the header, of the batches and
+of the blocks are MACs, so an index that was written without the key is rejected. Reading stops at the first
+incomplete batch. Lost records cost hits but never correctness. If the record of an invalidation is lost, for example,
+the index still has the slot's old block, but the bytes in the slot do not match that block's checksums.
 
-All records have the same size, so that numpy reads a million of them in a few calls.
+All records have the same size, so that numpy can read a million of them in a few calls.
 
-Records are only appended. A compacted index, a new generation and an index of other slot files are each written to a
-new file next to the old one, synced and renamed, so that the name always refers to a complete index. Functions of this
-module may wait for the disk. One thread at a time calls them, never an engine's thread.
+Records are only appended. When the index is compacted, or a new one is started, the new index is written to a new
+file, synced, and then renamed. So the file's name always refers to a complete index. The functions of this module may
+wait for the disk. Call them on one thread at a time, and never on an engine's thread.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 INDEX_NAME, _NEW = "index", "index.new"
 _MAGIC, _VERSION = b"KVOINDEX", 2
-_HEADER = struct.Struct("<8sIH16s")  # magic, version, ranks, generation; the slot files' ids follow
+_HEADER = struct.Struct("<8sIH16s")  # magic, version, number of ranks, generation; then the slot files' ids
 _BATCH = struct.Struct("<IIQ8s")  # magic, length of the records in bytes, batch number, checksum
 _BATCH_MAGIC = 0x4B564F42
 _SUM_BYTES = 8
@@ -52,28 +53,28 @@ _ID_BYTES = 16
 _KEY_BYTES = 64
 _PUT, _INVALIDATE, _USE = 1, 2, 3
 _MOST_RECORDS = 4096
-"""The maximum number of records in one batch of a rewritten index.
+"""The maximum number of records in one batch of a compacted index.
 
-The limit is low because only the batches before a damaged one can still be read.
+The limit is low because a damaged batch makes all later batches unreadable.
 """
-_LEAST_GARBAGE = 2**16  # rewriting pays only if more than this many records are obsolete
-_MOST_UNWRITTEN = 2**20  # allowance for records that queue up while the disk hangs
-_HEAD_BYTES = 2**16  # room for the ids of 4,000 ranks' files
+_LEAST_GARBAGE = 2**16  # the index is compacted only if more records than this are obsolete
+_MOST_UNWRITTEN = 2**20  # extra records to allow for, because many arrive at once after the disk has hung
+_HEAD_BYTES = 2**16  # enough for the ids of 4,000 slot files
 
 
 class NotAnIndex(DiskError):
-    """Raised for bytes that are not a readable index. The message has the reason."""
+    """Raised when bytes are not a readable index. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexHeader:
-    """The generation and slot files that an index belongs to.
+    """The header of an index: its generation, and the slot files that it describes.
 
     Args:
-        generation: 16 random bytes, new after each reset. Compared for equality only.
-        files: the ids of the ranks' slot files.
-        slots: the number of slots in each file; not stored in the index.
-        key: authenticates header and batches; None for plain checksums.
+        generation: 16 random bytes. A reset of the cache starts a new generation.
+        files: the id of each rank's slot file.
+        slots: the number of slots in each file. It is not stored in the index.
+        key: authenticates the header and the batches; None for plain checksums.
     """
 
     generation: bytes
@@ -84,33 +85,33 @@ class IndexHeader:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entries:
-    """The block in each slot, least recently used first.
+    """The blocks in the index, the least recently used first.
 
     Args:
-        records: [entries], array of `record_type`, as in the file.
+        records: an array of shape [entries] and type `record_type`, with a put record for each block.
     """
 
     records: NDArray[np.void]
 
     @classmethod
     def none(cls, ranks: int) -> Entries:
-        """Return an empty array of entries."""
+        """Return entries without any block."""
         return cls(np.empty(0, record_type(ranks)))
 
     def __len__(self) -> int:
         return len(self.records)
 
     def puts(self, start: int = 0, end: int | None = None) -> list[Put]:
-        """Return the entries from `start` to `end` as put records."""
+        """Return a put record for each entry from `start` up to `end`."""
         part = self.records[start:end]
-        raw = part["key"].tobytes()  # converting keys one by one takes ten times as long
+        raw = part["key"].tobytes()  # to convert each key separately would take ten times as long
         sizes = zip(range(0, len(raw), _KEY_BYTES), part["key_bytes"].tolist(), strict=True)
         keys: list[Any] = [raw[place : place + size] for place, size in sizes]
         sums: Iterable[tuple[int, ...]] = zip(*part["sums"].T.tolist(), strict=True)
         return list(map(Put, part["slot"].tolist(), keys, sums))
 
     def free(self, slots: int) -> list[SlotId]:
-        """Return the slots without an entry, highest first. The pool takes slots from the end."""
+        """Return the slots without an entry, the highest first, because the pool takes slots from the list's end."""
         is_free = np.ones(slots, np.bool_)
         is_free[self.records["slot"]] = False
         return cast("list[SlotId]", np.flatnonzero(is_free)[::-1].tolist())
@@ -122,9 +123,9 @@ class IndexContents:
 
     Args:
         header: the index's generation and slot files.
-        entries: the block in each slot after the last complete batch.
-        end: offset in bytes of the end of the last complete batch.
-        is_cut: whether an incomplete batch follows `end`.
+        entries: the blocks in the index after its last complete batch.
+        end: where the last complete batch ends, in bytes from the start of the file.
+        is_cut: whether an incomplete batch follows after `end`.
     """
 
     header: IndexHeader
@@ -134,30 +135,30 @@ class IndexContents:
 
 
 def record_type(ranks: int) -> np.dtype[np.void]:
-    """Return the numpy type of a record in the file. Only put records use the key and checksum fields."""
+    """Return the numpy type of a record in the index. Only put records use the key and the checksums."""
     key = ("key_bytes", "u1"), ("key", f"V{_KEY_BYTES}")
     return np.dtype([("slot", "<u4"), ("kind", "u1"), *key, ("sums", "<u8", (ranks,))])
 
 
 def encode_header(header: IndexHeader) -> bytes:
-    """Return the encoded header, which starts an index."""
+    """Return the header as bytes. An index begins with these bytes."""
     fixed = _HEADER.pack(_MAGIC, _VERSION, len(header.files), header.generation)
     packed = fixed + b"".join(header.files)
     return packed + _sum(header.key, b"index", packed)
 
 
 def encode_batch(header: IndexHeader, number: int, records: Iterable[DiskRecord]) -> bytes:
-    """Return a batch of these records; `number` is the number of batches before it.
+    """Return a batch with these records. `number` is how many batches come before it in the index.
 
     Raises:
-        DiskError: a key is longer than the index has room for.
+        DiskError: a key is too long for the index.
     """
     rows = np.array(list(map(_row, records)), record_type(len(header.files)))
     return _batch(header, number, rows)
 
 
 def encode_index(header: IndexHeader, entries: Entries) -> tuple[bytes, int]:
-    """Return an index with one record per entry, and the number of its batches."""
+    """Return an index with one record for each entry, and the number of batches in this index."""
     starts = range(0, len(entries), _MOST_RECORDS)
     parts = [
         _batch(header, number, entries.records[start : start + _MOST_RECORDS])
@@ -170,7 +171,7 @@ def read_header(data: bytes, slots: int, key: TierKey | None = None) -> IndexHea
     """Return the header of an index.
 
     Args:
-        data: the first bytes of the index, at least up to the end of the header.
+        data: the first bytes of the index; they must include the whole header.
         slots: the number of slots in each file.
         key: authenticates the header; None for a plain checksum.
 
@@ -200,8 +201,8 @@ def read_index(data: bytes, slots: int, key: TierKey | None = None) -> IndexCont
 
     Args:
         data: the whole index.
-        slots: the number of slots in each file. Records for slots beyond it are ignored.
-        key: authenticates header and batches; None for plain checksums.
+        slots: the number of slots in each file. Records for higher slots are ignored.
+        key: authenticates the header and the batches; None for plain checksums.
 
     Raises:
         NotAnIndex: the header has another format, or is damaged.
@@ -232,7 +233,7 @@ def _batch_sum(header: IndexHeader, number: int, data: bytes | memoryview) -> by
 
 
 def _sum(key: TierKey | None, context: bytes, data: bytes | memoryview) -> bytes:
-    """Return the checksum of this context and data, or their MAC if there is a key."""
+    """Return the checksum of `context` and `data`, or their MAC if there is a key."""
     if key is not None:
         return key.mac(context, data)[:_SUM_BYTES]
     state = xxh3_64(context)
@@ -256,7 +257,10 @@ def _read_batch(header: IndexHeader, number: int, data: bytes, start: int) -> ND
 
 
 def _entries(header: IndexHeader, batches: Iterable[NDArray[np.void]]) -> Entries:
-    """Return the entries that result from these batches. numpy keeps the last of several assignments to a slot."""
+    """Return the entries that result from these batches.
+
+    If several records name the same slot, numpy's assignments keep the last one.
+    """
     records = np.concatenate([Entries.none(len(header.files)).records, *batches])
     records = records[records["slot"] < header.slots]
     places, is_change = np.arange(len(records)), records["kind"] != _USE
@@ -270,11 +274,11 @@ def _entries(header: IndexHeader, batches: Iterable[NDArray[np.void]]) -> Entrie
 
 
 class IndexLog:
-    """An index that is open for appending; `start_index` returns it.
+    """An open index to which records can be appended. `start_index` returns it.
 
     Attributes:
         header: the index's generation and slot files.
-        records: the number of records in the index, including records that later ones have replaced.
+        records: the number of records in the index, including obsolete records.
     """
 
     def __init__(
@@ -288,12 +292,12 @@ class IndexLog:
         self._batches = batches
 
     def append(self, records: Sequence[DiskRecord]) -> None:
-        """Append records in order.
+        """Append a batch of records in the given order.
 
-        Appended records survive this process; after `sync`, they also survive a power failure.
+        Appended records are kept if this process dies. After `sync`, they are also kept if the power fails.
 
         Raises:
-            OSError: the disk is full, failing or gone. The new records may be missing; earlier records are intact.
+            OSError: the disk is full, failing or gone. The new records may be missing, but earlier records are intact.
         """
         if not records:
             return
@@ -304,7 +308,7 @@ class IndexLog:
         self.records += len(records)
 
     def sync(self) -> None:
-        """Make all records durable.
+        """Write all appended records to the disk.
 
         Raises:
             OSError: the disk is full, failing or gone.
@@ -312,14 +316,14 @@ class IndexLog:
         os.fdatasync(self._descriptor)
 
     def is_mostly_garbage(self, entries: int) -> bool:
-        """Whether `rewritten` would make the index much smaller; `entries` is the number of entries in the index."""
+        """Return whether `rewritten` would make this index, which has `entries` blocks, much smaller."""
         return self.records - entries > max(entries, _LEAST_GARBAGE)
 
     def rewritten(self) -> IndexLog:
-        """Replace this index with one that has one record per entry; close this index and return the new index.
+        """Replace this index with an index that has one record per entry. Close this index and return the new index.
 
         Raises:
-            OSError: the disk is full, failing or gone; this index stays open.
+            OSError: the disk is full, failing or gone. This index stays open.
         """
         contents = read_index(_read_all(self._descriptor, self._end), self.header.slots, self.header.key)
         if contents.end != self._end:
@@ -329,7 +333,7 @@ class IndexLog:
         return rewritten
 
     def erase(self) -> None:
-        """Overwrite the header, durably, so that the index cannot be read even if its file was moved.
+        """Overwrite the header and sync it, so that the index cannot be read even if its file was moved.
 
         Raises:
             OSError: the disk is full, failing or gone.
@@ -338,7 +342,7 @@ class IndexLog:
         os.fdatasync(self._descriptor)
 
     def close(self) -> None:
-        """Close the file. The kernel writes unsynced records later."""
+        """Close the file. The kernel will write records that were not synced."""
         os.close(self._descriptor)
 
 
@@ -347,12 +351,12 @@ def new_generation() -> bytes:
 
 
 def load_index(folder: OpenFolder, slots: int, key: TierKey | None = None) -> IndexContents | None:
-    """Return the contents of a folder's index; None if there is none.
+    """Return the contents of a folder's index; None if the folder has no index.
 
     Args:
         folder: the folder of the index.
-        slots: the number of slots in each file. Records for slots beyond it are ignored.
-        key: authenticates header and batches; None for plain checksums.
+        slots: the number of slots in each file. Records for higher slots are ignored.
+        key: authenticates the header and the batches; None for plain checksums.
 
     Raises:
         NotAnIndex: the index has another format, is damaged, or is too large for this number of slots.
@@ -366,7 +370,7 @@ def load_index(folder: OpenFolder, slots: int, key: TierKey | None = None) -> In
     try:
         size = os.fstat(descriptor).st_size
         header = read_header(_read_all(descriptor, min(size, _HEAD_BYTES)), slots, key)
-        # `is_mostly_garbage` bounds the number of obsolete records.
+        # An index cannot have more records than this, because it is compacted before that (`is_mostly_garbage`).
         most_records = 2 * header.slots + _LEAST_GARBAGE + _MOST_UNWRITTEN
         most = _HEAD_BYTES + most_records * (_BATCH.size + record_type(len(header.files)).itemsize)
         if size > most:
@@ -377,15 +381,15 @@ def load_index(folder: OpenFolder, slots: int, key: TierKey | None = None) -> In
 
 
 def start_index(folder: OpenFolder, header: IndexHeader, entries: Entries | None = None) -> IndexLog:
-    """Replace the folder's index with a new, synced index of these entries, and return the new one.
+    """Replace the folder's index with a new index of these entries, sync it, and return it.
 
     Args:
-        folder: the folder of the index; the caller has locked it.
+        folder: the folder of the index; the caller must have locked it.
         header: the header of the new index.
         entries: the entries of the new index; by default none.
 
     Raises:
-        OSError: the disk is full, failing or gone; the folder has either the old index or the new one.
+        OSError: the disk is full, failing or gone. The folder has either the old index or the new index.
     """
     entries = entries if entries is not None else Entries.none(len(header.files))
     data, batches = encode_index(header, entries)
@@ -401,11 +405,11 @@ def start_index(folder: OpenFolder, header: IndexHeader, entries: Entries | None
 
 
 def remove_index(folder: OpenFolder, index: IndexLog | None) -> None:
-    """Remove a folder's index, so that no block in the slot files is found again.
+    """Remove a folder's index, so that no later process finds a block in the slot files.
 
     Args:
         folder: the locked folder.
-        index: the open index, which is erased first; None if it was not opened.
+        index: the folder's open index, which is erased before its file is removed; None if the index was not opened.
 
     Raises:
         DiskError: the folder's path now leads to another folder, which may contain another index.

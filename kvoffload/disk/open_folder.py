@@ -1,8 +1,8 @@
-"""Folders and files below `disk_path`, opened so that no other user can redirect them.
+"""Opens folders and files below `disk_path` in a way that other users cannot redirect.
 
-In a folder where other users may create files, a name can be a trap: a symbolic link, a pipe, a hard link to another
-file, or a file that another user made first and can still write. So names are looked up in the open folder, and each
-opened file is checked through its descriptor before use.
+Where other users may create files, a name can be a trap: a symbolic link, a pipe, a hard link to another file, or a
+file that another user created first and can still write to. So names are looked up relative to an open folder, and
+each file is checked through its descriptor after it was opened.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ from types import TracebackType
 from kvoffload.model.errors import DiskError
 
 LOCK_TRIES, LOCK_PAUSE_S = 60, 1.0
-"""How many times to try a lock, and the seconds between tries: the previous engine may still be shutting down,
-or hang until it is killed."""
+"""How many times to try a lock, and the seconds between two tries.
+
+The previous engine may still hold the lock while it shuts down, or while it hangs until it is killed.
+"""
 SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""Flags for opening a name that may be a trap. Without O_NONBLOCK, opening a pipe would block until it has a writer."""
+"""Flags for opening a name that may be a trap. Without O_NONBLOCK, opening a pipe would wait for a writer."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _OTHERS_WRITE = 0o022
 _LOCKED: set[int] = set()
 
 
 class OpenFolder:
-    """A folder kept open by its descriptor, which refers to this folder even if its path is replaced later.
+    """An open folder. Its descriptor refers to the same folder even if the path is later replaced.
 
-    `open_folder`, `open_root` and `make` return it.
+    Create it with `open_folder`, `open_root` or `make`.
 
     Attributes:
         path: the folder's path when it was opened.
         descriptor: the folder's file descriptor.
-        lock: descriptor of its lock file, which `close` unlocks; None if the folder is not locked.
+        lock: the descriptor of the folder's lock file, which `close` unlocks; None if the folder is not locked.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -51,18 +53,18 @@ class OpenFolder:
         self.close()
 
     def make(self, name: str) -> OpenFolder:
-        """Return a folder in this one; if it is missing, make it with mode 0700.
+        """Open a folder inside this folder. If the inner folder is missing, create it with mode 0700.
 
         Raises:
             DiskError: the folder belongs to another user, or others may write to it.
-            OSError: the folder cannot be made or opened.
+            OSError: the folder cannot be created or opened.
         """
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=self.descriptor)
         return OpenFolder(self.path / name, _checked(self.path / name, _FOLDER, 0o700, self.descriptor, name))
 
     def open(self, name: str, flags: int) -> int:
-        """Return the descriptor of a file in this folder. With `O_CREAT`, make a missing file with mode 0600.
+        """Open a file in this folder, and return its descriptor. With `O_CREAT`, create a missing file with mode 0600.
 
         Raises:
             DiskError: the file is not a plain file of this user, has other hard links, or others may write to it.
@@ -71,12 +73,12 @@ class OpenFolder:
         return _checked(self.path / name, flags, 0o600, self.descriptor, name)
 
     def make_file(self, name: str) -> int:
-        """Create a file, replacing any file with that name, and return its descriptor."""
+        """Create a file, replace any earlier file of this name, and return the new file's descriptor."""
         self.unlink(name)
         return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | SAFE, 0o600, dir_fd=self.descriptor)
 
     def rename(self, name: str, to: str) -> None:
-        """Rename a file, durably, replacing any file that has the new name."""
+        """Rename a file, replace any earlier file of the new name, and sync the folder."""
         os.rename(name, to, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
         self.sync()
 
@@ -86,11 +88,11 @@ class OpenFolder:
             os.unlink(name, dir_fd=self.descriptor)
 
     def sync(self) -> None:
-        """Make the folder's list of names durable."""
+        """Write the folder's list of names to the disk."""
         os.fsync(self.descriptor)
 
     def is_at_its_path(self) -> bool:
-        """Whether the path still leads to this folder."""
+        """Return whether the path still leads to this folder."""
         try:
             found = os.stat(self.path)
         except FileNotFoundError:
@@ -98,7 +100,7 @@ class OpenFolder:
         return os.path.samestat(found, os.fstat(self.descriptor))
 
     def close(self) -> None:
-        """Close and unlock the folder; files that were opened in it stay open."""
+        """Unlock and close the folder. Files that were opened in this folder stay open."""
         if self.lock is not None:
             close_locked(self.lock)
         os.close(self.descriptor)
@@ -115,13 +117,13 @@ def open_folder(path: Path) -> OpenFolder:
 
 
 def open_root(path: Path) -> OpenFolder:
-    """Open a folder that may belong to another user, such as a mounted volume; make it if it is missing."""
+    """Open a folder that may belong to another user, such as a mounted volume. Create the folder if it is missing."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return OpenFolder(path, os.open(path, _FOLDER))
 
 
 def lock(descriptor: int) -> None:
-    """Lock an open file for this process; `close_locked` unlocks it.
+    """Lock an open file for this process. `close_locked` unlocks the file.
 
     Raises:
         BlockingIOError: the file is already locked.
@@ -135,17 +137,17 @@ def lock(descriptor: int) -> None:
 
 
 def close_locked(descriptor: int) -> None:
-    """Close and unlock a file."""
+    """Unlock and close a file."""
     _LOCKED.discard(descriptor)
     os.close(descriptor)
 
 
 def _leave_locks() -> None:
-    """In a forked child, close the locked files, because a child that outlives its parent would keep the locks.
+    """In a forked child, close all locked files, because a child that outlives its parent would keep the locks.
 
-    `fcntl` locks would not be inherited, but closing any descriptor of the file would release them. Each
-    descriptor then refers to /dev/null: its number stays in use, so that a later close of that number in the
-    child cannot close another file.
+    Each closed descriptor then refers to /dev/null. So its number stays in use, and if the child closes this number
+    later, it does not close another file. Locks by `fcntl` would not be inherited, but a process loses them when it
+    closes any descriptor of the file.
     """
     if not _LOCKED:
         return

@@ -1,14 +1,13 @@
-"""One rank's blocks on disk: a preallocated file of equal-sized slots.
+"""A slot file: one rank's blocks on disk, in a preallocated file of slots that all have the same size.
 
     | header, 4 KiB | slot 0 | slot 1 | ...        a slot is a block's bytes on this rank, padded to 4 KiB
 
-The header describes the slots and gives the file a random id. The index names files by their ids, so a file
-that was lost, replaced or swapped with another rank's is never taken for the file that was indexed. The
-header is written when the file is created or resized. Slots have no header, because the index has each slot's
-checksum.
+The header describes the slots and contains the file's random id. The index names slot files by their ids, so a file
+that was lost, replaced or swapped with another rank's file is noticed. The header is written when the file is created
+or resized. Slots have no headers, because the index has the checksum of each slot.
 
-Reads and writes bypass the page cache if the file system allows it. The cache would use the host memory that
-the disk is meant to save, and under memory pressure it writes at a tenth of the disk's speed.
+Reads and writes bypass the page cache if the file system allows it. The page cache would take host memory that could
+hold blocks, and under memory pressure it writes at a tenth of the disk's speed.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ ID_BYTES = 16
 PIECE_BYTES = 2**20
 """The maximum number of bytes in one read or write call.
 
-On an NVMe disk, calls of this size were 1.4 times as fast as calls of 64 KiB and took a quarter of the CPU time.
+On an NVMe disk, calls of this size were 1.4 times as fast as calls of 64 KiB, and took a quarter of their CPU time.
 """
 
 _MOST_PARTS = 1024  # the kernel's limit on the number of buffers in one call
@@ -49,12 +48,12 @@ log = get_logger("disk")
 
 @dataclass(frozen=True, slots=True)
 class SlotShape:
-    """The shape of a file's slots; a file of another shape is replaced.
+    """What a slot file's slots contain. If a file's slots have another shape, the file is replaced.
 
     Args:
-        rank, ranks: the rank whose shards the slots hold, and the number of ranks.
-        slot_bytes: size of one shard, in bytes.
-        layout: 16-byte digest of the layout of a shard.
+        rank, ranks: the rank whose bytes are in the slots, and the number of ranks.
+        slot_bytes: how many bytes of a block this rank has.
+        layout: a digest, 16 bytes long, of the layout of these bytes.
     """
 
     rank: int
@@ -64,20 +63,20 @@ class SlotShape:
 
     @property
     def pitch(self) -> int:
-        """Bytes from the start of one slot to the start of the next."""
+        """The number of bytes from the start of a slot to the start of the next slot."""
         return round_up(self.slot_bytes)
 
 
 class SlotFileInUse(DiskError):
-    """Another process has locked the slot file."""
+    """Raised when another process has locked the slot file."""
 
 
 class SlotFile:
-    """An open, locked slot file, made by `open_slot_file`. Several threads may read and write at once.
+    """An open and locked slot file. Create it with `open_slot_file`. Several threads may read and write at once.
 
     Attributes:
         id: the file's random id.
-        slots: the number of its slots.
+        slots: the number of slots in the file.
         shape: the shape of each slot.
         page_cache_reason: why I/O goes through the page cache; None if I/O is direct.
     """
@@ -99,7 +98,7 @@ class SlotFile:
             data: aligned memory, `shape.pitch` bytes for each slot.
 
         Raises:
-            OSError: the disk is full, failing or gone; the contents of these slots are undefined.
+            OSError: the disk is full, failing or gone. The contents of these slots are undefined.
         """
         self._transfer(slot, data, os.pwritev)
 
@@ -111,13 +110,12 @@ class SlotFile:
             data: aligned memory, `shape.pitch` bytes for each slot.
 
         Raises:
-            OSError: the disk is failing or gone, or the file was truncated; the contents of `data` are
-                undefined.
+            OSError: the disk is failing or gone, or the file was truncated. The contents of `data` are undefined.
         """
         self._transfer(slot, data, os.preadv)
 
     def sync(self) -> None:
-        """Make all writes durable.
+        """Wait until the disk has all written bytes.
 
         Raises:
             OSError: the disk is full, failing or gone.
@@ -127,9 +125,9 @@ class SlotFile:
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Close and unlock the file.
+        """Unlock and close the file.
 
-        No read or write may be running: the descriptor's number could be reused for another file.
+        Call this only while no read or write is running, because the descriptor's number may then name another file.
         """
         close_locked(self._descriptor)
 
@@ -154,7 +152,7 @@ class SlotFile:
 
 
 def _calls(data: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Split memory into calls of at most `PIECE_BYTES`, and yield the buffers of each call."""
+    """Split memory for several calls of at most `PIECE_BYTES` each, and yield the buffers for each call."""
     parts, size = list[memoryview](), 0
     for piece in data:
         for start in range(0, len(piece), PIECE_BYTES):
@@ -168,7 +166,7 @@ def _calls(data: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
-    """Return these buffers without their first `count` bytes."""
+    """Return the buffers that remain after `count` bytes were transferred."""
     while parts and count >= len(parts[0]):
         count -= len(parts[0])
         parts = parts[1:]
@@ -178,13 +176,13 @@ def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
 def open_slot_file(folder: OpenFolder, shape: SlotShape, slots: int) -> SlotFile:
     """Open and lock a rank's slot file, and allocate its disk space.
 
-    A file of another shape or format is replaced by one with a new id, and a warning is logged.
-    A file with more than `slots` slots loses the last ones.
+    If the file has another shape or format, it is replaced by a file with a new id, and a warning is logged. If the
+    file has more than `slots` slots, the last slots are cut off.
 
     Args:
         folder: the folder of the engine's files.
-        shape: the shape of the slots; its rank is part of the file's name.
-        slots: the number of slots that the file will have.
+        shape: the shape of the slots. Its rank is part of the file's name.
+        slots: how many slots the file will have.
 
     Raises:
         SlotFileInUse: another process has locked the file.
@@ -208,7 +206,7 @@ def open_slot_file(folder: OpenFolder, shape: SlotShape, slots: int) -> SlotFile
 
 
 def _opened(folder: OpenFolder, name: str) -> tuple[int, bool]:
-    """Return the file's descriptor, and whether the file is new."""
+    """Open or create a file. Return its descriptor, and whether the file is new."""
     try:
         return folder.open(name, os.O_RDWR), False
     except FileNotFoundError:
@@ -229,13 +227,13 @@ def _prepare(
     if found is None or slots != had:
         buffer[:] = _header(file_id, shape, slots)
         os.pwritev(descriptor, [buffer], 0)
-        folder.sync()  # If a crash lost the file's name, the next start would create another file.
+        folder.sync()  # otherwise a crash could lose the file's name
     os.ftruncate(descriptor, PAGE + slots * shape.pitch)
     return SlotFile(descriptor, file_id, slots, shape, go_direct(descriptor, buffer))
 
 
 def _allocate(descriptor: int, folder: OpenFolder, size: int, keep: int) -> None:
-    """Allocate disk space for a file of this size; if that fails, cut the file back to `keep` bytes."""
+    """Allocate disk space for a file of `size` bytes. If that fails, shorten the file to `keep` bytes."""
     os.ftruncate(descriptor, keep)
     try:
         os.posix_fallocate(descriptor, 0, size)
@@ -254,7 +252,7 @@ def _header(file_id: bytes, shape: SlotShape, slots: int) -> bytes:
 
 
 def _read_header(descriptor: int, shape: SlotShape, buffer: memoryview) -> tuple[bytes, int] | None:
-    """Return a file's id and number of slots; None if it has another shape or is truncated."""
+    """Return a slot file's id and number of slots; None if the file has another shape or is too short."""
     if os.preadv(descriptor, [buffer], 0) < PAGE:
         return None
     _, _, _, file_id, _, _, _, slots, _ = _HEADER.unpack_from(buffer)
@@ -264,7 +262,7 @@ def _read_header(descriptor: int, shape: SlotShape, buffer: memoryview) -> tuple
 
 
 def _difference(header: memoryview, shape: SlotShape, size: int) -> str:
-    """Describe how a file differs from a slot file of this shape."""
+    """Return a description of how a file differs from a slot file of this shape."""
     if size < PAGE:
         return f"it has {size} bytes"
     magic, version, _, _, rank, ranks, slot_bytes, slots, layout = _HEADER.unpack_from(header)
@@ -281,7 +279,7 @@ def _difference(header: memoryview, shape: SlotShape, size: int) -> str:
 
 
 def go_direct(descriptor: int, buffer: memoryview) -> str | None:
-    """Bypass the page cache from now on. Return why that is impossible, or None if it worked."""
+    """Switch a file to direct I/O, which bypasses the page cache. Return why this fails, or None if it works."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)

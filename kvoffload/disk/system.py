@@ -1,4 +1,4 @@
-"""Memory that is aligned for direct I/O."""
+"""Allocates memory that is aligned for direct I/O."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import mmap
 from contextlib import suppress
 
 PAGE = 4096
-"""Addresses, offsets and lengths of direct I/O are multiples of this; no device has larger sectors."""
+"""No device has larger sectors. Direct I/O needs addresses, offsets and lengths that are multiples of a sector."""
 
 _HUGE_PAGE, _LARGE = 2**21, 2**20
 
@@ -18,17 +18,17 @@ def round_up(size: int) -> int:
 
 
 def aligned_buffer(size: int) -> memoryview:
-    """Return zeroed memory that is aligned for direct I/O: `size` bytes, rounded up to a multiple of `PAGE`.
+    """Return zeroed memory that is aligned for direct I/O. `size` is rounded up to a multiple of `PAGE`.
 
-    A buffer of `_LARGE` bytes or more has huge pages, if the kernel supports them. With pages of 4 KiB, a transfer of 1
-    MiB has 256 parts; on a virtual NVMe disk, such transfers took twice as long and four times the CPU time.
+    A buffer of `_LARGE` bytes or more gets huge pages, if the kernel supports them. With pages of 4 KiB, the device
+    must transfer 1 MiB in 256 parts. On a virtual NVMe disk, that took twice as long and four times the CPU time.
     """
     size = max(round_up(size), PAGE)
     room = size if size < _LARGE else -(-size // _HUGE_PAGE) * _HUGE_PAGE + _HUGE_PAGE
     memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size < _LARGE:
         return memoryview(memory)
-    with suppress(OSError):  # the kernel does not support huge pages
+    with suppress(OSError):  # not every kernel supports huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE
     return memoryview(memory)[start : start + size]

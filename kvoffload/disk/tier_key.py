@@ -1,4 +1,4 @@
-"""The key, read from `tier_key_file`, with which engines authenticate blocks on disk and in a remote tier."""
+"""The tier key: engines read it from `tier_key_file` and use it to authenticate blocks on disk and in a remote tier."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from kvoffload.model.errors import ConfigError
 
 LEAST_BYTES, MOST_BYTES = 32, 4096
 SUM_BYTES = 8
-"""Length in bytes of each MAC that replaces a checksum in the disk tier's files. Eight bytes are enough: a forger can
-test a guess only on an engine, which drops the block if the guess is wrong."""
+"""The length in bytes of a MAC that takes the place of a checksum in the disk tier's files.
+
+Eight bytes are enough. A forger can test a guess only by letting an engine read the block, and the engine drops the
+block if the guess is wrong.
+"""
 
 _ALLOWED = (
     "it must be a plain file of user {} that group and others cannot use (mode 0600 or 0400), "
@@ -22,13 +25,13 @@ _ALLOWED = (
 
 
 class TierKey:
-    """Makes message authentication codes (HMAC-SHA256). Several threads may use it at once.
+    """A key that makes message authentication codes (HMAC-SHA256). Several threads may use it at once.
 
     Args:
-        secret: the same bytes in all engines that share blocks.
+        secret: the secret bytes. All engines that share blocks need the same secret.
 
     Attributes:
-        id: 16 hexadecimal digits that identify the key without revealing it.
+        id: 16 hexadecimal digits that identify the key and do not reveal the secret.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -36,37 +39,36 @@ class TierKey:
         self.id = self.mac(b"id").hex()[:16]
 
     def mac(self, context: bytes, *data: bytes | memoryview) -> bytes:
-        """Return a MAC of 32 bytes, which cannot be computed without the secret.
+        """Return a MAC of `context` and `data`. It has 32 bytes and cannot be computed without the secret.
 
         Args:
-            context: the kind of data and its position. The first word is different for each use of the key.
-            data: pieces, authenticated as if they were concatenated.
+            context: the kind and the position of the data. The first word must be different for each use of the key.
+            data: pieces of bytes; the MAC is the same however the bytes are divided into pieces.
         """
         state = hmac.new(self._secret, len(context).to_bytes(8, "little") + context, "sha256")
         for piece in data:
-            state.update(piece)  # releases the GIL for pieces over 2 KiB
+            state.update(piece)  # for pieces over 2 KiB, this releases the GIL
         return state.digest()
 
     def sum(self, context: bytes, *data: bytes | memoryview) -> int:
-        """Return the first 64 bits of a MAC."""
+        """Return the first 64 bits of the MAC as an integer, to be used like a checksum."""
         return int.from_bytes(self.mac(context, *data)[:SUM_BYTES], "little")
 
     def of(self, fingerprint: str) -> TierKey:
-        """Return a key that authenticates only the files of one fingerprint."""
+        """Return a key for the files of one fingerprint, derived from this key."""
         return TierKey(self.mac(b"fingerprint " + fingerprint.encode()))
 
 
 def are_equal(one: int, other: int) -> bool:
-    """Return whether two sums are equal. Takes constant time."""
+    """Return whether two sums are equal, in a time that does not depend on the sums."""
     return hmac.compare_digest(one.to_bytes(SUM_BYTES, "little"), other.to_bytes(SUM_BYTES, "little"))
 
 
 def read_tier_key(path: Path | None) -> TierKey | None:
-    """Return the key in a file; None if `path` is None.
+    """Read the tier key from a file. Return None if `path` is None.
 
     Raises:
-        ConfigError: the file cannot be read, is not a plain file that only this user can use, or has too few
-            or too many bytes.
+        ConfigError: the file cannot be read, is not a plain file that only this user can read, or has the wrong length.
     """
     if path is None:
         return None

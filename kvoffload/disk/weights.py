@@ -1,8 +1,8 @@
-"""The identity of a model's weights: a snapshot's commit, or a digest of all bytes of its folder.
+"""Identifies a model's weights by a snapshot's commit, or by a digest of all bytes in the model's folder.
 
-A digest takes as long as reading the weights, so it is computed on a separate thread. Digests are remembered
-by inode, size and time of change (ctime); no program can set a ctime. A file that changed less than two seconds
-ago could change again without a new ctime, so its digest is not remembered.
+Computing a digest takes as long as reading the weights, so it is done on a thread of its own. Digests are cached in a
+file by inode, size and time of change (ctime), because no program can set a ctime. If a file changed less than two
+seconds ago, it could change again without getting a new ctime, so its digest is not cached.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from kvoffload.model.errors import DiskError
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CHUNK = 2**23
-_MOST_MEMORY = 2**24  # the maximum number of bytes read from the file of remembered digests
-_MAC_BYTES = 32  # length of the MAC at the end of that file, if there is a key
-_SETTLED_NS = 2 * 10**9  # longer than one tick of any file system's clock
+_MOST_MEMORY = 2**24  # the maximum number of bytes to read from the file that caches digests
+_MAC_BYTES = 32  # the length of the MAC with which this file ends if there is a key
+_SETTLED_NS = 2 * 10**9  # longer than a tick of any file system's clock
 
 _Known = dict[str, tuple[int, int, str]]
 
@@ -36,8 +36,8 @@ _Known = dict[str, tuple[int, int, str]]
 def snapshot_commit(folder: Path) -> str | None:
     """Return the commit of a snapshot in a Hugging Face cache; None for any other folder.
 
-    The files of a snapshot are links to blobs that are named by their content. If a file has replaced one of
-    these links, the commit no longer describes the folder, so the answer is None.
+    A snapshot's files are links to blobs, and a blob's name is a hash of its content. If one of these links was
+    replaced by a file, the commit no longer describes the folder, so the result is None.
     """
     if not _COMMIT.fullmatch(folder.name) or folder.parent.name != "snapshots":
         return None
@@ -56,37 +56,38 @@ def weights_identity(
     loaded_ns: int | None = None,
     now_ns: Callable[[], int] = time.time_ns,
 ) -> str:
-    """Return the identity of a model's weights. This may read all of their bytes.
+    """Return a text that identifies a model's weights. This function may read all of the weights.
 
     Args:
         folder: the model's folder.
-        memory: the file of remembered digests.
-        key: authenticates that file, because with a forged digest the engine would use the KV of other weights. None if
-            all writers are trusted.
-        loaded_ns: a time before the engine began to load the weights, in nanoseconds since 1970. A file that changed
-            after this time may differ from the loaded one. None allows changes at any time.
-        now_ns: returns nanoseconds since 1970, on the file system's clock.
+        memory: the file that caches digests.
+        key: authenticates the cached digests, because with a forged digest the engine would use the KV of other
+            weights. None if every process that writes the file is trusted.
+        loaded_ns: a time before the engine began to load the weights, in nanoseconds since 1970. If a file changed
+            after this time, the engine may have loaded other bytes, so it is refused. None allows changes at any
+            time.
+        now_ns: returns the time in nanoseconds since 1970, by the file system's clock.
 
     Raises:
-        DiskError: another user owns the file of remembered digests; or the weights cannot be read, change while
-            they are read, or changed after `loaded_ns`.
+        DiskError: another user owns the file that caches digests. Or the weights cannot be read, change while they are
+            read, or changed after `loaded_ns`.
     """
     if (commit := snapshot_commit(folder)) is not None:
         return f"commit {commit}"
     try:
         place = open_root(memory.parent)
-    except OSError:  # Without remembered digests, the next start only takes longer.
+    except OSError:  # without cached digests, the next start only takes longer
         return _digest_of(folder, _Reader({}, loaded_ns, now_ns))
     with place:
         reader = _Reader(_recall(place, memory.name, key), loaded_ns, now_ns)
         digest = _digest_of(folder, reader)
-        with suppress(OSError):  # Without remembered digests, the next start only takes longer.
+        with suppress(OSError):  # without cached digests, the next start only takes longer
             _remember(place, memory.name, reader.known, key)
     return digest
 
 
 def process_began_ns() -> int:
-    """Return when this process began, in nanoseconds since 1970: an engine loaded its weights after that time."""
+    """Return when this process began, in nanoseconds since 1970. The engine can only have loaded its weights later."""
     fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return time.time_ns() - int(age * 1e9)
@@ -105,7 +106,7 @@ def _digest_of(folder: Path, reader: _Reader) -> str:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield all files of a model except hidden ones: weights, settings and code all change its results."""
+    """Yield all files of a model except hidden files, because its results depend on weights, settings and code."""
     for path in folder.rglob("*"):
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if not is_hidden and path.is_file():
@@ -114,12 +115,12 @@ def _files(folder: Path) -> Iterator[Path]:
 
 @dataclass(slots=True)
 class _Reader:
-    """Returns digests of files, computing those that are not known.
+    """Returns digests of files, and computes them only if they are not cached.
 
     Args:
-        known: size, time of change and digest of each file, by device and inode; new digests are added.
-        loaded_ns: no file may have changed after this time; None allows any time.
-        now_ns: returns nanoseconds since 1970.
+        known: the cached size, time of change and digest of files, by device and inode. New digests are added here.
+        loaded_ns: files that changed after this time are refused; None allows changes at any time.
+        now_ns: returns the time in nanoseconds since 1970.
     """
 
     known: _Known
@@ -138,7 +139,7 @@ class _Reader:
             place, mark = f"{before.st_dev}:{before.st_ino}", (before.st_size, before.st_ctime_ns)
             if (found := self.known.get(place)) is not None and found[:2] == mark:
                 return str(found[2])
-            # Reading stops at the size found above, because a growing file may never end.
+            # Read no more than the size found above, because a file that grows may never end.
             state, left = xxh3_128(), before.st_size
             while chunk := file.read(min(_CHUNK, left)):
                 state.update(chunk)
@@ -152,7 +153,7 @@ class _Reader:
 
 
 def _recall(place: OpenFolder, name: str, key: TierKey | None) -> _Known:
-    """Return the remembered digests by device and inode; none if their file cannot be read or is not authentic."""
+    """Return the cached digests by device and inode. There are none if their file cannot be read or authenticated."""
     try:
         with os.fdopen(place.open(name, os.O_RDONLY), "rb") as file:
             data, mac = file.read(_MOST_MEMORY), b""
@@ -164,7 +165,7 @@ def _recall(place: OpenFolder, name: str, key: TierKey | None) -> _Known:
 
 
 def _remember(place: OpenFolder, name: str, known: _Known, key: TierKey | None) -> None:
-    """Replace the file of remembered digests atomically."""
+    """Replace the file that caches digests, in one atomic step."""
     beside, data = f"{name}.{os.getpid()}", json.dumps(known).encode()
     with os.fdopen(place.make_file(beside), "wb") as file:
         file.write(data + _mac(data, key))

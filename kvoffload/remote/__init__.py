@@ -1,1 +1,1 @@
-"""Clients of the remote tier, a store that several engines share. Starts no thread."""
+"""Clients of the remote tier, which several engines share. This package starts no threads."""

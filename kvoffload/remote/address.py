@@ -29,7 +29,7 @@ class MooncakeAddress:
 
     @property
     def caution(self) -> str:
-        """A warning for the operator about using this store."""
+        """A warning for the operator about Mooncake's lack of protection."""
         return (
             f"Mooncake has no authentication and no encryption: anyone who reaches {self} can read and write all KV in it, and "
             "each store node and each engine listens for transfers on all addresses of its machine"
@@ -41,11 +41,11 @@ class MooncakeAddress:
 
 @dataclass(frozen=True, slots=True)
 class BucketAddress:
-    """A prefix in an S3 bucket. Endpoint, region and credentials come from the environment (`AWS_*`).
+    """The address of an S3 bucket. Endpoint, region and credentials come from the environment (`AWS_*`).
 
     Args:
         bucket: the bucket's name.
-        prefix: the start of all objects' names; empty, or with a slash at the end.
+        prefix: all objects' names begin with this; it is empty or ends with a slash.
     """
 
     bucket: str
@@ -53,7 +53,7 @@ class BucketAddress:
 
     @property
     def caution(self) -> str:
-        """A warning for the operator if connections may be unencrypted; else ""."""
+        """A warning for the operator if connections may be unencrypted; otherwise ""."""
         is_allowed = os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
         is_plain = any(os.environ.get(name, "").lower().startswith("http://") for name in _ENDPOINTS)
         if not is_allowed and not is_plain:
@@ -74,7 +74,7 @@ def parse_address(url: str) -> RemoteAddress:
     """Parse the setting `remote_url`.
 
     Raises:
-        ConfigError: the URL has another form, or contains credentials, which the message does not repeat.
+        ConfigError: the URL has an unknown form or contains credentials. The message does not repeat the credentials.
     """
     try:
         parts = urlsplit(url)
@@ -95,7 +95,7 @@ def parse_address(url: str) -> RemoteAddress:
 
 
 def _prefix(path: str) -> str:
-    """Turn a URL's path into the prefix of all objects' names."""
+    """Return the prefix of all objects' names, made from the path of a URL."""
     prefix = path.removeprefix("/").removesuffix("/")
     if prefix and {"", ".", ".."} & set(prefix.split("/")):
         raise ConfigError(
@@ -122,12 +122,12 @@ def _wrong() -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class RemotePlace:
-    """Address and fingerprint, which determine the place of an engine's blocks in a remote tier.
+    """What determines the place of an engine's blocks in a remote tier.
 
     Args:
-        address: the store's address.
-        identify: returns the fingerprint of the engine's KV. This may read all weights, so `identify` is called on a
-            separate thread.
+        address: the remote tier's address.
+        identify: returns the fingerprint of the engine's KV. It may read all weights, so it is called on a thread of
+            the remote tier.
     """
 
     address: RemoteAddress

@@ -1,12 +1,12 @@
-"""An S3 bucket as a remote tier. Each put writes one object, a pack: an index followed by values (`packs.py`).
+"""An S3 bucket as a remote tier. Each put writes one object, called a pack: an index followed by values (`packs.py`).
 
     <prefix>kvo1/<fingerprint>/<generation>/<rank>of<ranks>/<window>/<moment>-<random>-<bytes of the index>
 
-Objects are expensive and blocks are small, so many blocks share an object, and the bucket cannot be asked
-for a block by name. Instead each connection keeps a catalogue and answers from it. At most once a second it
-lists the newest packs and one older page, and reads the indexes that are not in the catalogue yet. If a read
-finds that a pack has expired by the bucket's rules, or that another writer has truncated it, the catalogue
-forgets the pack.
+Many blocks share an object, because objects are expensive and blocks are small. So blocks cannot be looked up in the
+bucket by name. Instead, each connection looks them up in a catalogue of the packs that it has found. At most once a
+second, it lists the newest packs and one page of older packs, and reads the indexes of packs that are not in the
+catalogue. If a read finds that the bucket has deleted a pack, or that another writer has truncated the pack, the
+catalogue drops the pack.
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ from kvoffload.remote.store import MISSING, Refusals, log
 from kvoffload.remote.values import FORMAT, Shard
 
 LOOK_PERIOD_S = 1.0
-"""Seconds between two listings. Packs that other engines have written since the last listing are not found yet."""
-_PAGE = 1000  # the maximum number of names in one listing response of S3
-_INDEXES_AT_ONCE = 128  # indexes read concurrently; the indexes of a full page thus take eight rounds
-# the number of shards whose catalogues are kept; a reset adds a shard, because it changes the namespace
+"""Seconds between two listings of new packs. A pack of another engine is found only after the next listing."""
+_PAGE = 1000  # the maximum number of names that S3 returns in one page of a listing
+_INDEXES_AT_ONCE = 128  # how many indexes are read at the same time; a page of 1,000 packs takes eight rounds
+# How many catalogues to keep: a reset changes the namespace, so it needs a second catalogue.
 _MOST_SHARDS = 2
-_SMALL_BYTES = 256  # the maximum number of bytes read of an object that is not a pack
-_LOGGED_CHARACTERS = 100  # the maximum number of characters quoted of a name that another writer chose
-_GAP_BYTES = 2**20  # the largest gap between values that are read together
+_SMALL_BYTES = 256  # how many bytes to read, at most, of an object that is not a pack
+# How much of an object's name to log, at most, because any writer may have chosen it.
+_LOGGED_CHARACTERS = 100
+_GAP_BYTES = 2**20  # values with a larger gap between them are read by separate requests
 _STATUS = re.compile(r"status code: (\d{3}[A-Za-z ]*)")
 _REASON = re.compile(r"kind: (\w+)[^{]*source: reqwest|InvalidCertificate\(\s*(\w+)|\"(dns error)\"")
-# After these errors another read would also fail; after 408 or 429 it may succeed.
+# Errors of the request itself, so that the same read would fail again. After 408 or 429, it might succeed.
 _OF_THE_OBJECT = re.compile(r"4(?!08|29)")
 _FAULTS = {"401": RemoteFault.DENIED, "403": RemoteFault.DENIED, "507": RemoteFault.FULL}
 _INSTALL = "the object store's client cannot be loaded ({}); install kvoffload[s3]"
@@ -78,7 +79,7 @@ class _BeyondEndError(Exception):
 
 
 class _Run(NamedTuple):
-    """Values of a pack that are read in one request."""
+    """The values of one pack that are read by one request."""
 
     pack: str
     start: int
@@ -87,14 +88,14 @@ class _Run(NamedTuple):
 
 
 class BucketStore:
-    """A connection to a bucket.
+    """A connection to an S3 bucket.
 
     Args:
-        address: bucket and prefix.
-        timeout_s: seconds that each request may take.
+        address: the bucket's address.
+        timeout_s: how many seconds each request may take.
 
     Raises:
-        RemoteError: the client is not installed, or the settings in the environment are inconsistent.
+        RemoteError: the client is not installed, or environment variables contradict each other.
     """
 
     def __init__(self, address: BucketAddress, timeout_s: float) -> None:
@@ -110,12 +111,12 @@ class BucketStore:
         self._bad_name = InvalidPathError
         self._address = address
         self._timeout_s = timeout_s
-        self._listing_s = timeout_s / 2  # seconds after which a listing reads no more indexes
+        self._listing_s = timeout_s / 2  # after this time, a listing reads no more indexes
         self.refusals = Refusals()
         self._lock = threading.Lock()
         self._catalogues: dict[Shard, Catalogue] = {}
         limit = timedelta(seconds=timeout_s)
-        # The client ignores this variable when it gets other options, so it is passed on as an option.
+        # The client ignores this environment variable if it gets options, so it must get the value as an option.
         allows_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
         with self._translated():
             self._bucket = S3Store(
@@ -132,7 +133,7 @@ class BucketStore:
     def get(self, shard: Shard, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[int]:
         catalogue = self._catalogue(shard)
         if not catalogue.places.keys() >= set(keys):
-            # Listing may take as long as reading a value, so list only when a key is unknown.
+            # A listing may take as long as reading a value, so list only if a key is not in the catalogue.
             self._looked(shard, set(keys))
         arrived = dict.fromkeys(range(len(keys)), MISSING)
         by_pack: dict[str, list[tuple[int, Place]]] = {}
@@ -140,7 +141,7 @@ class BucketStore:
             place = catalogue.places.get(key)
             if place is not None and place.size == len(buffers[position]):
                 by_pack.setdefault(place.pack, []).append((position, place))
-            elif place is not None:  # A value of another size is not read, because it may be huge.
+            elif place is not None:  # do not read a value of another size, because it may be huge
                 arrived[position] = place.size
         runs = [run for pack, parts in by_pack.items() for run in _runs(pack, parts)]
         reads = [self._read_range(*run[:3]) for run in runs]
@@ -190,10 +191,10 @@ class BucketStore:
             self._obstore.put(self._bucket, name, data)
 
     def register(self, buffer: memoryview) -> None:
-        """Do nothing: the client can use any memory."""
+        """Do nothing, because the client can use any memory."""
 
     def close(self) -> None:
-        """Do nothing: no connection is kept open."""
+        """Do nothing, because no connection is kept open."""
 
     # -- the catalogue ------------------------------------------------------------------------------------------
 
@@ -205,12 +206,14 @@ class BucketStore:
             return self._catalogues.setdefault(shard, Catalogue(folder))
 
     def _looked(self, shard: Shard, wanted: Set[BlockKey]) -> Catalogue:
-        """Return the shard's catalogue; first look for new packs, but at most once per `LOOK_PERIOD_S`.
+        """Return the shard's catalogue after looking for new packs.
+
+        New packs are looked for only if `LOOK_PERIOD_S` has passed since the last time.
 
         Args:
             shard: the shard of the catalogue.
-            wanted: keys that the bucket should have. Older packs are listed until these keys are found or
-                time is up.
+            wanted: keys that the bucket should have. Older packs are listed until these keys are found or the time
+                limit is reached.
         """
         catalogue, until = self._catalogue(shard), time.monotonic() + self._listing_s
         with catalogue.looking:
@@ -223,9 +226,9 @@ class BucketStore:
         return catalogue
 
     def _look(self, catalogue: Catalogue, until: float) -> None:
-        """List the newest packs, and continue a walk that has begun.
+        """List the newest packs. If a walk through older packs is under way, list its next page too.
 
-        Packs dated more than `CLOCKS_DIFFER_MS` in the future are ignored.
+        Packs are ignored if their names have a time that is more than `CLOCKS_DIFFER_MS` in the future.
         """
         now_ms, goes_on = _now_ms(), catalogue.walked_to is not None
         newest = place_at(catalogue.folder, now_ms + CLOCKS_DIFFER_MS)
@@ -236,34 +239,34 @@ class BucketStore:
             self._walk(catalogue, catalogue.walked_to, until)
 
     def _walk(self, catalogue: Catalogue, walked_to: str, until: float) -> None:
-        """List the next page of older packs, and read their indexes before `until`."""
+        """List the page of older packs that follows `walked_to`, and read their indexes. Stop reading at `until`."""
         page, ends = self._page(catalogue, walked_to)
         catalogue.walk_listed(self._read_indexes(catalogue, page, until) or ends)
 
     def _page(self, catalogue: Catalogue, place: str) -> tuple[list[tuple[str, int]], str | None]:
-        """List the page that begins after a place.
+        """List the page of objects that follows a place in the listing.
 
         Returns:
-            the objects' names and sizes; and the place where the page ends, None at the end of the listing.
+            The objects' names and sizes, and the place where the page ends. This place is None at the listing's end.
         """
         ends: str | None = None
         try:
             page = self._list(catalogue.folder, place)
         except _BadNameError:
-            # The client does not report which name it rejected, so only one window is listed.
+            # The client does not say which name it rejected, so list only one window to skip as little as possible.
             window, ends = window_of(catalogue.folder, place)
             try:
                 page = self._list(window, place)
             except _BadNameError as error:
                 page = []
                 if ends is not None and catalogue.is_new(ends):
-                    # Add the last pack, so that the next listing does not log the warning again.
+                    # Add the window's end like a pack, so that the next listing does not log this warning again.
                     catalogue.add(ends, {})
                     log.warning("remote_window_skipped", window=window, reason=str(error))
         return page, page[-1][0] if len(page) == _PAGE else ends
 
     def _list(self, folder: str, place: str) -> list[tuple[str, int]]:
-        """Return names and sizes of the objects that follow a place in a folder; at most one page."""
+        """Return the names and sizes of the objects that follow a place in a folder's listing, at most one page."""
 
         async def first() -> list[tuple[str, int]]:
             async for page in self._obstore.list(self._bucket, folder, offset=place, chunk_size=_PAGE):
@@ -279,7 +282,7 @@ class BucketStore:
     def _read_indexes(
         self, catalogue: Catalogue, page: Sequence[tuple[str, int]], until: float
     ) -> str | None:
-        """Add a page's new packs to a catalogue. If time ran out, return the last pack that was read, else None."""
+        """Add the new packs on a page to a catalogue. If `until` is reached first, return the last pack added."""
         new = [entry for entry in page if catalogue.is_new(entry[0])]
         bad = list[tuple[str, str]]()
         read_to = None
@@ -296,7 +299,7 @@ class BucketStore:
         return read_to
 
     async def _read_index(self, catalogue: Catalogue, pack: str, size: int) -> str:
-        """Add a pack to a catalogue. Return why its blocks cannot be used, or "" if they can."""
+        """Read a pack's index and add the pack to a catalogue. Return why its blocks cannot be used, or ""."""
         places, fault = dict[BlockKey, Place](), ""
         try:
             index = await self._read_range(pack, 0, index_bytes(pack.removeprefix(catalogue.folder), size))
@@ -313,9 +316,9 @@ class BucketStore:
         return fault
 
     async def _read_range(self, pack: str, start: int, size: int) -> memoryview | None:
-        """Read a range; None if the object is gone.
+        """Return a range of an object's bytes; None if the object does not exist any more.
 
-        The client's `get_ranges` is not used, because it panics if the object ends before a range.
+        The client's `get_ranges` is not used, because it panics if a range lies beyond the object's end.
         """
         try:
             with self._translated():
@@ -329,10 +332,9 @@ class BucketStore:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """Translate the client's errors.
+        """Turn the client's errors into `RemoteError`.
 
-        Messages contain only the error's type and status and the client's own words, because a server's answer may
-        repeat a credential's name.
+        The messages leave out what the server wrote, because a server's answer may contain the name of a credential.
         """
         try:
             yield
@@ -350,18 +352,18 @@ class BucketStore:
 
 
 def _reason(error: Exception) -> str:
-    """Return an error's type, and those words of its text that come from the client itself."""
+    """Return an error's type and the words in its text that come from the client, not from a server."""
     words = [word for found in _REASON.findall(str(error)) for word in found if word]
     return ", ".join([type(error).__name__, *words])
 
 
 def _joined(parts: Sequence[bytes | memoryview]) -> memoryview:
-    """Join these bytes with numpy, which releases the GIL while it copies; `bytes.join` does not."""
+    """Return these bytes joined by numpy, which releases the GIL while it copies. `bytes.join` holds the GIL."""
     return np.concatenate([np.frombuffer(part, np.uint8) for part in parts]).data
 
 
 def _at_once(reads: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all these reads concurrently."""
+    """Run these reads at the same time, and return their results in order."""
 
     async def gather() -> list[T]:
         return await asyncio.gather(*reads)
@@ -374,7 +376,7 @@ def _now_ms() -> int:
 
 
 def _runs(pack: str, parts: list[tuple[int, Place]]) -> list[_Run]:
-    """Group the values of one pack, so that values close to each other are read in one request."""
+    """Group a pack's values, so that values close to each other are read by one request."""
     groups = list[list[tuple[int, Place]]]()
     end = 0
     for part in sorted(parts, key=lambda part: part[1].start):
@@ -389,9 +391,9 @@ def _runs(pack: str, parts: list[tuple[int, Place]]) -> list[_Run]:
 
 
 def _take(run: _Run, data: memoryview, buffers: Sequence[memoryview]) -> dict[int, int]:
-    """Copy a run's values into the buffers; return how many bytes of each arrived, by position.
+    """Copy the values in `data` into the buffers. Return how many bytes of each value arrived, by the value's position.
 
-    numpy releases the GIL while it copies; a memoryview does not.
+    numpy makes the copies, because it releases the GIL while it copies. A memoryview holds the GIL.
     """
     arrived = dict[int, int]()
     for position, place in run.parts:

@@ -1,7 +1,7 @@
-"""Stores on this machine for a demo or a test: each server runs from its wheel, on free loopback ports.
+"""Runs a remote tier's servers on this machine, for a demo or a test.
 
-The servers' files are in the caller's folder. A server's process ends with `close`, or with the thread that started it,
-so that it does not outlive this process.
+The programs come from wheels, and listen on free loopback ports. Their files are in a folder that the caller chooses. A
+server's process ends with `close`, or with the thread that started the process, so it never outlives this process.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from kvoffload.remote.mooncake_child import load_client
 _START_S = 20.0
 _POLL_S = 0.02
 _NODE_READY = "the node is ready"
-_NODE_BUFFER = 2**24  # buffer size, in bytes, of the client that the node itself runs
-_LOG_LINES = 3  # how many log lines an error quotes when a server does not start
-# On Linux the kernel kills the server when the thread that started it ends (PR_SET_PDEATHSIG); the setting
-# survives exec.
+_NODE_BUFFER = 2**24  # the size in bytes of the buffer that a node needs for its own client
+_LOG_LINES = 3  # how many lines of a server's log an error message quotes
+# On Linux, PR_SET_PDEATHSIG makes the kernel kill the server when the thread that started it ends. The setting stays in
+# effect after exec.
 _EXEC = """
 import ctypes, os, sys
 if sys.platform == "linux":
@@ -38,7 +38,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 def free_port() -> int:
-    """Return a loopback port on which nothing is listening now."""
+    """Return a loopback port that no program is using."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -46,13 +46,13 @@ def free_port() -> int:
 
 
 class Server:
-    """One process of a store, in its own session: a terminal's Ctrl-C does not reach it.
+    """A server's process. It has a session of its own, so that Ctrl-C in a terminal does not signal it.
 
     Args:
-        command: the program's path and its arguments.
-        log: file for the process's output.
-        is_ready: the constructor waits until this returns True.
-        env: environment variables in addition to those of this process.
+        command: the program's path and arguments.
+        log: the file for the process's output.
+        is_ready: returns whether the server is ready. The constructor waits for this.
+        env: environment variables that are added to those of this process.
 
     Raises:
         RemoteError: the process exited at once, or was not ready in time.
@@ -77,7 +77,7 @@ class Server:
             raise
 
     def kill(self) -> None:
-        """Kill the process and wait for its end."""
+        """Kill the process and wait until it has ended."""
         self.process.kill()
         self.process.wait()
 
@@ -91,16 +91,16 @@ class Server:
 
 
 class LocalMooncake:
-    """A Mooncake master and one store node.
+    """A Mooncake master and one node, which contributes memory.
 
     Args:
-        folder: folder for the logs.
-        node_bytes: the node's memory, in bytes.
+        folder: the folder for the logs.
+        node_bytes: how much memory the node contributes, in bytes.
         options: further options of the master.
 
     Attributes:
-        url: value for `remote_url`.
-        environment: environment variables that its clients need: none.
+        url: the value for `remote_url`.
+        environment: the environment variables that clients need; Mooncake's clients need none.
 
     Raises:
         RemoteError: Mooncake is not installed or does not start.
@@ -124,7 +124,7 @@ class LocalMooncake:
             raise
 
     def start_master(self) -> None:
-        """Start an empty master. No other master may be running."""
+        """Start a master, which knows no values yet. The earlier master must have ended."""
         ports = "--rpc_port", self.port, "--metrics_port", free_port()
         hosts = "--rpc_address", "127.0.0.1", "--metrics_host", "127.0.0.1"
         listens = partial(_listens, self.port)
@@ -148,15 +148,15 @@ class LocalMooncake:
 
 
 class LocalBucket:
-    """SeaweedFS with one bucket.
+    """A SeaweedFS server with one bucket.
 
     Args:
-        folder: folder for its files.
+        folder: the folder for the server's files.
         options: further options of the server.
 
     Attributes:
-        url: value for `remote_url`.
-        environment: environment variables that its clients need: the endpoint and random credentials.
+        url: the value for `remote_url`.
+        environment: the environment variables that clients need: the endpoint and random credentials.
 
     Raises:
         RemoteError: SeaweedFS is not installed or does not start.
@@ -203,7 +203,7 @@ def _listens(port: int) -> bool:
 
 
 def _program(name: str, package: str) -> str:
-    """Return the path of a program; programs in this interpreter's folder come first."""
+    """Return a program's path. It is looked for in this interpreter's folder first."""
     folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     if (found := shutil.which(name, path=folders)) is None:
         raise RemoteError(f"the program {name} is not installed; pip install '{package}'")
@@ -211,7 +211,7 @@ def _program(name: str, package: str) -> str:
 
 
 def run_node(master: str, node_bytes: int) -> None:
-    """Run a Mooncake store node on the loopback interface until this process is killed."""
+    """Run a Mooncake node on the loopback interface until this process is killed."""
     store = load_client().MooncakeDistributedStore()
     code = store.setup("127.0.0.1", "P2PHANDSHAKE", node_bytes, _NODE_BUFFER, "tcp", "", master)
     if code:

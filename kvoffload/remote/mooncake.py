@@ -1,20 +1,19 @@
-"""Mooncake Store as a remote tier. Each value is an object; batches of them move without a copy in Python.
+"""Mooncake Store as a remote tier. Each value is an object. Python copies no values: Mooncake's client moves them.
 
-The client of each connection runs in a child process (`mooncake_child.py`), so that a hang, crash or abort of
-the client does not affect the engine. Each call has a time limit, after which the child is killed. The
-connection ends with the child. Values are in memory that both processes map.
+For each connection, Mooncake's client runs in a child process (`mooncake_child.py`), so that the engine is not
+affected if the client hangs, crashes or aborts. Each call has a time limit. If a call reaches the limit, the child is
+killed, which ends the connection. Values are in memory that both processes map.
 
-Behaviour of the client that this file relies on or works around (observed with 0.3.13):
-* Connecting holds the GIL: for 2 s if a proxy closes each connection, 90 s without a master, 600 s if the
-  master is suspended. So the engine's process first checks that a master answers, and starts no child
-  otherwise.
-* Any call on an open connection takes 4.3 s without a master, 30 s if the master is suspended, and 60 s if a
-  node is suspended. A thread that waits for a suspended node uses a whole core.
-* If a thread returns from a call while the interpreter exits, the process aborts.
-* Objects are immutable: a put under an existing name does nothing and is reported as successful.
-* For ten seconds after a node has died, the master still reports the node's objects, and reports puts of them
-  as successful. A get of such an object takes 0.7 s.
-* Hard-pinned objects are not evicted. The generation is stored as a hard-pinned object.
+This file relies on, or works around, what the client does (observed with version 0.3.13):
+* Connecting holds the GIL: for 2 s if a proxy closes each connection, 90 s without a master, 600 s if the master is
+  suspended. So the engine's process first checks that a master answers, and otherwise starts no child.
+* A call on an open connection takes 4.3 s without a master, 30 s if the master is suspended, and 60 s if a node is
+  suspended. A thread that waits for a suspended node uses a whole core.
+* If a call returns on a thread while the interpreter exits, the process aborts.
+* Objects are immutable. A put under an existing name does nothing and is reported as successful.
+* For ten seconds after a node has died, the master still lists the node's objects, and reports puts of these objects as
+  successful. A get of such an object takes 0.7 s.
+* Hard-pinned objects are not evicted, so the generation is stored as a hard-pinned object.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ from kvoffload.remote.store import FAILED, MISSING, Refusals, SharedMemory
 from kvoffload.remote.values import Shard
 
 CONNECT_S = 10.0
-"""Seconds that the child may take to start and connect."""
-_END_S = 1.0  # seconds to wait for a killed process to exit
+"""How many seconds the child process may take to start and connect."""
+_END_S = 1.0  # how many seconds to wait until a killed process has exited
 _LEAST_S = 1e-3
 _NOT_FOUND = -704
-_NO_ANSWER = -800  # codes up to this one mean that the transfer broke off, or that the call got no answer
+_NO_ANSWER = -800  # codes up to -800 mean that the transfer broke off or that the call got no answer
 _NO_SPACE = -200
 _UNREACHABLE = RemoteFault.UNREACHABLE
 _NO_REQUEST = bytes(32)
@@ -60,11 +59,11 @@ main(int(sys.argv[2]), int(sys.argv[3]))
 class MooncakeStore:
     """A connection to a Mooncake Store.
 
-    The connection gives the store no memory, and ends with the thread that opened it.
+    The connection contributes no memory to Mooncake, and ends with the thread that opened it.
 
     Args:
         address: the master's address.
-        timeout_s: seconds that the master's first answer may take, and that each call may take.
+        timeout_s: how many seconds the master may take for its first answer, and for each call.
 
     Raises:
         RemoteError: the client is not installed, or no master answers.
@@ -74,7 +73,7 @@ class MooncakeStore:
         own = own_address(address, timeout_s)
         self.refusals = Refusals()
         self._timeout_s = timeout_s
-        self._reason: str | None = None  # why the child was killed
+        self._reason: str | None = None  # why the child was killed, or None
         self._process, self._control = _start(timeout_s)
         self._end = weakref.finalize(self, _end, self._process, self._control)
         master = f"{address.host}:{address.port}"
@@ -135,7 +134,7 @@ class MooncakeStore:
     def _call(
         self, call: str, *arguments: object, memory: SharedMemory | None = None, limit_s: float | None = None
     ) -> Any:  # noqa: ANN401  # the type depends on the call
-        """Have the child call the client, and return the answer. Each call has its own socket pair.
+        """Let the child call Mooncake's client, and return the result. Each call uses a socket pair of its own.
 
         Raises:
             RemoteError: the call raised an error in the child.
@@ -165,18 +164,21 @@ class MooncakeStore:
         return answer
 
     def _gone(self, reason: str, fault: RemoteFault = RemoteFault.OTHER) -> RemoteGone:
-        """Kill the child. Calls from other threads then fail and report the same reason."""
+        """Kill the child and return the error to raise. Other threads' calls then fail with the same reason."""
         self._reason = self._reason or reason
         _kill(self._process)
         return RemoteGone(self._reason, fault)
 
 
 def _start(timeout_s: float) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a child that a terminal's Ctrl-C does not reach; return it and the socket for sending it calls."""
+    """Start a child process, and return the process and the socket by which it gets calls.
+
+    Ctrl-C in a terminal does not signal the child.
+    """
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     control.settimeout(timeout_s)
     command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), str(os.getpid()), str(theirs.fileno())]
-    # The child copies only host memory, and must not use GPU memory.
+    # Hide the GPUs, because the child copies only host memory and must not use GPU memory.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     with theirs:
         try:
@@ -205,7 +207,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _received(connection: socket.socket, until: float) -> bytes:
-    """Return all bytes until the other end closes the connection."""
+    """Return all bytes received until the other end closes the connection."""
     parts = list[bytes]()
     while part := connection.recv(2**16):
         parts.append(part)
@@ -214,7 +216,7 @@ def _received(connection: socket.socket, until: float) -> bytes:
 
 
 def own_address(address: MooncakeAddress, timeout_s: float) -> str:
-    """Return the local IP address from which this machine reaches the master.
+    """Return the IP address of this machine from which it reaches the master.
 
     Raises:
         RemoteError: no master answers.
@@ -222,8 +224,8 @@ def own_address(address: MooncakeAddress, timeout_s: float) -> str:
     try:
         with closing(socket.create_connection((address.host, address.port), timeout_s)) as connection:
             own: str = connection.getsockname()[0]
-            # The kernel accepts connections even for a suspended process. A running master closes a connection
-            # with an unknown request, so wait for that.
+            # The kernel accepts connections even if the master is suspended. A running master closes a connection on
+            # which it gets an unknown request, so send one and wait for the end of the connection.
             with suppress(ConnectionResetError):
                 connection.sendall(_NO_REQUEST)
                 connection.recv(1)
@@ -233,7 +235,7 @@ def own_address(address: MooncakeAddress, timeout_s: float) -> str:
 
 
 def _place(buffer: memoryview) -> tuple[int, int, int]:
-    """Return the descriptor of a buffer's shared memory, the offset of the buffer in it, and its size."""
+    """Return the descriptor of the shared memory that contains a buffer, and the buffer's offset and size in bytes."""
     memory = buffer.obj
     assert isinstance(memory, SharedMemory)
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))

@@ -3,9 +3,9 @@
     engine's process ── control socket: one end of a new pair for each call ─▶ main thread: starts a thread per call
                      ── the other end: request ─▶ ◀─ answer ─────────────────▶ that thread: calls the client
 
-Values are in memory that both processes map, so a request has only names and positions in memory. This process imports
-neither an engine nor torch. The child exits when the control socket is closed. The kernel kills it when the thread that
-started it ends; Python code could not do this while the client holds the GIL.
+Values are in memory that both processes map, so a request contains only names and positions in memory. The child
+imports neither an engine nor torch. It exits when the control socket is closed. The kernel kills it when the thread
+that started it ends, because Python code in the child could not run while the client holds the GIL.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import msgspec
 
 from kvoffload.model.errors import RemoteError
 
-_OWN_BUFFER = 16 * 2**20  # size of the client's buffer for small objects
-_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+_OWN_BUFFER = 16 * 2**20  # the size in bytes of the client's buffer for small objects
+_SET_DEATH_SIGNAL = 1  # the kernel's constant PR_SET_PDEATHSIG
 _INSTALL = (
     "the Mooncake client cannot be loaded ({}); install kvoffload[mooncake], or on a GPU the client's wheel for its CUDA, "
     "and the package libibverbs1"
@@ -33,10 +33,10 @@ _INSTALL = (
 
 
 def load_client() -> Any:  # noqa: ANN401  # an untyped module
-    """Return the client's module.
+    """Import and return the module of Mooncake's client.
 
     Raises:
-        RemoteError: the client, or a library that it needs, is not installed.
+        RemoteError: the client is not installed, or a library that it needs is missing.
     """
     try:
         import mooncake.store
@@ -46,10 +46,10 @@ def load_client() -> Any:  # noqa: ANN401  # an untyped module
 
 
 class _Client:
-    """Mooncake's client, and the memory shared with the engine's process."""
+    """Mooncake's client, and the memory that the child shares with the engine's process."""
 
     def __init__(self) -> None:
-        # mapping and address, by descriptor in the engine's process
+        # Each shared memory's mapping and address, by its descriptor in the engine's process.
         self._memories: dict[int, tuple[mmap.mmap, int]] = {}
 
     def make(self, call: str, arguments: Sequence[Any], memory: int | None) -> Any:  # noqa: ANN401  # varies by call
@@ -83,19 +83,19 @@ class _Client:
 
 
 def main(parent: int, control: int) -> None:
-    """Make calls until the engine's process closes the other end of the control socket.
+    """Run the calls that the engine's process sends, until it closes its end of the control socket.
 
     Args:
-        parent: process id of the engine's process.
-        control: descriptor of the control socket.
+        parent: the process id of the engine's process.
+        control: the descriptor of the control socket.
     """
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:  # The parent ended before prctl, so no signal will come.
+    if os.getppid() != parent:  # the parent ended before prctl was called, so no signal will come
         return
     client, requests = _Client(), socket.socket(fileno=control)
     while descriptors := socket.recv_fds(requests, 1, 2)[1]:
         threading.Thread(target=_answer, args=(client, *descriptors), daemon=True).start()
-    os._exit(0)  # The client may hang or abort during a normal exit.
+    os._exit(0)  # during a normal exit, the client might hang or abort
 
 
 def _answer(client: _Client, channel: int, memory: int | None = None) -> None:
@@ -105,7 +105,7 @@ def _answer(client: _Client, channel: int, memory: int | None = None) -> None:
             answer = msgspec.msgpack.encode((client.make(call, arguments, memory), None))
         except Exception as error:
             answer = msgspec.msgpack.encode((None, str(error) or repr(error)))
-        with suppress(OSError):  # The engine's process no longer waits for the answer.
+        with suppress(OSError):  # the engine's process may have stopped waiting for the answer
             connection.sendall(answer)
     if memory is not None:
         os.close(memory)

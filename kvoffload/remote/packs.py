@@ -1,11 +1,11 @@
-"""Packs of values in a bucket: their names and indexes, and the catalogue of the packs that a connection has found.
+"""Packs are objects in a bucket, each with many values. This file has their format, and a catalogue of the packs found.
 
     <folder of the shard>/<window>/<moment>-<random>-<bytes of the index>
     | index: count, then key, offset and length of each value; XXH3 | values ... |
 
-Window and moment together are the writer's time in milliseconds, counted down, in twelve hexadecimal digits, so that a
-bucket lists the newest pack first. All packs of one window, 17.5 minutes, have the same prefix. A listing skips windows
-without packs, so nights and weekends cost no requests.
+Window and moment together are the writer's time in milliseconds, as twelve hexadecimal digits that count down, so
+that a bucket lists the newest pack first. A window lasts 17.5 minutes, and the names of all its packs begin alike. A
+listing skips windows without packs, so times in which no engine wrote cost no requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from xxhash import xxh3_64_digest
 from kvoffload.model.ids import BlockKey
 
 MOST_BLOCKS = 2**20
-"""The maximum number of blocks in a catalogue. At the limit, the oldest packs are forgotten."""
+"""The maximum number of blocks in a catalogue. If there are more, the oldest packs are dropped."""
 MOST_PACKS = 2**17
 """The maximum number of packs in a catalogue, including packs without blocks."""
 CLOCKS_DIFFER_MS = 600_000
@@ -37,11 +37,11 @@ _SUM_BYTES = 8
 
 
 class BadPackError(Exception):
-    """Raised for an object that is not a usable pack; the message gives the reason."""
+    """Raised when an object is not a usable pack. The message gives the reason."""
 
 
 class Place(NamedTuple):
-    """The pack of a value, its first byte in the pack, and its size in bytes."""
+    """Where a value is: its pack, the offset of its first byte in the pack, and its size in bytes."""
 
     pack: str
     start: int
@@ -49,15 +49,15 @@ class Place(NamedTuple):
 
 
 def place_at(folder: str, ms: int) -> str:
-    """Return the position of a timestamp in the folder's listing, which is ordered from newest to oldest."""
+    """Return the place of a time in a folder's listing, which has the newest packs first."""
     digits = f"{_LAST_MS - ms:012x}"
     return f"{folder}{digits[:_WINDOW_DIGITS]}/{digits[_WINDOW_DIGITS:]}"
 
 
 def window_of(folder: str, place: str) -> tuple[str, str | None]:
-    """Return the folder of the window at a place in the listing, and the place where the next window begins.
+    """Return the window's folder at a place in the listing, and the place where the next window begins.
 
-    If the place is in no window, or in the last one, return the whole folder and None.
+    If the place is not in a window, or is in the last window, return the whole folder and None.
     """
     digits = place.removeprefix(folder)[:_WINDOW_DIGITS]
     if re.fullmatch("[0-9a-f]{7}", digits) is None or digits == "f" * _WINDOW_DIGITS:
@@ -66,19 +66,19 @@ def window_of(folder: str, place: str) -> tuple[str, str | None]:
 
 
 def new_name(folder: str, ms: int, index: bytes) -> str:
-    """Return a new name for a pack written at this time, in milliseconds since 1970."""
+    """Return a new pack's name. `ms` is the current time in milliseconds since 1970."""
     return f"{place_at(folder, ms)}-{secrets.token_hex(8)}-{len(index)}"
 
 
 def index_bytes(name: str, size: int) -> int:
-    """Return how many bytes of a pack are its index.
+    """Return the size of a pack's index in bytes.
 
     Args:
         name: the pack's name within the shard's folder.
         size: the pack's size in bytes, as the bucket lists it.
 
     Raises:
-        BadPackError: the name is not that of a pack, or claims an impossible index size.
+        BadPackError: the name does not have the form of a pack's name, or contains an impossible size.
     """
     if (found := _NAME.fullmatch(name)) is None:
         raise BadPackError("no pack is called so")
@@ -91,7 +91,7 @@ def index_bytes(name: str, size: int) -> int:
 
 
 def index_of(values: Mapping[BlockKey, memoryview]) -> tuple[bytes, list[tuple[BlockKey, int, int]]]:
-    """Return a pack's index as bytes, and as a list of each value's key, offset and length."""
+    """Return the index of a new pack: as bytes, and as a list with the key, offset and length of each value."""
     size = _COUNT.size + sum(_ENTRY.size + len(key) for key in values) + _SUM_BYTES
     entries, start = list[tuple[BlockKey, int, int]](), size
     for key, value in values.items():
@@ -107,7 +107,7 @@ def places_in(pack: str, index: bytes | memoryview, size: int) -> dict[BlockKey,
 
     Args:
         pack: the pack's name.
-        index: the bytes read as the index; they are not trusted, because any writer may have made them.
+        index: the bytes of the index. They are checked, because any process may have written them.
         size: the pack's size in bytes.
 
     Raises:
@@ -130,19 +130,19 @@ def places_in(pack: str, index: bytes | memoryview, size: int) -> dict[BlockKey,
 
 
 class Catalogue:
-    """The places of one shard's values in the packs listed so far.
+    """Knows where one shard's values are, in the packs that were listed so far.
 
-    A look lists the newest page. A walk then lists older pages, one by one, until it reaches packs that an
-    earlier walk has listed; the first walk continues to the end. Because clocks differ, a walk goes
-    back to ten minutes before the previous walk began.
+    A look lists the newest page. A walk then lists one older page after another, until it reaches packs that an
+    earlier walk has listed. The first walk continues to the end of the listing. Every later walk continues to packs
+    that are ten minutes older than the start of the walk before it, because the writers' clocks differ.
 
     Args:
         folder: the shard's folder in the bucket.
 
     Attributes:
-        looking: lock that a thread holds while it lists.
-        looked_at: when the newest page was last listed, in monotonic seconds.
-        walked_to: the place in the listing where the walk continues; None if no walk is under way.
+        looking: a lock; a thread holds it while it lists packs.
+        looked_at: when the newest page was last listed, in seconds of the monotonic clock.
+        walked_to: the place in the listing where the walk will continue; None if no walk is under way.
     """
 
     def __init__(self, folder: str) -> None:
@@ -152,24 +152,27 @@ class Catalogue:
         self.looking = threading.Lock()
         self.looked_at = float("-inf")
         self.walked_to: str | None = None
-        self._newest = ""  # the first pack of the last look
-        self._walk_ends = self._floor = f"{folder}~"  # sorts after every pack
+        self._newest = ""  # the newest pack when packs were last listed
+        self._walk_ends = self._floor = f"{folder}~"  # this text sorts after every pack's name
         self._next_ends = ""
 
     def is_new(self, pack: str) -> bool:
-        """Whether a listed pack must be read: it is not in the catalogue, and newer than all dropped packs."""
+        """Return whether a listed pack's index must be read.
+
+        This is so if the pack is not in the catalogue and is newer than all packs that were dropped.
+        """
         return pack not in self.packs and pack < self._floor
 
     def newest_listed(self, newest: str, listed_to: str | None, now_ms: int) -> None:
-        """Record a look at the newest page.
+        """Record that the newest page was listed.
 
-        A new walk starts after this page, unless a walk is under way and the page reaches back to the last
-        look's first pack.
+        A new walk begins after this page, unless a walk is under way and the page reaches the first pack of the last
+        look.
 
         Args:
             newest: the first pack of the page.
-            listed_to: the place up to which the page was read; None if the listing ends there.
-            now_ms: milliseconds since 1970.
+            listed_to: the place up to which the page was read; None if the listing ends with this page.
+            now_ms: the current time in milliseconds since 1970.
         """
         if self.walked_to is None or listed_to is None or listed_to < self._newest:
             self._next_ends = place_at(self.folder, now_ms - CLOCKS_DIFFER_MS)
@@ -177,16 +180,16 @@ class Catalogue:
         self._newest = newest
 
     def walk_listed(self, listed_to: str | None) -> None:
-        """Record that a walk has reached a place, or the end of the listing if None."""
+        """Record that the walk has reached a place in the listing; None means the listing's end."""
         self.walked_to = listed_to
         if listed_to is None or listed_to >= min(self._walk_ends, self._floor):
             self.walked_to = None
             self._walk_ends = self._next_ends
 
     def add(self, pack: str, places: dict[BlockKey, Place]) -> None:
-        """Remember a pack.
+        """Add a pack to the catalogue.
 
-        If two packs have the same key, the newer one is used, because the older one expires first.
+        If two packs contain the same key, the newer pack is used, because the older pack expires first.
         """
         if pack >= self._floor:
             return
@@ -201,16 +204,16 @@ class Catalogue:
     def forget(self, pack: str) -> None:
         for key in self.packs.pop(pack, ()):
             place = self.places.get(key)
-            if place is not None and place.pack == pack:  # Two writers may have put the same key.
+            if place is not None and place.pack == pack:  # another pack may have the same key
                 del self.places[key]
 
     def condemn(self, pack: str) -> None:
-        """Stop using a pack whose bytes do not match its index. Do not read that index again."""
+        """Stop using a pack because its bytes do not match its index. The pack's index is not read again."""
         self.forget(pack)
         self.packs[pack] = []
 
     def _forget_oldest(self) -> None:
-        """Forget the oldest eighth of the packs at once, because sorting them takes milliseconds."""
+        """Drop the oldest eighth of the packs at once, because sorting the packs takes milliseconds."""
         packs = sorted(self.packs)
         kept = len(packs) * 7 // 8
         self._floor = packs[kept]

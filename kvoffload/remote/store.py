@@ -1,4 +1,4 @@
-"""The interface of a connection to a remote tier, and `open_store`, which connects to an address."""
+"""The interface of a connection to a remote tier, and a function that opens the connection."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from kvoffload.remote.address import BucketAddress, MooncakeAddress, RemoteAddre
 from kvoffload.remote.values import Shard
 
 MISSING = -1
-"""In the answer of `get`: the store does not have the value."""
+"""`get` returns this for a value that the remote tier does not have."""
 FAILED = -2
-"""In the answer of `get`: the store has the value but did not deliver it."""
+"""`get` returns this for a value that the remote tier has but did not deliver."""
 
 
 log = get_logger("remote")
 
 
 class Refusals:
-    """Logs why the remote tier refuses values, but not the same reason twice in a row."""
+    """Logs why the remote tier refuses values. The same reason is not logged twice in a row."""
 
     def __init__(self) -> None:
         self.fault = RemoteFault.OTHER
-        """The kind of the last refusal."""
+        """What kind of problem the last refusal had."""
         self._logged: str | None = None
 
     def note(self, reason: str | None, fault: RemoteFault = RemoteFault.OTHER) -> None:
-        """Record the result of a put: why values were refused, or None if all were accepted."""
+        """Record the result of a put. `reason` says why values were refused; it is None if all were accepted."""
         self.fault = self.fault if reason is None else fault
         if reason is not None and reason != self._logged:
             log.warning("remote_write_refused", reason=reason, note="what is in the store is read as before")
@@ -41,10 +41,10 @@ class Refusals:
 
 
 class SharedMemory(mmap.mmap):
-    """Memory that another process can map. The memory has no name, and is freed when no process maps it any more.
+    """Memory that another process can map. It has no name, and is freed when no process maps it any more.
 
     Attributes:
-        descriptor: the file descriptor for mapping it.
+        descriptor: the file descriptor with which the memory can be mapped.
         address: the memory's address in this process.
     """
 
@@ -62,58 +62,59 @@ class SharedMemory(mmap.mmap):
 
 
 class RemoteStore(Protocol):
-    """One connection to a store. Several threads may use it at once.
+    """A connection to a remote tier. Several threads may use it at once.
 
-    Calls block, some for a minute if the store is dead. If a call fails for one key, only that key's answer reports it.
-    If it fails for all keys, it raises `RemoteError`. After `RemoteGone` all further calls fail, and a new connection
-    is needed.
+    Calls block, some of them for a minute if the remote tier is dead. If a call fails for one key, the result for
+    this key says so. If a call fails for all keys, it raises `RemoteError`. After `RemoteGone`, all further calls
+    fail, and a new connection is needed.
     """
 
     refusals: Refusals
 
     def ask(self, shard: Shard, keys: Sequence[BlockKey]) -> list[bool]:
-        """Return which blocks the store claims to have. The claim may be wrong."""
+        """Return for each block whether the remote tier claims to have it. The claim may be wrong."""
 
     def get(self, shard: Shard, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[int]:
-        """Read values into buffers of their size.
+        """Read each value into the buffer at the same position, which must have the value's size.
 
-        For each value, return the bytes that arrived, `MISSING` or `FAILED`.
+        For each value, return the number of bytes that arrived, `MISSING` or `FAILED`.
         """
 
     def put(self, shard: Shard, keys: Sequence[BlockKey], values: Sequence[memoryview]) -> list[bool]:
-        """Write values; return which of them the store now has. Existing values remain unchanged.
+        """Write values. Return for each value whether the remote tier now has it. Existing values remain unchanged.
 
-        A store that answers but accepts no values, for example because it is full, has not failed: reads still work.
+        A remote tier that answers but accepts no values, for example because it is full, has not failed: reads still
+        work.
         """
 
     def read(self, name: str) -> bytes | None:
         """Return a small object; None if it does not exist."""
 
     def create(self, name: str, data: bytes) -> None:
-        """Write a small object, which the store keeps as long as it can.
+        """Write a small object. The remote tier keeps it as long as it can.
 
-        If an object of this name exists, the store may keep that one instead.
+        If an object of this name already exists, the remote tier may keep the existing object instead.
         """
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write a small object, replacing any object with the same name."""
+        """Write a small object. It replaces any object of the same name."""
 
     def register(self, buffer: memoryview) -> None:
-        """Register a whole `SharedMemory` for use by later calls. The memory must outlive the connection."""
+        """Register a whole `SharedMemory`, so that later calls can use it. It must exist as long as the connection."""
 
     def close(self) -> None:
-        """End the connection. No other call may be running."""
+        """End the connection. Call this only while no other call is running."""
 
 
 def open_store(address: RemoteAddress, timeout_s: float) -> RemoteStore:
-    """Connect to a store; may block. Only the client that the address needs is imported.
+    """Connect to a remote tier, and return the connection. This may block.
 
     Args:
-        address: the store's address.
-        timeout_s: seconds that a store may take to accept the connection.
+        address: the remote tier's address.
+        timeout_s: how many seconds the remote tier may take to accept the connection.
 
     Raises:
-        RemoteError: the store does not answer or refuses the connection, or its client is not installed.
+        RemoteError: the remote tier does not answer or refuses the connection, or its client is not installed.
     """
     match address:
         case MooncakeAddress():

@@ -1,12 +1,11 @@
-"""The value of one rank's shard of a block: the bytes of its host slot, and a trailer to verify them.
+"""The format of a value in the remote tier: the bytes of a block on one rank, and a trailer to verify them.
 
     |<----------- slot_bytes ----------->|<---------------- TRAILER_BYTES ---------------->|
     | the slot's pages, region by region | magic, length, XXH3, hash of name and layout    |    without a key
     |                                    | magic, length, HMAC-SHA256 with name and layout |    with a key
 
-Stores are not trusted: another writer may use the same names, a value may be truncated, and a store may confuse
-values. A value is used only if its length, checksum and name match. Forged values are detected only with a
-key.
+Values are not trusted, because other writers may use the same names, and the remote tier may truncate or mix up
+values. A value is used only if its length, checksum and name match. Forged values are noticed only with a key.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from kvoffload.disk.tier_key import TierKey
 
 FORMAT = "kvo1"
-_HEAD = struct.Struct("<4sIQ")  # magic, kind, length of the slot's bytes
+_HEAD = struct.Struct("<4sIQ")  # magic number, kind of trailer, number of bytes in the slot
 _CHECKSUM = struct.Struct("<Q16s")
 _MAGIC = FORMAT.encode()
 _CHECKED, _AUTHENTICATED = 1, 2
@@ -39,11 +38,11 @@ TRAILER_BYTES = _HEAD.size + _CHECKSUM.size
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The set of values of one rank in one namespace.
+    """All values of one rank in one namespace.
 
     Args:
-        namespace: fingerprint of the KV's identity, and generation, a random value that a reset replaces.
-        rank, ranks: the rank that the values belong to, and the number of ranks.
+        namespace: the fingerprint of the KV's identity and the generation. A reset replaces the generation.
+        rank, ranks: the rank whose values these are, and the number of ranks.
     """
 
     namespace: str
@@ -52,7 +51,7 @@ class Shard:
 
     @property
     def part(self) -> str:
-        """Rank and number of ranks, as used in names."""
+        """The rank and the number of ranks, in the form that names contain."""
         return f"{self.rank}of{self.ranks}"
 
     def name(self, key: BlockKey) -> str:
@@ -60,17 +59,17 @@ class Shard:
 
 
 def generation_name(fingerprint: str) -> str:
-    """Return the store's name for the generation that engines share."""
+    """Return the name under which the remote tier has the generation that engines share."""
     return f"{FORMAT}/{fingerprint}/generation"
 
 
 class Generation(NamedTuple):
-    """The generation that engines share.
+    """The generation that engines share. Engines find only values that were written in this generation.
 
     Args:
         name: 32 random hexadecimal digits.
-        is_after_reset: whether it was made because an engine was reset.
-        made_ms: when it was made, in milliseconds since 1970; 0 without a key.
+        is_after_reset: whether a reset of an engine's cache began this generation.
+        made_ms: when the generation began, in milliseconds since 1970; 0 without a key.
     """
 
     name: str
@@ -79,14 +78,14 @@ class Generation(NamedTuple):
 
 
 def new_generation(name: str, key: TierKey | None, after_ms: int, *, is_after_reset: bool = False) -> bytes:
-    """Return the value of a new random generation.
+    """Return the bytes of a new generation, which has a random name.
 
     Args:
-        name: the store's name for the generation, from `generation_name`.
+        name: the name under which the remote tier has the generation, from `generation_name`.
         key: authenticates the generation; None if all writers are trusted.
-        after_ms: when the previous generation was made, in milliseconds since 1970. The new generation gets a later
-            time, even if this engine's clock is behind.
-        is_after_reset: whether the generation is made because of a reset.
+        after_ms: when the previous generation began, in milliseconds since 1970. The new generation gets a later time,
+            even if this machine's clock is behind.
+        is_after_reset: whether a reset of the cache begins the generation.
     """
     text = secrets.token_hex(16).encode() + (_AFTER_RESET if is_after_reset else b"")
     if key is None:
@@ -97,7 +96,7 @@ def new_generation(name: str, key: TierKey | None, after_ms: int, *, is_after_re
 
 
 def read_generation(name: str, key: TierKey | None, data: bytes) -> Generation | None:
-    """Return the generation in a value; None if the value has another form or is not authentic."""
+    """Return the generation that these bytes describe; None if they have another form or are not authentic."""
     made_ms = b"0"
     if key is not None:
         dated, _, mac = data.rpartition(b" ")
@@ -116,17 +115,20 @@ def seal(value: memoryview, name: str, layout: bytes, key: TierKey | None = None
     """Write the trailer after a slot's bytes.
 
     Args:
-        value: the slot's bytes, and room for the trailer.
+        value: the slot's bytes, followed by space for the trailer.
         name: the value's name.
-        layout: 16-byte digest of the layout of the slot's pages.
-        key: authenticates the value; None for a checksum.
+        layout: a digest, 16 bytes long, of the layout of the slot's pages.
+        key: authenticates the value; None for a plain checksum.
     """
     size = len(value) - TRAILER_BYTES
     value[size:] = _trailer(value[:size], name, layout, key)
 
 
 def is_whole(value: memoryview, arrived: int, name: str, layout: bytes, key: TierKey | None = None) -> bool:
-    """Return whether all bytes arrived (`arrived` counts them) and match the trailer, the name and the layout."""
+    """Return whether a value is complete and correct.
+
+    All its bytes must have arrived (`arrived` is their number) and match the trailer, the name and the layout.
+    """
     size = len(value) - TRAILER_BYTES
     return arrived == len(value) and hmac.compare_digest(
         value[size:], _trailer(value[:size], name, layout, key)
@@ -139,6 +141,6 @@ def _trailer(data: memoryview, name: str, layout: bytes, key: TierKey | None) ->
         head = _HEAD.pack(_MAGIC, _AUTHENTICATED, len(data))
         return head + key.mac(b"value " + head + whose, data)[: _CHECKSUM.size]
     checksum = xxh3_64()
-    checksum.update(data)  # a streamed hash releases the GIL
+    checksum.update(data)  # `update` releases the GIL
     head = _HEAD.pack(_MAGIC, _CHECKED, len(data))
     return head + _CHECKSUM.pack(checksum.intdigest(), xxh3_128(whose).digest())
