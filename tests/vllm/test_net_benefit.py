@@ -1,4 +1,4 @@
-"""The estimated time that loading saves and costs on a stock vLLM, with one and two steps in flight."""
+"""The estimated time that loading saves and costs on a stock vLLM, with one step or two steps in flight."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def reload(rig: Rig, requests: dict[str, Asked], times: int) -> None:
         for name, one in requests.items():
             rig.run({name: one})
             rig.reported.clear()
-            assert rig.scheduler.reset_prefix_cache()  # This resets only the device's cache.
+            assert rig.scheduler.reset_prefix_cache()  # resets only the device's cache
 
 
 def value(rig: Rig, name: str, *labels: str) -> float:
@@ -34,7 +34,7 @@ def value(rig: Rig, name: str, *labels: str) -> float:
 
 
 @pytest.mark.parametrize("two_steps", [False, True])
-def test_loads_are_priced_at_what_vllm_takes_to_prefill(folder: Path, two_steps: bool) -> None:
+def test_saved_time_is_estimated_from_vllms_prefill_speed(folder: Path, two_steps: bool) -> None:
     with offloading("qwen3", folder, two_steps=two_steps) as rig:
         requests = asked()
         reload(rig, requests, 1)

@@ -1,5 +1,3 @@
-"""A prompt with a picture is found again with the same picture, and not with another picture."""
-
 from __future__ import annotations
 
 import random
@@ -16,7 +14,7 @@ from tests.vllm.stock import picture_model
 pytestmark = MARKS
 
 TEXT = [random.Random(1).randrange(256) for _ in range(70)]
-CACHED = 96  # The picture has 40 tokens and the text 70. These are their whole blocks.
+CACHED = 96  # the tokens in whole blocks: a picture has 40 tokens and the text has 70
 
 
 def picture(seed: int) -> Any:
@@ -27,7 +25,7 @@ def picture(seed: int) -> Any:
 
 
 def ask(rig: Rig, *pictures: int, reads: bool = True) -> dict[str, Reported]:
-    """Send the same prompt with each picture, all concurrently."""
+    """Send the same text with each picture, all concurrently. Return the answers."""
     from vllm import SamplingParams
 
     params = SamplingParams(
@@ -36,7 +34,7 @@ def ask(rig: Rig, *pictures: int, reads: bool = True) -> dict[str, Reported]:
         ignore_eos=True,
         detokenize=False,
         logprobs=0,
-        prompt_logprobs=None if reads else 0,  # A request with prompt log-probabilities reads no cache.
+        prompt_logprobs=None if reads else 0,  # a request with prompt log-probabilities reads no cache
     )
     rig.reported.clear()
     for seed in pictures:
@@ -56,12 +54,12 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         skip_tokenizer_init=False,
         num_gpu_blocks_override=24,
         max_model_len=512,
-        mm_hasher_algorithm="sha256",  # vLLM's default needs a package that is not in the lock.
+        mm_hasher_algorithm="sha256",  # vLLM's default needs a package that is not in the lock
     ) as rig:
         yield rig
 
 
-def test_answers_are_those_of_an_uncached_run(rig: Rig) -> None:
+def test_answers_equal_those_of_an_uncached_run(rig: Rig) -> None:
     pictures = range(5)
     expected = ask(rig, *pictures, reads=False)
     assert not any(same(expected["0"], expected[name]) for name in "1234")
@@ -75,7 +73,7 @@ def test_answers_are_those_of_an_uncached_run(rig: Rig) -> None:
     assert rig.counts.minus(before).count("kvoffload_load_blocks_total", "loaded") >= 5 * CACHED // 32
     rig.check_clean()
 
-    # A control: the comparison detects wrong KV.
+    # As a control, check that wrong KV changes the answers.
     for position in range(rig.slots(SlotState.READY)):
         corrupt_host(rig, position)
     assert rig.scheduler.reset_prefix_cache()

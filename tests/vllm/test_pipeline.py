@@ -1,8 +1,9 @@
-"""Pipeline stages with tensor-parallel ranks. Ranks have different layers, and so blocks of different sizes.
+"""Pipeline stages with tensor-parallel ranks. Ranks have different layers, so their parts of a block have
+different sizes.
 
-The scheduler runs in this process, each rank in a separate process. Tokens are compared with those of one
-rank without a connector. As a control, the host's bytes are corrupted on one rank, and the comparison must
-fail.
+The scheduler runs in this process, and each rank runs in a separate process. Tokens are compared with those
+of one rank without a connector. As a control, the host's bytes are corrupted on one rank, which must change
+the tokens.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ pytestmark = MARKS
 Result = TypeVar("Result")
 
 MAX_MODEL_LEN = 384
-DEVICE_BLOCKS = 44  # This is too few for all requests together.
+DEVICE_BLOCKS = 44  # too few for all requests together
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The distribution of an engine's layers.
+    """How an engine's layers are distributed.
 
     Args:
         layers: the number of layers in each pipeline stage.
         ranks: the number of tensor-parallel ranks in each stage.
-        pages: the number of a block's pages on the ranks of each stage. Groups share memory, so this is the
-            largest number of layers that a group has in the stage.
+        pages: for each stage, the number of a block's pages on a rank. Groups share memory, so this is
+            the largest number of layers that one group has in the stage.
         kind: the kind of model.
     """
 
@@ -60,8 +61,8 @@ class Shape:
         return f"{self.kind}-{'+'.join(map(str, self.layers))}x{self.ranks}"
 
 
-# Gemma 3 has two layers with a sliding window, one with full attention, and the same three again. LFM2 twice
-# has three short convolutions, whose channels are split between the ranks, and one layer of full attention.
+# Gemma 3 has six layers: twice two with a sliding window and one with full attention. LFM2 has eight: twice
+# three short convolutions, which are split between the ranks, and one with full attention.
 SHAPES = (Shape((4, 2), 2, (2, 1)), Shape((8,), 2, (2,), "lfm2"))
 
 
@@ -87,18 +88,20 @@ class Ranks:
         self.expected = expected
 
     def ask_each(self, question: Callable[[Any], Result]) -> list[Result]:
-        """Call a function with every rank's worker, in the worker's process."""
+        """Call a function with each rank's worker, in the worker's process. Return the results in the order
+        of ranks.
+        """
         found: list[Result] = self.rig.core.model_executor.collective_rpc(question)
         return found
 
     def put_on_host(self) -> None:
-        """Store the blocks of all requests on the host, and remove them from the device."""
+        """Store the blocks of all requests on the host, and empty the device's cache."""
         self.rig.forget()
         check_same(self.rig.run(REQUESTS), self.expected)
         assert self.rig.scheduler.reset_prefix_cache()
 
     def check_clean(self) -> None:
-        """Check that no block is held, no record is left, and no rank waits for a load."""
+        """Check that no block is in use, no request is recorded, and no rank waits for a load."""
         self.rig.finish()
         side = self.rig.side
         assert engines.held_blocks(self.rig.llm) == 0
@@ -121,7 +124,7 @@ def pages_of_a_block(_: Any) -> list[int]:
 
 
 def corrupt(worker: Any, rank: int) -> None:
-    """Overwrite all host memory of one rank with numbers near 1, while the values of KV are around 0."""
+    """Overwrite the host memory of one rank with numbers near 1. The values of KV are near 0."""
     if worker.vllm_config.parallel_config.rank != rank:
         return
     arena = _our_worker().offload.pump._arena
@@ -158,26 +161,28 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             yield Ranks(rig, shape, expected)
 
 
-def test_each_rank_keeps_the_layers_of_its_stage(ranks: Ranks) -> None:
+def test_each_rank_stores_the_layers_of_its_stage(ranks: Ranks) -> None:
     shape = ranks.shape
     found = ranks.ask_each(pages_of_a_block)
     assert [len(pages) for pages in found] == [n for n in shape.pages for _ in range(shape.ranks)]
     assert ranks.rig.side.core.state.shape.ranks == len(found)
 
 
-def test_answers_from_the_host_are_those_without_it(ranks: Ranks) -> None:
-    """The device has room for only a few requests, so vLLM also preempts requests of attention models."""
+def test_answers_from_the_host_equal_those_without_offloading(ranks: Ranks) -> None:
+    """The device has room for only a few requests. With attention models, vLLM therefore also preempts
+    requests.
+    """
     ranks.put_on_host()
     before, scheduler = ranks.rig.counts, ranks.rig.scheduler
     with patch.object(scheduler, "_preempt_request", side_effect=scheduler._preempt_request) as preempted:
         check_same(ranks.rig.run(REQUESTS), ranks.expected)
-    # A request of LFM2 takes two state blocks per group at any length, so all requests fit.
+    # A request of LFM2 always needs two state blocks per group, so all its requests fit.
     assert preempted.call_count > 0 or ranks.shape.kind == "lfm2"
     ranks.check_clean()
     assert ranks.rig.counts.minus(before).count("kvoffload_load_blocks_total", "loaded") > 0
 
 
-def test_requests_that_are_aborted_while_they_load(ranks: Ranks) -> None:
+def test_requests_can_be_aborted_while_they_load(ranks: Ranks) -> None:
     ranks.put_on_host()
     for name, asked in REQUESTS.items():
         ranks.rig.ask(name, asked)
@@ -192,7 +197,7 @@ def test_requests_that_are_aborted_while_they_load(ranks: Ranks) -> None:
     check_same({name: one for name, one in ranks.rig.reported.items() if name not in gone}, ranks.expected)
 
 
-def test_wrong_bytes_of_any_one_rank_are_noticed(ranks: Ranks) -> None:
+def test_wrong_bytes_on_any_rank_are_noticed(ranks: Ranks) -> None:
     for rank in range(len(ranks.shape.layers) * ranks.shape.ranks):
         ranks.put_on_host()
         ranks.ask_each(partial(corrupt, rank=rank))

@@ -1,4 +1,5 @@
-"""Models with recurrent layers on a stock vLLM: states are stored and loaded, and the answers stay the same.
+"""Tests models with recurrent layers on a stock vLLM: states are stored and loaded, and the answers stay the
+same.
 
 One engine starts per model. `recurrent_matrix.py` runs the same scenes longer and with more settings.
 """
@@ -32,17 +33,17 @@ pytestmark = MARKS
 
 OPTIONS: Mapping[checkpoints.Kind, dict[str, Any]] = {
     "lfm2": {},
-    "granite4": {"prefix_match_unit": 32},  # A part of a block has a separate hash.
-    "qwen3_next": {"prefix_cache_retention_interval": 64},  # vLLM keeps a state at each block end.
+    "granite4": {"prefix_match_unit": 32},  # parts of a block have their own hashes
+    "qwen3_next": {"prefix_cache_retention_interval": 64},  # vLLM keeps the state at each block's end
 }
-"""The engine's options. Each of vLLM's ways to keep states is used once."""
+"""Each of the three ways in which vLLM keeps states is used by one model."""
 
 
 MODELS = checkpoints.RECURRENT[:1] if engines.IS_V2_RUNNER else checkpoints.RECURRENT
-"""Only one model where kernels are interpreted, because the recurrent layers are already slow."""
+"""Where kernels are interpreted, only one model runs, because recurrent layers are slow on a CPU."""
 
 SPARSE = [kind for kind in MODELS if "prefix_cache_retention_interval" not in OPTIONS[kind]]
-"""These models do not keep a state at each block end."""
+"""The models for which vLLM does not keep the state at each block's end."""
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -64,7 +65,7 @@ def clean(on: Stage) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
-def test_answers_are_those_without_any_cache(
+def test_answers_equal_those_without_any_cache(
     on: Stage, scene: Callable[[Stage], dict[str, Reported]]
 ) -> None:
     before = on.rig.counts
@@ -82,11 +83,11 @@ def test_a_state_of_zeros_is_noticed(on: Stage, scene: Callable[[Stage], dict[st
     assert on.different(answers)
     on.copier.zeroes_states = False
     on.rig.finish()
-    on.rig.forget()  # This removes the blocks computed from zeros.
+    on.rig.forget()  # removes blocks that were computed from zeroed states
 
 
 def test_a_state_that_is_stored_before_the_forward_pass_is_noticed(on: Stage) -> None:
-    """At this time the block already has its key, but not its bytes."""
+    """The block then has its key already, but not its bytes."""
     from kvoffload_vllm.worker import VllmWorker
 
     bind = VllmWorker.bind
@@ -110,7 +111,7 @@ def test_failed_loads_are_computed_again(on: Stage) -> None:
 
 
 def test_a_shared_prefix_is_found_from_the_third_request_on(on: Stage) -> None:
-    """The device's cache is emptied between requests, so vLLM cannot detect the shared prefix itself."""
+    """The device's cache is empty before each request, so vLLM itself does not notice the shared prefix."""
     before, prefix = on.rig.counts, SHARED_BLOCKS * BLOCK_TOKENS[on.kind]
     found = found_one_by_one(on, shared_prefix(on, 6, seed=1))
     keeps_all = "prefix_cache_retention_interval" in OPTIONS[on.kind]
@@ -131,7 +132,7 @@ def test_without_boundary_a_shared_prefix_is_never_found(on: Stage) -> None:
 
 
 @pytest.mark.parametrize("on", SPARSE, indirect=True)
-def test_a_boundary_costs_one_chunk_once_and_nothing_where_no_prefix_is_shared(on: Stage) -> None:
+def test_a_boundary_costs_one_chunk_for_a_shared_prefix_and_nothing_otherwise(on: Stage) -> None:
     costs: dict[bool, list[int]] = {}
     for are_on in (False, True):
         on.rig.forget()
@@ -142,14 +143,14 @@ def test_a_boundary_costs_one_chunk_once_and_nothing_where_no_prefix_is_shared(o
                 on.forget_on_device()
                 costs[are_on].append(chunks(on, asked))
     first, alone_cost, second = costs[False]
-    # A boundary costs no step where a step ends at its token budget anyway.
+    # If a step's token budget ends at the boundary anyway, the boundary costs no step.
     budget = on.rig.scheduler.scheduler_config.max_num_batched_tokens
     more = int(SHARED_BLOCKS * BLOCK_TOKENS[on.kind] % budget > 0)
     assert costs[True] == [first, alone_cost, second + more]
 
 
-@pytest.mark.parametrize("on", MODELS[:1], indirect=True)  # Other recurrent layers are slow on a CPU.
-def test_lazy_stores_states_too(on: Stage) -> None:
+@pytest.mark.parametrize("on", MODELS[:1], indirect=True)  # the other recurrent layers are slow on a CPU
+def test_the_lazy_policy_also_stores_states(on: Stage) -> None:
     before = on.rig.counts
     with lazily(on):
         assert not on.different(reloaded(on))
@@ -160,7 +161,7 @@ def test_lazy_stores_states_too(on: Stage) -> None:
 
 
 def test_events_name_the_kind_of_each_group(on: Stage) -> None:
-    """Without the kind, a router could take a state for a block of attention."""
+    """Without the kind, a router could mistake a state for a block of attention."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
     batches: list[Any] = []

@@ -1,4 +1,4 @@
-"""A stock vLLM in a process with limited address space, so that the system refuses host memory at the start."""
+"""Tests a stock vLLM that is refused host memory, because its process's address space is limited."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=240,
-        # Without MALLOC_ARENA_MAX, each thread reserves 64 MiB of address space.
+        # Otherwise each thread reserves 64 MiB of address space.
         env={**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "2"},
         check=False,
     )
@@ -36,10 +36,10 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str,
 
 
 @pytest.mark.parametrize("granted", GRANTED)
-def test_an_engine_runs_with_the_host_memory_that_it_gets(
+def test_an_engine_runs_with_less_host_memory_than_requested(
     granted: int, ended: tuple[str, list[dict[str, Any]]]
 ) -> None:
-    """The engine gets no memory at all, or one chunk of four."""
+    """The engine gets none of the four chunks, or one."""
     log, engines = ended
     reported = engines[GRANTED.index(granted)]
     assert reported["capacity"] == reported["gauge"] == granted * PIECE_SLOTS
@@ -55,6 +55,7 @@ def test_an_engine_runs_with_the_host_memory_that_it_gets(
         for line in log.splitlines()
         if f"host_memory_refused ready_slots={granted * PIECE_SLOTS} " in line
     )
-    assert ("WARNING" if granted else "ERROR") in line  # Without any slot, nothing is offloaded.
+    # Without any slot nothing is offloaded, which is an error.
+    assert ("WARNING" if granted else "ERROR") in line
     assert f"wanted_slots={PIECES * PIECE_SLOTS} " in line
     assert "Cannot allocate memory" in line

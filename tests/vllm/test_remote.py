@@ -1,5 +1,3 @@
-"""Stock vLLMs that share a real store find each other's prefixes, but not those of other weights."""
-
 from __future__ import annotations
 
 import random
@@ -34,7 +32,7 @@ PROMPTS = OF_FIRST, ABORTED, BEFORE_RESET, OF_SECOND = [
 Answers = dict[str, Reported]
 
 
-def test_r18_a_fresh_engine_finds_the_first_ones_prefix_and_no_adapters_or_other_weights(
+def test_r18_a_new_engine_finds_the_first_engines_prefix_and_no_blocks_of_adapters(
     bucket: Bucket, tmp_path: Path
 ) -> None:
     from vllm.lora.request import LoRARequest
@@ -48,7 +46,7 @@ def test_r18_a_fresh_engine_finds_the_first_ones_prefix_and_no_adapters_or_other
         assert expected.cached == 0
         adapted = [first.ask(f"a{number}", OF_ADAPTER, lora_request=adapter) for number in range(3)]
         assert [each.cached for each in adapted] == [0, CACHED, CACHED]
-        assert first.copied(STORE) == 0  # Blocks of an adapter are not stored, even if they are found again.
+        assert first.copied(STORE) == 0  # an adapter's blocks are not stored, even if they are found again
         first.ask("n1", PROMPT)
         assert first.copied(STORE) == BLOCKS
         first.rig.check_clean()
@@ -85,7 +83,7 @@ def answers(engine: Apart, model: Path, folder: Path) -> Answers:
 
 
 def serve_at_once(both: list[Apart], expected: Answers) -> None:
-    """Serve the same traffic on both engines in opposite orders, so that each finds prompts of the other."""
+    """Serve the same traffic on both engines, in opposite orders. Each engine finds prompts of the other."""
     for engine, traffic in zip(both, (TRAFFIC, dict(reversed(TRAFFIC.items()))), strict=True):
         engine.begin("ask", traffic)
     for engine in both:
@@ -93,14 +91,14 @@ def serve_at_once(both: list[Apart], expected: Answers) -> None:
 
 
 def share(engine: Apart, asked: dict[str, Asked], expected: Answers) -> None:
-    """Serve a prefix until its blocks are written to the store."""
+    """Serve a prefix again and again, until its blocks are in the store."""
     had = engine.do("copied", STORE)
     while engine.do("copied", STORE) < had + BLOCKS:
         check_same(engine.do("ask", asked), expected)
 
 
 def check_found(engine: Apart, asked: dict[str, Asked], expected: Answers) -> None:
-    """Check that the engine finds the other engine's prefix, with the same answer."""
+    """Check that the engine finds a prefix that the other engine has written, and gives the same answer."""
     had = engine.do("copied", LOAD)
     found = engine.do("ask", asked)
     check_same(found, expected)
@@ -116,7 +114,7 @@ def check_not_found(engine: Apart, asked: dict[str, Asked]) -> Answers:
 
 
 def share_in_turns(both: list[Apart], expected: Answers) -> None:
-    """Serve, abort and reset on two engines that run concurrently."""
+    """Share prefixes between two engines that run concurrently, with aborts and a reset."""
     first, second = both
     for _ in range(3):
         serve_at_once(both, expected)
@@ -135,7 +133,7 @@ def share_in_turns(both: list[Apart], expected: Answers) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_r17_r18_engines_share_at_the_same_time_and_not_with_those_of_other_weights(
+def test_r17_r18_concurrent_engines_share_blocks_but_not_with_other_weights(
     mooncake: Mooncake, bucket: Bucket, tmp_path: Path
 ) -> None:
     model = checkpoints.make("qwen3", tmp_path / "qwen3")

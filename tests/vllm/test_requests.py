@@ -1,7 +1,7 @@
-"""Kinds of requests: samples, beams, grammars, adapters, equal ids.
+"""Tests kinds of requests: several samples, beams, grammars, adapters, and equal ids.
 
 Each answer must equal that of an engine without a cache. The engine with the connector has two steps in
-flight, and fails requests whose load fails, which is vLLM's default.
+flight, and vLLM's default policy, which fails requests whose load fails.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from tests.vllm.stock import adapters
 pytestmark = MARKS
 
 LAYERS = 2
-PROMPT_BLOCKS = 8  # A prompt has this many whole blocks.
+PROMPT_BLOCKS = 8  # the number of whole blocks in a prompt
 OPTIONS: dict[str, Any] = {
-    "num_gpu_blocks_override": 160,  # This is enough to store all requests together.
-    "skip_tokenizer_init": False,  # Beams and grammars need a tokenizer.
+    "num_gpu_blocks_override": 160,  # enough to store the blocks of all requests
+    "skip_tokenizer_init": False,  # beams and grammars need a tokenizer
     "structured_outputs_config": {"backend": "xgrammar"},
     "enable_lora": True,
     "max_loras": 2,
     "max_lora_rank": 8,
-    # On a CPU, vLLM raises an error if the prompt of a request with a seed is computed in chunks.
+    # On a CPU, vLLM raises an error if the prompt of a request with a seed is chunked.
     "max_num_batched_tokens": 4096,
 }
 DEFAULT_POLICY = {
@@ -52,7 +52,7 @@ class Said(NamedTuple):
     logprobs: tuple[float, ...]
 
 
-Answers = list[list[Said]]  # Each request has its samples or beams.
+Answers = list[list[Said]]  # for each request, its samples or beams
 
 
 def prompt(seed: int) -> list[int]:
@@ -80,7 +80,7 @@ def finish(rig: Rig) -> list[Any]:
 
 
 def answers(rig: Rig) -> Answers:
-    """Finish; return the answers in the order of the requests' names and, for equal names, of the tokens."""
+    """Step until all requests end. Return the answers, sorted by request name and then by tokens."""
     said = [
         (
             output.request_id,
@@ -118,7 +118,7 @@ def samples(rig: Rig, _: Path) -> Answers:
 
 
 def beams(rig: Rig, _: Path) -> Answers:
-    """Each step of a beam search is one request per beam. The result is longer than a block."""
+    """Each step of a beam search makes one request per beam. The beams are longer than a block."""
     from vllm.sampling_params import BeamSearchParams
 
     params = BeamSearchParams(beam_width=3, max_tokens=40, ignore_eos=True)
@@ -145,7 +145,10 @@ def grammars(rig: Rig, _: Path) -> Answers:
 
 
 def one_prompt_for_each_adapter(rig: Rig, folder: Path) -> Answers:
-    """On a CPU, vLLM uses the last adapter's weights for requests without an adapter in the same batch."""
+    """Run requests with and without adapters in separate batches.
+
+    On a CPU, vLLM uses the last adapter's weights for requests without an adapter in the same batch.
+    """
     for seed in (30, 31):
         for name in "ab":
             ask(rig, f"{seed}{name}", seed, adapter=adapter(folder, name))
@@ -165,7 +168,7 @@ def equal_ids(rig: Rig, _: Path) -> Answers:
 
 KINDS: Mapping[
     str, tuple[Callable[[Rig, Path], Answers], int]
-] = {  # A kind has a function, and the number of prompts that must be found completely.
+] = {  # for each kind: its function, and the number of prompts that must be found completely
     "samples": (samples, 4),
     "beams": (beams, 2),
     "grammars": (grammars, 4),
@@ -201,7 +204,7 @@ def agree(given: Answers, expected: Answers) -> bool:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_answers_are_those_of_an_uncached_run(
+def test_answers_equal_those_of_an_uncached_run(
     name: str, hands: Hands, expected: dict[str, Answers], folder: Path
 ) -> None:
     rig, _ = hands
@@ -216,7 +219,7 @@ def test_answers_are_those_of_an_uncached_run(
     assert loaded >= prompts * PROMPT_BLOCKS
     rig.check_clean()
 
-    # A control: the comparison detects wrong KV.
+    # As a control, check that wrong KV changes the answers.
     for position in range(rig.slots(SlotState.READY)):
         corrupt_host(rig, position)
     assert rig.scheduler.reset_prefix_cache()
@@ -224,7 +227,7 @@ def test_answers_are_those_of_an_uncached_run(
     rig.forget()
 
 
-def test_samples_of_one_prompt_load_it_once(hands: Hands) -> None:
+def test_several_samples_of_one_prompt_load_its_blocks_once(hands: Hands) -> None:
     rig, _ = hands
     rig.put_on_host_only(prompt(50))
     before = rig.counts
@@ -234,7 +237,7 @@ def test_samples_of_one_prompt_load_it_once(hands: Hands) -> None:
     assert rig.counts.minus(before).count("kvoffload_load_blocks_total", "loaded") == PROMPT_BLOCKS
 
 
-def test_adapters_share_nothing_on_the_host(hands: Hands, folder: Path) -> None:
+def test_requests_with_different_adapters_share_no_blocks_on_the_host(hands: Hands, folder: Path) -> None:
     rig, _ = hands
     found = []
     for name in ("a", "b", None, "a", "b", None):
@@ -245,7 +248,9 @@ def test_adapters_share_nothing_on_the_host(hands: Hands, folder: Path) -> None:
 
 
 def test_a_failed_load_fails_only_its_request(hands: Hands) -> None:
-    """vLLM's default policy fails the request. Another request with the same prompt computes the blocks."""
+    """By default, vLLM fails the request whose load failed. Another request with the same prompt computes the
+    blocks.
+    """
     rig, held = hands
     expected = rig.run({"a": Asked(tuple(prompt(52)), 6)})["a"]
     assert rig.scheduler.reset_prefix_cache()

@@ -1,4 +1,4 @@
-"""A router's view of a stock engine's events: a tree of blocks, by medium and group."""
+"""Tests a stock engine's events as a router uses them: to build a tree of blocks, by medium and group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ pytestmark = MARKS
 def publishing(
     kind: checkpoints.Kind, folder: Path, host_blocks: int, **options: Any
 ) -> Iterator[tuple[Rig, list[Any]]]:
-    """Yield an engine, and the batches of events that it publishes."""
+    """Run an engine during the `with` block. The yielded list receives the batches of events that it
+    publishes.
+    """
     from vllm.config import KVEventsConfig
 
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
@@ -33,7 +35,9 @@ def publishing(
 
 
 class Router:
-    """Like a radix tree, accepts only blocks whose parent it has. Ignores events about other media than the host."""
+    """Follows the events about blocks on the host. Like a radix tree, it accepts only blocks whose parent it
+    has.
+    """
 
     def __init__(self) -> None:
         self.known: dict[tuple[int, Any], Any] = {}
@@ -60,7 +64,7 @@ def stored_on_host(batch: Any) -> list[Any]:
 
 
 def test_a_router_accepts_every_published_block(folder: Path) -> None:
-    """Stores are eager, and the host has room for all blocks. Each block comes after its parent, with its group."""
+    """With eager stores and room for all blocks, each block is published after its parent, with its group."""
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
     with publishing("gemma3", folder, 512) as (rig, batches):
@@ -73,7 +77,7 @@ def test_a_router_accepts_every_published_block(folder: Path) -> None:
             (int.from_bytes(key[-4:], "big"), maybe_convert_block_hash(key[:-4])) for key in pool.index
         }
         windows = [orphan for orphan in router.orphans if orphan.kv_cache_spec_sliding_window is not None]
-        assert router.orphans == windows  # vLLM hashes only window blocks that a hit can need.
+        assert router.orphans == windows  # vLLM hashes only those window blocks that a hit can need
         assert {*router.known, *((one.group_idx, one.block_hashes[0]) for one in windows)} == on_host
         theirs = {
             (event.group_idx, event.block_hashes[0]): event
@@ -100,7 +104,7 @@ def test_a_router_accepts_every_published_block(folder: Path) -> None:
 
 
 def test_lazy_stores_are_published_in_full(folder: Path) -> None:
-    """The device stores a block when it is about to evict the block, which may be long after the request's end."""
+    """With this policy, a block may be stored long after its request has ended."""
     options: dict[str, Any] = {"num_gpu_blocks_override": 96, "max_num_batched_tokens": 64}
     with publishing("qwen3", folder, 64, extra={"store_policy": "lazy"}, **options) as (rig, batches):
         prompts = [prompt(number) for number in range(24)]
@@ -124,10 +128,12 @@ def reported(batches: Sequence[Any], medium: str, locality: str) -> list[Any]:
     return [one for one in events if (one.medium, one.locality) == (medium, locality)]
 
 
-def test_blocks_on_the_disk_and_in_the_store_are_published_with_their_medium(
+def test_blocks_on_lower_tiers_are_published_with_their_medium(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks found again are written to the disk and to the store. A reset of both caches removes these blocks."""
+    """Blocks that are found again are written to the disk and to the store. Resetting both caches removes
+    them.
+    """
     (bucket_folder := tmp_path / "bucket").mkdir()
     server = Bucket(bucket_folder)
     for name, value in server.environment.items():

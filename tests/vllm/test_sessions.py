@@ -1,4 +1,6 @@
-"""Sessions whose input comes in parts. vLLM drops tokens that were not computed, and the hashes of these tokens."""
+"""Sessions whose input comes in parts. Between parts, vLLM drops tokens that were not computed, with their
+hashes.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def tokens(seed: int, count: int) -> tuple[int, ...]:
 
 
 def say(rig: Rig, name: str, part: Sequence[int], count: int, *, is_last: bool = False) -> None:
-    """Give a session its next input. The last input only ends the session, and vLLM does not read it."""
+    """Send a session the next part of its prompt. The last part only ends the session; vLLM does not read it."""
     from vllm import SamplingParams
 
     engine = rig.llm.llm_engine
@@ -42,7 +44,8 @@ def say(rig: Rig, name: str, part: Sequence[int], count: int, *, is_last: bool =
         resumable=not is_last,
     )
     request.external_req_id = name
-    # A separate front-end process has copies. Here vLLM would append to the same lists on both sides.
+    # The copy is for vLLM's front end, which normally runs in another process. Otherwise both sides would
+    # append to the same lists.
     engine.output_processor.add_request(copy.deepcopy(request), None, None, 0)
     engine.engine_core.add_request(request)
 
@@ -71,7 +74,7 @@ def go_on(request: Any, part: Sequence[int]) -> None:
 
 
 def scheduled(request: Any, count: int, *, preempted: bool = False) -> Any:
-    """Return a step with only this request, which is new or is preempted."""
+    """Return a step in which this request is the only one: newly scheduled, or preempted."""
     cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
     return SimpleNamespace(
         preempted_req_ids={request.request_id} if preempted else set(),
@@ -84,7 +87,7 @@ def scheduled(request: Any, count: int, *, preempted: bool = False) -> Any:
 
 
 def run(scheduler: Any, request: Any, table: Sequence[int], *, until: int) -> None:
-    """Schedule a request up to its token `until`."""
+    """Schedule a request, so that its first `until` tokens are computed."""
     blocks = SimpleNamespace(get_block_ids=lambda: (list(table),))
     scheduler.update_state_after_alloc(request, blocks, 0)
     scheduler.build_connector_meta(scheduled(request, until - request.num_computed_tokens))
@@ -98,9 +101,9 @@ def known_keys(scheduler: Any) -> list[bytes]:
 
 @pytest.mark.parametrize("computed", [0, 50, 64, 100])
 def test_the_core_has_a_sessions_current_hashes(computed: int) -> None:
-    """vLLM drops tokens that were not computed.
+    """Let a session continue after `computed` of its 100 tokens.
 
-    With `computed` at 0, vLLM has preempted the session, which starts from its next part.
+    vLLM drops the other tokens. 0 means that vLLM has preempted the session.
     """
     with adapter(BLOCK) as (scheduler, _):
         request = session(tokens(1, 100))
@@ -147,7 +150,9 @@ ANSWERS = (5, 33, 28, 12)
 
 
 def talk(rig: Rig, name: str) -> tuple[list[int], list[Reported]]:
-    """Give a session each part when it waits for input; return the session's tokens at the end, and its answers."""
+    """Send a session each part when it waits for input. Return all of the session's tokens at its end, and
+    its answers.
+    """
     from vllm.v1.request import RequestStatus
 
     answers: list[Reported] = []
@@ -163,7 +168,7 @@ def talk(rig: Rig, name: str) -> tuple[list[int], list[Reported]]:
 
 
 @pytest.mark.parametrize("two_steps", [False, True])
-def test_a_session_is_answered_as_one_that_finds_nothing(folder: Path, two_steps: bool) -> None:
+def test_a_session_that_loads_blocks_gets_the_same_answers(folder: Path, two_steps: bool) -> None:
     with offloading("qwen3", folder, 256, two_steps=two_steps) as rig:
         live, wrong = rig.side.core.state.requests.live, list[str]()
         build = rig.connector.build_connector_meta
@@ -179,7 +184,7 @@ def test_a_session_is_answered_as_one_that_finds_nothing(folder: Path, two_steps
 
         with patch.object(rig.connector, "build_connector_meta", compared):
             held, answers = talk(rig, "a")
-            # vLLM has dropped the fifth token.
+            # vLLM has dropped the first answer's fifth token
             assert held[60:65] == [*answers[0].tokens[:4], tokens(11, 36)[0]]
             assert rig.scheduler.reset_prefix_cache()
             before = rig.counts
@@ -188,8 +193,7 @@ def test_a_session_is_answered_as_one_that_finds_nothing(folder: Path, two_steps
             assert [one.tokens for one in same_answers] == [one.tokens for one in answers]
             assert rig.counts.minus(before).count("kvoffload_load_blocks_total", "loaded") > 0
             assert wrong == []
-        # One prompt has all tokens of the session. The last turn's answer is on the host, except its last
-        # tokens.
+        # Send all of the session's tokens as one prompt. All its whole blocks are on the host.
         asked = Asked(tuple(held[:-1]), 1)
         expected = rig.run({"truth": dataclasses.replace(asked, salt="truth")})["truth"]
         assert rig.scheduler.reset_prefix_cache()

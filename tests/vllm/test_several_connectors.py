@@ -1,4 +1,4 @@
-"""A MultiConnector on a stock vLLM: our connector and vLLM's ExampleConnector, in both orders."""
+"""Tests a MultiConnector on a stock vLLM, with our connector and vLLM's ExampleConnector, in both orders."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from tests.vllm.engine_rig import (
 
 pytestmark = MARKS
 
-BLOCKS = 8  # A lookup can find this many blocks of a prompt.
+BLOCKS = 8  # how many blocks of a prompt can be found
 
-# ExampleConnector stores a prompt in the request's first step, so one step must have room for whole prompts.
+# ExampleConnector only stores a prompt in the request's first step, so a step must have room for whole
+# prompts.
 WHOLE_PROMPTS: dict[str, Any] = {"max_num_batched_tokens": 1024}
 
 
@@ -48,10 +49,11 @@ class Both:
     """An engine with two connectors.
 
     Args:
-        is_ours_first: whether our connector comes first.
-        shelf: the folder in which the other connector stores.
-        outer: the MultiConnector's configuration; our entry has another policy for failed loads.
-        lines: kvoffload's log lines during the engine's start.
+        is_ours_first: whether our connector is the first one.
+        shelf: the folder in which the other connector stores blocks.
+        outer: the MultiConnector's configuration. Our connector's own configuration has another policy
+            for failed loads.
+        lines: kvoffload's log lines of the engine's start.
     """
 
     rig: Rig
@@ -110,7 +112,7 @@ def both(
         yield Both(rig, expected, request.param, shelf, outer, list(lines))
 
 
-def test_both_store_and_the_first_one_loads(both: Both) -> None:
+def test_both_connectors_store_and_the_first_one_loads(both: Both) -> None:
     both.rig.forget()
     both.empty_shelf()
     cold = both.run()
@@ -133,7 +135,7 @@ def test_both_store_and_the_first_one_loads(both: Both) -> None:
     assert all(reported.cached == BLOCKS * 32 for reported in both.rig.reported.values())
 
 
-def test_what_only_ours_has_is_ours(both: Both) -> None:
+def test_blocks_that_only_our_connector_has_are_loaded_by_it(both: Both) -> None:
     both.rig.forget()
     both.run()
     both.empty_shelf()
@@ -143,7 +145,7 @@ def test_what_only_ours_has_is_ours(both: Both) -> None:
     assert gained.total("kvoffload_contract_violations_total") == 0
 
 
-def test_what_the_other_has_loaded_is_stored_by_ours(both: Both) -> None:
+def test_blocks_that_the_other_connector_loaded_are_stored_by_ours(both: Both) -> None:
     both.rig.forget()
     both.empty_shelf()
     both.run()
@@ -157,7 +159,7 @@ def test_what_the_other_has_loaded_is_stored_by_ours(both: Both) -> None:
     assert both.run().count("kvoffload_load_blocks_total", "loaded") == FOUND
 
 
-def test_start_and_doctor_read_the_policy_that_vllm_acts_by(
+def test_the_start_and_the_doctor_read_the_policy_that_vllm_uses(
     both: Both, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recomputes = both.outer["kv_load_failure_policy"] == "recompute"

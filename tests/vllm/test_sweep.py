@@ -25,7 +25,7 @@ from tests.vllm.stock import engines
 pytestmark = MARKS
 
 TIMEOUT_S = 30
-STEPS = 300  # An engine that hangs stops after this many steps.
+STEPS = 300  # so many steps are enough unless the engine hangs
 
 
 ASKED = {
@@ -53,7 +53,9 @@ def expected(rig: Rig) -> dict[str, Reported]:
 
 
 def renew(rig: Rig) -> Held:
-    """Replace both sides of the connector, as a restart does, because offloading stays off after an error."""
+    """Replace both sides of the connector, as a restart would: after an error, offloading stays off. Return
+    the new copier and clock.
+    """
     from kvoffload_vllm.assembly import start_scheduler, start_worker
 
     held, scheduler, worker = Held(), rig.connector, rig.worker_connector
@@ -70,13 +72,13 @@ def renew(rig: Rig) -> Held:
         start_worker(worker, config, cache)
     worker.register(layout)
     scheduler.bind_gpu_block_pool(rig.scheduler.kv_cache_manager.block_pool)
-    worker.offload._tasks[0].result(TIMEOUT_S)  # This waits for the host memory.
+    worker.offload._tasks[0].result(TIMEOUT_S)  # wait until the host memory is ready
     rig.reported.clear()
     return held
 
 
 def live(rig: Rig, held: Held) -> None:
-    """Store, load, share and abort requests, and let the time of a load pass."""
+    """Run requests that store, load, share and are aborted. Then let the time limit of a load pass."""
     rig.ask("first", ASKED["first"])
     steps(rig, 12)
     rig.scheduler.reset_prefix_cache()
@@ -88,7 +90,7 @@ def live(rig: Rig, held: Held) -> None:
     steps(rig, 2)
     held.copier.release()
     steps(rig, 12)
-    held.clock.jump(TIMEOUT_S + 1)  # A load that the core had forgotten would time out now.
+    held.clock.jump(TIMEOUT_S + 1)  # if the core had forgotten a load, the load would time out now
     rig.scheduler.reset_prefix_cache()
     rig.ask("later", ASKED["later"])
     steps(rig, 6)
@@ -100,7 +102,9 @@ def steps(rig: Rig, count: int) -> None:
 
 
 def trial(rig: Rig, expected: dict[str, Reported], place: Place | None) -> list[str]:
-    """Return the problems after the core has raised at this place, or without an error if there is no place."""
+    """Run all requests, with an error at this place of the core; None means no error. Return the problems
+    found.
+    """
     held = renew(rig)
     with Reports(rig) as reports:
         with raising(place) if place else nullcontext(lambda: False) as has_raised:
@@ -116,7 +120,7 @@ def trial(rig: Rig, expected: dict[str, Reported], place: Place | None) -> list[
     problems += [
         f"{name} was answered twice" for name, count in Counter(reports.received).items() if count > 1
     ]
-    # The number of calls depends on vLLM's threads, so a late call may never happen and raise.
+    # vLLM's threads affect how often the core is called, so a late place may not be reached.
     return problems + left_behind(rig) + said(rig, place if has_raised() else None)
 
 
@@ -141,7 +145,7 @@ def said(rig: Rig, place: Place | None) -> list[str]:
 
 
 def right(reported: Reported, expected: Reported) -> bool:
-    """Return whether the tokens are the expected answer, or its beginning if the request has not finished."""
+    """Return whether the answer is the expected one or, if the request has not finished, the beginning of it."""
     return (
         same(reported, expected)
         if reported.finished
@@ -149,13 +153,15 @@ def right(reported: Reported, expected: Reported) -> bool:
     )
 
 
-def test_the_life_is_one_without_a_fault(rig: Rig, expected: dict[str, Reported]) -> None:
+def test_without_an_error_all_requests_are_answered_and_blocks_are_loaded(
+    rig: Rig, expected: dict[str, Reported]
+) -> None:
     assert trial(rig, expected, None) == []
     assert rig.counts.count("kvoffload_load_blocks_total", "loaded") > 0
     assert all(reported.finished for name, reported in rig.reported.items() if name != "leaves")
 
 
-def test_r12_wherever_the_core_raises_vllm_lives_and_gets_every_block_back(
+def test_r12_wherever_the_core_raises_vllm_survives_and_gets_every_block_back(
     rig: Rig, expected: dict[str, Reported]
 ) -> None:
     held = renew(rig)

@@ -1,5 +1,3 @@
-"""`verify` on a stock vLLM: one flipped bit in host memory is detected, and vLLM recomputes the corrupt blocks."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -51,7 +49,7 @@ def test_intact_blocks_are_loaded(rig: Rig) -> None:
     assert gained.count("kvoffload_load_blocks_total", "corrupt") == 0
 
 
-def test_a_flipped_bit_is_found_counted_and_computed_again(rig: Rig) -> None:
+def test_blocks_with_a_flipped_bit_are_detected_counted_and_recomputed(rig: Rig) -> None:
     asked = Asked(prompt(2), 12)
     expected = truth(rig, asked)
     rig.forget()
@@ -68,4 +66,4 @@ def test_a_flipped_bit_is_found_counted_and_computed_again(rig: Rig) -> None:
     assert gained.count("kvoffload_load_blocks_total", "loaded") == 0
     assert rig.slots(SlotState.QUARANTINED) - lost == corrupt > 0
     assert gained.count("kvoffload_transfers_total", "host", "load", "corrupt") == 1
-    rig.forget()  # This removes corrupt blocks that no load has read yet.
+    rig.forget()  # removes corrupt blocks that no load has read

@@ -1,4 +1,6 @@
-"""`kvoffload vllm-args` prints the text of docs/install.md, and a stock vLLM reads every form in the same way."""
+"""Tests that `kvoffload vllm-args` prints the text of docs/install.md, and that a stock vLLM accepts every
+form of it.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +31,17 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_page_shows_what_it_prints(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_docs_install_shows_the_printed_text(form: str, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = printed(capsys, "--form", form)
     wanted = textwrap.indent(wanted, "    ") if form == "python" else wanted
     assert wanted in (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
 
 
-def test_the_readme_shows_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readme_shows_the_printed_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys) in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_flag_is_the_default_and_its_json_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
+def test_by_default_a_flag_with_valid_json_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     flag, value = shlex.split(printed(capsys))
     assert flag == "--kv-transfer-config"
     assert json.loads(value) == WANTED
@@ -56,7 +58,7 @@ def test_other_settings_are_added(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_settings_that_cannot_be_used_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusable_settings_are_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["vllm-args", "--host-bytes", "many", "--config", "verfiy=full"]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
@@ -92,7 +94,7 @@ def test_the_size_of_host_memory_may_be_among_the_other_settings(capsys: pytest.
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("form", FORMS)
-def test_a_stock_vllm_reads_every_form_alike(
+def test_a_stock_vllm_reads_every_form_in_the_same_way(
     form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from vllm.config import KVTransferConfig

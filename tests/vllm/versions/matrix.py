@@ -1,17 +1,18 @@
-"""Runs the suite of this folder on several versions of vLLM, and writes the table in plugins/kvoffload_vllm/README.md.
+"""Runs the tests of this folder on several versions of vLLM, and writes the table in
+plugins/kvoffload_vllm/README.md.
 
 For each version and model runner, one pytest process runs with the version's Python files in front of the
-installed vLLM. This program fails if a test fails.
+installed vLLM. The program fails if a test fails.
 
 * --check writes nothing, and also fails if the table is outdated. It skips the installed version, which `make
-  test` covers. With runner V2, whose kernels are interpreted, it runs only a part of the suite.
+  test` covers. With runner V2, whose kernels are interpreted, it runs only a part of the tests.
 * --starts, as in `make test`, runs only the scenes of one model on each other version and with runner V2, and
   does not compare the table.
 
 If versions or a runner are given, only their rows are updated.
 
-    .venv/vllm/bin/python -m tests.vllm.versions.matrix [--check | --starts] [--jobs 2] [--runner V2] [0.28.0
-    ...]
+    .venv/vllm/bin/python -m tests.vllm.versions.matrix [--check | --starts] [--jobs 2] [--runner V2]
+    [0.28.0 ...]
 """
 
 from __future__ import annotations
@@ -38,29 +39,31 @@ MORE = (
     "tests/vllm/test_layout_on_engine.py",
     "tests/vllm/adapter/test_stats_and_events.py",
 )
-"""Further tests on each version on which the connector starts: memory, keys, metrics and events are translated."""
+"""Further tests of memory, keys, metrics and events, for each version on which the connector starts."""
 
 WITH_V2 = ("0.30.0", "0.32.0", "0.33.0")
-"""Versions that also run with model runner V2. vLLM chooses V2 if it finds Triton."""
+"""The versions that are also tested with model runner V2. vLLM chooses V2 if it finds Triton."""
 
 V2_RUNNER = {
     "VLLM_USE_V2_MODEL_RUNNER": "1",
     "TRITON_INTERPRET": "1",
-    "CUDA_VISIBLE_DEVICES": "",  # Without a driver, vLLM accepts Triton only if no device is visible.
+    "CUDA_VISIBLE_DEVICES": "",  # without a driver, vLLM only accepts Triton if no device is visible
 }
 PART_OF_V2 = ("0.32.0", "bucket or qwen3 and (runners or reloaded or preempted)")
-"""The part of the suite that --check runs with V2: a version, and pytest's expression for the tests."""
+"""What --check runs with V2: a version, and an expression that selects tests."""
 
 ONE_START = (
     *(f"{SUITE}/test_small_suite.py", f"{SUITE}/test_secondary_tier.py"),
     *("-k", "qwen3 and test_scene"),
 )
-"""Tests that --starts runs on each other version: every scene, on one engine with the connector, and one with the tier."""
+"""What --starts runs on each other version: every scene, with one engine for the connector and one for the
+tier.
+"""
 
 ONE_START_OF_V2 = (f"{SUITE}/test_small_suite.py", "-k", "qwen3 and test_scene and reloaded")
 
 TOO_OLD = ("0.27.1",)
-"""Versions on which the connector must refuse to start and name the versions that work."""
+"""The versions on which the connector must refuse to start, and name the versions that work."""
 
 REFUSED = "refused at start"
 SCENES = {
@@ -90,7 +93,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     ),
     "layouts, metrics, events": ("tests/vllm/(adapter|test_layout_on_engine).*",),
 }
-"""Each column's title and the tests that it covers. Each pattern must match a test."""
+"""Each column's title, and patterns for the tests it covers. Each pattern must match a test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,7 @@ class Setup:
 
     @property
     def is_covered(self) -> bool:
-        """Whether `make test` covers this setup, so that --check and --starts may skip its row."""
+        """Whether `make test` covers this setup, so that --check and --starts may skip it."""
         return self.runner == "V2" or self.version == installed()
 
     @property
@@ -131,9 +134,9 @@ class Ran:
     """The results of one setup.
 
     Args:
-        setup: the setup.
-        passed: whether no test failed, and at least one ran.
-        results: for each test, "passed", "failed", or the reason for skipping the test.
+        setup: the version and the runner.
+        passed: whether no test failed and at least one ran.
+        results: for each test, "passed", "failed", or why the test was skipped.
         output: pytest's output.
     """
 
@@ -152,7 +155,7 @@ class Ran:
         return "failed" if "failed" in said else "not run"
 
     def _said(self, pattern: str) -> str:
-        """Return the result for a pattern's tests, some of which this version may skip."""
+        """Return the result of the tests that match a pattern. A version may skip some of them."""
         met = {result for test, result in self.results.items() if re.fullmatch(pattern, test)}
         if "failed" in met or met == {REFUSED}:
             return "failed" if "failed" in met else REFUSED
@@ -168,7 +171,7 @@ def setups() -> list[Setup]:
 
 
 def installed() -> str:
-    """Return the version that is installed completely, on which all other tests run."""
+    """Return the version that is installed completely. All other tests run on this version."""
     (found,) = (pin.removeprefix("vllm==") for pin in install.pins() if pin.startswith("vllm=="))
     return found
 
@@ -192,7 +195,7 @@ def run(setup: Setup, tests: Sequence[str]) -> Ran:
 
 
 def read_results(junit: str) -> dict[str, str]:
-    """Return each test's result: tests of the suite by name, others by file and name."""
+    """Return each test's result. Tests of this folder are named without their file, and others with it."""
     results = {}
     for case in ElementTree.fromstring(junit).iter("testcase"):
         file = case.get("file", "")
@@ -216,7 +219,7 @@ def filled(page: str, rows: Sequence[Sequence[str]]) -> str:
 
 
 def written_rows(page: str) -> dict[str, list[str]]:
-    """Return the rows of the page's table, by label."""
+    """Return the rows of the table in the page, by label."""
     (table,) = re.findall(r"<!-- versions -->\n(.*?)<!-- /versions -->", page, flags=re.DOTALL)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     return {row[0]: row for row in rows[2:]}
@@ -269,7 +272,7 @@ def _arguments() -> argparse.Namespace:
 def _run_and_report(setup: Setup, tests: Sequence[str]) -> Ran:
     began = time.monotonic()
     ran = run(setup, tests)
-    # Threads of vLLM that outlive the tests may print after pytest's last line.
+    # Threads of vLLM that are still running may print after pytest's last line.
     summary = [line for line in ran.output.splitlines() if re.match(r"\d+ (passed|skipped)", line)]
     words = summary[-1] if ran.passed and summary else ran.output
     sys.stdout.write(f"vLLM {setup.label}: {words} ({time.monotonic() - began:.0f} s in all)\n")
@@ -278,7 +281,7 @@ def _run_and_report(setup: Setup, tests: Sequence[str]) -> Ran:
 
 
 def _settle(rows: Sequence[list[str]], *, check: bool) -> bool:
-    """Write these rows into the table; with `check`, return whether the table has them."""
+    """Write these rows to the table. With `check`, only return whether the table has them."""
     page = ROOT / "plugins" / "kvoffload_vllm" / "README.md"
     text = page.read_text(encoding="utf-8")
     known = {**written_rows(text), **{row[0]: row for row in rows}}

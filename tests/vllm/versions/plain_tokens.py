@@ -1,6 +1,7 @@
-"""Prints the answers of an engine without a connector to the small suite's requests, with this process's runner.
+"""Prints the tokens of an engine without a connector for the small suite's requests, with this process's
+model runner.
 
-python -m tests.vllm.versions.plain_tokens qwen3 FOLDER
+    python -m tests.vllm.versions.plain_tokens qwen3 FOLDER
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tests.vllm.versions.test_small_suite import DEVICE, REQUESTS
 
 
 def plain_tokens(kind: Kind, folder: Path) -> dict[str, Any]:
-    """Return the runner's name, and the tokens by request."""
+    """Return the name of the model runner, and the tokens by request."""
     with plain(kind, folder, **DEVICE) as rig:
         runner = rig.core.model_executor.driver_worker.worker.model_runner
         reported = rig.run(REQUESTS)

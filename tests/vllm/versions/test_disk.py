@@ -1,5 +1,3 @@
-"""The disk tier on every version: the next engine finds the blocks of the first engine."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -16,7 +14,7 @@ pytestmark = MARKS
 
 def test_put_blocks_are_found_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_refused("qwen3"):
-        pytest.skip("refused at start")  # Another test in this folder covers the refusal.
+        pytest.skip("refused at start")  # another test in this folder checks the refusal
     # Before 0.29, the seed of vLLM's hashes is random without this variable.
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     with living("qwen3", tmp_path) as life:
@@ -32,7 +30,7 @@ def test_put_blocks_are_found_after_a_restart(tmp_path: Path, monkeypatch: pytes
         assert {answer.cached for answer in answers.values()} == {6 * engines.BLOCK}
         assert life.fetched() > 0
         life.rig.check_clean()
-        # A control: with wrong bytes in place of the disk's bytes, the comparison fails.
+        # As a control, check that wrong bytes change the answers.
         assert life.rig.scheduler.reset_prefix_cache()
         for position in range(len(life.rig.side.core.state.pool.index)):
             corrupt_host(life.rig, position)

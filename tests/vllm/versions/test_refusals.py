@@ -1,5 +1,3 @@
-"""Unsupported setups are refused at start, with one sentence about the remedy."""
-
 from __future__ import annotations
 
 import os
@@ -16,32 +14,34 @@ pytestmark = MARKS
 
 
 def is_too_old() -> bool:
-    """Return whether this vLLM, as every one before 0.28, expects recurrent states that our hits lack."""
+    """Return whether this vLLM, like all versions before 0.28, expects recurrent states that our hits do not
+    include.
+    """
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
     return not hasattr(base.KVConnectorBase_V1, "supports_divergent_local_hybrid_hits")
 
 
 def recovers_several_groups() -> bool:
-    """Return whether this version accepts a failed load of a hybrid model."""
+    """Return whether this version can continue after a failed load with a hybrid model."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
     return hasattr(base, "KVConnectorTransferResults")
 
 
 def is_refused(kind: checkpoints.Kind) -> bool:
-    """Return whether this version must refuse a model of this kind."""
+    """Return whether the connector must refuse a model of this kind on this version."""
     return is_too_old() or (kind != "qwen3" and not recovers_several_groups())
 
 
 @pytest.mark.skipif("KVOFFLOAD_VLLM" not in os.environ, reason="no version was asked for: make vllm-versions")
-def test_it_is_the_version_that_was_asked_for() -> None:
+def test_the_requested_version_runs() -> None:
     import vllm
 
     assert vllm.__version__ == os.environ["KVOFFLOAD_VLLM"]
 
 
-def test_a_hybrid_model_where_its_failed_loads_cannot_be_reported(folder: Path) -> None:
+def test_a_hybrid_model_is_refused_if_failed_loads_cannot_be_reported(folder: Path) -> None:
     if is_too_old() or recovers_several_groups():
         pytest.skip("this version recovers them, or is refused altogether")
     with (
@@ -51,8 +51,8 @@ def test_a_hybrid_model_where_its_failed_loads_cannot_be_reported(folder: Path) 
         pass
 
 
-def test_a_version_that_lacks_a_hook(folder: Path) -> None:
-    """A version that is too old lacks a hook. For other versions, the test requires a hook that no version has."""
+def test_a_version_that_lacks_a_hook_is_refused(folder: Path) -> None:
+    """Before 0.28, a hook is missing. On other versions, the test requires a hook that does not exist."""
     missing = "supports_divergent_local_hybrid_hits" if is_too_old() else "a_hook_of_another_version"
     lacking = nullcontext() if is_too_old() else patch("kvoffload_vllm.support.NEEDED", (missing,))
     with (
@@ -63,7 +63,7 @@ def test_a_version_that_lacks_a_hook(folder: Path) -> None:
         pass
 
 
-def test_sleep_mode(folder: Path) -> None:
+def test_sleep_mode_is_refused(folder: Path) -> None:
     from vllm.platforms import current_platform
 
     if is_too_old():

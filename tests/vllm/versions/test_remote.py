@@ -1,5 +1,3 @@
-"""The remote tier on every version: one engine finds the blocks that another engine has written."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -21,7 +19,7 @@ def test_one_engine_finds_blocks_that_another_has_written(
     request: pytest.FixtureRequest, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_refused("qwen3"):
-        pytest.skip("refused at start")  # Another test in this folder covers the refusal.
+        pytest.skip("refused at start")  # another test in this folder checks the refusal
     # Before 0.29, the seed of vLLM's hashes is random without this variable.
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     url = request.getfixturevalue(kind).url

@@ -1,5 +1,3 @@
-"""Runner V2 is used when requested, and both runners give the same answers."""
-
 from __future__ import annotations
 
 import json
@@ -24,7 +22,9 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
-def test_both_runners_answer_alike(kind: checkpoints.Kind, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_both_runners_give_the_same_answers(
+    kind: checkpoints.Kind, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     folder = tmp_path_factory.getbasetemp() / "checkpoints"
     ours, of_v1 = plain_tokens(kind, folder), tokens_of_v1(kind, folder)
     assert ours["runner"] == "vllm.v1.worker.cpu.model_runner.CPUModelRunner"

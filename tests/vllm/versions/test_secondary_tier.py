@@ -1,4 +1,5 @@
-"""kvoffload's tier below vLLM's own `OffloadingConnector`: equal tokens, hits after a restart, and failing tiers.
+"""Tests kvoffload's tier below vLLM's own `OffloadingConnector`: equal tokens, hits after a restart, and
+failing tiers.
 
 Only the copies between device and host are replaced, as for the `fs` tier (`tests/vllm/stock/fs_peer.py`).
 """
@@ -49,8 +50,6 @@ PROMPTS, OTHERS = draw(1, 3, BLOCKS), draw(2, 6, 10)
 
 @dataclass
 class Life:
-    """An engine with the tier."""
-
     llm: Any
 
     @property
@@ -59,7 +58,7 @@ class Life:
         return tier
 
     def ask(self, prompts: Sequence[Prompt] = PROMPTS) -> list[engines.Answer]:
-        """Return the answers to these prompts, asked one after the other, when all copies have ended."""
+        """Ask these prompts one after the other, each when all copies have ended. Return the answers."""
         answers = []
         for prompt in prompts:
             answers += engines.generate(self.llm, [prompt], TOKENS)
@@ -67,7 +66,7 @@ class Life:
         return answers
 
     def push_out(self) -> None:
-        """Evict the blocks of earlier prompts from device and host, so that only the tier has them."""
+        """Evict the prompts' blocks from device and host, so that only the tier has them."""
         self.ask(OTHERS)
         assert engines.scheduler_of(self.llm).reset_prefix_cache()
 
@@ -84,7 +83,10 @@ def living(
     engine: Mapping[str, object] | None = None,
     **settings: object,
 ) -> Iterator[Life]:
-    """Start an engine with the tier on a folder or on a store. The weights are older than the engine's process."""
+    """Run an engine with the tier on a folder or on a store during the `with` block.
+
+    The engine's process counts as started now, because weights that are newer than the process are refused.
+    """
     from tests.vllm.stock import fs_peer
 
     tier: dict[str, object] = {"type": "KVOffloadTier", "module_path": "kvoffload_vllm.secondary_tier"}
@@ -95,13 +97,13 @@ def living(
     checkpoint = checkpoints.make("qwen3", folder / f"model{seed}", seed=seed)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("kvoffload_vllm.kv_identity.process_began_ns", time.time_ns)
-        # This leaves the smallest number of staging slots, so that most blocks are read from the disk.
+        # Use the smallest number of staging slots, so that most blocks must be read from the disk.
         patched.setattr("kvoffload.tier_cache._STAGING_BYTES", 0)
         for side in ("worker_side", "remote_catalog") if store is not None else ():
             patched.setattr(f"kvoffload.runtime.{side}.open_store", lambda *_: store)
         with engines.in_process(checkpoint, **options) as llm:
             life = Life(llm)
-            life.ask([(1, 2, 3)])  # The first step sets the seed of the hashes, and then the tier opens.
+            life.ask([(1, 2, 3)])  # the first step sets the seed of the hashes, after which the tier can open
             assert life.tier._cache.wait_open(60.0)
             yield life
 
@@ -119,7 +121,7 @@ ALL = [BLOCKS * engines.BLOCK] * len(PROMPTS)
 NONE = [0] * len(PROMPTS)
 
 
-def test_scene_of_qwen3_what_left_the_host_is_found_on_the_tier(tmp_path: Path) -> None:
+def test_scene_of_qwen3_blocks_evicted_from_the_host_are_found_on_the_tier(tmp_path: Path) -> None:
     with living(tmp_path) as life:
         expected = life.ask()
         assert cached(expected) == NONE
@@ -137,7 +139,7 @@ def test_scene_of_qwen3_what_left_the_host_is_found_on_the_tier(tmp_path: Path) 
 
 @dataclass(frozen=True)
 class Before:
-    """The folder of a first engine, and that engine's answers."""
+    """The folder that a first engine has left, and this engine's answers."""
 
     folder: Path
     answers: list[engines.Answer]
@@ -154,7 +156,7 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Before:
 
 
 @pytest.mark.full
-def test_a_second_life_finds_what_the_first_wrote(before: Before, tmp_path: Path) -> None:
+def test_a_second_engine_finds_the_first_engines_blocks(before: Before, tmp_path: Path) -> None:
     with living(before.copy(tmp_path)) as life:
         found = life.ask()
         assert (tokens(found), cached(found)) == (tokens(before.answers), ALL)
@@ -177,7 +179,7 @@ def test_r17_flipped_bytes_are_computed_again(
     flipped = before.copy(tmp_path)
     (path,) = flipped.rglob("slots0")
     data = bytearray(path.read_bytes())
-    signs = slice(4096 + 3, None, 4)  # the sign byte of each float32 after the header
+    signs = slice(4096 + 3, None, 4)  # the sign byte of each float32, after the file's header
     data[signs] = bytes(byte ^ 0x80 for byte in data[signs])
     path.write_bytes(data)
     with capture_logs() as lines, living(shutil.copytree(flipped, tmp_path / "life")) as life:
@@ -186,14 +188,14 @@ def test_r17_flipped_bytes_are_computed_again(
         assert life.count("disk", "load", "corrupt") > 0
     assert "tier_copy_failed" in {line["event"] for line in lines}
 
-    # Without the comparison of checksums, the answers differ.
+    # As a control, check that without comparing checksums the answers differ.
     monkeypatch.setattr("kvoffload.transfer.disk.are_equal", lambda *_: True)
     with living(shutil.copytree(flipped, tmp_path / "control")) as life:
         assert tokens(life.ask()) != tokens(before.answers)
 
 
 @pytest.mark.full
-def test_r17_a_full_disk_costs_its_hits(
+def test_r17_a_full_disk_only_costs_hits(
     before: Before, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -211,7 +213,7 @@ def test_r17_a_full_disk_costs_its_hits(
 
 @pytest.mark.full
 @pytest.mark.parametrize("what", ["read", "write"])
-def test_r17_a_disk_that_hangs_costs_its_hits(
+def test_r17_a_hanging_disk_only_costs_hits(
     before: Before, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     gate = ThreadGate()
@@ -228,18 +230,18 @@ def test_r17_a_disk_that_hangs_costs_its_hits(
 
 
 @pytest.mark.full
-def test_a_second_life_finds_what_the_first_wrote_to_a_store(before: Before, tmp_path: Path) -> None:
+def test_a_second_engine_finds_the_first_engines_blocks_in_a_store(before: Before, tmp_path: Path) -> None:
     store = FakeStore()
     with living(tmp_path, store=store) as life:
         assert tokens(life.ask()) == tokens(before.answers)
     with living(tmp_path, store=store) as life:
-        found = life.ask()  # Each lookup waits for the store's answer.
+        found = life.ask()  # each lookup waits until the store answers
         assert (tokens(found), cached(found)) == (tokens(before.answers), ALL)
         assert life.count("remote", "load", "done") > 0
 
 
 @pytest.mark.full
-def test_r17_a_store_that_hangs_costs_its_hits(before: Before, tmp_path: Path) -> None:
+def test_r17_a_hanging_store_only_costs_hits(before: Before, tmp_path: Path) -> None:
     store = FakeStore()
     with living(tmp_path, store=store) as life:
         life.ask()
@@ -253,7 +255,7 @@ def test_r17_a_store_that_hangs_costs_its_hits(before: Before, tmp_path: Path) -
 
 
 @pytest.mark.full
-def test_events_say_what_came_to_the_disk_and_left_it(tmp_path: Path) -> None:
+def test_events_report_blocks_stored_on_the_disk_and_removed_from_it(tmp_path: Path) -> None:
     publishes = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
     with living(tmp_path, engine=publishes, enable_kv_events=True, disk_bytes=4096 + 10 * SLOT_BYTES) as life:
         taken: list[Any] = []
@@ -314,7 +316,7 @@ def test_without_the_engines_configuration_the_start_is_refused() -> None:
 
 
 @pytest.mark.full
-def test_settings_that_cannot_be_kept_are_refused_at_start(tmp_path: Path) -> None:
+def test_unsupported_settings_are_refused_at_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean disk_bytes"), living(tmp_path, disk_byte=1):
         pass
     with pytest.raises(ConfigError, match="LoRA"), living(tmp_path, engine={"enable_lora": True}):

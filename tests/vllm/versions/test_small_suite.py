@@ -1,7 +1,8 @@
-"""Scenes that must work on every version of vLLM, small enough to run on each. Every scene has a control.
+"""Scenes that must work on every version of vLLM. They are small enough to run on each version, and each has
+a control.
 
-In each scene, a part of the KV comes from the host, and the answers must equal those of an engine without a
-connector. In the control, every load copies wrong bytes, and the comparison must fail.
+In each scene, a part of the KV is loaded from the host, and the answers must equal those of an engine
+without a connector. In the control, every load copies wrong bytes, which must change the answers.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from tests.vllm.versions.test_refusals import is_refused
 
 pytestmark = MARKS
 
-WRONG = bytes([0x40, 0x41, 0x42, 0x3F])  # These are numbers near 1, while the values of KV are around 0.
+WRONG = bytes([0x40, 0x41, 0x42, 0x3F])  # these bytes are numbers near 1, and values of KV are near 0
 
 
 class Steered(GatedCopier):
-    """Copies immediately. On the test's request, loads fail, or copy wrong bytes and report success."""
+    """Copies immediately. If the test asks for it, loads fail, or copy wrong bytes and report success."""
 
     def __init__(self) -> None:
         super().__init__(held=False)
@@ -87,7 +88,7 @@ def _requests() -> dict[str, Asked]:
 
 
 REQUESTS = _requests()
-DEVICE = {"num_gpu_blocks_override": 512, "max_model_len": 384}  # This is enough for all requests together.
+DEVICE = {"num_gpu_blocks_override": 512, "max_model_len": 384}  # enough for all requests together
 
 
 def reloaded(stage: Stage) -> dict[str, Reported]:
@@ -96,7 +97,7 @@ def reloaded(stage: Stage) -> dict[str, Reported]:
 
 
 def preempted(stage: Stage) -> dict[str, Reported]:
-    """The device has room for only a few requests, so vLLM preempts running requests."""
+    """Run so many requests that vLLM preempts some of them."""
     stage.put_on_host()
     scheduler = stage.rig.scheduler
     with patch.object(scheduler, "_preempt_request", side_effect=scheduler._preempt_request) as taken_back:
@@ -106,7 +107,7 @@ def preempted(stage: Stage) -> dict[str, Reported]:
 
 
 def aborted(stage: Stage) -> dict[str, Reported]:
-    """Some requests are aborted during their loads, others while they run."""
+    """Abort some requests during their loads and others while they run. Return all other answers."""
     stage.put_on_host()
     for name, asked in REQUESTS.items():
         stage.rig.ask(name, asked)
@@ -122,7 +123,7 @@ def aborted(stage: Stage) -> dict[str, Reported]:
 
 
 def reset(stage: Stage) -> dict[str, Reported]:
-    """Blocks from before the reset are not found. Later blocks are."""
+    """Reset, and check that no earlier block is found. Return answers with blocks that were stored later."""
     stage.put_on_host()
     assert stage.rig.connector.reset_cache()
     before = stage.loaded()
@@ -135,7 +136,7 @@ def reset(stage: Stage) -> dict[str, Reported]:
 
 
 def failed(stage: Stage) -> dict[str, Reported]:
-    """Every load fails, and the engine computes the tokens again."""
+    """Let every load fail, so that the engine computes the tokens again."""
     stage.put_on_host()
     stage.copier.fails = True
     reported = stage.rig.run(REQUESTS)
@@ -150,7 +151,7 @@ SCENES: tuple[Callable[[Stage], dict[str, Reported]], ...] = (reloaded, preempte
 def stage(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[Stage, Mapping[str, Reported]]]:
     kind = request.param
     if is_refused(kind):
-        pytest.skip("refused at start")  # Another test in this folder covers the refusal.
+        pytest.skip("refused at start")  # another test in this folder checks the refusal
     with plain(kind, folder, **DEVICE) as rig:
         expected = rig.run(REQUESTS)
     held = Held(copier=Steered())
@@ -182,11 +183,11 @@ def test_scene(
 def test_control(
     stage: tuple[Stage, Mapping[str, Reported]], scene: Callable[[Stage], dict[str, Reported]]
 ) -> None:
-    """Loads copy wrong bytes and report success, so that an answer must change."""
+    """Check that wrong bytes change an answer. Loads report success."""
     on, expected = stage
     on.copier.lies = True
     reported = scene(on)
     assert not all(same(one, expected[name]) for name, one in reported.items())
     on.copier.lies = False
     on.rig.finish()
-    on.rig.forget()  # The device's blocks are wrong too.
+    on.rig.forget()  # the device's blocks are wrong, too

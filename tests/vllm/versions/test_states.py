@@ -1,4 +1,6 @@
-"""A model with recurrent layers (LFM2, eager) on every version that hands states off to connectors."""
+"""Tests a model with recurrent layers (LFM2) with eager stores, on every version that passes states to
+connectors.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ pytestmark = MARKS
 @pytest.fixture(scope="module")
 def on(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     if is_refused("lfm2"):
-        # Another test in this folder covers the refusal, with another model of several groups.
+        # Another test in this folder checks the refusal, with another model of several groups.
         pytest.skip("refused at start")
     with stage("lfm2", tmp_path_factory.getbasetemp() / "checkpoints") as made:
         yield made
