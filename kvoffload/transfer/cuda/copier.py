@@ -77,10 +77,11 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 
 
 class GpuProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of the page kernel. The defaults are the best ones of an NVIDIA H200 (`tests/gpu/nvidia-h200.txt`).
+    """Settings of the page kernel. The defaults were measured on an NVIDIA H200 (`tests/gpu/nvidia-h200.txt`).
 
     Args:
-        programs: the number of thread blocks per launch. 24 thread blocks keep 96 KiB in flight; 32 were 2 % faster.
+        programs: the number of thread blocks per launch. 24 thread blocks keep 96 KiB in flight; 32 thread blocks were
+            2 % faster.
         fewest: the smallest number of short copies in a batch for which the kernel is launched.
         stores: whether stores use the kernel; its thread blocks take multiprocessors from the forward pass.
     """
@@ -197,7 +198,7 @@ class CudaTicket:
         return TicketState.DONE if self._is_whole else TicketState.FAILED
 
     def _enqueue(self) -> int:
-        """Enqueue slices while there is room, and the end event behind the last one. Return the number of slices.
+        """Enqueue slices while there is room, and the end event behind the last slice. Return the number of slices.
 
         After a refusal nothing more is enqueued, but copies enqueued earlier may run.
         """
@@ -206,7 +207,7 @@ class CudaTicket:
         while self._left and enqueued < slices and self._enqueue_one(may_wait=not is_hook):
             enqueued += 1
             with contextlib.suppress(Exception):
-                # Queries retry the end event, and a later mark replaces a missing one.
+                # Later queries retry a failed end event, and a later mark replaces a failed mark.
                 if self._left:
                     self._mark()
                 else:
@@ -214,7 +215,7 @@ class CudaTicket:
         return enqueued
 
     def _enqueue_one(self, *, may_wait: bool) -> bool:
-        """Enqueue the first slice; return False if it has to wait."""
+        """Enqueue the first slice; return False if the slice has to wait."""
         # True if a launch has failed since this slice was cut.
         if self._left[0].by_kernel and not self._copier.kernel_below[self._direction]:
             self._left.extendleft(reversed(self._copier.engine_slices(self._left.popleft().runs)))
@@ -260,7 +261,8 @@ class CudaTicket:
         self._left.popleft()
         try:
             self._driver.copy(self._direction, runs, self._stream)
-        except Exception as error:  # Not raised, because the end event must still follow earlier copies.
+        except Exception as error:
+            # Do not raise the error, because the end event must still follow earlier copies.
             log.error("copy_refused", direction=self._direction.value, copies=len(runs), reason=repr(error))
             self._is_whole = False
             self._left.clear()

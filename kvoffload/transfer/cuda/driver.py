@@ -63,7 +63,7 @@ _ROOM = 768
 # The maximum number of batched copies pending if only copies are ahead of them: enough to keep the device busy between
 # two queries.
 _RUNNING = 8192
-_LAUNCH = 2  # counted operations: the copy of the descriptors, and the kernel
+_LAUNCH = 2  # a launch counts as two operations: the copy of the descriptors, and the kernel
 
 _WITHOUT_PINNING = "; run the engine without confidential computing, or without kvoffload"
 
@@ -111,7 +111,7 @@ class _Queue:
 
     Args:
         enqueued: operations enqueued so far.
-        ended: how many of them are known to have ended.
+        ended: how many of these operations are known to have ended.
         waiting: the value of `enqueued` when the stream was last made to wait for an event.
     """
 
@@ -189,18 +189,18 @@ class NvidiaDriver:
 
     @property
     def name(self) -> str:
-        """The device's name, such as "NVIDIA H100 80GB HBM3"."""
+        """Return the device's name, such as "NVIDIA H100 80GB HBM3"."""
         return self._text(self.library.cuDeviceGetName)
 
     @property
     def version(self) -> str:
-        """The newest CUDA version that the driver supports, such as "13.0"."""
+        """Return the newest CUDA version that the driver supports, such as "13.0"."""
         number = _answer(ctypes.c_int, self.library.cuDriverGetVersion)
         return f"{number // 1000}.{number % 1000 // 10}"
 
     @property
     def pci_address(self) -> str:
-        """The device's PCI address, such as "0000:3b:00.0"."""
+        """Return the device's PCI address, such as "0000:3b:00.0"."""
         return self._text(self.library.cuDeviceGetPCIBusId)
 
     def attribute(self, number: int) -> int:
@@ -298,7 +298,8 @@ class NvidiaDriver:
         Raises:
             Exception: the kernel is not available here.
         """
-        from kvoffload.transfer.cuda.page_kernel import PageKernel  # triton may not be installed
+        # Import it here, because triton may not be installed.
+        from kvoffload.transfer.cuda.page_kernel import PageKernel
 
         self.enter()
         if stream not in self._kernels:
@@ -398,8 +399,8 @@ class NvidiaDriver:
         """Count `operations` as enqueued; return whether to keep the GIL during the call that enqueues them.
 
         Short calls keep the GIL; otherwise the time between a batch's two events could include a wait for the GIL.
-        Calls that may block release it. Calls on the engine's streams also release it, because the driver does not
-        count the operations pending on these streams.
+        Calls that may block release the GIL. Calls on the engine's streams also release the GIL, because the driver
+        does not count the operations pending on these streams.
         """
         queue = self._queues.get(stream)
         if queue is None:
