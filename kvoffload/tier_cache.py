@@ -351,7 +351,7 @@ class TierCache:
 
     def _broke(self, error: Exception, doing: str) -> None:
         self.degraded = DegradeCause.HANDLER_RAISED
-        note = "the engine goes on without these tiers"
+        note = "the engine continues without these tiers"
         log.error("core_raised", error=repr(error), doing=doing, note=note, exc_info=error)
 
     @property

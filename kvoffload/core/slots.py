@@ -239,7 +239,7 @@ class SlotPool:
         wanted = len(keys)
         missing = wanted - self._counts[_EMPTY]
         if missing > self.order.count:
-            raise ValueError(f"{len(keys)} slots asked for, {self.room} to be had")
+            raise ValueError(f"{len(keys)} slots requested, only {self.room} can be allocated")
         # Nothing after this line can raise.
         evicted = self._evict(missing) if missing > 0 else ()
         # Use freed slots first, so that untouched host memory is used only when needed.

@@ -66,7 +66,7 @@ class BlockPool:
             ValueError: fewer than `count` blocks are free.
         """
         if count > len(self._free):
-            raise ValueError(f"{count} blocks asked for, {len(self._free)} are free")
+            raise ValueError(f"{count} blocks requested, only {len(self._free)} are free")
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
             self._drop_key(block)
@@ -154,7 +154,7 @@ class BlockPool:
         self._check_ids(blocks)
         for block, count in Counter(blocks).items():
             if counts[block] < count:
-                raise ValueError(f"block {block} given back {count} times, referred to {counts[block]} times")
+                raise ValueError(f"block {block} is released {count} times; references: {counts[block]}")
         for block in blocks:
             counts[block] -= 1
             if not self._held[block] and not self._leased[block]:
@@ -168,7 +168,7 @@ class BlockPool:
     def _check_ids(self, blocks: list[int]) -> None:
         if wrong := [block for block in blocks if not NULL_BLOCK < block < self.num_blocks]:
             raise ValueError(
-                f"no blocks of this pool: {wrong} (1 to {self.usable_blocks}; 0 is the null block)"
+                f"not blocks of this pool: {wrong} (1 to {self.usable_blocks}; 0 is the null block)"
             )
 
     def _drop_key(self, block: int) -> None:

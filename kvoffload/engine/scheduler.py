@@ -148,7 +148,7 @@ class Scheduler:
             found += _table_problems(request, self._capacity)
         for request in self.waiting:
             if request.state is not RequestState.WAITING or any(request.tables):
-                found.append(f"request {request.request_id} waits as {request.state.value} with blocks")
+                found.append(f"request {request.request_id} is {request.state.value}, but holds blocks")
         return found
 
     # --- recurrent states ------------------------------------------------------------------------------------
@@ -287,7 +287,9 @@ class Scheduler:
     def _load_ended(self, request_id: str, proceed: Callable[[Request], None]) -> None:
         request = self.loading.pop(request_id, None)
         if request is None:
-            raise PluginError(f"the plugin named a load of request {request_id!r} that is not open")
+            raise PluginError(
+                f"the plugin reported the end of a load of request {request_id!r} that is not open"
+            )
         if request.state is RequestState.ENDED:
             self._tables.release(request)
         else:

@@ -136,7 +136,9 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
     )
     min_load_tokens: Annotated[
         Tokens | None,
-        _key("shorter hits are computed; auto: those below the measured break-even", unset="one block"),
+        _key(
+            "shorter hits are recomputed; auto: hits below the measured break-even length", unset="one block"
+        ),
     ] = None
     verify: Annotated[Verify, _key("how much of a block is checksummed at its store and its load")] = "off"
     disk_path: Annotated[Folder | None, _key("folder of the disk tier, below host memory")] = None
@@ -144,29 +146,31 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
     disk_min_hits: Annotated[Hits, _key("hits before a block goes to the disk; 0: every stored block")] = 1
     remote_url: Annotated[RemoteUrl | None, _key("remote tier, a store that engines share")] = None
     remote_min_hits: Annotated[Hits, _key("hits before a block is shared; 0: every stored block")] = 0
-    weights_id: Annotated[Name | None, _key("name for weights that cannot be read; change it with them")] = (
-        None
-    )
+    weights_id: Annotated[
+        Name | None, _key("name for weights that cannot be read; change it when they change")
+    ] = None
     tier_key_file: Annotated[File | None, _key("secret key that authenticates the lower tiers' blocks")] = (
         None
     )
     journal_path: Annotated[File | None, _key("file of the journal", unset="256 events in memory")] = None
-    journal_max_bytes: Annotated[Bytes, _key("bound on the journal with its rotated file, NAME.1")] = 2**30
+    journal_max_bytes: Annotated[Bytes, _key("size limit of the journal and its rotated file, NAME.1")] = (
+        2**30
+    )
     otlp_endpoint: Annotated[
-        HttpUrl | None, _key("collector of spans", unset="that in OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+        HttpUrl | None, _key("collector of spans", unset="the value of OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     ] = None
 
     transfer_timeout_s: Annotated[Seconds, _key("time after which a submitted copy is abandoned")] = 30.0
-    disk_drain_s: Annotated[Seconds, _key("time for which the disk may hold up an idle engine")] = 3.0
+    disk_drain_s: Annotated[Seconds, _key("time for which the disk may keep an idle engine stepping")] = 3.0
     remote_timeout_s: Annotated[Seconds, _key("time after which a call to the remote tier has failed")] = 2.0
     layout: Annotated[
-        Layout, _key("KV cache of the device: the engine's choice, or each block in one piece")
+        Layout, _key("layout of the device's KV cache: the engine's choice, or each block in one piece")
     ] = "engine"
     recurrent_prefix_boundaries: Annotated[
         Switch, _key("ask the engine for the missing recurrent state at the end of a shared prefix")
     ] = True
     batch_copies: Annotated[
-        Batches, _key("GPU: many copies in one call if the driver can, or each by itself")
+        Batches, _key("on a GPU: many copies per driver call if possible, or one copy per call")
     ] = "auto"
 
 
@@ -248,8 +252,8 @@ def check_promises(config: OffloadConfig, promises: Promises) -> None:
     """
     if config.verify != "off" and not promises.recovers_loads:
         problem = (
-            f"verify is {config.verify!r}, but this engine fails a request whose load fails instead of recomputing what "
-            "it lacks, so a block that is found corrupt would cost its request; let the engine recompute (in vLLM: "
+            f"verify is {config.verify!r}, but this engine fails a request whose load fails, and does not recompute the "
+            "missing tokens, so a corrupt block would fail its request; let the engine recompute (in vLLM: "
             '"kv_load_failure_policy":"recompute" in --kv-transfer-config), or set verify to \'off\''
         )
         raise ConfigError([problem])

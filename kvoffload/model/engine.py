@@ -71,7 +71,7 @@ class EngineShape:
         if [group.group for group in self.groups] != list(range(len(self.groups))) or not self.groups:
             problems.append("the groups must be numbered in order, from 0")
         if self.ranks < 1:
-            problems.append(f"there are {self.ranks} ranks; at least 1 copies")
+            problems.append(f"there are {self.ranks} ranks; there must be at least 1")
         if any(self.match_tokens % group.block_tokens for group in self.groups):
             problems.append(
                 f"match_tokens is {self.match_tokens}, not a multiple of every group's block_tokens"

@@ -220,7 +220,7 @@ class DiskCatalog:
             if self._is_closed or self._lock_tries > LOCK_TRIES:
                 raise
             if self._lock_tries == 1:
-                log.warning("disk_in_use", reason=str(error), note="it is tried again for a minute")
+                log.warning("disk_in_use", reason=str(error), note="retrying for a minute")
             self._waiting = self._portal.spawn(self._lock_later)
             return
         if note := caution(self._place.root):
@@ -299,7 +299,7 @@ class DiskCatalog:
     def _fail(self, reason: str) -> None:
         if not self._has_failed:
             self._has_failed = True
-            log.error("disk_closed", reason=reason, note="the engine goes on without it")
+            log.error("disk_closed", reason=reason, note="the engine continues without the disk")
             self.due.append(facts.DiskClosed)
             self.opening = None
 
@@ -311,7 +311,7 @@ def _find_index(
     try:
         found = load_index(folder, slots, key)
         if found is not None and found.header.files != files:
-            raise NotAnIndex(f"it is about other slot files, which had {len(found.entries)} blocks")
+            raise NotAnIndex(f"it belongs to other slot files, which had {len(found.entries)} blocks")
     except NotAnIndex as error:
         path = str(folder.path / INDEX_NAME)
         log.warning("disk_index_dropped", file=path, reason=str(error), note="the disk starts empty")

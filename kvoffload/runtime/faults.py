@@ -127,7 +127,7 @@ class Faults:
 
     def _problems_of_a_broken_core(self) -> list[str]:
         leased, touched = Counter(self._core.state.leases.counts), self._copies.blocks()
-        problems = [f"the core raised and was cut off: {self.error}"]
+        problems = [f"the core raised, and is no longer used: {self.error}"]
         if leased != touched:
             problems.append(f"{leased.total()} blocks are leased, copies touch {touched.total()}")
         return problems

@@ -175,7 +175,7 @@ class RemoteCatalog:
             self._fingerprint = self._identified.result()
         except Exception as error:
             # Identifying weights may raise any exception, and this is the engine's thread.
-            reason, note = reason_of(error), "the engine goes on without the remote tier"
+            reason, note = reason_of(error), "the engine continues without the remote tier"
             log.error("remote_not_opened", reason=reason, note=note)
             self._is_refused = True
 
@@ -186,13 +186,14 @@ class RemoteCatalog:
         elif not self._is_fixed and found.name != self._generation:
             if found.made_ms < self._made_ms:
                 self._is_fixed = True
-                note = "it is older than this engine's, which is kept: another writer put it back, or another engine's clock is slow"
+                note = "it is older than this engine's generation: another writer put it back, or another engine's clock is slow"
                 log.warning("remote_generation_refused", generation=found.name, note=note)
                 return
             if self._generation is not None and found.is_after_reset:
                 self._is_fixed = True
                 log.info(
-                    "remote_generation_kept", note="another engine was reset; it has left this generation"
+                    "remote_generation_kept",
+                    note="another engine was reset, and no longer uses this generation",
                 )
                 return
             self._generation = found.name
@@ -243,5 +244,5 @@ def _shared_generation(
         store.create(name, new_generation(name, key, after_ms))
         data = store.read(name)
     if data is None or (found := read_generation(name, key, data)) is None:
-        raise RemoteError(f"{name} in the remote tier is no generation")
+        raise RemoteError(f"{name} in the remote tier is not a generation")
     return found

@@ -173,7 +173,7 @@ class TiersSide:
         self.is_opening = bool(stages) and self._opening_s < OPENING_S
         if not self.is_opening:
             for name, stage in stages.items():
-                note = "the engine goes on without the tier until it is open"
+                note = "the engine continues without the tier until it is open"
                 log.warning("tier_still_opening", tier=name, stage=stage, after_s=OPENING_S, note=note)
 
     def moved(self, now: float) -> None:

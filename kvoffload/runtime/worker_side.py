@@ -230,7 +230,7 @@ class WorkerSide:
     @property
     def pump(self) -> TransferPump:
         """Return the pump that runs this rank's copies."""
-        assert self._pump is not None, "register() comes first"
+        assert self._pump is not None, "call register() first"
         return self._pump
 
 

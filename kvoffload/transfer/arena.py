@@ -157,7 +157,7 @@ class Arena:
         """
         with self._lock:
             if self._closed:
-                raise HostMemoryError("the host's memory is gone")
+                raise HostMemoryError("the host memory was released")
             self._holders += 1
         try:
             yield

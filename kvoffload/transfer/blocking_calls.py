@@ -146,7 +146,7 @@ class Call:
             CallEnded: the owner's thread has ended the call.
         """
         if not self.token:
-            raise CallEnded("the call was too late")
+            raise CallEnded("the call had already been ended")
 
 
 class Policy(Protocol):
@@ -476,7 +476,7 @@ class Breaker:
             self.log.info("remote_works")
         else:
             self.log.error(
-                "remote_fails", reason=call.error, note="the engine goes on without the remote tier"
+                "remote_fails", reason=call.error, note="the engine continues without the remote tier"
             )
 
 
@@ -522,7 +522,7 @@ class ErrorRow:
         if self._errors == self._MOST_ERRORS:
             self.is_closed = False
             reason = f"{self._errors} calls failed in a row: {call.error}"
-            self.log.error("disk_stopped", reason=reason, note="the engine goes on without it")
+            self.log.error("disk_stopped", reason=reason, note="the engine continues without the disk")
 
     def takes_probe(self, now: float) -> bool:
         """Return True at the first call only. The first probe opens the file, and there is no second probe."""

@@ -288,7 +288,9 @@ class FileOpening:
         except CancelledError:  # The engine stops before its KV is identified.
             raise
         except Exception as error:  # logged here, because the policy does not log a failed probe
-            self._log.error("disk_not_opened", reason=reason_of(error), note="the engine goes on without it")
+            self._log.error(
+                "disk_not_opened", reason=reason_of(error), note="the engine continues without the disk"
+            )
             raise
         if file.page_cache_reason is not None and not self.closing.is_set():
             self._log.warning("disk_through_page_cache", reason=file.page_cache_reason)
@@ -301,7 +303,7 @@ class FileOpening:
                 return open_slot_file(folder, self.shape, self.slots)
             except SlotFileInUse as error:
                 if not number:
-                    note = "it is tried again for a minute"
+                    note = "retrying for a minute"
                     self._log.warning("disk_in_use", reason=str(error), note=note)
                 if self.closing.wait(LOCK_PAUSE_S):
                     break

@@ -154,4 +154,4 @@ class JobLedger:
 def _check_range(what: str, numbers: Numbers, end: int) -> None:
     low, high = int(numbers.min()), int(numbers.max())
     if low < 0 or high >= end:
-        raise CopyError(f"{what} {low if low < 0 else high} is not among the {end} there are")
+        raise CopyError(f"{what} {low if low < 0 else high} is not among the {end} that exist")

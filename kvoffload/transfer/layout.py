@@ -65,7 +65,7 @@ class DeviceLayout:
 
     def __post_init__(self) -> None:
         if not self.regions:
-            raise EngineContractError("the engine lends no KV tensor, so there is nothing to offload")
+            raise EngineContractError("the engine registered no KV tensor, so there is nothing to offload")
         counts = {region.blocks for region in self.regions}
         if len(counts) > 1:
             raise EngineContractError(f"KV tensors differ in their number of blocks: {sorted(counts)}")

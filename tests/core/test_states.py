@@ -146,7 +146,7 @@ def test_an_empty_slot_is_not_quarantined() -> None:
 def test_more_slots_than_there_is_room_for_change_nothing() -> None:
     pool, _ = pool_with(SlotState.PINNED)
     before = picture(pool)
-    with pytest.raises(ValueError, match="2 slots asked for, 1 to be had"):
+    with pytest.raises(ValueError, match="2 slots requested, only 1 can be allocated"):
         pool.reserve([BlockKey(b"one"), BlockKey(b"two")])
     assert picture(pool) == before
 

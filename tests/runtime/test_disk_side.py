@@ -249,7 +249,7 @@ def of_other_files(path: Path) -> None:
     [
         (emptied, "it is empty, or was erased by a reset"),
         (of_a_newer_version, "its format is version 3, not 2"),
-        (of_other_files, "it is about other slot files, which had 0 blocks"),
+        (of_other_files, "it belongs to other slot files, which had 0 blocks"),
     ],
 )
 def test_an_index_that_cannot_be_used_is_one_warning_and_the_disk_starts_empty(

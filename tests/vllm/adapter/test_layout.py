@@ -256,5 +256,5 @@ def test_a_view_that_counts_something_else_is_refused() -> None:
 
 
 def test_a_cache_without_tensors_is_refused() -> None:
-    with pytest.raises(EngineContractError, match="lends no KV tensor"):
+    with pytest.raises(EngineContractError, match="registered no KV tensor"):
         layout_of_caches({}, config())
