@@ -128,7 +128,7 @@ deep: $(VENV)/wheel/ready  ## run property tests and kills many more times (long
 	$(if $(ARGS),,$(BIN)/python -m tests.kills --each 40)
 
 disk-kills: $(VENV)/wheel/ready  ## end engines on a disk 220 times at random moments (long)
-	KVOFFLOAD_KILLS=200 KVOFFLOAD_ENGINE_KILLS=20 $(AGAINST_WHEEL) $(BIN)/pytest -q tests/disk/test_kills.py tests/reference/test_disk_kills.py $(ARGS)
+	KVOFFLOAD_KILLS=200 KVOFFLOAD_ENGINE_KILLS=20 $(AGAINST_WHEEL) $(BIN)/pytest -q tests/reference/test_disk_kills.py $(ARGS)
 
 simulate: venv  ## play 10,000 seeded lives of an engine (ARGS="--seed N")
 	@$(BIN)/python -m tests.simulate $(ARGS)

@@ -7,7 +7,6 @@ too long.
 from __future__ import annotations
 
 import itertools
-import math
 import re
 import secrets
 import threading
@@ -373,26 +372,3 @@ def test_r17_refused_credentials_cost_the_tier_and_are_not_logged(
     assert "403" in str(lines)
     assert not any(secret in str(lines) for secret in (*bucket.secrets, "wrong"))
     assert state_of(engine) is TierState.OPENING
-
-
-def test_r17_a_dead_store_is_only_probed(start: StartEngine, proxy: Proxy) -> None:
-    engine = start("s3://blocks/kvoffload", weights_id="dead", remote_timeout_s=TIMEOUT_S).opened()
-    proxy.refuse = lambda _: 503
-    until(engine, TierState.FAILING)
-    engine.run(PROMPTS[0])
-    assert engine.offload._tiers_side is not None
-    assert engine.offload._tiers_side._remote is not None
-    calls = engine.offload._tiers_side._remote._calls
-    engine.step_until(lambda: not calls._active)  # waits for calls that began before the breaker opened
-    began, before = time.monotonic(), len(proxy.requests)
-    for seed in range(100, 108):
-        engine.run(text(seed, 10 * BLOCK))
-    probes = 1 + int(
-        math.log2(1 + time.monotonic() - began)
-    )  # the scheduler's side probes after 1, 2, 4 seconds and so on
-    made = proxy.requests[before:]
-    assert [each for each in made if not each.endswith("kvo1/probe")] == []
-    assert len(made) <= 2 * probes  # the client retries each probe once
-    began = time.monotonic()
-    engine.engine.close()
-    assert time.monotonic() - began < PATIENCE_S

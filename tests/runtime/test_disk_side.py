@@ -191,33 +191,25 @@ def test_without_requests_an_engine_steps_for_its_host_and_as_long_as_the_drain_
     side.close()
 
 
-def test_a_folder_in_use_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    holder = lock_folder(make_folder(tmp_path, IDENTITY, 0))
-    side = Side(portal=True, disk=tmp_path)
-    side.portal.advance(LOCK_PAUSE_S)
-    assert side.side.core.state.disk is not None
-    assert not side.side.core.state.disk.is_open
-    holder.close()
-    side.portal.advance(LOCK_PAUSE_S)
-    open_disk(side)
-    assert caplog.text.count("disk_in_use") == 1
-    side.close()
-
-
-def test_a_folder_that_stays_in_use_is_tried_for_a_minute(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("tries", [1, LOCK_TRIES])
+def test_a_folder_in_use_is_tried_again_for_a_minute(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, tries: int
 ) -> None:
     holder = lock_folder(make_folder(tmp_path, IDENTITY, 0))
     side = Side(portal=True, disk=tmp_path)
-    for _ in range(LOCK_TRIES - 1):
+    disk = side.side.core.state.disk
+    assert disk is not None
+    for _ in range(tries):
+        assert (disk.is_open, disk.is_closed) == (False, False)
         side.portal.advance(LOCK_PAUSE_S)
-    assert "disk_closed" not in caplog.text
+    holder.close()
     side.portal.advance(LOCK_PAUSE_S)
     side.step()
-    assert side.side.core.state.disk is not None
-    assert side.side.core.state.disk.is_closed
-    assert caplog.text.count("disk_closed") == 1
-    holder.close()
+    side.step()
+    is_late = tries == LOCK_TRIES
+    assert (disk.is_open, disk.is_closed) == (not is_late, is_late)
+    assert caplog.text.count("disk_in_use") == 1
+    assert caplog.text.count("disk_closed") == is_late
     side.close()
 
 

@@ -14,7 +14,7 @@ from kvoffload.model.causes import CopyOutcome, EvictionCause
 from kvoffload.model.engine import Promises
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.events import BlocksEvicted, Event
-from kvoffload.model.ids import Rank, RequestId
+from kvoffload.model.ids import BlockKey, Rank, RequestId
 from kvoffload.model.wire import Direction, JobReport, TransferReport
 from kvoffload.runtime.copies import NO_ANSWERS, LoadAnswers
 from kvoffload.runtime.scheduler_side import SchedulerSide
@@ -152,6 +152,53 @@ def test_what_leaves_the_host_for_another_reason_has_no_age() -> None:
     side.stored()
     side.side.bus.publish(BlocksEvicted(3, EvictionCause.CORRUPT, 0.0))
     assert side.side.counters.snapshot().samples("kvoffload_eviction_age_seconds") == 0
+
+
+@pytest.mark.parametrize(
+    ("reports", "least"),
+    [
+        ([], 1.0),
+        ([(0, 0.5)], 0.5),
+        ([(2, 0.5)], 1.0),
+        ([(0, 0.5), (1, 1.0)], 0.5),
+        ([(0, 0.5), (1, 0.25), (1, 1.0)], 0.5),
+        ([(0, 0.5), (1, 0.25), (1, 0.25), (0, 1.0)], 0.25),
+    ],
+)
+def test_the_limit_on_stores_is_the_lowest_that_a_rank_reported_last(
+    reports: list[tuple[int, float]], least: float
+) -> None:
+    side = Side(ranks=2)
+    for rank, share in reports:
+        side.side.reported([TransferReport(Rank(rank), (), 8, share)])
+    assert side.side.gauges()["kvoffload_store_bound_ratio"] == {(): least}
+
+
+def host_bytes(side: Side) -> dict[str, float]:
+    series = side.side.gauges()["kvoffload_host_bytes"]
+    return {labels[0]: number for labels, number in series.items()}
+
+
+def test_bytes_of_all_ranks_are_added_up_while_memory_is_made_ready() -> None:
+    side = Side(ranks=2, slots=0)
+    assert host_bytes(side) == {"wanted": 0, "reserved": 0, "used": 0}
+    side.side.reported([report(0, ready=2, growing=True), report(1, ready=3, growing=True)])
+    assert host_bytes(side) == {"wanted": 2000, "reserved": 500, "used": 0}
+    side.side.reported([report(0, ready=10), report(1, ready=10)])
+    assert host_bytes(side) == {"wanted": 2000, "reserved": 2000, "used": 0}
+    side.side.core.state.pool.reserve([BlockKey(bytes([number])) for number in range(3)])
+    assert host_bytes(side)["used"] == 3 * 200
+
+
+def test_info_carries_versions_and_settings() -> None:
+    side = Side(config=make_config(verify="sample", min_load_tokens="auto"))
+    ((labels, number),) = side.side.gauges()["kvoffload_info"].items()
+    assert number == 1
+    assert labels[1:] == ("unknown", "unknown", "eager", "sample", "auto")
+
+
+def report(rank: int, *, ready: int, growing: bool = False) -> TransferReport:
+    return TransferReport(Rank(rank), (), ready, is_growing=growing, slot_bytes=100, wanted_slots=10)
 
 
 # -- hook times -------------------------------------------------------------------------------------------------
