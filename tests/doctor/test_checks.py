@@ -1,5 +1,3 @@
-"""The doctor's checks on simulated machines: memory, limits, GPUs, pools, pages, disk, journal and collector."""
-
 from __future__ import annotations
 
 import asyncio
@@ -38,7 +36,7 @@ IN_V1 = {
 
 
 class Recorder:
-    """Allocates nothing, and records the requested sizes."""
+    """Records the requested sizes without allocating memory."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -49,8 +47,8 @@ class Recorder:
 
 
 @given(st.lists(st.integers(1, 70000), min_size=1, max_size=4), st.integers(0, 5 * CHUNK_BYTES // 2))
-def test_what_is_expected_is_what_the_arena_takes(pages: list[int], share: int) -> None:
-    """The sizes are equal except for the alignment of regions to cache lines."""
+def test_the_expected_host_memory_equals_what_the_arena_allocates(pages: list[int], share: int) -> None:
+    """The sizes are equal except for the padding that aligns regions to cache lines."""
     layout = FakeDevice(1, pages).layout
     asked = Recorder()
     asyncio.run(Arena(layout, share // layout.slot_bytes, asked).prepare())
@@ -63,12 +61,13 @@ def test_what_is_expected_is_what_the_arena_takes(pages: list[int], share: int) 
     ("sizes", "needed"),
     [
         (Sizes(), 2 * 4096),
-        (Sizes(ranks=3), 2 * 4096 - 2),  # the odd bytes are not used
+        (Sizes(ranks=3), 2 * 4096 - 2),  # the odd bytes cannot be used
         (Sizes(ranks=2, block_bytes=4096), 2 * 4096),
-        (Sizes(ranks=2, block_bytes=3, page_bytes=(1, 1, 1)), 2 * 4095),  # each rank has whole blocks
+        # Each rank can use only whole blocks.
+        (Sizes(ranks=2, block_bytes=3, page_bytes=(1, 1, 1)), 2 * 4095),
     ],
 )
-def test_what_is_needed(sizes: Sizes, needed: int) -> None:
+def test_the_required_memory_covers_all_ranks(sizes: Sizes, needed: int) -> None:
     assert memory.needed_bytes(setup(host_bytes=2 * 4096, sizes=sizes)) == needed
 
 
@@ -79,7 +78,7 @@ def test_what_is_needed(sizes: Sizes, needed: int) -> None:
 def test_property_a_start_is_refused_where_the_check_says_error(
     pages: list[int], share: int, ranks: int, above: int
 ) -> None:
-    """The available memory differs from the required memory by a few KiB, because sizes are rounded."""
+    """Set the available memory to within a few KiB of the required memory. Sizes are rounded."""
     layout, share = FakeDevice(1, pages).layout, share + sum(pages)
     left = ranks * share // 1024 + above
     read = {"/proc/meminfo": f"MemAvailable: {left} kB\n"}.get
@@ -108,7 +107,7 @@ def test_property_a_start_is_refused_where_the_check_says_error(
             "8.0 GiB fit the 16.0 GiB that the cgroup /sys/fs/cgroup/engine has left now",
         ),
         (
-            # The parent allows less memory than its child, and part of the used memory is file cache.
+            # The parent cgroup allows less memory than its child, and part of the used memory is page cache.
             {
                 "proc/self/cgroup": "0::/pod/engine\n",
                 "sys/fs/cgroup/pod/engine/memory.max": f"{16 * GIB}\n",
@@ -138,7 +137,7 @@ def test_property_a_start_is_refused_where_the_check_says_error(
             "ok",
             "the machine",
         ),
-        # A value that cannot be read counts as no limit, as at the engine's start.
+        # A limit that cannot be read counts as no limit, as it does at the engine's start.
         ({"sys/fs/cgroup/engine/memory.max": "x\n"}, 8, "ok", "the machine"),
         ({"proc/self/cgroup": "nonsense\n0:\n\n::::\n"}, 8, "ok", "the machine"),
     ],
@@ -206,7 +205,7 @@ def test_copy_speed(tmp_path: Path, pages: tuple[int, ...], verdict: str, text: 
     assert text in found[1]
 
 
-def test_speeds_are_those_that_were_measured() -> None:
+def test_the_reported_speeds_are_the_measured_ones() -> None:
     text = (ROOT / "tests/bench/README.md").read_text(encoding="utf-8")
     ascending = sorted(memory.SPEEDS)
     assert ", ".join(f"{share} at {size_text(size).replace('.0', '')}" for size, share in ascending) in text
@@ -234,7 +233,7 @@ def test_without_the_driver_there_is_no_gpu_and_no_error(monkeypatch: pytest.Mon
     assert find_gpus.__wrapped__() == Gpus()
 
 
-def test_gpus_are_asked_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_read_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     library = ctypes.CDLL(str(build()))
     monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
     found = find_gpus.__wrapped__()
@@ -269,7 +268,7 @@ def test_without_a_disk_there_is_nothing_to_check(tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize(
     ("free", "left", "verdict"), [(0, 0, "ok"), (2**20, 0, "warning"), (2**20, 2**20, "ok")]
 )
-def test_disk_bytes_must_be_free_or_an_earlier_engines(
+def test_disk_bytes_must_be_free_or_belong_to_an_earlier_engine(
     tmp_path: Path, free: int, left: int, verdict: str
 ) -> None:
     folder = tmp_path / "disk" / "aaaa" / "replica0"
@@ -297,11 +296,11 @@ def test_a_disk_that_is_memory_or_a_network_is_a_warning(tmp_path: Path, kind: s
     assert text in found
 
 
-def test_the_disks_folder_is_tried_and_nothing_is_left(tmp_path: Path) -> None:
+def test_the_disks_folder_is_tried_and_no_file_is_left(tmp_path: Path) -> None:
     where = machine(tmp_path / "machine", {"proc/self/mountinfo": "1 0 8:1 / / rw - ext4 /dev/a rw\n"})
     verdict, text = of_disk("disk folder", where, tmp_path / "disk" / "new")
     is_direct = "it is on ext4, and direct I/O works" in text
-    # the test's file system may not support direct I/O
+    # the file system may not support direct I/O
     assert is_direct or "through the page cache (direct I/O: " in text
     assert verdict == ("ok" if is_direct else "warning")
     assert [one.name for one in tmp_path.iterdir()] == ["machine"]
@@ -327,7 +326,7 @@ def of_journal(path: Path, tmp_path: Path) -> tuple[str, str]:
     return ask(outputs.CHECKS, "journal", setup(journal_path=path), machine(tmp_path / "machine"))
 
 
-def test_a_journal_is_tried_and_stays_as_it_was(tmp_path: Path) -> None:
+def test_a_journal_is_tried_and_stays_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     assert of_journal(path, tmp_path) == ("ok", str(path))
     assert not path.exists()
@@ -348,7 +347,7 @@ def test_a_journal_that_a_start_would_refuse_is_an_error(tmp_path: Path) -> None
         open_one.close()
 
 
-def test_a_collector_that_answers_and_one_that_does_not(tmp_path: Path) -> None:
+def test_a_collector_that_does_not_answer_is_a_warning(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         known = setup(otlp_endpoint=f"http://127.0.0.1:{port}/v1/traces")
@@ -359,7 +358,7 @@ def test_a_collector_that_answers_and_one_that_does_not(tmp_path: Path) -> None:
     assert "nothing answers" in text
 
 
-def test_a_collector_that_the_environment_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_can_name_the_collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", address)

@@ -1,5 +1,3 @@
-"""`kvoffload doctor` as a whole, in this process and in a separate process."""
-
 from __future__ import annotations
 
 import json
@@ -24,7 +22,7 @@ OTHERS = {"settings", "host pool", "disk space", "disk folder", "journal", "span
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any]]:
-    """Run the doctor; return its exit code, and its findings by check."""
+    """Run the doctor; return its exit code and its findings by check."""
     code = main(["doctor", "--json", *argv])
     reported = json.loads(capsys.readouterr().out)
     assert all(set(one) == {"check", "verdict", "finding", "remedy"} for one in reported["findings"])
@@ -33,7 +31,7 @@ def doctor(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[st
     return code, {"": reported["verdict"], **by_check}
 
 
-def test_every_check_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_check_prints_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     _, found = doctor(capsys, "--config", '{"host_bytes": "1MiB"}')
     assert set(found) == {"", *MACHINE, *VLLM, *OTHERS}
     assert found["vllm plugin"]["verdict"] == "ok"
@@ -41,7 +39,7 @@ def test_every_check_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert found[name]["verdict"] == "unknown"
 
 
-def test_lines_for_people_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_output_has_the_same_findings_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--config", '{"host_bytse": 1, "verify": "no"}']
     code, found = doctor(capsys, *argv)
     assert main(["doctor", "--verbose", *argv]) == code == 1
@@ -61,7 +59,7 @@ def test_findings_are_shown_as_text() -> None:
     ]
 
 
-def test_problems_come_first_then_a_line_for_what_was_not_given_and_what_passed_is_counted() -> None:
+def test_problems_come_first_then_missing_settings_and_a_count_of_passed_checks() -> None:
     def answer(check: str, verdict: Verdict, remedy: str = "") -> Finding:
         return Finding(verdict, "text", remedy, check)
 
@@ -85,7 +83,6 @@ def test_problems_come_first_then_a_line_for_what_was_not_given_and_what_passed_
         "",
         "1 check passed (--verbose lists them)",
     ]
-    # a failed check is reported in a separate paragraph
     assert "unknown  one: text" in as_text(answers, strict=True)
     assert worst(answers) is Verdict.ERROR
     assert worst(answers[:3]) is Verdict.WARNING
@@ -117,13 +114,13 @@ def test_the_verdict_has_a_colour_on_a_terminal(
     assert paragraph.startswith(f"{word}  host pool: word")
 
 
-def test_strict_wants_everything_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_strict_fails_if_a_check_could_not_be_made(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--config", "host_bytes=1MiB"]) == 0
     assert "unknown  " in capsys.readouterr().out
     assert main(["doctor", "--strict", "--config", "host_bytes=1MiB"]) == 1
 
 
-def test_bad_settings_are_listed_all_at_once_and_nothing_is_guessed_from_them(
+def test_bad_settings_are_listed_together_and_no_check_uses_them(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "settings.json"
@@ -134,7 +131,7 @@ def test_bad_settings_are_listed_all_at_once_and_nothing_is_guessed_from_them(
     assert "transfer_timeout_s" in found["settings"]["finding"]
 
 
-def test_without_settings_it_says_what_the_machine_has_and_what_is_advised(
+def test_without_settings_it_reports_the_machine_and_advises_settings(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     code, found = doctor(capsys, "--block-bytes", "1MiB", "--device-blocks", "10", "-tp", "2")
@@ -143,7 +140,7 @@ def test_without_settings_it_says_what_the_machine_has_and_what_is_advised(
     assert "at least three times" in doctor(capsys)[1]["settings"]["finding"]
 
 
-def test_a_key_file_that_a_start_refuses_is_a_fail(
+def test_a_key_file_that_the_engine_would_refuse_fails(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     code, found = doctor(capsys, *ENOUGH, "--config", f"tier_key_file={tmp_path / 'key'}")
@@ -157,7 +154,7 @@ def test_bytes_of_each_rank_are_multiplied_by_the_ranks(capsys: pytest.CaptureFi
     assert found["host memory"]["finding"].startswith("3.0 MiB ")
 
 
-def test_more_than_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_host_memory_than_the_machine_has_fails(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = doctor(capsys, "--config", '{"host_bytes": "1000TiB"}')
     assert (code, found["host memory"]["verdict"]) == (1, "error")
 
@@ -184,7 +181,7 @@ def test_sizes_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
         (["--kv-transfer-config", "[]"], "neither a JSON object"),
     ],
 )
-def test_what_cannot_be_read_is_one_line(
+def test_a_file_that_cannot_be_read_is_a_one_line_error(
     argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", *argv]) == 2
@@ -206,7 +203,7 @@ def test_wrong_options_are_refused(argv: list[str], said: str, capsys: pytest.Ca
     assert said in capsys.readouterr().err
 
 
-def test_an_adapter_that_cannot_be_imported_is_a_no_go_and_harms_no_other_command(
+def test_an_adapter_that_cannot_be_imported_fails_the_doctor_and_no_other_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lost = EntryPoint("lost", "a_module_that_is_not_there", command.ENTRY_POINT_GROUP)
@@ -217,14 +214,14 @@ def test_an_adapter_that_cannot_be_imported_is_a_no_go_and_harms_no_other_comman
 
 
 @pytest.mark.slow
-def test_in_a_process_of_its_own_with_little_locked_memory() -> None:
+def test_a_low_limit_on_locked_memory_is_reported() -> None:
     def lower() -> None:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
 
     argv = [sys.executable, "-m", "kvoffload", "doctor", "--json", "--config", '{"host_bytes": "1MiB"}']
     reported = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=30, preexec_fn=lower)
     (locked,) = [one for one in json.loads(reported.stdout)["findings"] if one["check"] == "locked memory"]
-    # Without a GPU, nothing is pinned. With a GPU, the doctor reports the limit.
+    # Without a GPU, the finding is that nothing is pinned; with a GPU, it is the limit.
     assert "nothing is pinned" in locked["finding"] or "at most 64.0 KiB" in locked["finding"]
     assert (reported.returncode, reported.stderr) == (0, "")
 
@@ -233,7 +230,7 @@ def test_in_a_process_of_its_own_with_little_locked_memory() -> None:
 @pytest.mark.parametrize(
     ("call", "heavy"),
     [
-        ("make_parser()", {"numpy", "torch", "vllm", "structlog"}),  # every command imports these modules
+        ("make_parser()", {"numpy", "torch", "vllm", "structlog"}),
         ("main(['doctor', '--json'])", {"torch", "vllm", "prometheus_client"}),
     ],
 )

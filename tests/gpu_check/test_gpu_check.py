@@ -276,7 +276,7 @@ def test_the_profile_is_written_and_an_engine_reads_it(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = install(monkeypatch)
-    # Replace the measured speeds, which depend on the machine
+    # Replace the measured speeds, which depend on the machine.
     monkeypatch.setattr(Rig, "speeds", lambda *_: [1.0])
     path = profile_path("emulated device 0", "13.0")
     path.parent.mkdir(parents=True)

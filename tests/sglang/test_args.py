@@ -13,7 +13,7 @@ from tests.tooling.scripts import ROOT
 DISK = ("--config", "disk_path=/var/cache/kvoffload", "--config", "disk_bytes=500GiB")
 
 
-def test_the_page_shows_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_shows_the_printed_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sglang-args", *DISK]) == 0
     printed = capsys.readouterr().out
     assert f"--model-path MODEL {printed}" in (ROOT / "docs" / "sglang.md").read_text(encoding="utf-8")
@@ -36,7 +36,7 @@ def test_settings_of_sglang_go_beside_ours(capsys: pytest.CaptureFixture[str]) -
         (["remote_url=http://x"], "remote_url"),
     ],
 )
-def test_settings_that_cannot_be_used_are_one_line(
+def test_unusable_settings_are_a_one_line_error(
     settings: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["sglang-args", *(word for each in settings for word in ("--config", each))]) == 2
