@@ -206,7 +206,8 @@ site: venv  ## build the documentation into .venv/site
 dashboards: venv  ## write the dashboards and the runbook
 	@$(BIN)/python -m dashboards.generate
 
-screenshot: venv  ## take the pictures of the documents
+screenshot: venv $(if $(ARGS),,vllm-env)  ## take the documents' picture of two vLLM engines
+	@.ci/tools || true
 	@$(BIN)/python -m dashboards.pictures $(ARGS)
 
 lock: venv  ## resolve .ci/requirements.lock from pyproject.toml
@@ -231,7 +232,7 @@ kernel-env: venv  ## set up Triton in .venv/triton (1 GB)
 	@test -d $(VENV)/triton || $(PIP) install --no-deps --target $(VENV)/triton triton==3.9.0
 
 tools:  ## install the system packages that some tests use
-	@.ci/tools
+	@.ci/tools || true
 
 clean:  ## remove .venv and every cache
 	rm -rf $(VENV) dist .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

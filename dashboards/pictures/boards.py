@@ -26,7 +26,7 @@ _END_S = 180.0  # Two servers end one after the other.
 _VLLM = FOLDER.parent / ".venv" / "vllm" / "bin" / "python"
 _BUILD = FOLDER.parent / ".venv" / "pictures"
 SERVE_S, EVERY_MS, RATE_MS = 600, 5000, 60_000
-"""Seconds for which the vLLM engines serve, and milliseconds between scrapes and of each rate."""
+"""Seconds for which the vLLM engines serve by default, and milliseconds between scrapes and of each rate."""
 _PAGE = '<!doctype html><meta charset="utf-8"><link rel="stylesheet" href="board.css"><div id="root"></div>'
 _ORIGIN = "http://pictures.invalid/"
 _ICONS = Path("node_modules") / "@grafana" / "ui" / "dist" / "public"
@@ -61,9 +61,7 @@ def take_boards(names: Sequence[str], folder: Path, browser: str) -> list[Path]:
     return [_take(board, folder, browser) for board in boards]
 
 
-def take_vllm_boards(
-    names: Sequence[str], folder: Path, browser: str, seconds: float = SERVE_S
-) -> list[Path]:
+def take_vllm_boards(names: Sequence[str], folder: Path, browser: str, seconds: float) -> list[Path]:
     """Serve conversations with two stock vLLM engines under Prometheus, and write a picture of each dashboard.
 
     Raises:
@@ -127,7 +125,7 @@ def unfit(captured: dict[str, Any]) -> list[str]:
             value and value == value for value in values
         ):
             problems.append(f"{panel['title']}: nothing but zeros")
-        elif panel["title"] == "Net seconds saved" and float(answers[0]["value"][1]) <= 0:
+        elif panel["title"] == "Net seconds saved" and not float(answers[0]["value"][1]) > 0:  # may be NaN
             problems.append(f"{panel['title']}: {answers[0]['value'][1]}, so no gain")
     return problems
 

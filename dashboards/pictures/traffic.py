@@ -83,11 +83,11 @@ def _talk(server: engines.Server, seed: int, until: float) -> None:
 
 
 def _interrupt(signum: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt
+    raise SystemExit(1)
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _interrupt)  # so that the servers end too
     parser = argparse.ArgumentParser(description="serve returning conversations with two stock vLLM engines")
-    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--seconds", type=float, required=True)
     serve(parser.parse_args().seconds)

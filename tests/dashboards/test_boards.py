@@ -63,7 +63,7 @@ def test_worth_it_is_the_sign_of_the_net_seconds() -> None:
     """
     panels = {panel.title: panel for panel in BOARDS[0].panels}
     worth, net = panels["Worth it"], panels["Net seconds saved"]
-    (column,) = [query for query in panels["Engines"].queries if query.legend == "net seconds saved"]
+    (column,) = [query for query in panels["Engines"].queries if query.legend == "net saved"]
     assert worth.queries[0].expr == net.queries[0].expr == choose_engines("$net")
     assert column.expr.replace(f" by ({ENGINE_LABELS})", "") == net.queries[0].expr
     assert worth.limits == net.limits == ((-1, "red"), (0, "grey"), (1e-9, "green"))
@@ -101,6 +101,13 @@ def test_engines_that_wait_longer_than_they_save_have_a_negative_net(tmp_path: P
     )
     done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_headings_of_tables_fit_their_columns() -> None:
+    """A table has up to thirteen columns, so Grafana cuts off headings that are longer."""
+    tables = [panel for board in BOARDS for panel in board.panels if panel.kind is PanelKind.TABLE]
+    headings = [query.legend for panel in tables for query in panel.queries if len(panel.queries) > 1]
+    assert [heading for heading in headings if len(heading) > 13] == []
 
 
 def test_every_series_of_the_engine_that_may_be_used_is_used() -> None:
