@@ -80,11 +80,11 @@ class Check:
 
     Args:
         name: the name in the doctor's output. Never change it, because scripts and log queries rely on it.
-        find: returns the finding; an exception becomes a warning.
+        find: returns the finding, or None if the check is about a feature that is off; an exception becomes a warning.
     """
 
     name: str
-    find: Callable[[Setup], Finding]
+    find: Callable[[Setup], Finding | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,9 @@ class Given:
 
 
 def run_checks(checks: Iterable[Check], setup: Setup) -> list[Finding]:
-    """Run all checks and return their findings. If a check raises, its finding is a warning."""
-    return [replace(_find(check, setup), check=check.name) for check in checks]
+    """Run all checks that apply, and return their findings. If a check raises, its finding is a warning."""
+    found = ((check.name, _find(check, setup)) for check in checks)
+    return [replace(finding, check=name) for name, finding in found if finding is not None]
 
 
 def ok(text: str) -> Finding:
@@ -129,7 +130,7 @@ def unknown(text: str, remedy: str = "") -> Finding:
     return Finding(Verdict.UNKNOWN, text, remedy)
 
 
-def _find(check: Check, setup: Setup) -> Finding:
+def _find(check: Check, setup: Setup) -> Finding | None:
     try:
         return check.find(setup)
     except Exception as error:  # an error in a check must not stop an engine

@@ -6,7 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from functools import cache
 
-_NAME_BYTES = 96
+_TEXT_BYTES = 96
 _HOST_REGISTER_SUPPORTED = 99  # the driver's constant CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED
 
 
@@ -18,11 +18,13 @@ class Gpus:
         names: the name of each GPU.
         cuda: the newest CUDA version that the driver supports, as 1000 * major + 10 * minor; 0 without a driver.
         can_register: whether the driver can register host memory.
+        addresses: the PCI address of each GPU.
     """
 
     names: tuple[str, ...] = ()
     cuda: int = 0
     can_register: bool = True
+    addresses: tuple[str, ...] = ()
 
 
 @cache
@@ -32,8 +34,8 @@ def find_gpus() -> Gpus:
     cuda = ctypes.c_int()
     device = ctypes.c_int()
     answer = ctypes.c_int(1)
-    name = ctypes.create_string_buffer(_NAME_BYTES)
-    names = []
+    text = ctypes.create_string_buffer(_TEXT_BYTES)
+    names, addresses = [], []
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         if driver.cuInit(0) != 0:
@@ -42,9 +44,11 @@ def find_gpus() -> Gpus:
         driver.cuDeviceGetCount(ctypes.byref(count))
         for number in range(count.value):
             driver.cuDeviceGet(ctypes.byref(device), number)
-            driver.cuDeviceGetName(name, _NAME_BYTES, device)
-            names.append(name.value.decode(errors="replace"))
+            driver.cuDeviceGetName(text, _TEXT_BYTES, device)
+            names.append(text.value.decode(errors="replace"))
+            driver.cuDeviceGetPCIBusId(text, _TEXT_BYTES, device)
+            addresses.append(text.value.decode(errors="replace"))
         driver.cuDeviceGetAttribute(ctypes.byref(answer), _HOST_REGISTER_SUPPORTED, device)
     except (OSError, AttributeError):  # the driver's library is missing, or lacks one of these functions
         return Gpus()
-    return Gpus(tuple(names), cuda.value, bool(answer.value))
+    return Gpus(tuple(names), cuda.value, bool(answer.value), tuple(addresses))

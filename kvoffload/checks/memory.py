@@ -7,7 +7,7 @@ import resource
 from kvoffload.checks.check import Check, Finding, Setup, fail, ok, unknown, warn
 from kvoffload.checks.gpus import find_gpus
 from kvoffload.model.config import size_text
-from kvoffload.transfer.host_memory import exceeded, memory_limits, read_file
+from kvoffload.transfer.host_memory import exceeded, memory_limits, preferred_node, read_file
 
 _SPARE = 10  # a tenth of the memory should stay free
 # The name since torch 2.9, and the older name.
@@ -70,6 +70,15 @@ def _swap(setup: Setup) -> Finding:
     )
 
 
+def _huge_pages(_: Setup) -> Finding:
+    if "[never]" in (read_file("/sys/kernel/mm/transparent_hugepage/enabled") or ""):
+        return warn(
+            "transparent huge pages are off: host memory takes longer to pin, and scattered copies are slower",
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+        )
+    return ok("the kernel gives transparent huge pages to those who ask")
+
+
 def _host_pool(setup: Setup) -> Finding:
     block, device = setup.sizes.block_bytes, setup.sizes.device_blocks
     if not block or not device:
@@ -122,13 +131,32 @@ def _gpu(_: Setup) -> Finding:
     return ok(text)
 
 
-CHECKS = (
+def _memory_node(_: Setup) -> Finding | None:
+    gpus = find_gpus()
+    nodes = {gpu: preferred_node(gpu, read_file) for gpu in gpus.addresses}
+    if not any(nodes.values()):
+        return None
+    far = [gpu for gpu, node in nodes.items() if node is not None and not node.allowed_processors()]
+    if far:
+        return warn(
+            f"this process may use no processor on the NUMA node of {', '.join(far)}: copies would cross the sockets",
+            "give the engine processors of its GPU's node (cpuset, numactl, Kubernetes' topology manager)",
+        )
+    return ok("this process may use processors on each GPU's NUMA node")
+
+
+SIZED = (
     Check("host memory", _host_memory),
     Check("locked memory", _locked_memory),
-    Check("swap", _swap),
     Check("host pool", _host_pool),
+)
+"""The checks that need `host_bytes`."""
+CHECKS = (
+    *SIZED,
+    Check("swap", _swap),
+    Check("huge pages", _huge_pages),
 )
 COPY_SPEED = Check("copy speed", _copy_speed)
 """The check of copy speed, for setups whose page sizes are known."""
-GPU = Check("gpu", _gpu)
-"""Calls the driver, so it does not run at an engine's start."""
+GPUS = (Check("gpu", _gpu), Check("memory node", _memory_node))
+"""These checks call the driver, so they do not run at an engine's start."""

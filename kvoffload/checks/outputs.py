@@ -16,15 +16,15 @@ from kvoffload.remote.address import BucketAddress, MooncakeAddress, RemoteAddre
 from kvoffload.transfer.host_memory import read_file
 
 _TIMEOUT_S = 2.0
-_NO_DISK = "none: no disk_path is set"
 _NETWORKED = ("nfs", "cifs", "smb3", "ceph", "9p", "virtiofs", "fuse")
 _IN_MEMORY = ("tmpfs", "ramfs")
+_PROBE = "kvo1/probe"  # an empty object, which stays: an engine's credentials need not allow deleting
 
 
-def _disk_space(setup: Setup) -> Finding:
+def _disk_space(setup: Setup) -> Finding | None:
     path = setup.config.disk_path
     if path is None:
-        return ok(_NO_DISK)
+        return None
     needed = setup.sizes.engines * setup.config.disk_bytes
     free, ours = shutil.disk_usage(_existing(path)).free, _bytes_below(path)
     if needed > free + ours:
@@ -35,12 +35,12 @@ def _disk_space(setup: Setup) -> Finding:
     return ok(f"{size_text(needed)} fit {size_text(free)} free and {size_text(ours)} of earlier engines")
 
 
-def _disk_folder(setup: Setup) -> Finding:
+def _disk_folder(setup: Setup) -> Finding | None:
     from kvoffload.disk.folder import caution
 
     path = setup.config.disk_path
     if path is None:
-        return ok(_NO_DISK)
+        return None
     local = "name a folder on a local disk in disk_path"
     kind = _kind_of(_existing(path))
     if kind in _IN_MEMORY:
@@ -95,13 +95,13 @@ def _kind_of(path: Path) -> str:
     return next((mounts[one] for one in above if one in mounts), "")
 
 
-def _journal(setup: Setup) -> Finding:
+def _journal(setup: Setup) -> Finding | None:
     """Open the journal's file as an engine would, then restore the file's earlier state."""
     from kvoffload.telemetry.journal import JournalFile
 
     path = setup.config.journal_path
     if path is None:
-        return ok("no file: the last 256 events are kept in memory")
+        return None
     mode = path.stat().st_mode if path.exists() else None
     try:
         JournalFile(path).close()
@@ -114,12 +114,12 @@ def _journal(setup: Setup) -> Finding:
     return ok(str(path))
 
 
-def _collector(setup: Setup) -> Finding:
+def _collector(setup: Setup) -> Finding | None:
     from kvoffload.telemetry.spans import check_exporter, endpoint_of
 
     endpoint = endpoint_of(setup.config)
     if endpoint is None:
-        return ok("none: no spans are sent")
+        return None
     try:
         check_exporter(setup.config)
     except ConfigError as error:
@@ -145,10 +145,10 @@ def unreachable(address: RemoteAddress) -> Finding | None:
             return _no_bucket(address)
 
 
-def _remote(setup: Setup) -> Finding:
+def _remote(setup: Setup) -> Finding | None:
     url = setup.config.remote_url
     if url is None:
-        return ok("none: this engine shares no blocks")
+        return None
     try:
         address = parse_address(url)
     except ConfigError as error:
@@ -182,11 +182,19 @@ def _no_bucket(address: BucketAddress) -> Finding | None:
     from kvoffload.remote.bucket import BucketStore
 
     try:
-        BucketStore(address, _TIMEOUT_S).read("kvo1/probe")
+        bucket = BucketStore(address, _TIMEOUT_S)
+        bucket.read(_PROBE)
     except RemoteError as error:
         if isinstance(error.__cause__, ImportError):
             return fail(str(error), "install kvoffload[s3]")
         return warn(f"{error}: nothing would be shared", "check AWS_ENDPOINT, AWS_REGION and the credentials")
+    try:
+        bucket.replace(_PROBE, b"")
+    except RemoteError as error:
+        return warn(
+            f"{error} on a write: this engine would read the bucket and add nothing to it",
+            "let its credentials put objects",
+        )
     return None
 
 

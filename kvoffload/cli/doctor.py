@@ -1,6 +1,6 @@
 """`kvoffload doctor`: checks whether this machine is ready for an engine with these settings.
 
-The command starts no engine and leaves no files behind.
+The command starts no engine and leaves no files behind, only an empty object in a bucket that it checks.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import entry_points
 from typing import Protocol, cast
 
@@ -27,6 +28,7 @@ from kvoffload.checks.check import (
     fail,
     ok,
     run_checks,
+    unknown,
 )
 from kvoffload.cli.exits import CommandError, Exit, printable
 from kvoffload.disk.tier_key import read_tier_key
@@ -39,6 +41,8 @@ ENTRY_POINT_GROUP = "kvoffload.doctors"
 """The adapters' entry points. Each names a module that implements `Doctor`; this package must not import one."""
 
 _DEFAULT = "vllm"
+_CORRECT = "correct it; see `kvoffload settings`"
+_GIVE_SIZE = "give --config host_bytes=SIZE, or the engine's own command line; see `kvoffload settings`"
 _WORST_FIRST = tuple(reversed(Verdict))
 _COLOURS = {Verdict.ERROR: "31", Verdict.WARNING: "33", Verdict.UNKNOWN: "2"}  # red, yellow, dim
 
@@ -82,7 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("command_line", metavar="COMMAND", nargs="*", help=words)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--strict", action="store_true", help="exit with 1 also if something is not known")
-    parser.add_argument("--verbose", action="store_true", help="print every check, also those that passed")
+    words = "print every check, also those that passed"
+    parser.add_argument("-v", "--verbose", action="store_true", help=words)
     for doctor in doctors.values():
         doctor.add_arguments(parser.add_argument_group(doctor.HELP))
 
@@ -113,23 +118,34 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
         raise CommandError("settings are given twice: in --config and in the engine's own configuration")
     sizes, theirs = given.sizes, [*given.checks, *lost]
     raw = settings[0] if settings else {}
-    ours: tuple[Check, ...] = outputs.TIERS
+    device_bytes = sizes.ranks * (sizes.block_bytes or 0) * (sizes.device_blocks or 0)
+    advice = advise_host_bytes(sizes.ranks, device_bytes or None)
+    speed = [memory.COPY_SPEED] if sizes.page_bytes else []
+    ours = [*memory.CHECKS, *speed, *memory.GPUS, *outputs.CHECKS]
+    ours = ours if given.parse is None else [*outputs.TIERS]
+    parse = given.parse or partial(parse_config, ranks=sizes.ranks, advice=advice)
     try:
-        if given.parse is not None:
-            config = given.parse(raw)
-        else:
-            device_bytes = sizes.ranks * (sizes.block_bytes or 0) * (sizes.device_blocks or 0)
-            config = parse_config(raw, sizes.ranks, advise_host_bytes(sizes.ranks, device_bytes or None))
-            speed = [memory.COPY_SPEED] if sizes.page_bytes else []
-            ours = (*memory.CHECKS, *speed, memory.GPU, *outputs.CHECKS)
+        config = parse(raw)
         read_tier_key(config.tier_key_file)
+        about = ok(", ".join(f"{name} {value}" for name, value in raw.items()))
     except ConfigError as error:
-        # The other checks depend on the settings, so run only the adapters' checks.
-        unusable = replace(fail(str(error), "correct it; see `kvoffload settings`"), check="settings")
-        return [unusable, *run_checks(theirs, Setup(OffloadConfig(host_bytes=1), sizes))]
-    used = ok(", ".join(f"{name} {value}" for name, value in raw.items()))
-    checks = (Check("settings", lambda *_: used), *ours, *theirs)
+        about = fail(str(error), _CORRECT)
+        try:
+            config = parse({**raw, "host_bytes": 1})
+            read_tier_key(config.tier_key_file)
+        except ConfigError:
+            # The other checks depend on the settings, so run only the adapter's checks.
+            config, ours = OffloadConfig(host_bytes=1), []
+        else:  # host_bytes is the only problem
+            about = replace(about, remedy=_GIVE_SIZE)
+            ours = [_without_size(one) if one in memory.SIZED else one for one in ours]
+    checks = [Check("settings", lambda *_: about), *ours, *theirs]
     return run_checks(checks, Setup(config, sizes, pins=bool(find_gpus().names)))
+
+
+def _without_size(check: Check) -> Check:
+    finding = unknown("host_bytes is not known", "set host_bytes")
+    return Check(check.name, lambda *_: finding)
 
 
 def worst(findings: Sequence[Finding]) -> Verdict:

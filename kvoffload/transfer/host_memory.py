@@ -174,7 +174,7 @@ def preferred_node(pci_address: str, read: ReadText = read_file) -> PreferredNod
     """
     path = f"/sys/bus/pci/devices/{pci_address.lower()}/numa_node"
     node = _number(read(path))
-    return None if node is None else PreferredNode(node)
+    return None if node is None else PreferredNode(node, read)
 
 
 @dataclass
@@ -208,15 +208,23 @@ class PreferredNode:
                 with contextlib.suppress(OSError):
                     os.sched_setaffinity(0, before)
 
+    def allowed_processors(self) -> set[int]:
+        """Return the node's processors that the calling thread may use.
+
+        Raises:
+            ValueError: the kernel does not list the node's processors.
+        """
+        text = self.read(f"/sys/devices/system/node/node{self.node}/cpulist") or ""
+        return os.sched_getaffinity(0) & _processors(text)
+
     def _move_here(self) -> set[int] | None:
         """Move the thread to the node's processors.
 
         Return the thread's former processors, or None if the system refuses.
         """
         try:
-            text = self.read(f"/sys/devices/system/node/node{self.node}/cpulist") or ""
             before = os.sched_getaffinity(0)
-            os.sched_setaffinity(0, before & _processors(text))
+            os.sched_setaffinity(0, self.allowed_processors())
         except (OSError, ValueError, AttributeError):
             # `OSError` also means that the process may use no such processor.
             return None

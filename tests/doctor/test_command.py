@@ -15,10 +15,11 @@ from kvoffload.cli import doctor as command
 from kvoffload.cli.doctor import as_text, worst
 from kvoffload.cli.main import main
 
-MACHINE = {"host memory", "locked memory", "swap", "gpu"}
+SIZED = {"host memory", "locked memory", "host pool"}
+MACHINE = {"swap", "huge pages", "gpu"}
 VLLM = {"vllm version", "vllm plugin", "vllm connector", "load failures", "model sizes"}
+ON_SOCKETS = {"memory node"}  # only where a GPU's NUMA node is known
 ENOUGH = ("--config", "host_bytes=1MiB")
-OTHERS = {"settings", "host pool", "disk space", "disk folder", "journal", "span collector", "remote tier"}
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any]]:
@@ -33,7 +34,7 @@ def doctor(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[st
 
 def test_every_check_prints_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     _, found = doctor(capsys, "--config", '{"host_bytes": "1MiB"}')
-    assert set(found) == {"", *MACHINE, *VLLM, *OTHERS}
+    assert set(found) - ON_SOCKETS == {"", "settings", *SIZED, *MACHINE, *VLLM}
     assert found["vllm plugin"]["verdict"] == "ok"
     for name in ("vllm connector", "load failures", "host pool", "model sizes"):
         assert found[name]["verdict"] == "unknown"
@@ -137,7 +138,23 @@ def test_without_settings_it_reports_the_machine_and_advises_settings(
     code, found = doctor(capsys, "--block-bytes", "1MiB", "--device-blocks", "10", "-tp", "2")
     assert (code, found["settings"]["verdict"]) == (1, "error")
     assert "GiB left for 2 ranks; advised: 60.0 MiB, 3.0 times" in found["settings"]["finding"]
-    assert "at least three times" in doctor(capsys)[1]["settings"]["finding"]
+
+
+def test_without_host_bytes_the_machine_is_checked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A user's first call has no options."""
+    code, found = doctor(capsys)
+    assert (code, set(found) - ON_SOCKETS) == (1, {"", "settings", *SIZED, *MACHINE, *VLLM})
+    assert "at least three times" in found["settings"]["finding"]
+    assert found["settings"]["remedy"].startswith("give --config host_bytes=SIZE")
+    assert {found[name]["verdict"] for name in SIZED} == {"unknown"}
+    assert all(found[name]["verdict"] != "unknown" for name in MACHINE)
+    for settings in (f'{{"journal_path": "{tmp_path}/none/x"}}', '{"host_bytes": "lots"}'):
+        code, found = doctor(capsys, "--config", settings)
+        assert (code, found["settings"]["verdict"]) == (1, "error")
+        assert "host_bytes" in found["settings"]["finding"]
+        assert set(found) >= MACHINE
 
 
 def test_a_key_file_that_the_engine_would_refuse_fails(

@@ -7,15 +7,13 @@ from pathlib import Path
 import pytest
 
 from kvoffload.checks.outputs import CHECKS
+from kvoffload.model.errors import RemoteError
+from kvoffload.remote.bucket import BucketStore
 from tests.doctor.trees import ask, machine, setup
 
 
-def found(url: str | None, tmp_path: Path) -> tuple[str, str]:
+def found(url: str, tmp_path: Path) -> tuple[str, str]:
     return ask(CHECKS, "remote tier", setup(remote_url=url), machine(tmp_path))
-
-
-def test_no_remote_tier_passes(tmp_path: Path) -> None:
-    assert found(None, tmp_path)[0] == "ok"
 
 
 @pytest.mark.parametrize("url", ["mooncake://host", "mooncake://host:1?protocol=udp", "s3://bucket?x=1"])
@@ -48,3 +46,27 @@ def test_a_store_that_does_not_answer_is_a_warning(
     assert "nothing would be shared" in text
     assert "credential" not in text
     assert "secret" not in text
+
+
+@pytest.mark.parametrize("is_granted", [True, False])
+def test_a_bucket_that_refuses_writes_is_a_warning(
+    is_granted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: dict[str, bytes] = {}
+
+    def replace(_: BucketStore, name: str, data: bytes) -> None:
+        if not is_granted:
+            raise RemoteError("s3://bucket fails: 403 Forbidden")
+        written[name] = data
+
+    monkeypatch.setenv("AWS_ENDPOINT", "https://127.0.0.1:1")
+    monkeypatch.setattr(BucketStore, "read", lambda *_: None)
+    monkeypatch.setattr(BucketStore, "replace", replace)
+    verdict, text = found("s3://bucket", tmp_path)
+    if is_granted:
+        assert (verdict, written) == ("ok", {"kvo1/probe": b""})
+    else:
+        assert verdict == "warning"
+        assert text == (
+            "s3://bucket fails: 403 Forbidden on a write: this engine would read the bucket and add nothing to it"
+        )

@@ -36,7 +36,7 @@ def test_a_start_without_problems_logs_nothing(tmp_path: Path) -> None:
 
 def test_each_failing_check_is_one_warning_with_stable_keys(tmp_path: Path) -> None:
     where = machine(tmp_path, {"proc/swaps": "Filename\n/dev/sda2 partition 8 0 -2\n"})
-    swap, pool = warnings(0, 1, OffloadConfig(host_bytes=8 * 131072), where)
+    pool, swap = warnings(0, 1, OffloadConfig(host_bytes=8 * 131072), where)
     assert set(swap) == {"event", "log_level", "check", "verdict", "finding", "remedy"}
     assert (swap["check"], swap["verdict"]) == ("swap", "warning")
     assert (pool["check"], pool["verdict"]) == ("host pool", "warning")
