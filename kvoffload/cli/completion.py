@@ -6,11 +6,11 @@ import argparse
 
 from kvoffload.cli.exits import CommandError, Exit
 
-HELP = "print a completion script for bash, zsh or tcsh"
+HELP = "print a completion script for a shell"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=["bash", "zsh", "tcsh"], help="which shell")
+    parser.add_argument("shell", choices=["bash", "zsh", "fish", "tcsh"], help="which shell")
 
 
 def run(args: argparse.Namespace) -> int:

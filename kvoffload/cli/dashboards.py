@@ -40,7 +40,10 @@ def run(args: argparse.Namespace) -> int:
         with written(target) as file:
             file.write(text)
         print(printable(str(target)))
-    say(f"Prometheus needs both files of {args.directory / 'prometheus'}; the dashboards need neither")
+    say(f"Grafana: import the files of {args.directory / 'grafana'}, or provision that folder")
+    say(
+        f"Prometheus: list both files of {args.directory / 'prometheus'} under rule_files; the dashboards need neither"
+    )
     say(f"Kubernetes: kubectl apply -f {args.directory / 'kubernetes'}")
     return Exit.OK
 

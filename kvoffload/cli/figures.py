@@ -126,7 +126,6 @@ def check_installed() -> None:
 
 def draw(account: Account) -> list[Figure]:
     """Return the figures. A lower tier has a figure only if blocks were copied to or from this tier."""
-    waits = account.samples[events.FirstTokenReached]
     lookups = account.samples[events.LookupAnswered]
     causes = account.counted.by_label("kvoffload_miss_blocks_total")
     behind = causes.pop(MissCause.BEHIND_MISS.value, 0)
@@ -135,10 +134,7 @@ def draw(account: Account) -> list[Figure]:
         _dots(
             "Time to first token, by what was found",
             "A dot is a request; a line is the median of its colour. Times are up to one step too long.",
-            {
-                each.value: [(at, 1000 * one.seconds) for at, one in waits if one.found is each]
-                for each in Found
-            },
+            first_token_ms(account),
         ),
         _columns(
             "Prompt tokens, by where they were found",
@@ -164,6 +160,19 @@ def draw(account: Account) -> list[Figure]:
             account.counted.by_label("kvoffload_store_blocks_total"),
         ),
     ]
+
+
+def first_token_ms(account: Account) -> Series:
+    """Return the requests' first-token times in milliseconds, by where their prompts were found."""
+    waits = account.samples[events.FirstTokenReached]
+    return {
+        each.value: [(at, 1000 * one.seconds) for at, one in waits if one.found is each] for each in Found
+    }
+
+
+def median_and_p99(ordered: Sequence[float]) -> tuple[float, float]:
+    """Return the median and the 99th percentile of sorted numbers."""
+    return statistics.median(ordered), ordered[math.ceil(0.99 * len(ordered)) - 1]
 
 
 def _transfers(account: Account, tier: Tier) -> Figure:
@@ -198,7 +207,7 @@ def _dots(title: str, text: str, series: Series) -> Figure:
         for key, samples in series.items():
             if samples:
                 ordered = sorted(min(number, _LARGEST) for _, number in samples)
-                median, p99 = statistics.median(ordered), ordered[math.ceil(0.99 * len(ordered)) - 1]
+                median, p99 = median_and_p99(ordered)
                 label = f"{key}: {len(ordered):,}, p50 {median:,.1f} ms, p99 {p99:,.1f} ms"
                 dots = [(at, min(number, _LARGEST)) for at, number in _thinned(samples)]
                 axes.plot(*zip(*dots, strict=True), ".", color=COLOURS[key], label=label)

@@ -1,14 +1,15 @@
-"""`kvoffload report`: turns a journal into one HTML page. The page loads no other files."""
+"""`kvoffload report`: turns a journal into one HTML page that loads no other files, or into JSON."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from typing import TYPE_CHECKING
 
 from kvoffload.cli.journal_lines import Lines, add_journal_arguments, opened
-from kvoffload.cli.partial_file import written
+from kvoffload.cli.partial_file import STDOUT, written
 
 if TYPE_CHECKING:
     from kvoffload.cli.figures import Account, Figure
@@ -31,23 +32,52 @@ table{border-collapse:collapse}th,td{padding:.25rem 1rem .25rem 0;text-align:lef
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_journal_arguments(parser, _SUFFIX)
+    words = "print the numbers as one JSON object instead, without figures; needs no extra"
+    parser.add_argument("--json", action="store_true", help=words)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page.
+    """Write the page or the JSON object.
 
     Raises:
         KVOffloadError: matplotlib is not installed, no line of the journal can be read, or the page cannot be written.
     """
     from kvoffload.cli.figures import add_up, check_installed
 
-    check_installed()
+    if args.json:
+        args.output = args.output or STDOUT
+    else:
+        check_installed()
     lines, output = opened(args, _SUFFIX)
     account = add_up(lines)
-    # Any user may read the page: it contains counts, sizes and times but no request names.
+    text = as_json(account, lines) if args.json else render(account, lines)
+    # Any user may read the output: it contains counts, sizes and times but no request names.
     with written(output) as file:
-        file.write(render(account, lines))
+        file.write(text)
     return lines.report(output)
+
+
+def as_json(account: Account, lines: Lines) -> str:
+    """Return what ran, what is missing from the journal, first-token times and every counter that is not 0, as JSON."""
+    from kvoffload.cli.figures import first_token_ms, median_and_p99
+
+    times = {}
+    for found, samples in first_token_ms(account).items():
+        if ordered := sorted(milliseconds for _, milliseconds in samples):
+            median, p99 = median_and_p99(ordered)
+            times[found] = {"requests": len(ordered), "p50": round(median, 3), "p99": round(p99, 3)}
+    plain = {
+        "provenance": lines.provenance,
+        "events": lines.count,
+        "seconds": round(lines.seconds, 3),
+        "missing": lines.gaps,
+        "problem": None if lines.problem is None else str(lines.problem),
+        "first_token_ms": times,
+        "counters": [
+            {"metric": name, "labels": labels, "value": number} for name, labels, number in _numbers(account)
+        ],
+    }
+    return json.dumps(plain, indent=1) + "\n"
 
 
 def render(account: Account, lines: Lines) -> str:
@@ -62,7 +92,7 @@ def render(account: Account, lines: Lines) -> str:
         f"<title>{title}</title><style>{_STYLE}</style></head><body><h1>{title}</h1>",
         *(f"<p>{escape(line)}</p>" for line in _said(lines)),
         *(_figure(number, figure) for number, figure in enumerate(draw(account))),
-        f'<section tabindex="0" aria-label="counters"><h2>Counters</h2>{_table(_numbers(account))}</section>',
+        f'<section tabindex="0" aria-label="counters"><h2>Counters</h2>{_table(_rows(account))}</section>',
         "</body></html>\n",
     ]
     return "\n".join(parts).encode("utf-8", "backslashreplace").decode("utf-8")
@@ -98,12 +128,17 @@ def _figure(number: int, figure: Figure) -> str:
     )
 
 
-def _numbers(account: Account) -> Iterator[tuple[str, str, str]]:
+def _numbers(account: Account) -> Iterator[tuple[str, tuple[str, ...], int]]:
     """Yield the name, labels and value of every counter that is not 0."""
     for name, series in account.counted.counts.items():
         for labels, number in series.items():
             if number:
-                yield name, ", ".join(labels), f"{number:,}"
+                yield name, labels, number
+
+
+def _rows(account: Account) -> Iterator[tuple[str, str, str]]:
+    for name, labels, number in _numbers(account):
+        yield name, ", ".join(labels), f"{number:,}"
 
 
 def _table(rows: Iterable[tuple[str, ...]]) -> str:

@@ -32,6 +32,11 @@ ENGINES = "kvoffload.gpu_checks"
 _HERE = "kvoffload.gpu_check"
 _ENGINE_S = 420.0
 _EMULATED = "emulated"
+_WORDS = {
+    Exit.OK: "passed",
+    Exit.MISSED: "passed, but a goal was missed or a part failed (see `miss`)",
+    Exit.FAILED: "failed (see `fail`): do not offload on this machine",
+}
 
 
 def parts() -> dict[str, Part]:
@@ -70,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen parts. The exit code reports a failed check or, if there is none, a missed goal.
+    """Run the chosen parts, and say the verdict. The exit code reports a failed check or, if there is none, a missed goal.
 
     Raises:
         CommandError: there is no GPU, a part is unknown, or the output is not a file.
@@ -94,9 +99,10 @@ def run(args: argparse.Namespace) -> int:
             json.dump({**about, "lines": [_plain(one) for one in found]}, file, indent=1)
         print(json.dumps(_plain(found[-1])) if args.json else found[-1].text, flush=True)
         if line.is_last:
-            say("a byte was wrong: do not offload on this machine")
             break
-    return exit_code(found)
+    code = exit_code(found)
+    say(f"{_WORDS[code]}; all {len(found)} lines are in {args.output}")
+    return code
 
 
 def exit_code(lines: Iterable[Line]) -> Exit:

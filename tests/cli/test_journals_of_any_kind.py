@@ -48,15 +48,17 @@ reported = st.fixed_dictionaries({"event": st.sampled_from(FACTS)}).flatmap(
     )
 )
 READERS = ("timeline", "report")
+OUTPUTS = (*READERS, "report --json")
 
 
-def run(command: str, lines: list[dict[str, Any]]) -> int:
+def run(output: str, lines: list[dict[str, Any]]) -> int:
+    command, *as_json = output.split()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "journal")
         path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-        output = Path(folder, "out")
+        target = Path(folder, "out")
         chosen = {"since": None, "until": None, "last": None, "request": None}
-        args = argparse.Namespace(journal=path, output=output, **chosen)
+        args = argparse.Namespace(journal=path, output=target, json=bool(as_json), **chosen)
         try:
             # Calls the command as `main` does, but without parsing the arguments for each example.
             return int(import_module(COMMANDS[command]).run(args))
@@ -68,16 +70,16 @@ def run(command: str, lines: list[dict[str, Any]]) -> int:
 @given(stream=st.lists(st.tuples(any_event(), times, st.integers(-2, 9)), max_size=8))
 def test_property_events_in_any_order_at_any_time(stream: list[tuple[Event, float, int]]) -> None:
     lines = [{"seq": seq, "t": time, **to_plain(event)} for event, time, seq in stream]
-    for command in READERS:
-        assert run(command, lines) in (Exit.OK, Exit.FAILED, Exit.USAGE)
+    for output in OUTPUTS:
+        assert run(output, lines) in (Exit.OK, Exit.FAILED, Exit.USAGE)
 
 
 @pytest.mark.slow
 @given(stream=st.lists(st.tuples(reported, times), min_size=1, max_size=8))
 def test_property_facts_with_arbitrary_values(stream: list[tuple[dict[str, Any], float]]) -> None:
     lines = [{"seq": 1, "t": time, **fact} for fact, time in stream]
-    for command in READERS:
-        assert run(command, lines) in (Exit.OK, Exit.FAILED, Exit.USAGE)
+    for output in OUTPUTS:
+        assert run(output, lines) in (Exit.OK, Exit.FAILED, Exit.USAGE)
 
 
 @pytest.fixture

@@ -230,6 +230,13 @@ ARGUMENTS = {
 }
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "tcsh"])
+def test_completion_knows_the_commands(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["completion", shell]) == Exit.OK
+    script = capsys.readouterr().out
+    assert [name for name in command.COMMANDS if name not in script] == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", command.COMMANDS)
 def test_sigterm_ends_every_command_cleanly_even_if_sigint_is_ignored(name: str) -> None:

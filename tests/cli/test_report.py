@@ -96,6 +96,21 @@ def test_the_page_shows_the_journals_numbers(run: tuple[Path, str]) -> None:
 
 
 @pytest.mark.slow
+def test_json_has_the_pages_numbers(run: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+    journal, page = run
+    assert main(["report", str(journal), "--json"]) == Exit.OK
+    found = json.loads(capsys.readouterr().out)
+    counters = {(one["metric"], ", ".join(one["labels"])): one["value"] for one in found["counters"]}
+    assert counters == Reading(page).counters
+    assert found["provenance"]["engine"]["name"] == "reference"
+    assert (found["missing"], found["problem"]) == ([], None)
+    for source, times in found["first_token_ms"].items():
+        assert (
+            f"{source}: {times['requests']:,}, p50 {times['p50']:,.1f} ms, p99 {times['p99']:,.1f} ms" in page
+        )
+    assert sum(times["requests"] for times in found["first_token_ms"].values()) >= 6 * 4
+
+
 def test_the_page_says_what_ran(run: tuple[Path, str]) -> None:
     journal, text = run
     begun = json.loads(journal.read_text().splitlines()[0])
@@ -160,6 +175,7 @@ def test_without_matplotlib_one_line_names_the_extra(
     error = capsys.readouterr().err
     assert "install kvoffload[report]" in error
     assert error.count("\n") == 1
+    assert main(["report", str(journal), "--json"]) == Exit.OK
     assert list(tmp_path.iterdir()) == [journal]
 
 

@@ -50,7 +50,9 @@ def test_gpu_check_runs_completely_and_writes_every_line(
         },
     )
     assert main([*SMALL, "--device", "cuda:1"]) == Exit.OK
-    printed = capsys.readouterr().out.splitlines()
+    out, said = capsys.readouterr()
+    printed = out.splitlines()
+    assert said == f"kvoffload: passed; all {len(printed)} lines are in gpu-check.json\n"
     lines = {one["what"]: one for one in json.loads((tmp_path / "gpu-check.json").read_text())["lines"]}
     assert len(printed) == len(lines)
     assert lines["GPU"]["words"].startswith("emulated device 1, CUDA 13.0")
@@ -72,7 +74,7 @@ def test_a_wrong_byte_ends_gpu_check_with_its_own_exit_code(
     printed, said = capsys.readouterr()
     lines = [json.loads(line) for line in printed.splitlines()]
     assert lines[-1]["median"] > 0
-    assert "do not offload on this machine" in said
+    assert said.startswith("kvoffload: failed (see `fail`): do not offload on this machine; all ")
     assert [line["what"] for line in lines if line.get("is_last")] == [lines[-1]["what"]]
     assert lines[-1]["what"].startswith("wrong bytes, in batches")
 
