@@ -15,7 +15,7 @@ from kvoffload_sglang import doctor
 from kvoffload_sglang.settings import BACKEND, OPTION
 from tests.doctor.trees import machine, setup
 
-OURS = {"settings", "disk space", "disk folder", "remote tier", "sglang version", "sglang options"}
+OURS = {"settings", "disk space", "disk folder", "sglang version", "sglang options"}
 
 
 def found(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any]]:
