@@ -10,7 +10,6 @@ from kvoffload.model.config import size_text
 from kvoffload.transfer.host_memory import exceeded, memory_limits, preferred_node, read_file
 
 _SPARE = 10  # a tenth of the memory should stay free
-# The name since torch 2.9, and the older name.
 _LESS = "lower host_bytes, or free memory"
 _GOOD_PAGE = 64 * 2**10
 _WORTH = 1.5  # with fewer host blocks per device block, "eager" has less than 0.8 of the hits of "lazy"
