@@ -170,7 +170,8 @@ class TierCache:
         self._is_resetting = False
         self._numbers = count()
         self._asked: set[RequestId] = set()  # queries that the remote tier has not answered
-        self._seen: OrderedDict[BlockKey, int] = OrderedDict()  # how often each of the last blocks was put
+        # for each of the most recently put blocks, how many times it was put
+        self._seen: OrderedDict[BlockKey, int] = OrderedDict()
         self._changes: list[tuple[BlockKey, bool]] | None = None
         self.bus = Bus(core.state.tally)
         self.counters = Counters({tier.tier for tier in self._tiers})

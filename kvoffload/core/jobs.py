@@ -247,7 +247,10 @@ class Jobs:
         self.planned: list[Job] = []
         """The jobs of the next plan, in the order in which they were planned."""
         self.cancelled: list[JobId] = []
-        """Submitted fetches that no request needs. The next plan tells the workers to skip copies not started yet."""
+        """Submitted fetches that no request needs.
+
+        The next plan tells the workers to skip copies that have not started.
+        """
         self.open_on_tiers = 0
         """The number of open jobs between the host and a lower tier."""
         self.pending = 0

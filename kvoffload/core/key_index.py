@@ -23,7 +23,10 @@ _Part = dict[BlockKey, SlotId]
 
 _BYTES = 256
 _MOST = 2048
-"""A longer part is split if possible. Splitting or rebuilding a part of this length takes well under 1 ms."""
+"""A part with more keys than this is split if possible.
+
+Splitting or rebuilding a part of this length takes well under 1 ms.
+"""
 _LOOK_AFTER = 256
 """How many keys are added between two checks of the parts' lengths."""
 

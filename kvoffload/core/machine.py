@@ -58,20 +58,16 @@ class _Steps(dict[int, S]):
 
 
 class SlotState(IntEnum):
-    """The state of a slot in a pool."""
-
     EMPTY = 0  # the slot contains nothing and can be allocated
     FILLING = 1  # a job is writing to the slot
     READY = 2  # the slot contains a whole block that can hit, and can be evicted
     PINNED = 3  # like READY, but pinned by a lookup or by a job that reads the slot
     DRAINING = 4  # the slot's block is invalid, but a copy or a pin still uses the slot
-    # must not be allocated: its bytes are corrupt, a copy into it never ended, or the disk has no space for it
+    # the slot must not be allocated: its bytes are corrupt, a copy into it never ended, or the disk has no space for it
     QUARANTINED = 5
 
 
 class SlotEvent(IntEnum):
-    """The events that change a slot's state."""
-
     RESERVE = 0
     FILL = 1
     PIN = 2
@@ -115,8 +111,6 @@ class JobState(IntEnum):
 
 
 class JobEvent(IntEnum):
-    """The events that change a transfer job's state."""
-
     SUBMIT = 0
     FINISH = 1
     FAIL = 2
@@ -151,8 +145,6 @@ class RequestState(IntEnum):
 
 
 class RequestEvent(IntEnum):
-    """The events that change a request's state."""
-
     ALLOCATE_AND_LOAD = 0
     ALLOCATE = 1
     LOADED = 2

@@ -235,8 +235,8 @@ class OffloadCore:
     def _preempt_all(self, requests: Iterable[RequestId]) -> None:
         for request in requests:
             record = self.state.requests.live.get(request)
-            # The engine also lists a request that was preempted and got a new table within one step. Such a request
-            # keeps its new table.
+            # The engine also reports a preemption after which the request got a new table within the same step. Such a
+            # request keeps its new table.
             if record is not None and record.state is _RUNNING and record not in self._new:
                 self._preempt(record)
 
@@ -244,7 +244,7 @@ class OffloadCore:
         """Apply new blocks and confirmed tokens; return the running requests that got blocks or tokens."""
         state, advanced = self.state, list[RequestRecord]()
         if state.tables.entries or state.tables.shared:
-            # Zero all of the step's new ids in other tables before any of them is recorded.
+            # Zero the step's new ids in all other tables before any of these ids is recorded.
             grown = [
                 block for progress in fact.progress for blocks in progress.new_blocks for block in blocks
             ]

@@ -169,7 +169,7 @@ class LazyPlanner:
         is_all = stored == fitting and not (no_slot and state.growing)
         self._clean = len(blocks) - len(stored) if is_all else 0
         self._stored += len(stored)
-        # The device evicts the deepest blocks first, but a job lists heads first.
+        # The device evicts the deepest blocks first, but a job lists heads first, so the order is reversed.
         self._stores.offer(stored[::-1])
         outcome = StoreOutcome.NOT_READY if state.growing else StoreOutcome.HOST_FULL
         cause = MISS_CAUSES[outcome]
@@ -222,7 +222,7 @@ def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
         if first * size < record.loaded_tokens and first < (loaded := min(record.loaded_tokens // size, end)):
             found = min(record.found_tokens // size, end)
             fields = zip(keys[first:found], blocks[first:found], *owner, repeat(number), count(first))
-            # In the table, all blocks before the window of the device's own hit are null blocks.
+            # The blocks before the window of the device's own hit are null blocks, which are not offered.
             offers += [_offer(each) for each in fields if each[1] != NULL_BLOCK]
             first = loaded
         offers += map(_offer, zip(keys[first:end], blocks[first:end], *owner, repeat(number), count(first)))

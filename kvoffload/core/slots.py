@@ -44,7 +44,7 @@ class LruOrder:
         self.now = 0.0
         """The current time in seconds, which the caller sets; `add` records it as the slots' last use."""
         self.age_s = 0.0
-        """Seconds since the last use of the most recently used slot that the last `take` returned."""
+        """Of the slots that the last `take` returned, the seconds since the most recent use."""
         self.count = 0
         """The number of slots in the order."""
 
@@ -97,7 +97,8 @@ class LruOrder:
         """Yield the slots in the order of eviction. Changes nothing."""
         links = self._after
         slot = links[-1]
-        for _ in range(self.count):  # The count bounds the loop, so that an audit can report a broken ring.
+        # The count bounds the loop, because a broken ring, which an audit must report, could be endless.
+        for _ in range(self.count):
             yield slot
             slot = links[slot]
 

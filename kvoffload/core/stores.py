@@ -222,8 +222,8 @@ class Stores:
     ) -> None:
         """Accept as many offers as possible, but only the first of each key.
 
-        A duplicate of an accepted offer waits for that offer's store. After an offer is declined, its duplicate is
-        decided on in the given order, so that heads come before tails.
+        A duplicate of an accepted offer waits for that offer's store. If an offer is declined, the next offer of its
+        key is decided on in the given order, so that heads come before tails.
         """
         state = self._state
         accepted: dict[BlockKey, Offer] = {}
@@ -414,7 +414,7 @@ class Stores:
         """Count blocks that were evicted for space. Each running request may offer its evicted blocks once more."""
         state = self._state
         state.misses.note(keys, MissCause.EVICTED)
-        # How many of these blocks were evicted before they could be spilled.
+        # How many of the evicted blocks were still waiting to be spilled.
         lost = max([tier.evicted(keys) for tier in state.tiers], default=0)
         age_s = state.pool.order.age_s
         state.tally.evicted(EvictionCause.SPILL_BEHIND, lost, age_s)

@@ -19,7 +19,7 @@ from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.model.wire import Tier
 
 _PARTS = 64
-_LEAST_PART = 64  # The memory is only split if each part can store this many keys.
+_LEAST_PART = 64  # The memory of keys is only split if each part can store this many keys.
 
 
 class Tally:

@@ -164,7 +164,7 @@ class Fetches(_Copies[Fetch]):
         super().__init__(state, tier, tier.pool, state.pool, stores.in_flight)
         self._stores = stores
         self.warm: deque[BlockKey] = deque(maxlen=_MOST_WARM)
-        self._left: set[BlockKey] = set()  # the keys that requests fetch themselves
+        self._left: set[BlockKey] = set()  # keys that the warm start leaves out, because requests fetch them
 
     def plan(
         self,
@@ -384,9 +384,9 @@ class _Found(NamedTuple):
     """The blocks that lower tiers add to a prefix."""
 
     blocks: Sequence[Block]  #: the blocks that only lower tiers have, heads first
-    tokens: int  #: how many tokens the prefix has with these blocks
-    gain: int  #: how many tokens these blocks add
-    host_slots: Sequence[SlotId]  #: the host's slots of the same prefix
+    tokens: int  #: the length of the prefix in tokens, with `blocks`
+    gain: int  #: how many tokens `blocks` add
+    host_slots: Sequence[SlotId]  #: the host's slots that belong to the prefix
 
 
 _NOTHING = _Found((), 0, 0, ())
@@ -439,7 +439,7 @@ class LowerTiers:
             remote.ask(record.request, keys)
 
     def _seen(self, record: RequestRecord) -> None:
-        """Fetch the blocks of an arriving request's prefix that only lower tiers have."""
+        """Of an arriving request's prefix, fetch the blocks that only lower tiers have."""
         state, tiers = self._state, self._usable()
         if not (tiers and record.persists and record.reads_cache):
             return
@@ -640,7 +640,7 @@ class LowerTiers:
         remote.open(fact.namespace)
 
     def remote_lost(self, _: facts.RemoteLost) -> None:
-        """Close the remote tier, which does not answer, until it opens again."""
+        """Close the remote tier, because it does not answer. The tier can open again."""
         if self._state.remote is not None:
             self._state.remote.close()
 

@@ -29,7 +29,7 @@ class ModelConfig:
     head_dim: int = 64
     ffn_size: int = 1408
     attention: GroupKind = "full"
-    window_tokens: int | None = None  # for "sliding_window"; counts the attending token itself
+    window_tokens: int | None = None  # for "sliding_window"; includes the attending token itself
     chunk_tokens: int | None = None  # for "chunked_local"
     local_per_full: int = 5
     rope_base: float = 10_000.0
@@ -86,7 +86,7 @@ class EngineConfig:
     max_model_len: int = 4096
     step_tokens: int = 512  # token budget of one step, over all its requests
     max_requests: int = 64  # the maximum number of requests that run or load at the same time
-    ranks: int = 1  # pipeline stages, all in this process
+    ranks: int = 1  # the number of pipeline stages, all in this process
     device: str = "cpu"  # "cpu", "cuda" or "cuda:N"
     plugin_config: Mapping[str, object] = field(default_factory=dict)
 

@@ -38,7 +38,7 @@ class EngineStatistics(NamedTuple):
     steps: int  #: steps so far, including empty ones
     waiting: int  #: requests without blocks
     loading: int  #: requests whose blocks a plugin is filling
-    running: int  #: running requests
+    running: int
     free_blocks: int  #: blocks without references
     leased_blocks: int  #: blocks that the plugin has leased
 

@@ -46,8 +46,8 @@ class GroupFacts:
     index: int
     kind: GroupKind
     block_tokens: int
-    window_tokens: int | None  # sliding window only; counts the attending token itself
-    chunk_tokens: int | None  # chunked local only; a multiple of block_tokens
+    window_tokens: int | None  # for sliding windows only; includes the attending token itself
+    chunk_tokens: int | None  # for chunked-local attention only; a multiple of block_tokens
 
 
 @dataclass(frozen=True, slots=True)

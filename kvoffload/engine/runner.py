@@ -46,7 +46,10 @@ class Runner:
         self.kv_tensors = _allocate_kv(config, num_blocks, self._device)
 
     def rank_tensors(self, rank: int) -> list[torch.Tensor]:
-        """Return the tensors of one pipeline stage. Stages get contiguous shares, as even as possible."""
+        """Return the tensors of one pipeline stage.
+
+        Each stage gets a contiguous share of the tensors; the shares are as even as possible.
+        """
         count = len(self.kv_tensors)
         return self.kv_tensors[rank * count // self._ranks : (rank + 1) * count // self._ranks]
 

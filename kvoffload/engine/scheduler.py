@@ -136,7 +136,7 @@ class Scheduler:
         for request_id in results.loaded:
             self._load_ended(request_id, self._run_loaded)
         for request_id in reversed(results.failed):
-            # The first failed request must become the head of the queue.
+            # The request whose load failed first must become the head of the queue.
             self._load_ended(request_id, self._retry)
 
     def audit(self, pool: BlockPool) -> list[str]:
@@ -177,7 +177,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         for request in tuple(self.running):
             if budget == 0 or request.state is not RequestState.RUNNING:
-                break  # The requests after a preempted one are preempted too.
+                break  # When a request was preempted, all requests after it were preempted, too.
             end = self._chunk_end(request, request.confirmed_tokens, budget)
             new_blocks = self._grow(request, end)
             if new_blocks is None:

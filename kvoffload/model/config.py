@@ -54,7 +54,7 @@ _RENAMED = {
     "spill_after_hits": "disk_min_hits",
     "disk_identity": "weights_id",
 }
-"""Maps former key names to the present names, for names that are not similar."""
+"""Maps former key names to the present names. Names that resemble the present ones are not listed."""
 
 
 def parse_bytes(value: object) -> int:
@@ -178,7 +178,7 @@ ADVANCED = {
     *("transfer_timeout_s", "disk_drain_s", "remote_timeout_s"),
     *("layout", "recurrent_prefix_boundaries", "batch_copies"),
 }
-"""Keys that operators leave as they are, except to work around a problem."""
+"""Keys that operators change only to work around a problem."""
 
 
 def size_text(number: float) -> str:

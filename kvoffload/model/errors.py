@@ -57,7 +57,10 @@ class DeviceLost(CopyError):
 
 
 class DiskError(KVOffloadError):
-    """Raised when the disk tier's files cannot be used; the operator must act. The engine runs on without the tier."""
+    """Raised when the disk tier's files cannot be used; the operator must act.
+
+    The engine continues without the tier.
+    """
 
 
 class RemoteError(KVOffloadError):

@@ -1,4 +1,4 @@
-"""Messages between the scheduler's process and the workers, small and picklable, and records of the disk's index."""
+"""Small, picklable messages between the scheduler's process and the workers, and records of the disk's index."""
 
 from __future__ import annotations
 

@@ -139,13 +139,12 @@ class NetBenefit:
         self.saved_s = 0.0
         self._waits = waits
         self.interference_s = dict.fromkeys(Direction, 0.0)
-        # The next six attributes describe the last step.
-        self._last_s = 0.0  # when this step was scheduled
-        self._ran = False  # whether this step computed anything
-        self._is_calm = False  # whether this step only decoded
-        self._is_steady = False  # whether this and the previous step only decoded, under the same copies
-        self._decoded = 0  # how many tokens this step decoded
-        self._copies: Copies = ()  # the directions of the copies that ran during this step
+        self._last_s = 0.0  # when the last step was scheduled
+        self._ran = False  # whether the last step computed anything
+        self._is_calm = False  # whether the last step only decoded
+        self._is_steady = False  # whether the last two steps only decoded, while the same copies ran
+        self._decoded = 0  # how many tokens the last step decoded
+        self._copies: Copies = ()  # the directions of the copies that ran during the last step
         self._period_began = self._judge_s = -math.inf
         self._period_net_s = 0.0
         self.is_negative = False
@@ -189,7 +188,7 @@ class NetBenefit:
         now = self._hook.now
         prefill, decode = fact.prefill_tokens, fact.decode_tokens
         copies = self._copying() if self._open.oldest is not None else ()
-        # This is not a separate method, so that a decode-only step after another one makes only two Python calls.
+        # This is not a separate method, so that a decode-only step after another one needs only two Python calls.
         is_calm = decode > 0 and not prefill
         if self._is_steady or (self._ran and self._copies):
             self._stepped(now)
@@ -234,7 +233,7 @@ class NetBenefit:
         self._waits[reason].observe(seconds)
 
     def ended(self, request: RequestId) -> None:
-        """Add the wait of a request that ends while its load is open."""
+        """Add the time for which a request has waited for a load that is still open when the request ends."""
         load = self._open.by_request[request]
         if load.planned is not None:
             self._waits[LoadWait.OWN_LOAD].observe(self._hook.now - load.planned)

@@ -47,7 +47,7 @@ from kvoffload.runtime.portal import Portal
 
 RESET_S = 5.0
 WRITE_PERIOD_S = 0.1
-"""Seconds between two writes. Waking the thread for each report would cost the hooks 40 to 80 us.
+"""Seconds between two writes to the index. Waking the thread for each report would cost the hooks 40 to 80 us.
 
 A crash loses the blocks whose records are not written yet.
 """

@@ -37,7 +37,7 @@ class PortalClosed(KVOffloadError):
 
 
 class DaemonExecutor(Executor):
-    """Daemon threads that run submitted calls in order. The standard pool would join its threads at exit.
+    """Daemon threads that run submitted calls in order. The standard pool would wait for its threads at exit.
 
     Args:
         name: prefix of the threads' names.

@@ -83,7 +83,7 @@ class RemoteCatalog:
         """Ended calls. While there are ended calls, `take_facts` must be called."""
         self._fingerprint: str | None = None
         self._generation: str | None = None
-        self._made_ms = 0  # when the generation last read from the tier was created
+        self._made_ms = 0  # when the generation that was last read from the tier was created, in milliseconds
         # True if the tier's generation is ignored, because this engine uses a private one or refused the tier's.
         self._is_fixed = False
         # True if the generation stored in the tier may contain blocks of this engine.
@@ -91,7 +91,8 @@ class RemoteCatalog:
         self._looks_at = float("-inf")
         self._must_replace = self._is_replacing = False
         self._opened: str | None = None  # the namespace that the core uses
-        self._identified = executor.submit(place.identify)  # Identifying the KV may mean reading all weights.
+        # Identify the KV on another thread, because this may mean reading all weights.
+        self._identified = executor.submit(place.identify)
         self._is_refused = False  # True if the weights could not be identified
         if place.address.caution:
             log.warning("remote_not_protected", note=place.address.caution)
@@ -174,7 +175,7 @@ class RemoteCatalog:
         try:
             self._fingerprint = self._identified.result()
         except Exception as error:
-            # Identifying weights may raise any exception, and this is the engine's thread.
+            # Catch every exception: identifying weights may raise any, and this is the engine's thread.
             reason, note = reason_of(error), "the engine continues without the remote tier"
             log.error("remote_not_opened", reason=reason, note=note)
             self._is_refused = True

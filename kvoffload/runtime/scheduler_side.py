@@ -35,7 +35,7 @@ from kvoffload.transfer.ports import Clocks
 
 _UNKNOWN = EngineIdentity()
 
-# Module globals: in CPython 3.11, `Hook.SEEN` takes ten times as long.
+# Module globals, because in CPython 3.11 `Hook.SEEN` takes ten times as long.
 _SEEN, _LOOKUP, _ALLOCATED = Hook.SEEN, Hook.LOOKUP, Hook.ALLOCATED
 _STEP, _ENDED, _REPORT, _RESET = Hook.STEP, Hook.ENDED, Hook.REPORT, Hook.RESET
 

@@ -51,7 +51,7 @@ class StepTimes:
     """
 
     def __init__(self) -> None:
-        # Indexed by the bit length of the number of decoded tokens.
+        # The keys of the next two dicts are bit lengths of the number of decoded tokens.
         self._quiet_s = defaultdict[int, float](float)
         self._seen = defaultdict[int, int](int)
         self._slowdown = defaultdict[Copies, float](float)
@@ -191,7 +191,10 @@ class FirstTokens:
     def __init__(self, hook: HookTime, bus: Bus) -> None:
         self._hook = hook
         self.waiting: dict[RequestId, tuple[float, HasToken]] = {}
-        """The arrival of each request without a token, and a check for its first token. The caller adds requests."""
+        """For each request without a token, its arrival time and a check for its first token.
+
+        The caller adds requests.
+        """
         self.admitted: dict[RequestId, LookupAnswered] = {}
         """Admitted requests without a token, and the answer of each request's last lookup."""
         bus.count(LookupAnswered, self._settled)

@@ -38,7 +38,7 @@ log = get_logger("worker")
 
 _STORE_BYTES_IN_FLIGHT = 64 * 2**20  # a few milliseconds of copying; a load may have to wait this long
 REMOTE_THREADS = 2  # a client splits batches itself, so a few threads suffice
-_DRAIN_S = 5.0  # seconds to wait beyond `transfer_timeout_s`
+_DRAIN_S = 5.0  # seconds that `close` waits for copies beyond `transfer_timeout_s`
 _PINNING_S = 10.0  # how many seconds an engine's start waits for pinned memory
 
 

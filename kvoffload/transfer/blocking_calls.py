@@ -503,7 +503,7 @@ class ErrorRow:
         self._errors = 0
 
     def worked(self, call: Call) -> None:
-        """Reset the count of errors. The probe's success means that the file is open."""
+        """Reset the count of errors. If the call was the probe, the file is open now."""
         self._errors = 0
         if call.is_probe:
             self.is_closed = True

@@ -166,7 +166,7 @@ def _digest(pieces: Iterable[memoryview]) -> int:
 
 
 def whole_slots(arena: Arena) -> SlotReader:
-    """Return a reader of every byte of a slot, chosen by the size of the pages."""
+    """Return a reader of every byte of a slot. Which reader is used depends on the size of the pages."""
     is_long = arena.layout.slot_bytes > _LONG * len(arena.layout.regions)
     return slots_in_place(arena) if is_long else GatheredSlots(arena)
 

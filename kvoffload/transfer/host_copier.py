@@ -94,7 +94,7 @@ class HostTicket:
         if error is not None:
             self._error = error
         self._begun.append(begun)
-        self._ended.append(now)  # Append last, because `query` counts these entries.
+        self._ended.append(now)  # Append this entry last, because `query` counts the entries.
 
     def query(self) -> TicketState:
         """Return the batch's state.

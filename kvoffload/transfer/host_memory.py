@@ -35,7 +35,7 @@ _KEPT: list[object] = []  # memory that a device may still access, so it must no
 _RESERVE = 256 * 2**20
 """Bytes left free while an arena grows: several chunks, because several ranks may check at the same time."""
 _AMPLE = 3  # README advises this many times the device's KV cache
-# up to this many times the device's KV cache, "lazy" found more than "eager" (tests/bench/README.md)
+# Up to this many times the device's KV cache, "lazy" had more hits than "eager" (tests/bench/README.md).
 _SMALL = 1.6
 _NO_LIMIT = 2**60  # cgroup version 1 reports "no limit" as a number above this, version 2 as "max"
 
@@ -226,7 +226,7 @@ class PreferredNode:
             before = os.sched_getaffinity(0)
             os.sched_setaffinity(0, self.allowed_processors())
         except (OSError, ValueError, AttributeError):
-            # `OSError` also means that the process may use no such processor.
+            # `OSError` can also mean that the process may use none of the node's processors.
             return None
         return before
 

@@ -80,7 +80,7 @@ class OpenJob(Struct, eq=False):
 
 
 class Part(NamedTuple):
-    """The pairs of slot and block from `start` to `end - 1` of a job."""
+    """Pairs of slot and block in a job, from position `start` to `end - 1`."""
 
     job: OpenJob
     start: int

@@ -69,7 +69,7 @@ _EVENTS_AHEAD = 64
 # Slices that the coroutine's thread enqueues before it checks other batches. On an H200 one took up to 0.9 ms, and meanwhile
 # the stream of the other direction may run empty.
 _SLICES_BESIDE = 2
-_MARKS_A_QUERY = 4  # limit on the driver calls of a query in a hook
+_MARKS_A_QUERY = 4  # the maximum number of events that one query checks
 _LAUNCH = 4  # stream operations that one kernel slice takes
 
 
@@ -189,7 +189,7 @@ class CudaTicket:
         except DeviceLost:
             raise
         except Exception as error:
-            if not self._was_refused:  # log once per batch
+            if not self._was_refused:  # Log this only once per batch.
                 log.warning("copy_query_refused", reason=repr(error))
             self._was_refused = True
             return TicketState.PENDING
@@ -216,7 +216,7 @@ class CudaTicket:
 
     def _enqueue_one(self, *, may_wait: bool) -> bool:
         """Enqueue the first slice; return False if the slice has to wait."""
-        # True if a launch has failed since this slice was cut.
+        # The kernel is off if a launch has failed since this slice was cut.
         if self._left[0].by_kernel and not self._copier.kernel_below[self._direction]:
             self._left.extendleft(reversed(self._copier.engine_slices(self._left.popleft().runs)))
         runs, by_kernel = self._left[0]

@@ -48,7 +48,8 @@ _REPEATS = 5
 _WINS = 0.95
 _LONGEST_S = 5.0  # time limit for all measurements, not counting the kernel's compilation
 _PATIENCE_S = 10.0  # time limit for one batch
-_MARGIN = 1.5  # the large copies must last this many times as long as enqueuing the previous batch took
+# large copies before a measurement must last this many times as long as the last enqueuing took
+_MARGIN = 1.5
 _MOST_COVERS = 64
 
 
@@ -93,7 +94,7 @@ class Trial:
     stream: int
     scratch: CudaScratch
     deadline: float = math.inf
-    # seconds that one large copy takes; large copies keep the device busy while others are enqueued
+    # seconds that one large copy takes, which keeps the device busy before a measurement
     cover_s: float = math.inf
     # How long it took to enqueue the last batch for the kernel (True) and for the copy engine (False).
     enqueue_s: dict[bool, float] = field(default_factory=lambda: dict.fromkeys((True, False), 0.0))

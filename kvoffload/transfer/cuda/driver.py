@@ -85,7 +85,8 @@ _ACCESS_ORDER = {Direction.STORE: _IN_STREAM_ORDER, Direction.LOAD: _ANY_TIME}
 class Event:
     """A CUDA event, whose handle returns to its pool when the last reference is dropped.
 
-    CUDA allows this even while a stream waits for the event, because the wait refers to the earlier record.
+    CUDA allows a handle to be reused even while a stream waits for the event, because the wait refers to the earlier
+    record of the event.
 
     Args:
         handle: the driver's handle.

@@ -67,7 +67,7 @@ _BATCH = (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, 
 # MPS client terminated, unknown error. After other errors, copies may still be running.
 _LOST = frozenset({3, 4, 46, 201, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 810, 999})
 CAPTURE = range(900, 909)
-"""Codes caused by a graph capture somewhere in the process. The same call may succeed later."""
+"""Error codes caused by a graph capture somewhere in the process. The same call may succeed later."""
 
 
 class CudaError(CopyError):
